@@ -1,0 +1,157 @@
+"""The Rust core. Types are documented here and checked against the module."""
+
+from typing import Any, final
+
+__version__: str
+
+class UndercroftError(Exception):
+    """Base of every error the core raises; the message names what was found and what to do."""
+
+class ConfigError(UndercroftError):
+    """A configuration value is impossible on this machine (too large, not a directory, ...)."""
+
+class StoreError(UndercroftError):
+    """A disk directory is foreign, damaged, of another format version, or in use."""
+
+@final
+class Engine:
+    """The engine, embedded: index, host arena, job table, disk tier, and the IO thread."""
+
+    def __init__(
+        self,
+        *,
+        host_memory: int,
+        disks: list[tuple[str, int]] = ...,
+        io_engine: str = "auto",
+        io_depth: int = 32,
+        runtime_dir: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Open the engine.
+
+        ``host_memory``: size of the arena in bytes. ``disks``: (directory, capacity in bytes) of each device.
+        ``io_engine``: "auto", "io_uring" or "thread_pool". ``runtime_dir``: where the socket is made (default:
+        $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>, mode 0700).
+        Further keyword options (all optional) are those of `undercroft.config`.
+
+        Raises ConfigError, StoreError.
+        """
+
+    @property
+    def socket_path(self) -> str:
+        """Where workers get the arena's descriptor."""
+
+    @property
+    def arena_generation(self) -> int: ...
+    def register(self, description: str, groups: list[tuple[str, int, int, int]], hash_block_tokens: int) -> Session:
+        """A session for one namespace.
+
+        ``description``: canonical JSON of all that must be equal for bytes to be interchangeable; its SHA-256 is the
+        namespace. ``groups``: per KV cache group (kind, tokens per block, payload bytes of all ranks together, window
+        in tokens or 0), kind one of "full", "sliding_window", "chunked_local", "state", "ignored".
+        ``hash_block_tokens``: tokens per block hash; each group's tokens per block is a multiple of it.
+
+        Raises ConfigError if a payload does not fit the arena.
+        """
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges since the start, as one flat dict of numbers (keys in `undercroft.connector.stats`)."""
+
+    def info(self) -> dict[str, Any]:
+        """What was configured and found: sizes, IO engine, O_DIRECT, blocks recovered, namespaces, messages."""
+
+    def close(self) -> None:
+        """Finish writes under way (bounded), stop the IO thread, release the directories. Idempotent."""
+
+@final
+class Session:
+    """One vLLM engine's use of one namespace. Every call takes microseconds and never blocks on IO."""
+
+    @property
+    def namespace(self) -> str:
+        """Digest of the namespace, hexadecimal."""
+
+    def submit(self, request_id: str, hashes: list[bytes]) -> None:
+        """Start the lookup of a request, and the promotion of what lies on disk only. Idempotent."""
+
+    def poll(self, request_id: str, hashes: list[bytes], num_computed_tokens: int) -> int | None:
+        """The deepest usable boundary in tokens, counted from the start of the prompt, or None while it is pending.
+
+        ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched. An answer not
+        above it means that there is nothing to load. A request that was not submitted is submitted. The caller's
+        cap (a hit must stay below the number of tokens) is its own business.
+        """
+
+    def tiers(self, request_id: str, num_computed_tokens: int, num_external_tokens: int) -> tuple[int, int]:
+        """Of the tokens after ``num_computed_tokens``, how many came from (host, disk). For metrics."""
+
+    def begin_load(
+        self, request_id: str, num_computed_tokens: int, num_external_tokens: int
+    ) -> tuple[int, list[tuple[int, int, bytes]]] | None:
+        """Pin the payloads of a load: (job id, per group (group, index of the first block, offsets)).
+
+        ``offsets``: little-endian int64 arena offsets, one per block from that index on; -1 where the group needs no
+        block (before a window). None if a payload has meanwhile gone: the caller must then report the load as failed.
+        """
+
+    def end_load(self, job_id: int, ok: bool) -> None:
+        """All ranks have ended the copies of a load. After ``ok=False`` the request's later lookups answer 0."""
+
+    def begin_save(
+        self, request_id: str, hashes: list[bytes], num_tokens: int
+    ) -> tuple[int, list[tuple[int, int, bytes]]] | None:
+        """Reserve slots for the blocks of the first ``num_tokens`` tokens that are not here yet.
+
+        Returns (job id, per group (group, index of the first block, offsets)), -1 for a block that is here already or
+        that is refused; None if there is nothing to copy. What was refused (arena full of data in use) can be asked for
+        again.
+        """
+
+    def save_refused(self) -> bool:
+        """Whether the last ``begin_save`` left out blocks for want of memory (they may be tried again)."""
+
+    def end_save(self, job_id: int, ok: bool) -> None:
+        """All ranks have ended the copies of a save: its payloads become visible, or are dropped."""
+
+    def discard(self, request_id: str) -> None:
+        """The request has finished or was aborted: its lookup is dropped. Loads and saves under way go on. Idempotent."""
+
+    def reset(self, timeout_s: float = 10.0) -> bool:
+        """Drop everything of this namespace, durably. False if that could not be made durable in time."""
+
+    def close(self) -> None:
+        """End the session: all of its jobs and leases are freed. Idempotent."""
+
+@final
+class Arena:
+    """An engine's arena, mapped into this process (a worker's)."""
+
+    @staticmethod
+    def attach(socket_path: str) -> Arena:
+        """Get the descriptor from the engine's socket (same uid only) and map it. Raises UndercroftError."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+@final
+class Copier:
+    """Copies between device pages in host memory (vLLM's CPU platform) and the arena, on a thread of its own."""
+
+    def __init__(self, arena: Arena, threads: int = 1) -> None: ...
+    def submit(self, job_id: int, to_arena: bool, addresses: bytes, offsets: bytes, sizes: bytes) -> None:
+        """Queue copies: little-endian int64 arrays of device addresses, arena offsets and sizes in bytes.
+
+        The memory at the addresses must stay valid until the job is returned by `poll`. A range outside the arena
+        raises UndercroftError and queues nothing.
+        """
+
+    def poll(self) -> list[tuple[int, bool]]:
+        """Jobs that have ended since the last call: (job id, ok)."""
+
+    def drain(self) -> None:
+        """Wait until every queued job has ended (GIL released)."""

@@ -1,0 +1,145 @@
+//! Moving bytes between the arena and files. This layer knows files and buffers, never keys.
+//!
+//! The engine produces [`IoRequest`]s and consumes [`IoCompletion`]s; an [`IoEngine`] carries them
+//! out. Three implementations: io_uring ([`uring`]), a thread pool ([`pool`]) and a fault injector
+//! ([`fault`]) that wraps either.
+//!
+//! Checksums are computed here, outside the engine's lock: over the first `payload_len` bytes, of
+//! the source before a write is submitted, and of the destination after a read has completed.
+
+use std::time::Duration;
+
+/// Alignment of every file offset, arena offset and length in an O_DIRECT transfer, in bytes.
+pub const IO_ALIGN: u64 = 4096;
+
+/// Which file of a disk directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum FileKind {
+    /// Superblock and namespace table.
+    Super,
+    /// Fixed-size records, one per slot.
+    Table,
+    /// Payload slots.
+    Data,
+}
+
+/// One operation. `token` comes back in the completion and means nothing here. Offsets and `len`
+/// are multiples of [`IO_ALIGN`]; `payload_len <= len`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum IoRequest {
+    /// Data file -> arena. Completes with an error of [`IoFault::Corrupt`] unless the checksum of
+    /// the first `payload_len` bytes read is `checksum`.
+    ReadPayload {
+        /// Returned in the completion.
+        token: u64,
+        /// Index of the device (directory).
+        device: u16,
+        /// Source, in bytes from the start of the data file.
+        file_offset: u64,
+        /// Destination, in bytes from the start of the arena.
+        arena_offset: u64,
+        /// Bytes to transfer.
+        len: u32,
+        /// Bytes that the checksum covers.
+        payload_len: u32,
+        /// Expected checksum.
+        checksum: u64,
+    },
+    /// Arena -> data file. Completes with the checksum of the first `payload_len` bytes.
+    WritePayload {
+        /// Returned in the completion.
+        token: u64,
+        /// Index of the device (directory).
+        device: u16,
+        /// Destination, in bytes from the start of the data file.
+        file_offset: u64,
+        /// Source, in bytes from the start of the arena.
+        arena_offset: u64,
+        /// Bytes to transfer.
+        len: u32,
+        /// Bytes that the checksum covers.
+        payload_len: u32,
+    },
+    /// Metadata -> table or super file; `bytes` is a multiple of [`IO_ALIGN`] long. With `sync`,
+    /// completes only after an fdatasync that followed the write.
+    WriteMeta {
+        /// Returned in the completion.
+        token: u64,
+        /// Index of the device (directory).
+        device: u16,
+        /// The file, `Super` or `Table`.
+        file: FileKind,
+        /// Destination, in bytes from the start of the file.
+        file_offset: u64,
+        /// What to write.
+        bytes: Box<[u8]>,
+        /// Whether to wait until it is durable.
+        sync: bool,
+    },
+}
+
+impl IoRequest {
+    /// The token, whatever the operation.
+    pub fn token(&self) -> u64 {
+        match self {
+            Self::ReadPayload { token, .. }
+            | Self::WritePayload { token, .. }
+            | Self::WriteMeta { token, .. } => *token,
+        }
+    }
+
+    /// Whether it is a read, which goes before writes.
+    pub fn is_read(&self) -> bool {
+        matches!(self, Self::ReadPayload { .. })
+    }
+}
+
+/// Why an operation failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoFault {
+    /// The bytes read do not match their checksum.
+    Corrupt,
+    /// The file ended before the transfer was complete.
+    Truncated,
+    /// The operating system's error number.
+    Os(i32),
+    /// The IO engine was shut down before the operation was started.
+    Stopped,
+}
+
+/// The end of one operation: exactly one for each request submitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoCompletion {
+    /// The request's token.
+    pub token: u64,
+    /// The payload checksum (0 for `WriteMeta`), or why it failed.
+    pub result: Result<u64, IoFault>,
+}
+
+/// Carries out operations. Owned by the IO thread alone.
+///
+/// Short transfers are resubmitted, EINTR and EAGAIN retried inside; neither reaches the caller.
+/// Buffers: the arena outlives the engine (it holds an `Arc` of the mapping); metadata is owned by
+/// the operation until its completion.
+pub trait IoEngine: Send + std::fmt::Debug {
+    /// `"io_uring"`, `"thread_pool"`, ...; shown to the operator.
+    fn name(&self) -> &'static str;
+    /// How many operations may be in flight.
+    fn depth(&self) -> usize;
+    /// Operations submitted and not yet completed.
+    fn in_flight(&self) -> usize;
+    /// Starts an operation. The caller keeps `in_flight() < depth()`.
+    fn submit(&mut self, request: IoRequest);
+    /// Pushes completions to `out`. Blocks until there is at least one, [`Waker::wake`] was called,
+    /// or `timeout` has passed (`None`: no limit; zero: only what is there already).
+    fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
+    /// A handle by which other threads end a `wait`.
+    fn waker(&self) -> Waker;
+}
+
+pub use waker::Waker;
+
+pub mod fault;
+pub mod pool;
+pub mod uring;
+mod waker;
