@@ -1,0 +1,11 @@
+"""A tiered KV cache for vLLM: host memory, then local NVMe, under the device's own prefix cache.
+
+vLLM loads it as the KV connector ``UndercroftConnector``; `undercroft.config` lists the options. Nothing of vLLM, torch
+or the compiled core is imported here, so that the command line and vLLM's frontend start quickly.
+"""
+
+from __future__ import annotations
+
+from undercroft.config import ConfigError, UndercroftConfig
+
+__all__ = ["ConfigError", "UndercroftConfig"]

@@ -1,0 +1,364 @@
+"""Configuration: one table of options, parsed from ``kv_connector_extra_config`` and the environment.
+
+Every option may also be given as ``UNDERCROFT_<NAME>``; the extra config wins. Nothing here looks at the machine:
+shares such as "25%" become bytes in `undercroft.sizing`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from undercroft.units import SIZE_FORMAT, Amount, parse_amount, parse_size
+
+ENV_PREFIX = "UNDERCROFT_"
+EXTRA_CONFIG = "kv_connector_extra_config"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message names key, value, what is allowed, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionWait:
+    """How long a lookup waits for blocks that are on disk only.
+
+    ``base_ms`` None means until all are in host memory, otherwise the wait ends after ``base_ms`` +
+    ``per_1k_tokens_ms`` for each 1,000 tokens that are looked up; (0, 0) takes only what host memory holds at once.
+    """
+
+    base_ms: float | None = None
+    per_1k_tokens_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: its name, how people are told about it, and how its value is read."""
+
+    name: str
+    type: str
+    default: Any
+    """As a user would write it."""
+    allowed: str
+    help: str
+    parse: Callable[[Any], Any]
+    """From a JSON value to the field of `UndercroftConfig`; raises ValueError with the reason."""
+    from_text: Callable[[str], Any]
+    """From an environment variable's text to the JSON value; raises ValueError with the reason."""
+
+    @property
+    def env(self) -> str:
+        """Name of the environment variable."""
+        return ENV_PREFIX + self.name.upper()
+
+
+def _choice(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"{type(value).__name__} instead of text")
+        if value not in allowed:
+            raise ValueError(f"not one of the allowed words{_did_you_mean(value, allowed)}")
+        return value
+
+    return parse
+
+
+def _integer(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{type(value).__name__} instead of a whole number")
+        if not low <= value <= high:
+            raise ValueError("out of range")
+        return value
+
+    return parse
+
+
+def _number(low: float, high: float) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{type(value).__name__} instead of a number")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise ValueError("out of range")
+        return float(value)
+
+    return parse
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{type(value).__name__} instead of true or false")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{type(value).__name__} instead of text")
+    return value
+
+
+def _positive_amount(value: Any) -> Amount:
+    amount = parse_amount(value)
+    if amount.size == 0:
+        raise ValueError("zero")
+    return amount
+
+
+def _paths(value: Any) -> tuple[str, ...]:
+    paths = (value,) if isinstance(value, str) else value
+    if not isinstance(paths, (list, tuple)):
+        raise ValueError(f"{type(value).__name__} instead of a path or a list of paths")
+    for path in paths:
+        if not isinstance(path, str):
+            raise ValueError(f"the list holds {type(path).__name__} instead of a path")
+        if not path.strip() or "\0" in path:
+            raise ValueError("an empty or impossible path")
+    expanded = tuple(str(Path(path).expanduser().absolute()) for path in paths)
+    if len(set(expanded)) != len(expanded):
+        raise ValueError("the same directory twice")
+    return expanded
+
+
+def _promotion_wait(value: Any) -> PromotionWait:
+    if value == "complete":
+        return PromotionWait()
+    if value == "best_effort":
+        return PromotionWait(0.0, 0.0)
+    if not isinstance(value, dict):
+        raise ValueError("neither of the words nor an object")
+    known = ("base_ms", "per_1k_tokens_ms")
+    for key in value:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}{_did_you_mean(str(key), known)}")
+    numbers = {}
+    for key in known:
+        try:
+            numbers[key] = _number(0, 3_600_000)(value.get(key, 0))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    return PromotionWait(**numbers)
+
+
+def _text_bool(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("neither true nor false")
+
+
+def _text_number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("not a number") from None
+
+
+def _text_paths(text: str) -> Any:
+    return json.loads(text) if text.lstrip().startswith("[") else [path for path in text.split(os.pathsep) if path]
+
+
+def _text_object(text: str) -> Any:
+    return json.loads(text) if text.lstrip().startswith("{") else text
+
+
+_SHARE_FORMAT = f"{SIZE_FORMAT}, or a percentage"
+
+# fmt: off
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "host_memory", "size or share", "25%", _SHARE_FORMAT + " above 0%",
+        "Size of the host tier. A percentage is taken of the memory available at start.",
+        _positive_amount, str,
+    ),
+    Option(
+        "disk_path", "path or list of paths", [], "directories on local disks",
+        "Directories of the disk tier, one per device; none: no disk tier. In the environment, separated by colons.",
+        _paths, _text_paths,
+    ),
+    Option(
+        "disk_capacity", "size or share", "50%", _SHARE_FORMAT + " above 0%",
+        "Most that each directory may hold. A percentage is taken of the space that is free there or the tier's own.",
+        _positive_amount, str,
+    ),
+    Option(
+        "save", "text", "all", '"all" or "prompt"',
+        "Which full blocks are saved: prompt and generated tokens, or the prompt's only.",
+        _choice("all", "prompt"), str,
+    ),
+    Option(
+        "min_load_tokens", "number", 64, "0 to 1000000",
+        "A hit that gains fewer tokens over what the device holds is not loaded: a load costs two engine steps.",
+        _integer(0, 1_000_000), _text_number,
+    ),
+    Option(
+        "lookup", "text", "async", '"async" or "blocking"',
+        "While the disk owes blocks, let the scheduler go on and ask again, or wait for them (lookup_timeout_ms).",
+        _choice("async", "blocking"), str,
+    ),
+    Option(
+        "lookup_timeout_ms", "number", 50, "0 to 60000",
+        "Longest wait of a blocking lookup, in milliseconds; afterwards the request computes its prompt.",
+        _number(0, 60_000), _text_number,
+    ),
+    Option(
+        "promotion_wait", "text or object", "complete",
+        '"complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
+        "How long a lookup waits for blocks on disk: for all, not at all, or a time that grows with the prompt.",
+        _promotion_wait, _text_object,
+    ),
+    Option(
+        "promotion_memory", "size or share", "50%", _SHARE_FORMAT + " above 0%",
+        "Most host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
+        _positive_amount, str,
+    ),
+    Option(
+        "early_prefetch", "true or false", True, "true or false",
+        "Start lookup and reads from disk when a request arrives, not when the scheduler comes to it.",
+        _bool, _text_bool,
+    ),
+    Option(
+        "cache_hit_threshold", "number", 0.0, "0 to 1",
+        "Requests with a smaller share of their tokens cached are given back unserved; 0 serves all.",
+        _number(0, 1), _text_number,
+    ),
+    Option(
+        "eviction_policy", "text", "lru", '"lru" or "leafhd"',
+        "What is evicted first: the least recently used leaf, or the leaf with the least learned hit density.",
+        _choice("lru", "leafhd"), str,
+    ),
+    Option(
+        "disk_admission", "text", "all", '"all" or "second_touch"',
+        "What is written to disk: every block, or blocks from their second use on (spares the flash).",
+        _choice("all", "second_touch"), str,
+    ),
+    Option(
+        "disk_write_rate", "size", 0, SIZE_FORMAT + "; 0 is unlimited",
+        "Most bytes per second written to disk. What exceeds it stays in host memory only.",
+        parse_size, str,
+    ),
+    Option(
+        "io_engine", "text", "auto", '"auto", "io_uring" or "thread_pool"',
+        "How disks are read and written; auto takes io_uring where the machine allows it.",
+        _choice("auto", "io_uring", "thread_pool"), str,
+    ),
+    Option(
+        "io_depth", "number", 32, "1 to 1024",
+        "Disk operations in flight at once.",
+        _integer(1, 1024), _text_number,
+    ),
+    Option(
+        "namespace_salt", "text", "", "any text",
+        "Keeps caches apart that look the same, e.g. of weights changed in place.",
+        _text, str,
+    ),
+    Option(
+        "socket_dir", "path", "", "a directory only this user can enter",
+        "Where the engine's socket is made; by default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
+        _text, str,
+    ),
+)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class UndercroftConfig:
+    """The options' values, checked. Fields are those of `OPTIONS`."""
+
+    host_memory: Amount
+    disk_path: tuple[str, ...]
+    disk_capacity: Amount
+    save: str
+    min_load_tokens: int
+    lookup: str
+    lookup_timeout_ms: float
+    promotion_wait: PromotionWait
+    promotion_memory: Amount
+    early_prefetch: bool
+    cache_hit_threshold: float
+    eviction_policy: str
+    disk_admission: str
+    disk_write_rate: int
+    io_engine: str
+    io_depth: int
+    namespace_salt: str
+    socket_dir: str
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> UndercroftConfig:
+        """Read all options; ``environ`` defaults to the process environment. Raises ConfigError."""
+        environ = os.environ if environ is None else environ
+        known = [option.name for option in OPTIONS]
+        for key, value in extra_config.items():
+            if key not in known:
+                raise ConfigError(
+                    f"undercroft: unknown option {key!r} = {value!r} in {EXTRA_CONFIG}"
+                    f"{_did_you_mean(str(key), known)}. Allowed: {', '.join(known)}."
+                )
+        values: dict[str, Any] = {}
+        given: set[str] = set()
+        for option in OPTIONS:
+            if option.name in extra_config:
+                value = extra_config[option.name]
+                where = f"{option.name} = {value!r} in {EXTRA_CONFIG}"
+            elif environ.get(option.env, "") != "":
+                value = environ[option.env]
+                where = f"environment variable {option.env} = {value!r}"
+            else:
+                values[option.name] = option.parse(option.default)
+                continue
+            given.add(option.name)
+            try:
+                if option.name not in extra_config:
+                    value = option.from_text(value)
+                values[option.name] = option.parse(value)
+            except ValueError as error:
+                raise ConfigError(f"undercroft: {where}: {error}. Allowed: {option.allowed}.") from None
+        if "disk_capacity" in given and not values["disk_path"]:
+            raise ConfigError(
+                f"undercroft: disk_capacity = {values['disk_capacity']} without a disk_path. "
+                "Set disk_path to a directory on a local disk, or leave disk_capacity out."
+            )
+        return cls(**values)
+
+
+assert [field.name for field in fields(UndercroftConfig)] == [option.name for option in OPTIONS]
+
+
+def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Messages about variables that look like options but are none.
+
+    Not errors: orchestrators inject variables named after services (UNDERCROFT_SERVICE_HOST).
+    """
+    environ = os.environ if environ is None else environ
+    known = [option.env for option in OPTIONS]
+    return [
+        f"undercroft: environment variable {name} is not an option{_did_you_mean(name, known)}"
+        for name in sorted(environ)
+        if name.startswith(ENV_PREFIX) and name not in known
+    ]
+
+
+def option_table() -> str:
+    """The options as a Markdown table, for the README."""
+    lines = ["| option | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
+    for option in OPTIONS:
+        default = "none" if option.default in ("", []) else json.dumps(option.default)
+        lines.append(f"| `{option.name}` | {option.type} | `{default}` | {option.allowed} | {option.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def _did_you_mean(key: str, known: list[str] | tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

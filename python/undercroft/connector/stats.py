@@ -1,0 +1,46 @@
+"""Statistics: what the engine counts, how it travels to vLLM's frontend, and what is logged."""
+
+from __future__ import annotations
+
+STATS_KEYS: dict[str, tuple[str, str]] = {
+    # name: ("counter" since the start | "gauge" now, meaning)
+    "host_capacity_bytes": ("gauge", "size of the arena"),
+    "host_used_bytes": ("gauge", "bytes of slots that hold a payload, visible or being filled"),
+    "host_pinned_bytes": ("gauge", "of these, bytes that a load, save, promotion or lease keeps from eviction"),
+    "host_blocks": ("gauge", "visible payloads in host memory"),
+    "disk_capacity_bytes": ("gauge", "capacity of all directories"),
+    "disk_used_bytes": ("gauge", "bytes of disk slots that hold a payload"),
+    "disk_blocks": ("gauge", "visible payloads on disk"),
+    "disk_degraded": ("gauge", "directories that no longer take writes"),
+    "nodes": ("gauge", "nodes of the prefix forest"),
+    "namespaces": ("gauge", "namespaces with at least one node"),
+    "sessions": ("gauge", "registered sessions"),
+    "jobs": ("gauge", "lookups that are neither consumed nor discarded"),
+    "loads": ("gauge", "loads begun and not ended"),
+    "saves": ("gauge", "saves begun and not ended"),
+    "promotion_queue_bytes": ("gauge", "bytes that wait for the promotion budget or the disk"),
+    "promotions": ("counter", "jobs that read from disk and have ended"),
+    "promotion_seconds": ("counter", "time from the first read to the end of these jobs, summed"),
+    "promotions_cancelled": ("counter", "jobs whose reads were dropped because nobody wanted them any more"),
+    "disk_read_bytes": ("counter", "payload bytes read from disk"),
+    "disk_read_seconds": ("counter", "time from submission to completion of these reads, summed"),
+    "disk_reads": ("counter", "payload reads"),
+    "disk_write_bytes": ("counter", "payload bytes written to disk"),
+    "disk_write_seconds": ("counter", "time from submission to completion of these writes, summed"),
+    "disk_writes": ("counter", "payload writes"),
+    "saved_blocks": ("counter", "payloads that became visible by a save"),
+    "deduplicated_blocks": ("counter", "payloads asked to be saved that were here or under way"),
+    "refused_host_full": ("counter", "payloads refused: host memory is full of data in use"),
+    "refused_disk_full": ("counter", "payloads not written: the disk is full of data in use"),
+    "refused_write_rate": ("counter", "payloads not written: over disk_write_rate"),
+    "refused_admission": ("counter", "payloads not written: not admitted by disk_admission or the policy"),
+    "refused_disk_degraded": ("counter", "payloads not written: the directory takes no writes"),
+    "host_evictions": ("counter", "payloads evicted from host memory"),
+    "disk_evictions": ("counter", "payloads evicted from disk"),
+    "checksum_failures": ("counter", "payloads or records whose checksum did not match"),
+    "read_failures": ("counter", "reads that the disk failed"),
+    "write_failures": ("counter", "writes that the disk failed"),
+    "load_failures": ("counter", "loads that ended with a failure or could not begin"),
+    "save_failures": ("counter", "saves that ended with a failure"),
+}
+"""Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""

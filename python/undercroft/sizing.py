@@ -1,0 +1,107 @@
+"""Turns configured amounts into bytes on this machine: reads available memory and free disk space."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from undercroft.config import ConfigError, UndercroftConfig
+from undercroft.units import format_size
+
+_MIN_HOST_MEMORY = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of one engine, in bytes."""
+
+    host_memory: int
+    promotion_memory: int
+    disks: list[tuple[str, int]]
+    """Each directory with its capacity."""
+
+
+def resolve_sizes(config: UndercroftConfig) -> Sizes:
+    """The engine's sizes on this machine. Raises ConfigError for what is impossible here."""
+    available = available_memory()
+    host = config.host_memory.of(available)
+    if host > available:
+        raise ConfigError(
+            f"undercroft: host_memory = {config.host_memory} is more than the {format_size(available)} of memory "
+            'available to this process. Choose less, or a percentage such as "25%".'
+        )
+    if host < _MIN_HOST_MEMORY:
+        raise ConfigError(
+            f"undercroft: host_memory = {config.host_memory} is {format_size(host)}; "
+            f"at least {format_size(_MIN_HOST_MEMORY)} are needed."
+        )
+    promotion = config.promotion_memory.of(host)
+    if promotion > host:
+        raise ConfigError(
+            f"undercroft: promotion_memory = {config.promotion_memory} is more than host_memory "
+            f"({format_size(host)}). Choose at most that, or a percentage of it."
+        )
+    try:
+        return Sizes(host, promotion, _disks(config))
+    except OSError as error:
+        raise ConfigError(f"undercroft: disk_path = {error.filename}: {error.strerror}.") from error
+
+
+def available_memory() -> int:
+    """Bytes a process can still allocate: the kernel's estimate, or what the control group leaves if that is less."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        current = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            # Page cache counts as current but is given back under pressure.
+            cached = _cgroup_file_bytes()
+            available = min(available, max(0, int(limit) - current + cached))
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+def _cgroup_file_bytes() -> int:
+    for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0
+
+
+def _disks(config: UndercroftConfig) -> list[tuple[str, int]]:
+    places = [_existing_parent(path) for path in config.disk_path]
+    devices = [place.stat().st_dev for place in places]
+    disks = []
+    for path, place, device in zip(config.disk_path, places, devices, strict=True):
+        usage = os.statvfs(place)
+        space = usage.f_bavail * usage.f_frsize + _allocated(Path(path))
+        capacity = config.disk_capacity.of(space // devices.count(device))
+        if capacity > space:
+            raise ConfigError(
+                f"undercroft: disk_capacity = {config.disk_capacity} is more than the {format_size(space)} that "
+                f'disk_path {path} has free or holds already. Choose less, or a percentage such as "50%".'
+            )
+        disks.append((path, capacity))
+    return disks
+
+
+def _existing_parent(path: str) -> Path:
+    """The directory itself, or the nearest one above it that exists (it will be made there)."""
+    place = Path(path)
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise ConfigError(f"undercroft: disk_path = {path}: {place} is not a directory.")
+    return place
+
+
+def _allocated(directory: Path) -> int:
+    """Bytes the files of a directory occupy: an existing store counts as space that is ours."""
+    if not directory.is_dir():
+        return 0
+    return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir() if entry.is_file())

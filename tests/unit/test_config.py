@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from undercroft.config import OPTIONS, ConfigError, PromotionWait, UndercroftConfig, option_table, unknown_environment
+from undercroft.sizing import available_memory, resolve_sizes
+from undercroft.units import Amount, format_size, parse_amount, parse_size
+
+
+def parse(extra=None, **environ):
+    return UndercroftConfig.parse(extra or {}, environ)
+
+
+def test_defaults():
+    config = parse()
+    assert config.host_memory == Amount(share=0.25)
+    assert config.disk_path == ()
+    assert config.early_prefetch is True
+    assert config.cache_hit_threshold == 0.0
+    assert config.promotion_wait == PromotionWait(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("16GiB", 16 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("0.5TiB", 1 << 39),
+        ("2tb", 2 * 10**12),
+        ("10 KB", 10_000),
+        ("1KiB", 1024),
+        ("7 mib", 7 << 20),
+        ("512", 512),
+        (".5KiB", 512),
+        (4096, 4096),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "GiB", "-1GiB", "1 GiBs", "1,5GiB", "1e9", "0x10", True, None, 1.5, -1, float("nan"), []]
+)
+def test_bad_sizes(bad):
+    with pytest.raises(ValueError):
+        parse_size(bad)
+
+
+def test_shares():
+    assert parse_amount("25%").of(1000) == 250
+    assert parse_amount("0.5 %").of(1000) == 5
+    for bad in ("0%", "100.1%", "%"):
+        with pytest.raises(ValueError):
+            parse_amount(bad)
+    with pytest.raises(ValueError):
+        parse_size("25%")
+
+
+def test_format_size():
+    assert format_size(16 << 30) == "16 GiB"
+    assert format_size(1000) == "1000 B"
+
+
+def test_unknown_key_names_everything():
+    with pytest.raises(ConfigError) as error:
+        parse({"host_memmory": "1GiB"})
+    message = str(error.value)
+    assert "'host_memmory' = '1GiB'" in message
+    assert "did you mean 'host_memory'?" in message
+    assert all(option.name in message for option in OPTIONS)
+
+
+BAD = {
+    "host_memory": ["lots", "0", 0, "0%", "101%", None, True, ["1GiB"], {}],
+    "disk_path": ["", 3, [1], ["/a", ""], ["/a", "/a"], {"a": 1}, "a\0b"],
+    "disk_capacity": ["x", 0, False],
+    "save": ["al", "", None, True, 1],
+    "min_load_tokens": [-1, 1.0, "64", True, 10**9],
+    "lookup": ["sync", None],
+    "lookup_timeout_ms": [-1, "5", True, float("inf"), 60_001],
+    "promotion_wait": ["never", 5, None, {"base": 1}, {"base_ms": -1}, {"base_ms": "1"}, {"per_1k_tokens_ms": True}],
+    "promotion_memory": ["some", 0],
+    "early_prefetch": [1, "true", None],
+    "cache_hit_threshold": [-0.1, 1.1, float("nan"), "0.5", True],
+    "eviction_policy": ["fifo", None],
+    "disk_admission": ["none", 1],
+    "disk_write_rate": ["fast", -1, "10%"],
+    "io_engine": ["uring", None],
+    "io_depth": [0, 1025, 3.0, "32", True],
+    "namespace_salt": [1, None],
+    "socket_dir": [1, ["/tmp"]],
+}
+
+
+def test_every_option_has_bad_values():
+    assert set(BAD) == {option.name for option in OPTIONS}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_bad_values_are_refused(name, value):
+    with pytest.raises(ConfigError) as error:
+        parse({name: value})
+    message = str(error.value)
+    assert name in message
+    assert repr(value) in message
+    assert "Allowed: " in message
+
+
+def test_near_word_is_suggested():
+    with pytest.raises(ConfigError, match="did you mean 'prompt'"):
+        parse({"save": "promt"})
+    with pytest.raises(ConfigError, match="did you mean 'base_ms'"):
+        parse({"promotion_wait": {"base": 1}})
+
+
+def test_environment_is_read_and_extra_config_wins():
+    config = parse(
+        {"save": "all"},
+        UNDERCROFT_SAVE="prompt",
+        UNDERCROFT_HOST_MEMORY="2GiB",
+        UNDERCROFT_DISK_PATH="/a:/b",
+        UNDERCROFT_EARLY_PREFETCH="off",
+        UNDERCROFT_IO_DEPTH="64",
+        UNDERCROFT_CACHE_HIT_THRESHOLD="0.5",
+        UNDERCROFT_PROMOTION_WAIT='{"base_ms": 5}',
+        UNDERCROFT_DISK_WRITE_RATE="1GB",
+        UNDERCROFT_NAMESPACE_SALT="",
+    )
+    assert config.save == "all"
+    assert config.host_memory == Amount(size=2 << 30)
+    assert config.disk_path == ("/a", "/b")
+    assert config.early_prefetch is False
+    assert config.io_depth == 64
+    assert config.cache_hit_threshold == 0.5
+    assert config.promotion_wait == PromotionWait(5.0, 0.0)
+    assert config.disk_write_rate == 10**9
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("UNDERCROFT_HOST_MEMORY", "lots"),
+        ("UNDERCROFT_EARLY_PREFETCH", "maybe"),
+        ("UNDERCROFT_IO_DEPTH", "many"),
+        ("UNDERCROFT_CACHE_HIT_THRESHOLD", "nan"),
+        ("UNDERCROFT_PROMOTION_WAIT", "{oops"),
+        ("UNDERCROFT_DISK_PATH", "[1]"),
+    ],
+)
+def test_messages_name_the_variable(name, text):
+    with pytest.raises(ConfigError) as error:
+        parse(**{name: text})
+    assert f"environment variable {name} = {text!r}" in str(error.value)
+
+
+def test_unknown_environment_is_reported_not_refused():
+    environ = {"UNDERCROFT_HOST_MEMROY": "1GiB", "PATH": "/bin", "UNDERCROFT_SAVE": "all"}
+    (message,) = unknown_environment(environ)
+    assert "UNDERCROFT_HOST_MEMROY" in message
+    assert "'UNDERCROFT_HOST_MEMORY'" in message
+
+
+def test_capacity_without_a_directory_is_refused():
+    with pytest.raises(ConfigError, match="without a disk_path"):
+        parse({"disk_capacity": "1GiB"})
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parse().save = "prompt"
+
+
+def test_option_table_lists_every_option_with_a_valid_default():
+    table = option_table()
+    for option in OPTIONS:
+        assert f"| `{option.name}` |" in table
+        option.parse(json.loads(json.dumps(option.default)))
+    assert len(table.splitlines()) == len(OPTIONS) + 2
+
+
+def test_resolve_sizes(tmp_path: Path):
+    config = parse({"host_memory": "64MiB", "disk_path": str(tmp_path / "new" / "er"), "disk_capacity": "1MiB"})
+    sizes = resolve_sizes(config)
+    assert sizes.host_memory == 64 << 20
+    assert sizes.promotion_memory == 32 << 20
+    assert sizes.disks == [(str(tmp_path / "new" / "er"), 1 << 20)]
+    assert not (tmp_path / "new").exists()
+
+
+def test_two_directories_of_one_device_share_its_space(tmp_path: Path):
+    one = resolve_sizes(parse({"disk_path": str(tmp_path / "a")})).disks
+    two = resolve_sizes(parse({"disk_path": [str(tmp_path / "a"), str(tmp_path / "b")]})).disks
+    assert len(two) == 2
+    assert sum(capacity for _, capacity in two) <= one[0][1] * 1.01
+
+
+def test_impossible_sizes_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="host_memory = 1024 TiB is more than"):
+        resolve_sizes(parse({"host_memory": "1024TiB"}))
+    with pytest.raises(ConfigError, match="at least"):
+        resolve_sizes(parse({"host_memory": "1MiB"}))
+    with pytest.raises(ConfigError, match="promotion_memory"):
+        resolve_sizes(parse({"host_memory": "64MiB", "promotion_memory": "65MiB"}))
+    with pytest.raises(ConfigError, match=r"disk_capacity = 1024 TiB is more than"):
+        resolve_sizes(parse({"host_memory": "64MiB", "disk_path": str(tmp_path), "disk_capacity": "1024TiB"}))
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        resolve_sizes(parse({"host_memory": "64MiB", "disk_path": str(file)}))
+
+
+def test_available_memory_is_plausible():
+    assert available_memory() > 64 << 20
