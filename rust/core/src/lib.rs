@@ -1,0 +1,5 @@
+//! The core of undercroft, a tiered KV-cache engine: index, tiers, policies and IO, in plain Rust
+//! that knows neither Python, CUDA nor the environment.
+
+pub mod key;
+pub mod policy;

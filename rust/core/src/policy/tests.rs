@@ -1,0 +1,204 @@
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// A call on the set of leaves. Nodes and ticks come from small ranges, so that they meet.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Insert { class: u16, node: u32, last: u64 },
+    Remove { class: u16, node: u32 },
+    Evict { class: u16 },
+}
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    let class = 0..3_u16;
+    let call = prop_oneof![
+        4 => (class.clone(), 0..40_u32, 0..200_u64)
+            .prop_map(|(class, node, last)| Call::Insert { class, node, last }),
+        2 => (class.clone(), 0..40_u32).prop_map(|(class, node)| Call::Remove { class, node }),
+        1 => class.prop_map(|class| Call::Evict { class }),
+    ];
+    prop::collection::vec(call, 1..300)
+}
+
+/// Runs `calls` on a policy and on a plain list of leaves, which is handed to `check` with each victim.
+fn run(kind: PolicyKind, calls: &[Call], mut check: impl FnMut(&[(u16, Leaf)], u16, Option<Leaf>)) {
+    let mut policy = Policy::new(kind, 40, 7);
+    let mut model: Vec<(u16, Leaf)> = Vec::new();
+    for &call in calls {
+        match call {
+            Call::Insert { class, node, last } => {
+                let leaf = Leaf {
+                    node,
+                    last,
+                    hit_class: (last % 4) as u8,
+                };
+                if !model
+                    .iter()
+                    .any(|(of, known)| *of == class && known.node == node)
+                {
+                    policy.insert_leaf(class, leaf);
+                    model.push((class, leaf));
+                }
+            }
+            Call::Remove { class, node } => {
+                let at = model
+                    .iter()
+                    .position(|(of, known)| *of == class && known.node == node);
+                let last = at.map_or(0, |at| model.swap_remove(at).1.last);
+                assert_eq!(policy.remove_leaf(class, node, last), at.is_some());
+            }
+            Call::Evict { class } => {
+                let victim = policy.victim(class, 200);
+                check(&model, class, victim);
+                if let Some(leaf) = victim {
+                    assert!(policy.remove_leaf(class, leaf.node, leaf.last));
+                    model.retain(|known| *known != (class, leaf));
+                }
+            }
+        }
+        for class in 0..3 {
+            let expected = model.iter().filter(|(of, _)| *of == class).count();
+            assert_eq!(policy.leaves(class), expected);
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn lru_evicts_the_oldest_leaf(calls in calls()) {
+        run(PolicyKind::Lru, &calls, |model, class, victim| {
+            let of_class = model.iter().filter(|(of, _)| *of == class).map(|(_, leaf)| *leaf);
+            assert_eq!(victim, of_class.min_by_key(|leaf| (leaf.last, leaf.node)));
+        });
+    }
+
+    #[test]
+    fn leafhd_evicts_a_present_leaf(calls in calls()) {
+        run(PolicyKind::LeafHd, &calls, |model, class, victim| {
+            let of_class: Vec<_> = model.iter().filter(|(of, _)| *of == class).collect();
+            match victim {
+                Some(leaf) => assert!(model.contains(&(class, leaf))),
+                None => assert!(of_class.is_empty()),
+            }
+        });
+    }
+}
+
+#[test]
+fn names_are_found_again() {
+    for (name, kind) in PolicyKind::NAMES {
+        assert_eq!(PolicyKind::from_name(name), Some(kind));
+        assert_eq!(kind.name(), name);
+        assert_eq!(Policy::new(kind, 10, 0).kind(), kind);
+    }
+    assert_eq!(PolicyKind::from_name("LRU"), None);
+}
+
+/// Blocks that come back after 10 ticks in class 1, and others that never do.
+fn teach(policy: &mut Policy, ticks: u64) -> u64 {
+    let mut live = [(0_u8, 0_u64); 10];
+    for tick in 1..=ticks {
+        let (hit_class, last) = &mut live[(tick % 10) as usize];
+        if *last == 0 {
+            *hit_class = policy.on_offer(tick, tick);
+            policy.on_insert(*hit_class, tick);
+        } else {
+            *hit_class = policy.on_hit(*hit_class, *last, tick);
+        }
+        *last = tick;
+        let dead = (tick << 32) | 1;
+        assert_eq!(policy.on_offer(dead, tick), 0);
+        policy.on_insert(0, tick);
+        policy.on_evict(dead, tick, 0);
+        policy.end_of_request(tick);
+    }
+    ticks
+}
+
+#[test]
+fn leafhd_learns_which_blocks_come_back() {
+    let mut policy = Policy::new(PolicyKind::LeafHd, 20, 3);
+    let tick = teach(&mut policy, 1000);
+    let live = Leaf {
+        node: 1,
+        last: tick - 5,
+        hit_class: 3,
+    };
+    let dead = Leaf {
+        node: 2,
+        last: tick,
+        hit_class: 0,
+    };
+    policy.insert_leaf(0, live);
+    policy.insert_leaf(0, dead);
+    assert_eq!(policy.victim(0, tick), Some(dead));
+    assert!(policy.admit(3, &dead, tick));
+    assert!(!policy.admit(0, &live, tick));
+}
+
+#[test]
+fn lru_admits_everything_and_remembers_nothing() {
+    let mut policy = Policy::new(PolicyKind::Lru, 20, 3);
+    let tick = teach(&mut policy, 100);
+    assert!(policy.admit(
+        0,
+        &Leaf {
+            node: 1,
+            last: tick,
+            hit_class: 3
+        },
+        tick
+    ));
+    policy.on_evict(77 << 32, tick, 2);
+    assert_eq!(policy.on_offer(77 << 32, tick + 1), 0);
+    assert!(!policy.touches_every_block());
+}
+
+#[test]
+fn an_evicted_or_refused_block_comes_back_one_class_higher() {
+    let mut policy = Policy::new(PolicyKind::LeafHd, 20, 3);
+    policy.on_insert(1, 5);
+    policy.on_evict(10 << 32, 5, 1);
+    assert_eq!(policy.on_offer(10 << 32, 9), 2);
+    assert_eq!(policy.on_offer(10 << 32, 9), 0);
+
+    policy.on_refuse(11 << 32, 0, 9);
+    assert_eq!(
+        policy.on_offer(11 << 32, 9),
+        0,
+        "offered again by the same request"
+    );
+    policy.on_refuse(11 << 32, 0, 9);
+    assert_eq!(policy.on_offer(11 << 32, 10), 1);
+}
+
+#[test]
+fn the_seed_fixes_the_victims() {
+    let victims = |seed| {
+        let mut policy = Policy::new(PolicyKind::LeafHd, 2000, seed);
+        let tick = teach(&mut policy, 500);
+        for node in 0..2000 {
+            let last = u64::from(node) * tick / 2000;
+            policy.insert_leaf(
+                0,
+                Leaf {
+                    node,
+                    last,
+                    hit_class: (node % 4) as u8,
+                },
+            );
+        }
+        let mut victims = Vec::new();
+        while let Some(leaf) = policy.victim(0, tick) {
+            policy.remove_leaf(0, leaf.node, leaf.last);
+            victims.push(leaf.node);
+        }
+        victims
+    };
+    assert_eq!(victims(1), victims(1));
+    assert_ne!(victims(1), victims(2));
+    assert_eq!(victims(1).iter().collect::<BTreeSet<_>>().len(), 2000);
+}
