@@ -1,0 +1,64 @@
+"""Fixtures of the tests that run a real vLLM engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Engine, set_environment
+
+set_environment()
+
+
+@pytest.fixture(scope="session")
+def model_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the models of this run are made."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def llama(model_root: Path) -> Path:
+    """Directory of a Llama model: one group of full attention."""
+    from models import make_llama
+
+    return make_llama(model_root / "llama")
+
+
+@pytest.fixture(scope="session")
+def llama_with_tokenizer(model_root: Path) -> Path:
+    """Directory of a Llama model with a tokenizer and a chat template."""
+    from models import make_llama
+
+    return make_llama(model_root / "llama_text", tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def gemma2(model_root: Path) -> Path:
+    """Directory of a model with a sliding window group and a full attention group."""
+    from models import make_gemma2
+
+    return make_gemma2(model_root / "gemma2")
+
+
+@pytest.fixture(scope="session")
+def qwen3_next(model_root: Path) -> Path:
+    """Directory of a model with a linear attention group and a full attention group."""
+    from models import make_qwen3_next
+
+    return make_qwen3_next(model_root / "qwen3_next")
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    """Makes engines (arguments of `harness.Engine`) and closes them when the test ends."""
+    started: list[Engine] = []
+
+    def start(*args: Any, **kwargs: Any) -> Engine:
+        started.append(Engine(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    for one in reversed(started):
+        one.close()
