@@ -137,9 +137,15 @@ pub trait IoEngine: Send + std::fmt::Debug {
     fn waker(&self) -> Waker;
 }
 
-pub use waker::Waker;
+/// How long dropping an engine waits for operations that the device has not answered. After that it
+/// lets go of them, and leaves behind for good what the kernel may still write to.
+const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
-pub mod fault;
+mod files;
+pub mod interpose;
+mod operation;
 pub mod pool;
-pub mod uring;
 mod waker;
+
+pub use files::{DeviceFiles, open_file};
+pub use waker::{Wake, Waker};

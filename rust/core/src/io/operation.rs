@@ -1,0 +1,372 @@
+//! What both IO engines share: requests checked and made ready, and what to do after each system
+//! call.
+
+use rustix::io::Errno;
+
+use super::interpose::Verdict;
+use super::{FileKind, IO_ALIGN, IoFault, IoRequest};
+use crate::arena::Arena;
+
+const UNIT: u32 = IO_ALIGN as u32;
+
+/// How often an interrupted call (EINTR, EAGAIN) is repeated in a row.
+const RETRIES_MAX: u32 = 128;
+
+/// How often a call that moved less than a unit is repeated in a row.
+const STALLS_MAX: u32 = 3;
+
+/// A request whose every field has been checked.
+#[derive(Debug)]
+pub(super) struct Operation {
+    pub(super) token: u64,
+    pub(super) device: u16,
+    pub(super) file: FileKind,
+    pub(super) file_offset: u64,
+    pub(super) len: u32,
+    pub(super) body: Body,
+}
+
+#[derive(Debug)]
+pub(super) enum Body {
+    Read {
+        arena_offset: u64,
+        payload_len: u32,
+        checksum: u64,
+    },
+    Write {
+        arena_offset: u64,
+        payload_len: u32,
+    },
+    Meta {
+        buffer: AlignedBuffer,
+        sync: bool,
+    },
+}
+
+impl Operation {
+    /// Checks a request: EINVAL for a device, range or alignment that cannot be.
+    pub(super) fn new(request: IoRequest, arena: &Arena, devices: usize) -> Result<Self, IoFault> {
+        let operation = match request {
+            IoRequest::ReadPayload {
+                token,
+                device,
+                file_offset,
+                arena_offset,
+                len,
+                payload_len,
+                checksum,
+            } => {
+                let body = Body::Read {
+                    arena_offset,
+                    payload_len,
+                    checksum,
+                };
+                Self {
+                    token,
+                    device,
+                    file: FileKind::Data,
+                    file_offset,
+                    len,
+                    body,
+                }
+            }
+            IoRequest::WritePayload {
+                token,
+                device,
+                file_offset,
+                arena_offset,
+                len,
+                payload_len,
+            } => {
+                let body = Body::Write {
+                    arena_offset,
+                    payload_len,
+                };
+                Self {
+                    token,
+                    device,
+                    file: FileKind::Data,
+                    file_offset,
+                    len,
+                    body,
+                }
+            }
+            IoRequest::WriteMeta {
+                token,
+                device,
+                file,
+                file_offset,
+                bytes,
+                sync,
+            } => {
+                // 0 is refused below, as is every length that does not fit.
+                let len = u32::try_from(bytes.len()).unwrap_or(0);
+                let body = Body::Meta {
+                    buffer: AlignedBuffer::new(&bytes),
+                    sync,
+                };
+                Self {
+                    token,
+                    device,
+                    file,
+                    file_offset,
+                    len,
+                    body,
+                }
+            }
+        };
+        if operation.is_valid(arena, devices) {
+            Ok(operation)
+        } else {
+            Err(IoFault::Os(Errno::INVAL.raw_os_error()))
+        }
+    }
+
+    fn is_valid(&self, arena: &Arena, devices: usize) -> bool {
+        let body = match &self.body {
+            Body::Read {
+                arena_offset,
+                payload_len,
+                ..
+            }
+            | Body::Write {
+                arena_offset,
+                payload_len,
+            } => {
+                arena_offset.is_multiple_of(IO_ALIGN)
+                    && *payload_len <= self.len
+                    && arena.check(*arena_offset, u64::from(self.len)).is_ok()
+            }
+            Body::Meta { .. } => self.file != FileKind::Data,
+        };
+        body && usize::from(self.device) < devices
+            && self.len > 0
+            && u64::from(self.len).is_multiple_of(IO_ALIGN)
+            && self.file_offset.is_multiple_of(IO_ALIGN)
+            && self
+                .file_offset
+                .checked_add(u64::from(self.len))
+                .is_some_and(|end| i64::try_from(end).is_ok())
+    }
+
+    pub(super) fn is_read(&self) -> bool {
+        matches!(self.body, Body::Read { .. })
+    }
+
+    /// Whether an fdatasync follows the transfer.
+    pub(super) fn syncs(&self) -> bool {
+        matches!(self.body, Body::Meta { sync: true, .. })
+    }
+
+    /// The checksum of the source of a write; 0 for others.
+    pub(super) fn source_checksum(&self, arena: &Arena) -> u64 {
+        match self.body {
+            Body::Write {
+                arena_offset,
+                payload_len,
+            } => arena
+                .checksum(arena_offset, u64::from(payload_len))
+                .unwrap_or_default(),
+            _ => 0,
+        }
+    }
+
+    /// Carries out a [`Verdict::Flip`] on a piece that was read to `done` bytes behind the start.
+    pub(super) fn flip(&self, arena: &Arena, done: u32, verdict: Verdict) {
+        let (Body::Read { arena_offset, .. }, Verdict::Flip { at, mask }) = (&self.body, verdict)
+        else {
+            return;
+        };
+        let at = arena_offset + u64::from(done) + u64::from(at);
+        if let Ok([byte]) = arena.read(at, 1).as_deref() {
+            // The range was read from a moment ago.
+            let _ = arena.write(at, &[byte ^ mask]);
+        }
+    }
+
+    /// The result once everything was transferred; `written` is the checksum of the source.
+    pub(super) fn verify(&self, arena: &Arena, written: u64) -> Result<u64, IoFault> {
+        match self.body {
+            Body::Read {
+                arena_offset,
+                payload_len,
+                checksum,
+            } => match arena.checksum(arena_offset, u64::from(payload_len)) {
+                Ok(found) if found == checksum => Ok(found),
+                _ => Err(IoFault::Corrupt),
+            },
+            _ => Ok(written),
+        }
+    }
+}
+
+/// How far the transfer of one contiguous piece is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Progress {
+    len: u32,
+    done: u32,
+    retries: u32,
+}
+
+/// What follows after a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Call again, for what remains.
+    Again,
+    Done,
+    Failed(IoFault),
+}
+
+impl Progress {
+    pub(super) fn new(len: u32) -> Self {
+        Self {
+            len,
+            done: 0,
+            retries: 0,
+        }
+    }
+
+    pub(super) fn done(&self) -> u32 {
+        self.done
+    }
+
+    pub(super) fn remaining(&self) -> u32 {
+        self.len - self.done
+    }
+
+    /// Takes the outcome of a call for `remaining()` bytes.
+    ///
+    /// A short transfer goes on behind its last whole unit of [`IO_ALIGN`], as O_DIRECT asks for:
+    /// what came after that unit is transferred again.
+    pub(super) fn advance(&mut self, outcome: Result<u32, Errno>, reading: bool) -> Next {
+        let limit = match outcome {
+            Ok(moved) if moved >= self.remaining() => {
+                self.done = self.len;
+                return Next::Done;
+            }
+            Ok(0) if reading => return Next::Failed(IoFault::Truncated),
+            Ok(moved) if moved >= UNIT => {
+                self.done += moved - moved % UNIT;
+                self.retries = 0;
+                return Next::Again;
+            }
+            Ok(_) => STALLS_MAX,
+            Err(Errno::INTR | Errno::AGAIN) => RETRIES_MAX,
+            Err(_) => 0,
+        };
+        self.retries += 1;
+        match outcome {
+            _ if self.retries <= limit => Next::Again,
+            Err(errno) => Next::Failed(IoFault::Os(errno.raw_os_error())),
+            // The file ends inside a unit, or takes no byte.
+            Ok(_) if reading => Next::Failed(IoFault::Truncated),
+            Ok(_) => Next::Failed(IoFault::Os(Errno::IO.raw_os_error())),
+        }
+    }
+}
+
+/// Bytes at an address that O_DIRECT accepts. Never grows, so the address stays.
+#[derive(Debug)]
+pub(super) struct AlignedBuffer {
+    memory: Vec<u8>,
+    start: usize,
+}
+
+impl AlignedBuffer {
+    fn new(bytes: &[u8]) -> Self {
+        let align = IO_ALIGN as usize;
+        let mut memory = vec![0; bytes.len() + align];
+        let start = memory.as_ptr().addr().next_multiple_of(align) - memory.as_ptr().addr();
+        memory[start..start + bytes.len()].copy_from_slice(bytes);
+        memory.truncate(start + bytes.len());
+        Self { memory, start }
+    }
+
+    /// The bytes from `done` on.
+    pub(super) fn rest(&self, done: u32) -> &[u8] {
+        &self.memory[self.start + done as usize..]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_transfer_goes_on_behind_its_last_whole_unit() {
+        let mut progress = Progress::new(4 * UNIT);
+        assert_eq!(progress.advance(Ok(UNIT), true), Next::Again);
+        assert_eq!(progress.remaining(), 3 * UNIT);
+        assert_eq!(progress.advance(Ok(UNIT + 100), true), Next::Again);
+        assert_eq!(
+            progress.remaining(),
+            2 * UNIT,
+            "the 100 bytes are read again"
+        );
+        assert_eq!(progress.advance(Ok(2 * UNIT), true), Next::Done);
+        assert_eq!(progress.done(), 4 * UNIT);
+    }
+
+    #[test]
+    fn interruptions_are_retried_but_not_for_ever() {
+        let mut progress = Progress::new(2 * UNIT);
+        for _ in 0..RETRIES_MAX {
+            assert_eq!(progress.advance(Err(Errno::INTR), false), Next::Again);
+        }
+        assert_eq!(progress.advance(Ok(UNIT), false), Next::Again);
+        for _ in 0..RETRIES_MAX {
+            assert_eq!(progress.advance(Err(Errno::AGAIN), false), Next::Again);
+        }
+        let failed = Next::Failed(IoFault::Os(Errno::AGAIN.raw_os_error()));
+        assert_eq!(progress.advance(Err(Errno::AGAIN), false), failed);
+    }
+
+    #[test]
+    fn a_file_that_ends_is_truncated_also_inside_a_unit() {
+        assert_eq!(
+            Progress::new(UNIT).advance(Ok(0), true),
+            Next::Failed(IoFault::Truncated)
+        );
+        let mut progress = Progress::new(UNIT);
+        let end = (0..=STALLS_MAX)
+            .map(|_| progress.advance(Ok(100), true))
+            .last();
+        assert_eq!(end, Some(Next::Failed(IoFault::Truncated)));
+    }
+
+    #[test]
+    fn a_write_that_takes_nothing_fails() {
+        let mut progress = Progress::new(UNIT);
+        let end = (0..=STALLS_MAX)
+            .map(|_| progress.advance(Ok(0), false))
+            .last();
+        assert_eq!(
+            end,
+            Some(Next::Failed(IoFault::Os(Errno::IO.raw_os_error())))
+        );
+    }
+
+    #[test]
+    fn other_errors_are_final() {
+        let failed = Next::Failed(IoFault::Os(Errno::NOSPC.raw_os_error()));
+        assert_eq!(
+            Progress::new(UNIT).advance(Err(Errno::NOSPC), false),
+            failed
+        );
+    }
+
+    #[test]
+    fn metadata_is_copied_to_an_aligned_place() {
+        let bytes: Vec<u8> = (0..2 * UNIT).map(|i| (i / 7) as u8).collect();
+        let buffer = AlignedBuffer::new(&bytes);
+        assert!(
+            buffer
+                .rest(0)
+                .as_ptr()
+                .addr()
+                .is_multiple_of(IO_ALIGN as usize)
+        );
+        assert_eq!(buffer.rest(0), bytes);
+        assert_eq!(buffer.rest(UNIT), &bytes[UNIT as usize..]);
+    }
+}

@@ -1,0 +1,304 @@
+//! The fallback where io_uring is not allowed: threads that make plain system calls.
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::interpose::{Call, CallKind, Direct, Interpose};
+use super::operation::{Body, Next, Operation, Progress};
+use super::waker::Wake;
+use super::{DRAIN_LIMIT, DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
+use crate::arena::Arena;
+
+/// More threads than this gain nothing: a device is busy with fewer large transfers.
+const THREADS_MAX: usize = 16;
+
+/// The thread-pool engine.
+#[derive(Debug)]
+pub struct ThreadPool<I: Interpose = Direct> {
+    shared: Arc<Shared<I>>,
+    threads: Vec<JoinHandle<()>>,
+    depth: usize,
+    in_flight: usize,
+}
+
+#[derive(Debug)]
+struct Shared<I> {
+    arena: Arc<Arena>,
+    devices: Vec<DeviceFiles>,
+    interpose: I,
+    state: Mutex<State>,
+    work: Condvar,
+    done: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    reads: VecDeque<Operation>,
+    others: VecDeque<Operation>,
+    running: usize,
+    completions: Vec<IoCompletion>,
+    woken: bool,
+    stop: bool,
+}
+
+impl ThreadPool {
+    /// A pool for `depth` operations in flight.
+    pub fn new(
+        depth: usize,
+        arena: Arc<Arena>,
+        devices: Vec<DeviceFiles>,
+    ) -> std::io::Result<Self> {
+        Self::with_interpose(depth, arena, devices, Direct)
+    }
+}
+
+impl<I: Interpose> ThreadPool<I> {
+    /// As [`ThreadPool::new`], with a seam for tests.
+    pub fn with_interpose(
+        depth: usize,
+        arena: Arc<Arena>,
+        devices: Vec<DeviceFiles>,
+        interpose: I,
+    ) -> std::io::Result<Self> {
+        let depth = depth.max(1);
+        let shared = Arc::new(Shared {
+            arena,
+            devices,
+            interpose,
+            state: Mutex::default(),
+            work: Condvar::new(),
+            done: Condvar::new(),
+        });
+        let mut pool = Self {
+            shared,
+            threads: Vec::new(),
+            depth,
+            in_flight: 0,
+        };
+        for index in 0..depth.min(THREADS_MAX) {
+            let shared = Arc::clone(&pool.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("undercroft-io-{index}"))
+                .spawn(move || shared.work())?;
+            pool.threads.push(thread);
+        }
+        Ok(pool)
+    }
+}
+
+impl<I: Interpose> IoEngine for ThreadPool<I> {
+    fn name(&self) -> &'static str {
+        "thread_pool"
+    }
+
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn submit(&mut self, request: IoRequest) {
+        let token = request.token();
+        let operation = if self.in_flight < self.depth {
+            Operation::new(request, &self.shared.arena, self.shared.devices.len())
+        } else {
+            Err(IoFault::Os(Errno::BUSY.raw_os_error()))
+        };
+        self.in_flight += 1;
+        let mut state = self.shared.lock();
+        match operation {
+            Ok(operation) if operation.is_read() => state.reads.push_back(operation),
+            Ok(operation) => state.others.push_back(operation),
+            Err(fault) => state.completions.push(IoCompletion {
+                token,
+                result: Err(fault),
+            }),
+        }
+        drop(state);
+        self.shared.work.notify_one();
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let mut state = self.shared.lock();
+        while state.completions.is_empty() && !state.woken {
+            state =
+                match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
+                    None => self
+                        .shared
+                        .done
+                        .wait(state)
+                        .unwrap_or_else(PoisonError::into_inner),
+                    Some(Duration::ZERO) => break,
+                    Some(left) => {
+                        self.shared
+                            .done
+                            .wait_timeout(state, left)
+                            .unwrap_or_else(PoisonError::into_inner)
+                            .0
+                    }
+                };
+        }
+        state.woken = false;
+        self.in_flight -= state.completions.len();
+        out.append(&mut state.completions);
+    }
+
+    fn waker(&self) -> Waker {
+        Waker::new(Arc::clone(&self.shared) as Arc<dyn Wake>)
+    }
+}
+
+impl<I: Interpose> Wake for Shared<I> {
+    fn wake(&self) {
+        self.lock().woken = true;
+        self.done.notify_one();
+    }
+}
+
+impl<I: Interpose> Drop for ThreadPool<I> {
+    /// Operations under way end first. If the device does not answer within [`DRAIN_LIMIT`], their
+    /// threads are left behind; they hold the arena and the files until it does.
+    fn drop(&mut self) {
+        let deadline = Instant::now() + DRAIN_LIMIT;
+        let mut state = self.shared.lock();
+        state.stop = true;
+        self.shared.work.notify_all();
+        while state.running > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = self
+                .shared
+                .done
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        drop(state);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl<I: Interpose> Shared<I> {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The life of one thread.
+    fn work(&self) {
+        let mut state = self.lock();
+        while !state.stop {
+            let Some(operation) = state.reads.pop_front().or_else(|| state.others.pop_front())
+            else {
+                state = self
+                    .work
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            state.running += 1;
+            drop(state);
+            let result = self.carry_out(&operation);
+            state = self.lock();
+            state.running -= 1;
+            state.completions.push(IoCompletion {
+                token: operation.token,
+                result,
+            });
+            self.done.notify_one();
+        }
+    }
+
+    fn carry_out(&self, operation: &Operation) -> Result<u64, IoFault> {
+        let file = self.devices[usize::from(operation.device)].get(operation.file);
+        let source = operation.source_checksum(&self.arena);
+        let mut progress = Progress::new(operation.len);
+        repeat(&mut progress, operation.is_read(), |done, len| {
+            self.transfer(operation, file, done, len)
+        })?;
+        if operation.syncs() {
+            // A sync moves no bytes: it either succeeds whole or failed.
+            repeat(&mut Progress::new(0), false, |_, _| {
+                self.sync(operation, file)
+            })?;
+        }
+        operation.verify(&self.arena, source)
+    }
+
+    fn transfer(
+        &self,
+        operation: &Operation,
+        file: BorrowedFd<'_>,
+        done: u32,
+        len: u32,
+    ) -> Result<u32, Errno> {
+        let kind = if operation.is_read() {
+            CallKind::Read
+        } else {
+            CallKind::Write
+        };
+        let at = operation.file_offset + u64::from(done);
+        let verdict = self.interpose.on_call(&call(operation, kind, at, len));
+        let len = verdict.issued(len)?;
+        let moved = match &operation.body {
+            Body::Read { arena_offset, .. } => {
+                self.arena
+                    .pread(file, at, arena_offset + u64::from(done), u64::from(len))?
+            }
+            Body::Write { arena_offset, .. } => {
+                self.arena
+                    .pwrite(file, at, arena_offset + u64::from(done), u64::from(len))?
+            }
+            Body::Meta { buffer, .. } => {
+                rustix::io::pwrite(file, &buffer.rest(done)[..len as usize], at)?
+            }
+        };
+        operation.flip(&self.arena, done, verdict);
+        Ok(verdict.reported(moved as u32))
+    }
+
+    fn sync(&self, operation: &Operation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
+        let verdict =
+            self.interpose
+                .on_call(&call(operation, CallKind::Sync, operation.file_offset, 0));
+        verdict.issued(0)?;
+        rustix::fs::fdatasync(file).map(|()| 0)
+    }
+}
+
+fn call(operation: &Operation, kind: CallKind, file_offset: u64, len: u32) -> Call {
+    Call {
+        kind,
+        device: operation.device,
+        file: operation.file,
+        file_offset,
+        len,
+    }
+}
+
+/// Calls with (bytes done, bytes left) until everything was moved.
+fn repeat(
+    progress: &mut Progress,
+    reading: bool,
+    mut call: impl FnMut(u32, u32) -> Result<u32, Errno>,
+) -> Result<(), IoFault> {
+    loop {
+        let outcome = call(progress.done(), progress.remaining());
+        match progress.advance(outcome, reading) {
+            Next::Again => {}
+            Next::Done => return Ok(()),
+            Next::Failed(fault) => return Err(fault),
+        }
+    }
+}

@@ -1,0 +1,579 @@
+//! What every IO engine has to do, run on each of them.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use undercroft_core::arena::Arena;
+use undercroft_core::checksum::checksum;
+use undercroft_core::io::interpose::{Call, CallKind, Interpose, Verdict};
+use undercroft_core::io::pool::ThreadPool;
+use undercroft_core::io::{
+    DeviceFiles, FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest, open_file,
+};
+
+const UNIT: u64 = IO_ALIGN;
+const DEPTH: usize = 8;
+const ARENA: u64 = 16 << 20;
+/// Long enough never to pass in a healthy run; a hang fails the test instead of blocking it.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Verdicts for the calls of one kind, in order; all others pass. Records every call.
+#[derive(Clone, Debug, Default)]
+struct Script(Arc<Mutex<Inner>>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    verdicts: VecDeque<(CallKind, Verdict)>,
+    calls: Vec<Call>,
+}
+
+impl Script {
+    fn then(self, kind: CallKind, verdicts: impl IntoIterator<Item = Verdict>) -> Self {
+        self.0
+            .lock()
+            .unwrap()
+            .verdicts
+            .extend(verdicts.into_iter().map(|verdict| (kind, verdict)));
+        self
+    }
+
+    fn calls(&self, kind: CallKind) -> Vec<Call> {
+        let inner = self.0.lock().unwrap();
+        inner
+            .calls
+            .iter()
+            .copied()
+            .filter(|call| call.kind == kind)
+            .collect()
+    }
+
+    fn is_used_up(&self) -> bool {
+        self.0.lock().unwrap().verdicts.is_empty()
+    }
+}
+
+impl Interpose for Script {
+    fn on_call(&self, call: &Call) -> Verdict {
+        let mut inner = self.0.lock().unwrap();
+        inner.calls.push(*call);
+        match inner.verdicts.front() {
+            Some((kind, _)) if *kind == call.kind => {}
+            _ => return Verdict::Pass,
+        }
+        inner
+            .verdicts
+            .pop_front()
+            .map_or(Verdict::Pass, |(_, verdict)| verdict)
+    }
+}
+
+type Open = fn(usize, Arc<Arena>, Vec<DeviceFiles>, Script) -> Box<dyn IoEngine>;
+
+/// An engine over one device in a directory of its own.
+struct Bench {
+    engine: Box<dyn IoEngine>,
+    arena: Arc<Arena>,
+    dir: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new(open: Open, script: Script) -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let arena = Arc::new(Arena::create(ARENA).unwrap());
+        let file = |name: &str| open_file(&dir.path().join(name), true).unwrap();
+        let (data, o_direct) = file("data");
+        let device = DeviceFiles {
+            superblock: file("super").0,
+            table: file("table").0,
+            data,
+            o_direct,
+        };
+        let engine = open(DEPTH, Arc::clone(&arena), vec![device], script);
+        Self { engine, arena, dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn file(&self, name: &str) -> File {
+        File::options()
+            .read(true)
+            .write(true)
+            .open(self.path(name))
+            .unwrap()
+    }
+
+    /// Waits until nothing is in flight.
+    fn drain(&mut self) -> Vec<IoCompletion> {
+        let mut out = Vec::new();
+        while self.engine.in_flight() > 0 {
+            let before = out.len();
+            self.engine.wait(Some(PATIENCE), &mut out);
+            assert!(out.len() > before, "no completion within {PATIENCE:?}");
+        }
+        out
+    }
+
+    fn one(&mut self, request: IoRequest) -> Result<u64, IoFault> {
+        let token = request.token();
+        self.engine.submit(request);
+        let completions = self.drain();
+        assert_eq!(completions.len(), 1);
+        assert_eq!(completions[0].token, token);
+        completions[0].result
+    }
+
+    fn write(&mut self, arena_offset: u64, file_offset: u64, len: u32) -> Result<u64, IoFault> {
+        self.one(write(1, arena_offset, file_offset, len))
+    }
+
+    fn read(&mut self, arena_offset: u64, file_offset: u64, bytes: &[u8]) -> Result<u64, IoFault> {
+        let len = bytes.len() as u32;
+        self.one(read(2, arena_offset, file_offset, len, checksum(bytes)))
+    }
+
+    /// Puts bytes into the data file behind the engine's back.
+    fn prepare(&self, file_offset: u64, bytes: &[u8]) {
+        self.file("data").write_all_at(bytes, file_offset).unwrap();
+    }
+}
+
+fn write(token: u64, arena_offset: u64, file_offset: u64, len: u32) -> IoRequest {
+    IoRequest::WritePayload {
+        token,
+        device: 0,
+        file_offset,
+        arena_offset,
+        len,
+        payload_len: len,
+    }
+}
+
+fn read(token: u64, arena_offset: u64, file_offset: u64, len: u32, checksum: u64) -> IoRequest {
+    IoRequest::ReadPayload {
+        token,
+        device: 0,
+        file_offset,
+        arena_offset,
+        len,
+        payload_len: len,
+        checksum,
+    }
+}
+
+fn meta(file: FileKind, file_offset: u64, bytes: &[u8], sync: bool) -> IoRequest {
+    IoRequest::WriteMeta {
+        token: 3,
+        device: 0,
+        file,
+        file_offset,
+        bytes: bytes.into(),
+        sync,
+    }
+}
+
+/// Bytes that differ from place to place and from seed to seed.
+fn pattern(seed: u64, len: u64) -> Vec<u8> {
+    (0..len)
+        .map(|i| {
+            (i.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+                .wrapping_add(seed * 977)
+                >> 32) as u8
+        })
+        .collect()
+}
+
+fn os(errno: Errno) -> Result<u64, IoFault> {
+    Err(IoFault::Os(errno.raw_os_error()))
+}
+
+fn payloads_go_to_the_file_and_come_back(open: Open) {
+    let mut bench = Bench::new(open, Script::default());
+    for (index, len) in [UNIT, 3 * UNIT, 1 << 20, (2 << 20) + UNIT]
+        .into_iter()
+        .enumerate()
+    {
+        let bytes = pattern(index as u64, len);
+        let at = (index as u64) * (4 << 20);
+        bench.arena.write(0, &bytes).unwrap();
+        assert_eq!(bench.write(0, at, len as u32), Ok(checksum(&bytes)));
+        let mut stored = vec![0; len as usize];
+        bench.file("data").read_exact_at(&mut stored, at).unwrap();
+        assert!(stored == bytes, "what is in the file, length {len}");
+        assert_eq!(bench.read(8 << 20, at, &bytes), Ok(checksum(&bytes)));
+        assert!(
+            bench.arena.read(8 << 20, len).unwrap() == bytes,
+            "what was read, length {len}"
+        );
+    }
+}
+
+fn the_checksum_covers_the_payload_only(open: Open) {
+    let mut bench = Bench::new(open, Script::default());
+    let mut bytes = pattern(1, 2 * UNIT);
+    bench.arena.write(0, &bytes).unwrap();
+    let payload_len = (UNIT + 10) as u32;
+    let request = IoRequest::WritePayload {
+        token: 1,
+        device: 0,
+        file_offset: 0,
+        arena_offset: 0,
+        len: (2 * UNIT) as u32,
+        payload_len,
+    };
+    let sum = checksum(&bytes[..payload_len as usize]);
+    assert_eq!(bench.one(request), Ok(sum));
+    let request = |token| IoRequest::ReadPayload {
+        token,
+        device: 0,
+        file_offset: 0,
+        arena_offset: 4 * UNIT,
+        len: (2 * UNIT) as u32,
+        payload_len,
+        checksum: sum,
+    };
+    bytes[payload_len as usize] ^= 1;
+    bench.prepare(0, &bytes);
+    assert_eq!(bench.one(request(2)), Ok(sum), "the padding does not count");
+    bytes[payload_len as usize - 1] ^= 0x80;
+    bench.prepare(0, &bytes);
+    assert_eq!(
+        bench.one(request(3)),
+        Err(IoFault::Corrupt),
+        "the last byte does"
+    );
+}
+
+fn metadata_is_written_and_synced(open: Open) {
+    let script = Script::default();
+    let mut bench = Bench::new(open, script.clone());
+    let bytes = pattern(5, 3 * UNIT);
+    assert_eq!(bench.one(meta(FileKind::Table, UNIT, &bytes, false)), Ok(0));
+    assert!(script.calls(CallKind::Sync).is_empty());
+    assert_eq!(bench.one(meta(FileKind::Super, 0, &bytes, true)), Ok(0));
+    let sync = script.calls(CallKind::Sync);
+    assert_eq!(
+        sync.iter().map(|call| call.file).collect::<Vec<_>>(),
+        [FileKind::Super]
+    );
+    for (name, at) in [("table", UNIT), ("super", 0)] {
+        let mut stored = vec![0; bytes.len()];
+        bench.file(name).read_exact_at(&mut stored, at).unwrap();
+        assert!(stored == bytes, "{name}");
+    }
+}
+
+fn a_failed_sync_fails_the_write(open: Open) {
+    let fail = Verdict::Fail(Errno::IO.raw_os_error());
+    let script = Script::default().then(CallKind::Sync, [fail]);
+    let mut bench = Bench::new(open, script);
+    let bytes = pattern(5, UNIT);
+    assert_eq!(
+        bench.one(meta(FileKind::Super, 0, &bytes, true)),
+        os(Errno::IO)
+    );
+    assert_eq!(bench.one(meta(FileKind::Super, 0, &bytes, true)), Ok(0));
+}
+
+fn short_reads_are_continued(open: Open) {
+    // In the middle, inside a unit, less than a unit, interrupted.
+    let verdicts = [
+        Verdict::Short(UNIT as u32),
+        Verdict::Fail(Errno::INTR.raw_os_error()),
+        Verdict::Short(2 * UNIT as u32 + 100),
+        Verdict::Fail(Errno::AGAIN.raw_os_error()),
+        Verdict::Short(7),
+    ];
+    let script = Script::default().then(CallKind::Read, verdicts);
+    let mut bench = Bench::new(open, script.clone());
+    let bytes = pattern(2, 16 * UNIT);
+    bench.prepare(8 * UNIT, &bytes);
+    assert_eq!(bench.read(UNIT, 8 * UNIT, &bytes), Ok(checksum(&bytes)));
+    assert!(bench.arena.read(UNIT, 16 * UNIT).unwrap() == bytes);
+    assert!(script.is_used_up());
+    let calls: Vec<_> = script
+        .calls(CallKind::Read)
+        .iter()
+        .map(|call| call.file_offset / UNIT)
+        .collect();
+    assert_eq!(
+        calls,
+        [8, 9, 9, 11, 11, 11],
+        "each goes on behind the last whole unit"
+    );
+}
+
+fn short_writes_are_continued(open: Open) {
+    let verdicts = [
+        Verdict::Short(3 * UNIT as u32),
+        Verdict::Fail(Errno::INTR.raw_os_error()),
+        Verdict::Short(UNIT as u32 + 1),
+        Verdict::Short(0),
+    ];
+    for metadata in [false, true] {
+        let script = Script::default().then(CallKind::Write, verdicts);
+        let mut bench = Bench::new(open, script.clone());
+        let bytes = pattern(3, 16 * UNIT);
+        let name = if metadata {
+            assert_eq!(bench.one(meta(FileKind::Table, 0, &bytes, false)), Ok(0));
+            "table"
+        } else {
+            bench.arena.write(0, &bytes).unwrap();
+            assert_eq!(bench.write(0, 0, 16 * UNIT as u32), Ok(checksum(&bytes)));
+            "data"
+        };
+        assert!(script.is_used_up());
+        assert!(std::fs::read(bench.path(name)).unwrap() == bytes, "{name}");
+    }
+}
+
+fn errors_are_reported_and_pass(open: Open) {
+    for errno in [Errno::IO, Errno::NOSPC, Errno::ROFS] {
+        for kind in [CallKind::Read, CallKind::Write] {
+            let script = Script::default().then(kind, [Verdict::Fail(errno.raw_os_error())]);
+            let mut bench = Bench::new(open, script);
+            let bytes = pattern(4, 2 * UNIT);
+            bench.prepare(0, &bytes);
+            bench.arena.write(0, &bytes).unwrap();
+            let attempt = |bench: &mut Bench| match kind {
+                CallKind::Read => bench.read(4 * UNIT, 0, &bytes),
+                _ => bench.write(0, 0, 2 * UNIT as u32),
+            };
+            assert_eq!(attempt(&mut bench), os(errno));
+            assert_eq!(
+                attempt(&mut bench),
+                Ok(checksum(&bytes)),
+                "the next one works"
+            );
+        }
+    }
+}
+
+fn endless_interruptions_end(open: Open) {
+    let again = std::iter::repeat_n(Verdict::Fail(Errno::AGAIN.raw_os_error()), 1000);
+    let mut bench = Bench::new(open, Script::default().then(CallKind::Read, again));
+    let bytes = pattern(4, UNIT);
+    bench.prepare(0, &bytes);
+    assert_eq!(bench.read(0, 0, &bytes), os(Errno::AGAIN));
+}
+
+fn the_end_of_the_file_is_truncated(open: Open) {
+    let mut bench = Bench::new(open, Script::default());
+    let bytes = pattern(6, 4 * UNIT);
+    for kept in [0, 1, 100, UNIT, UNIT + 1, 4 * UNIT - 1] {
+        bench.prepare(0, &bytes);
+        bench.file("data").set_len(kept).unwrap();
+        assert_eq!(
+            bench.read(0, 0, &bytes),
+            Err(IoFault::Truncated),
+            "{kept} bytes kept"
+        );
+    }
+}
+
+fn a_flipped_bit_is_corrupt(open: Open) {
+    let len = 2 << 20;
+    for at in [0, 4097, len - 1] {
+        let flip = Verdict::Flip {
+            at: at % (128 << 10),
+            mask: 0x10,
+        };
+        let mut bench = Bench::new(open, Script::default().then(CallKind::Read, [flip]));
+        let bytes = pattern(7, u64::from(len));
+        bench.prepare(0, &bytes);
+        assert_eq!(bench.read(0, 0, &bytes), Err(IoFault::Corrupt), "in memory");
+        assert_eq!(bench.read(0, 0, &bytes), Ok(checksum(&bytes)));
+        let flipped = [bytes[at as usize] ^ 0x10];
+        bench
+            .file("data")
+            .write_all_at(&flipped, u64::from(at))
+            .unwrap();
+        assert_eq!(
+            bench.read(0, 0, &bytes),
+            Err(IoFault::Corrupt),
+            "on disk, at {at}"
+        );
+    }
+}
+
+fn impossible_requests_are_refused(open: Open) {
+    let script = Script::default();
+    let mut bench = Bench::new(open, script.clone());
+    let unit = UNIT as u32;
+    let requests = [
+        write(1, 1, 0, unit),
+        write(1, 0, 512, unit),
+        write(1, 0, 0, 100),
+        write(1, 0, 0, 0),
+        write(1, ARENA, 0, unit),
+        write(1, ARENA - UNIT, 0, 2 * unit),
+        write(1, 0, u64::MAX - UNIT + 1, unit),
+        read(1, u64::MAX - UNIT + 1, 0, unit, 0),
+        IoRequest::WritePayload {
+            token: 1,
+            device: 1,
+            file_offset: 0,
+            arena_offset: 0,
+            len: unit,
+            payload_len: unit,
+        },
+        IoRequest::WritePayload {
+            token: 1,
+            device: 0,
+            file_offset: 0,
+            arena_offset: 0,
+            len: unit,
+            payload_len: unit + 1,
+        },
+        meta(FileKind::Data, 0, &[0; 4096], false),
+        meta(FileKind::Table, 0, &[0; 100], false),
+        meta(FileKind::Table, 0, &[], true),
+    ];
+    for request in requests {
+        assert_eq!(bench.one(request.clone()), os(Errno::INVAL), "{request:?}");
+    }
+    assert!(script.calls(CallKind::Write).is_empty() && script.calls(CallKind::Read).is_empty());
+}
+
+fn more_than_the_depth_is_refused(open: Open) {
+    let mut bench = Bench::new(open, Script::default());
+    assert_eq!(bench.engine.depth(), DEPTH);
+    for token in 0..DEPTH as u64 + 3 {
+        bench
+            .engine
+            .submit(write(token, 0, token * UNIT, UNIT as u32));
+    }
+    assert_eq!(bench.engine.in_flight(), DEPTH + 3);
+    let mut completions = bench.drain();
+    completions.sort_by_key(|completion| completion.token);
+    assert_eq!(completions.len(), DEPTH + 3);
+    for completion in completions {
+        assert_eq!(completion.result.is_ok(), completion.token < DEPTH as u64);
+    }
+    assert!(
+        bench.write(0, 0, UNIT as u32).is_ok(),
+        "the places are free again"
+    );
+}
+
+fn every_request_completes_once(open: Open) {
+    let mut bench = Bench::new(open, Script::default());
+    let slot = 256 << 10;
+    let bytes: Vec<_> = (0..DEPTH as u64)
+        .map(|index| pattern(index, slot))
+        .collect();
+    for round in 0..20 {
+        for (index, bytes) in bytes.iter().enumerate() {
+            let (index, at) = (index as u64, index as u64 * slot);
+            bench.arena.write(at, bytes).unwrap();
+            bench
+                .engine
+                .submit(write(round * 1000 + index, at, at, slot as u32));
+        }
+        let mut tokens: Vec<_> = bench
+            .drain()
+            .iter()
+            .map(|done| (done.token, done.result.is_ok()))
+            .collect();
+        tokens.sort_unstable();
+        let expected: Vec<_> = (0..DEPTH as u64)
+            .map(|index| (round * 1000 + index, true))
+            .collect();
+        assert_eq!(tokens, expected);
+        for (index, bytes) in bytes.iter().enumerate() {
+            let (index, at) = (index as u64, index as u64 * slot);
+            let request = read(index, (4 << 20) + at, at, slot as u32, checksum(bytes));
+            bench.engine.submit(request);
+        }
+        for done in bench.drain() {
+            assert_eq!(done.result, Ok(checksum(&bytes[done.token as usize])));
+        }
+    }
+}
+
+fn waiting_ends_by_timeout_and_by_waking(open: Open) {
+    let mut bench = Bench::new(open, Script::default());
+    let mut out = Vec::new();
+    bench.engine.wait(Some(Duration::ZERO), &mut out);
+    bench.engine.wait(Some(Duration::from_millis(2)), &mut out);
+    let waker = bench.engine.waker();
+    // Before the wait: it is not lost. Several count as one.
+    waker.wake();
+    waker.wake();
+    bench.engine.wait(None, &mut out);
+    // During the wait, or before it, as the threads happen to run; many times, for lost wake-ups.
+    for _ in 0..200 {
+        let waker = bench.engine.waker();
+        let thread = std::thread::spawn(move || waker.wake());
+        bench.engine.wait(None, &mut out);
+        thread.join().unwrap();
+    }
+    assert!(out.is_empty());
+    let bytes = pattern(1, UNIT);
+    bench.arena.write(0, &bytes).unwrap();
+    assert_eq!(bench.write(0, 0, UNIT as u32), Ok(checksum(&bytes)));
+    drop(bench);
+    waker.wake();
+}
+
+fn dropping_waits_for_what_is_in_flight(open: Open) {
+    for _ in 0..20 {
+        let mut bench = Bench::new(open, Script::default());
+        for token in 0..DEPTH as u64 - 1 {
+            bench
+                .engine
+                .submit(write(token, 0, token * (1 << 20), 1 << 20));
+        }
+        bench
+            .engine
+            .submit(meta(FileKind::Super, 0, &[7; 4096], true));
+        let Bench { engine, arena, dir } = bench;
+        drop(engine);
+        assert_eq!(
+            Arc::strong_count(&arena),
+            1,
+            "the engine has let go of the arena"
+        );
+        drop(dir);
+    }
+}
+
+macro_rules! conformance {
+    ($engine:ident, $open:expr; $($test:ident)*) => {
+        mod $engine {
+            use super::*;
+            $(#[test] fn $test() { super::$test($open) })*
+        }
+    };
+    ($($engine:ident => $open:expr,)*) => {
+        $(conformance! { $engine, $open;
+            payloads_go_to_the_file_and_come_back
+            the_checksum_covers_the_payload_only
+            metadata_is_written_and_synced
+            a_failed_sync_fails_the_write
+            short_reads_are_continued
+            short_writes_are_continued
+            errors_are_reported_and_pass
+            endless_interruptions_end
+            the_end_of_the_file_is_truncated
+            a_flipped_bit_is_corrupt
+            impossible_requests_are_refused
+            more_than_the_depth_is_refused
+            every_request_completes_once
+            waiting_ends_by_timeout_and_by_waking
+            dropping_waits_for_what_is_in_flight
+        })*
+    };
+}
+
+conformance! {
+    thread_pool => |depth, arena, devices, script| {
+        Box::new(ThreadPool::with_interpose(depth, arena, devices, script).unwrap())
+    },
+}

@@ -1,0 +1,1 @@
+//! The simulator: whole lives of the engine from a seed.
