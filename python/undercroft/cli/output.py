@@ -1,0 +1,63 @@
+"""What the subcommands print: one JSON object, or aligned text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+class CommandError(Exception):
+    """A command cannot give its result; the message says why."""
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def print_fields(fields: Mapping[str, Any]) -> None:
+    """Names and values in two columns; lists and mappings are left out, absent values are a dash."""
+    shown = {name: text(value) for name, value in fields.items() if not isinstance(value, list | dict)}
+    width = max(map(len, shown), default=0)
+    for name, value in shown.items():
+        print(f"{name:<{width}}  {value}")
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Columns as wide as their widest cell."""
+    cells = [list(header)] + [[text(value) for value in row] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def text(value: Any) -> str:
+    """A value for people: four significant digits of a small fraction, three decimals else, a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.4g}"
+    return str(value)
+
+
+def bytes_text(count: int) -> str:
+    """A size in binary units."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def age_text(seconds: float | None) -> str:
+    """A span of time in its largest sensible unit."""
+    if seconds is None:
+        return "-"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
