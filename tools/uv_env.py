@@ -43,6 +43,7 @@ def parse(listing: str) -> dict[str, str]:
 
 
 def main() -> int:
+    """Print the exports."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for variable, value in sorted(parse(listing).items()):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from undercroft.cli import output
+from undercroft.units import parse_size
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -16,15 +17,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser("bench", help="measure lookup, disk, copies or recovery")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    lookup = _add(kinds, shared, "lookup", "lookups of a prefix that is wholly in host memory, as vLLM calls them", _lookup)
+    lookup = _add(
+        kinds, shared, "lookup", "lookups of a prefix that is wholly in host memory, as vLLM calls them", _lookup
+    )
     lookup.add_argument("--mode", choices=("embedded",), default="embedded", help="where the engine runs")
-    lookup.add_argument("--keys", type=_positive, default=8192, metavar="N", help="block hashes of the prompt (%(default)s)")
+    lookup.add_argument(
+        "--keys", type=_positive, default=8192, metavar="N", help="block hashes of the prompt (%(default)s)"
+    )
     lookup.add_argument("--rounds", type=_positive, default=2000, metavar="R", help="lookups measured (%(default)s)")
 
     disk = _add(kinds, shared, "disk", "the disk tier through the whole engine, against a bare O_DIRECT loop", _disk)
     disk.add_argument("--path", metavar="DIR", help="directory on the device to measure (default: a temporary one)")
     disk.add_argument("--block-bytes", type=_size, default=2 << 20, metavar="B", help="payload size (2MiB)")
-    disk.add_argument("--blocks", type=_positive, default=1024, metavar="K", help="payloads written and read (%(default)s)")
+    disk.add_argument(
+        "--blocks", type=_positive, default=1024, metavar="K", help="payloads written and read (%(default)s)"
+    )
 
     copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against memcpy", _copy)
     copy.add_argument("--block-bytes", type=_size, default=2 << 20, metavar="B", help="bytes of a block (2MiB)")
@@ -62,9 +69,7 @@ def _positive(value: str) -> int:
 
 
 def _size(value: str) -> int:
-    from undercroft.config import parse_size
-
-    return int(parse_size(value))
+    return parse_size(value)
 
 
 def _lookup(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,5 +101,5 @@ def _recover(args: argparse.Namespace) -> dict[str, Any]:
 def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:
     """A directory of the benchmark's own below ``base``, removed at the end: an existing cache is never touched."""
     if base is not None:
-        os.makedirs(base, exist_ok=True)
+        Path(base).mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-")

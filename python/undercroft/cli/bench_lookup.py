@@ -1,4 +1,4 @@
-"""``undercroft bench lookup``: submit and poll of an all-hit prefix, from Python with a list of hashes as vLLM has it."""
+"""``undercroft bench lookup``: submit and poll of an all-hit prefix, from Python with the hashes as vLLM has them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def measure(keys: int, rounds: int) -> dict[str, Any]:
     tokens = keys * TOKENS_PER_BLOCK
     engine = _core.Engine(host_memory=keys * PAYLOAD_BYTES * 2 + (64 << 20))
     try:
-        session = engine.register("undercroft bench lookup", [("full", TOKENS_PER_BLOCK, PAYLOAD_BYTES, 0)], TOKENS_PER_BLOCK)
+        session = engine.register(
+            "undercroft bench lookup", [("full", TOKENS_PER_BLOCK, PAYLOAD_BYTES, 0)], TOKENS_PER_BLOCK
+        )
         _fill(session, hashes, tokens)
         submit, poll, ready = _lookups(session, hashes, tokens, rounds)
         session.close()
@@ -49,7 +51,9 @@ def _fill(session: Any, hashes: list[bytes], tokens: int) -> None:
     session.discard("fill")
 
 
-def _lookups(session: Any, hashes: list[bytes], tokens: int, rounds: int) -> tuple[list[float], list[float], list[float]]:
+def _lookups(
+    session: Any, hashes: list[bytes], tokens: int, rounds: int
+) -> tuple[list[float], list[float], list[float]]:
     """Nanoseconds of each submit, of a poll, and from the start of submit to the answer."""
     clock = time.perf_counter_ns
     submit, poll, ready = [], [], []

@@ -27,7 +27,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "doctor",
         parents=[shared],
         help="check what this machine offers, and say what to do about each shortfall",
-        description="Checks kernel, limits, memory, disk, GPU and vLLM. Exit code 1 if a check failed (not on warnings).",
+        description="Checks kernel, limits, memory, disk, GPU and vLLM. "
+        "Exit code 1 if a check failed (not for warnings).",
     )
     parser.add_argument("--disk-path", metavar="DIR", help="also check the directory meant for the disk tier")
     parser.set_defaults(run=run)

@@ -63,7 +63,9 @@ def memlock() -> Check:
     if os.geteuid() == 0:
         return Check("memlock", "ok", f"{bytes_text(soft)}, which does not bind root")
     advice = "Disk buffers are not registered with io_uring (a little slower): ulimit -l unlimited, LimitMEMLOCK="
-    return Check("memlock", "warn", bytes_text(soft), advice + "infinity (systemd), or --ulimit memlock=-1 (containers).")
+    return Check(
+        "memlock", "warn", bytes_text(soft), advice + "infinity (systemd), or --ulimit memlock=-1 (containers)."
+    )
 
 
 def huge_pages() -> Check:
@@ -123,7 +125,9 @@ def direct_io(path: Path) -> Check:
                 finally:
                     os.close(fd)
     except OSError as error:
-        return Check("disk path", "fail", f"{where}: {error.strerror}", "The user that runs vLLM must be able to write.")
+        return Check(
+            "disk path", "fail", f"{where}: {error.strerror}", "The user that runs vLLM must be able to write."
+        )
     return Check("disk path", "ok", f"O_DIRECT works on {where}")
 
 

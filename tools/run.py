@@ -1,0 +1,231 @@
+"""`make run`: a real vLLM server with undercroft, asked the same cold, warm from memory, and warm from disk.
+
+Exit code 1 if generated tokens differ, or if a warm request had nothing cached in the tier it should come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import demo_model
+from vllm_server import Answer, Server, ServerError
+
+from undercroft.cli.output import print_table
+
+DATA = Path(__file__).resolve().parent.parent / ".run"
+NAME = "demo"
+PROMPT_TOKENS = 2000
+OUTPUT_TOKENS = 16
+RESET_TIMEOUT_S = 30
+FACTS = (
+    "The undercroft of the old mill holds {} barrels, and the keeper counts them on day {} of every month. ",
+    "Wagon {} left the yard at dawn with {} sacks of flour and came back empty before noon. ",
+    "In the ledger, line {} names a debt of {} crowns that nobody ever came to collect. ",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of the table."""
+
+    label: str
+    kind: str
+    answer: Answer
+    sources: dict[str, int]
+    """Cached tokens by tier."""
+
+
+def main() -> int:
+    """Run, print the table, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory or name of a model (default: a small one with random weights)")
+    parser.add_argument("--host-memory", default="2GiB", help="host tier (%(default)s)")
+    parser.add_argument("--disk-capacity", default="8GiB", help="disk tier (%(default)s)")
+    parser.add_argument("vllm_arguments", nargs="*", metavar="-- ARG", help="further arguments of the vLLM server")
+    options = parser.parse_args()
+    try:
+        rows = Demo(options).run()
+    except ServerError as error:
+        print(f"\nmake run failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    show(rows)
+    problems = judge(rows)
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+class Demo:
+    """The whole run; its data lies in .run/."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.cache = DATA / "cache"
+        # A cold request must find nothing; this directory is the demonstration's alone.
+        shutil.rmtree(self.cache, ignore_errors=True)
+        self.cache.mkdir(parents=True)
+        config = {
+            "host_memory": options.host_memory,
+            "disk_path": str(self.cache),
+            "disk_capacity": options.disk_capacity,
+        }
+        transfer = {"kv_connector": "UndercroftConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+        self.arguments = ["--kv-transfer-config", json.dumps(transfer), "--served-model-name", NAME]
+        self.arguments += ["--enable-prompt-tokens-details", *self._model(options.model), *options.vllm_arguments]
+        # The endpoint that empties the device's own prefix cache is one for development.
+        self.environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_COLOR": "0"}
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            self.environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        self.prompt = ""
+
+    def _model(self, model: str | None) -> list[str]:
+        if model is not None:
+            return ["--model", model]
+        step("making a small model with random weights")
+        directory = demo_model.make(DATA / "model")
+        # float32: in bfloat16, batches of another shape round differently, and greedy tokens may flip.
+        return ["--model", str(directory), "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+
+    def run(self) -> list[Row]:
+        """All rows of the table."""
+        rows = []
+        with self._start("first server") as server:
+            self.prompt = text_of(server, PROMPT_TOKENS, 0)
+            warm_up(server, 1)
+            rows += self._ask(server, "cold")
+            step("emptying the device's prefix cache")
+            reset_device_cache(server)
+            rows += self._ask(server, "warm: host memory")
+            step("stopping the server")
+        with self._start("second server") as server:
+            warm_up(server, 2)
+            rows += self._ask(server, "warm: disk, restarted")
+            step("stopping the server")
+        return rows
+
+    def _start(self, name: str) -> Server:
+        step(f"starting vLLM ({name})")
+        server = Server(self.arguments, self.environment, DATA / f"{name.replace(' ', '-')}.log")
+        try:
+            took = server.wait_until_ready(
+                lambda elapsed: step(f"starting vLLM ({name}), {elapsed:.0f} s", transient=True)
+            )
+        except BaseException:
+            server.stop()
+            raise
+        step(f"{name} ready after {took:.0f} s (log: {os.path.relpath(server.log)})")
+        return server
+
+    def _ask(self, server: Server, label: str) -> list[Row]:
+        return [self._completion(server, label), self._chat(server, label)]
+
+    def _completion(self, server: Server, label: str) -> Row:
+        return request(server, label, "completion", "/v1/completions", {"prompt": self.prompt})
+
+    def _chat(self, server: Server, label: str) -> Row:
+        messages = [
+            {"role": "system", "content": self.prompt[::-1]},
+            {"role": "user", "content": "How many barrels are there?"},
+        ]
+        return request(server, label, "chat", "/v1/chat/completions", {"messages": messages})
+
+
+def request(server: Server, label: str, kind: str, path: str, body: dict[str, Any]) -> Row:
+    """Send one request alone, so that the change of the server's counters is its own."""
+    step(f"{label}: {kind}")
+    before = server.cached_by_source()
+    answer = server.stream(
+        path, {"model": NAME, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, **body}
+    )
+    after = server.cached_by_source()
+    sources = {source: after[source] - before.get(source, 0) for source in after}
+    return Row(label, kind, answer, {source: tokens for source, tokens in sources.items() if tokens})
+
+
+def warm_up(server: Server, seed: int) -> None:
+    """What only a server's first requests pay must not count as cold: send a text that is not asked again."""
+    step("warming up")
+    body = {"model": NAME, "prompt": text_of(server, PROMPT_TOKENS, seed), "max_tokens": 2, "temperature": 0}
+    server.stream("/v1/completions", body)
+
+
+def text_of(server: Server, tokens: int, seed: int) -> str:
+    """A text of about so many tokens in the model's own tokenizer."""
+    text = "".join(
+        FACTS[(index + seed) % len(FACTS)].format(index * 7 + seed, index * 3 + seed) for index in range(tokens)
+    )
+    count = server.post("/tokenize", {"model": NAME, "prompt": text[: 4 * tokens]})["count"]
+    return text[: 4 * tokens * tokens // count]
+
+
+def reset_device_cache(server: Server) -> None:
+    """vLLM refuses while blocks are in use, which blocks being saved are for some milliseconds after a request."""
+    deadline = time.monotonic() + RESET_TIMEOUT_S
+    while not server.post("/reset_prefix_cache")["success"]:
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"the device's prefix cache was still in use after {RESET_TIMEOUT_S} s{server.log_tail()}"
+            )
+        time.sleep(0.1)
+
+
+def show(rows: list[Row]) -> None:
+    """The table."""
+    reference = {row.kind: row.answer.token_ids for row in rows if row.label == "cold"}
+    print()
+    print_table(
+        ("request", "", "prompt", "time to first token", "cached tokens", "generated tokens"),
+        [
+            (
+                row.label,
+                row.kind,
+                f"{row.answer.prompt_tokens} tokens",
+                f"{row.answer.ttft_s * 1000:.0f} ms",
+                ", ".join(f"{tokens} {source}" for source, tokens in sorted(row.sources.items())) or "none",
+                "reference" if row.label == "cold" else verdict(row.answer.token_ids, reference[row.kind]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def verdict(tokens: list[int], reference: list[int]) -> str:
+    """How tokens compare with those of the cold request."""
+    return "the same" if tokens == reference else "DIFFERENT"
+
+
+def judge(rows: list[Row]) -> list[str]:
+    """What is wrong with the result."""
+    problems = []
+    reference = {row.kind: row.answer.token_ids for row in rows if row.label == "cold"}
+    for row in rows:
+        name = f"{row.label}, {row.kind}"
+        if row.label == "cold":
+            continue
+        if row.answer.token_ids != reference[row.kind]:
+            problems.append(f"{name}: tokens {row.answer.token_ids} instead of {reference[row.kind]}")
+        wanted = "disk" if "disk" in row.label else "host"
+        if not row.sources.get(wanted) or not row.answer.cached_tokens:
+            problems.append(f"{name}: no tokens came from {wanted} (usage says {row.answer.cached_tokens} cached)")
+    return problems
+
+
+def step(message: str, *, transient: bool = False) -> None:
+    """A line of progress; a transient one is overwritten, and shown on a terminal only."""
+    if not transient:
+        print(f"\r\033[K{message}" if sys.stdout.isatty() else message, flush=True)
+    elif sys.stdout.isatty():
+        print(f"\r\033[K{message}", end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
