@@ -1,1 +1,1 @@
-//! Benchmarks that the command line and `cargo bench` share.
+//! Measurements of the engine on a real device, against a bare loop on the same device in the same run.

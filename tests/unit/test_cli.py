@@ -1,0 +1,104 @@
+"""The command line: what it prints, its exit codes, and that JSON is JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from undercroft.cli import doctor_system, main, output
+from undercroft.cli.doctor import Check
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict]:
+    code = main.main([*argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_doctor_reports_every_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, report = run_json(capsys, "doctor", "--disk-path", str(tmp_path))
+    names = [check["name"] for check in report["checks"]]
+    assert {"io_uring", "memlock", "huge pages", "memory", "disk path", "undercroft", "vLLM", "torch"} <= set(names)
+    assert report["ok"] == all(check["status"] != "fail" for check in report["checks"])
+    assert code == (0 if report["ok"] else 1)
+    assert all(check["advice"] for check in report["checks"] if check["status"] != "ok")
+
+
+def test_doctor_fails_on_a_path_that_is_no_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert main.main(["doctor", "--disk-path", str(tmp_path / "file")]) == 1
+    assert "not a directory" in capsys.readouterr().out
+
+
+def test_a_missing_disk_path_is_judged_by_its_parent(tmp_path: Path) -> None:
+    check = doctor_system.direct_io(tmp_path / "not" / "yet")
+    assert check.status in ("ok", "warn")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_path_that_cannot_be_written_fails() -> None:
+    assert doctor_system.direct_io(Path("/proc")).status == "fail"
+
+
+def test_io_uring_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def syscall(self, *_: object) -> int:
+            import ctypes
+            import errno
+
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: Refusing())
+    monkeypatch.setattr(doctor_system, "_read", lambda _path: "0")
+    check = doctor_system.io_uring()
+    assert check.status == "warn"
+    assert "seccomp" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "found"),
+    [("max", "5", "100.0 GiB available"), (str(8 << 30), str(2 << 30), "6.0 GiB available within")],
+)
+def test_memory_counts_the_cgroup_in(monkeypatch: pytest.MonkeyPatch, limit: str, used: str, found: str) -> None:
+    files = {
+        "/proc/meminfo": f"MemAvailable: {100 << 20} kB",
+        "/sys/fs/cgroup/memory.max": limit,
+        "/sys/fs/cgroup/memory.current": used,
+    }
+    monkeypatch.setattr(doctor_system, "_read", lambda path: files.get(path, ""))
+    check = doctor_system.memory()
+    assert check.status == "ok"
+    assert check.found.startswith(found)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nonsense"], ["inspect"], ["bench", "lookup", "--keys", "0"], ["bench", "disk", "--block-bytes", "x"]]
+)
+def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(argv)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_an_expected_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_path: str | None) -> list[Check]:
+        raise output.CommandError("the reason")
+
+    monkeypatch.setattr(doctor_system, "checks", fail)
+    assert main.main(["doctor"]) == 1
+    assert capsys.readouterr().err == "undercroft: error: the reason\n"
+
+
+def test_table_columns_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(("a", "b"), [("long cell", 1), ("x", 2.5)])
+    assert capsys.readouterr().out == "a          b\nlong cell  1\nx          2.500\n"
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (1 << 52, "4096.0 TiB")]
+)
+def test_sizes(size: int, shown: str) -> None:
+    assert output.bytes_text(size) == shown
