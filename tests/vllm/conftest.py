@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from harness import Engine, set_environment
 
 set_environment()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from harness import Engine, prompt
 
 pytestmark = pytest.mark.vllm

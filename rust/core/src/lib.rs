@@ -3,6 +3,7 @@
 
 pub mod arena;
 pub mod checksum;
+pub mod copy;
 pub mod io;
 pub mod key;
 pub mod memory;

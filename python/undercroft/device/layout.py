@@ -1,0 +1,236 @@
+"""Where the pages of the KV cache lie in device memory, and how one block's pages make up a shard.
+
+vLLM places every layer in one backing allocation: block ``b`` of the ``l``-th layer of a ``KVCacheTensor`` begins at
+``offset + l * layer_stride + b * block_stride``. A shard is what one rank holds of a payload: the page of each layer of
+the group, in the group's layer order, without gaps. Its size follows from the specs alone, so that the scheduler, which
+sees no tensors, and every worker agree on it; the worker checks the specs against the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVCacheTensor
+
+SUPPORTED_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+"""Layouts in which the page of one layer and block is one run of bytes."""
+
+NULL_BLOCK = 0
+"""The device block that stands for "no block" in vLLM's block tables. No request's KV is ever in it."""
+
+
+class LayoutError(ValueError):
+    """The KV cache lies in a way that cannot be copied, or not as its configuration says."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The pages of one KV cache group on this rank, as runs of bytes: the layers' pages, adjacent ones merged."""
+
+    group: int
+    num_blocks: int
+    addresses: np.ndarray
+    """Address of each run in block 0 (int64)."""
+    strides: np.ndarray
+    """Bytes from a run in one block to the same run in the next (int64)."""
+    sizes: np.ndarray
+    """Bytes of each run (int64)."""
+    shard_offsets: np.ndarray
+    """Where each run lies in the shard (int64)."""
+    shard_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayout:
+    """All groups of the KV cache that can be copied, by their index."""
+
+    device: torch.device
+    groups: dict[int, GroupLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Pieces to copy: parallel int64 arrays of device addresses, offsets in the arena, and sizes in bytes."""
+
+    addresses: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def bytes(self) -> int:
+        """What all pieces come to."""
+        return int(self.sizes.sum())
+
+
+def unsupported_reason(config: KVCacheConfig) -> str | None:
+    """Why the KV cache cannot be copied, or None. The configuration of scheduler and worker give the same answer."""
+    layout = config.kv_cache_layout
+    if layout is not None and layout not in SUPPORTED_LAYOUTS:
+        return (
+            f"KV cache layout {layout} splits a page into one piece per head; "
+            f"set VLLM_KV_CACHE_LAYOUT to one of {', '.join(SUPPORTED_LAYOUTS)}"
+        )
+    if any(getattr(group, "host_resident", False) for group in config.kv_cache_groups):
+        return "a KV cache group lies in host memory (HiSparse), which is not supported"
+    return None
+
+
+def copied_groups(config: KVCacheConfig) -> tuple[int, ...]:
+    """Indexes of the groups whose blocks can be found again by their hash."""
+    return tuple(config.prefix_cacheable_group_ids)
+
+
+def group_shard_bytes(config: KVCacheConfig, group: int) -> int:
+    """Bytes of one block of ``group`` on one rank, from the configuration alone.
+
+    Raises LayoutError if a layer of the group has no place in the KV cache.
+    """
+    return sum(_page_bytes(config, group))
+
+
+def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> DeviceLayout:
+    """Find the pages of ``kv_caches``, the tensors that vLLM registers, one for each layer.
+
+    Raises LayoutError if the layout is not supported, or the tensors do not lie as ``config`` says.
+    """
+    reason = unsupported_reason(config)
+    if reason is not None:
+        raise LayoutError(reason)
+    devices = {tensor.device for tensor in kv_caches.values()}
+    if len(devices) != 1:
+        raise LayoutError(f"expected the KV cache on one device, found {sorted(map(str, devices))}")
+    groups = {group: _group_layout(config, group, kv_caches) for group in copied_groups(config)}
+    return DeviceLayout(devices.pop(), groups)
+
+
+def block_copies(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray, rank: int) -> Copies:
+    """The pieces of the shards of ``rank`` of these blocks, whose payloads lie at ``slots`` (offsets in the arena).
+
+    Raises ValueError if a block is not one that can hold a request's KV, or the arrays differ in length.
+    """
+    ids = np.asarray(block_ids, dtype=np.int64)
+    starts = np.asarray(slots, dtype=np.int64) + rank * layout.shard_bytes
+    if ids.ndim != 1 or ids.shape != starts.shape:
+        raise ValueError(f"group {layout.group}: {ids.shape} block ids for {starts.shape} slots; both must be as long")
+    outside = (ids <= NULL_BLOCK) | (ids >= layout.num_blocks)
+    if outside.any():
+        raise ValueError(
+            f"group {layout.group}: device block {int(ids[outside][0])} cannot be copied; "
+            f"blocks {NULL_BLOCK + 1} to {layout.num_blocks - 1} can"
+        )
+    shape = (ids.size, layout.sizes.size)
+    return Copies(
+        addresses=(layout.addresses + ids[:, None] * layout.strides).reshape(-1),
+        offsets=(starts[:, None] + layout.shard_offsets).reshape(-1),
+        sizes=np.broadcast_to(layout.sizes, shape).reshape(-1),
+    )
+
+
+def _group_layout(config: KVCacheConfig, group: int, kv_caches: Mapping[str, torch.Tensor]) -> GroupLayout:
+    pages = _page_bytes(config, group)
+    addresses: list[int] = []
+    strides: list[int] = []
+    sizes: list[int] = []
+    for name, page in zip(config.kv_cache_groups[group].layer_names, pages, strict=True):
+        tensor, index = _placement(config, name)
+        address = _checked_address(config, name, tensor, index, page, kv_caches)
+        if addresses and address == addresses[-1] + sizes[-1] and tensor.block_stride == strides[-1]:
+            sizes[-1] += page
+        else:
+            addresses.append(address)
+            strides.append(tensor.block_stride)
+            sizes.append(page)
+    run_sizes = np.array(sizes, dtype=np.int64)
+    return GroupLayout(
+        group=group,
+        num_blocks=config.num_blocks,
+        addresses=np.array(addresses, dtype=np.int64),
+        strides=np.array(strides, dtype=np.int64),
+        sizes=run_sizes,
+        shard_offsets=np.cumsum(run_sizes) - run_sizes,
+        shard_bytes=sum(sizes),
+    )
+
+
+def _placement(config: KVCacheConfig, layer: str) -> tuple[KVCacheTensor, int]:
+    for tensor in config.kv_cache_tensors:
+        if layer in tensor.layers:
+            return tensor, tensor.layers.index(layer)
+    raise LayoutError(f"layer {layer} has no place in the KV cache")
+
+
+def _page_bytes(config: KVCacheConfig, group: int) -> list[int]:
+    """Bytes to copy of each layer's page, in the group's layer order.
+
+    The padding at a page's end holds nothing and is left out where the spec of the layer is known. It is not where a
+    group mixes specs (it then has several tensors): the scheduler's configuration keeps only the first of them.
+    """
+    names = config.kv_cache_groups[group].layer_names
+    placements = [_placement(config, name)[0] for name in names]
+    # With the layers outermost a page ends where the next block begins; with the blocks outermost, the next layer.
+    padded = [min(tensor.layer_stride, tensor.block_stride) for tensor in placements]
+    if len({id(tensor) for tensor in placements}) > 1:
+        return padded
+    content = _content_bytes(config.kv_cache_groups[group].kv_cache_spec)
+    return [page if content is None else min(page, content) for page in padded]
+
+
+def _content_bytes(spec: KVCacheSpec) -> int | None:
+    """Bytes of a page without padding, if the kind of spec tells them."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    first = next(iter(layers.values())) if layers else spec
+    for name in ("unpadded_page_size_bytes", "real_page_size_bytes"):
+        content = getattr(first, name, None)
+        if content is not None:
+            return int(content)
+    return None
+
+
+def _checked_address(
+    config: KVCacheConfig,
+    name: str,
+    tensor: KVCacheTensor,
+    index: int,
+    page: int,
+    kv_caches: Mapping[str, torch.Tensor],
+) -> int:
+    """Address of the layer's page in block 0, after comparing what vLLM computed with the tensor it handed over."""
+    view = kv_caches.get(name)
+    if view is None:
+        raise LayoutError(f"layer {name} is in the KV cache configuration, but was not registered")
+    storage = view.untyped_storage()
+    start = tensor.offset + index * tensor.layer_stride
+    address = storage.data_ptr() + start
+    if view.data_ptr() != address:
+        raise LayoutError(
+            f"layer {name} begins at byte {view.data_ptr() - storage.data_ptr()} of its storage, not at {start}"
+        )
+    end = start + (config.num_blocks - 1) * tensor.block_stride + page
+    if start < 0 or end > storage.nbytes():
+        raise LayoutError(f"layer {name} reaches to byte {end} of a storage of {storage.nbytes()} bytes")
+    _check_page(config, name, tensor, page, view)
+    return address
+
+
+def _check_page(config: KVCacheConfig, name: str, tensor: KVCacheTensor, page: int, view: torch.Tensor) -> None:
+    """The view's dimensions inside one block must be a single run of bytes that ``page`` covers."""
+    if view.ndim == 0 or view.shape[0] % config.num_blocks:
+        raise LayoutError(f"layer {name} has shape {tuple(view.shape)}, which is not {config.num_blocks} blocks")
+    kernel_blocks = view.shape[0] // config.num_blocks
+    stride = view.stride(0) * view.element_size() * kernel_blocks
+    if config.num_blocks > 1 and stride != tensor.block_stride:
+        raise LayoutError(f"layer {name} has blocks {stride} bytes apart, not {tensor.block_stride}")
+    inner = [(kernel_blocks, view.stride(0)), *zip(view.shape[1:], view.stride()[1:], strict=True)]
+    run = 1
+    for size, step in sorted(((size, step) for size, step in inner if size > 1), key=lambda pair: pair[1]):
+        if step != run:
+            raise LayoutError(f"layer {name}: the page of a block is not one run of bytes (strides {view.stride()})")
+        run *= size
+    if run * view.element_size() > page:
+        raise LayoutError(f"layer {name}: a page has {run * view.element_size()} bytes, but its spec says {page}")
