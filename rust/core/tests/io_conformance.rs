@@ -1,5 +1,7 @@
 //! What every IO engine has to do, run on each of them.
 
+#![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
+
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt;

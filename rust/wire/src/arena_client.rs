@@ -1,0 +1,166 @@
+//! A worker's side: getting and mapping the arena.
+
+use std::io::{self, IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg, sockopt,
+};
+use undercroft_core::arena::{Arena, ArenaError};
+
+use crate::frame::{
+    ARENA_BODY_BYTES, FrameError, HEADER_BYTES, Header, Kind, attach_request, decode_arena_body,
+};
+
+/// How long the server may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why the arena could not be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AttachError {
+    /// Nobody answers at the socket.
+    #[error(
+        "{path:?}: {step} failed: {source}; is the engine that made this socket still running?"
+    )]
+    Os {
+        /// The socket.
+        path: PathBuf,
+        /// What was tried.
+        step: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The server runs as another user.
+    #[error("{path:?}: the server runs as uid {found}, this process as uid {own}")]
+    Owner {
+        /// The socket.
+        path: PathBuf,
+        /// The server's uid.
+        found: u32,
+        /// This process's effective uid.
+        own: u32,
+    },
+    /// The answer is not one.
+    #[error("{path:?}: {source}")]
+    Frame {
+        /// The socket.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: FrameError,
+    },
+    /// The connection was closed before the answer was complete, or the descriptor is missing.
+    #[error("{path:?}: the server closed the connection without handing over the arena")]
+    Incomplete {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// The descriptor is no arena, or cannot be mapped.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+}
+
+/// The engine's arena, mapped here. While this lives the engine knows that this process does.
+#[derive(Debug)]
+pub struct Attachment {
+    /// The mapping.
+    pub arena: Arena,
+    /// Which arena it is: another engine start has another one.
+    pub generation: u64,
+    /// Its end tells the server that this process is gone.
+    pub connection: UnixStream,
+}
+
+/// Gets the arena from the engine's socket. Waits at most five seconds for the answer.
+pub fn attach(path: &Path) -> Result<Attachment, AttachError> {
+    let os = |step| {
+        move |source| AttachError::Os {
+            path: path.into(),
+            step,
+            source,
+        }
+    };
+    let mut connection = UnixStream::connect(path).map_err(os("connecting"))?;
+    connection
+        .set_read_timeout(Some(ANSWER_TIMEOUT))
+        .map_err(os("setting a timeout"))?;
+    connection
+        .set_write_timeout(Some(ANSWER_TIMEOUT))
+        .map_err(os("setting a timeout"))?;
+    let found = sockopt::socket_peercred(&connection)
+        .map_err(|errno| os("asking for the peer")(errno.into()))?
+        .uid
+        .as_raw();
+    let own = rustix::process::geteuid().as_raw();
+    if found != own {
+        return Err(AttachError::Owner {
+            path: path.into(),
+            found,
+            own,
+        });
+    }
+    connection
+        .write_all(&attach_request())
+        .map_err(os("asking for the arena"))?;
+    let (answer, fd) = receive(&connection)
+        .map_err(os("waiting for the arena"))?
+        .ok_or_else(|| AttachError::Incomplete { path: path.into() })?;
+    let (size, generation) = decode(&answer).map_err(|source| AttachError::Frame {
+        path: path.into(),
+        source,
+    })?;
+    let fd = fd.ok_or_else(|| AttachError::Incomplete { path: path.into() })?;
+    Ok(Attachment {
+        arena: Arena::from_fd(fd, size)?,
+        generation,
+        connection,
+    })
+}
+
+type Answer = [u8; HEADER_BYTES + ARENA_BODY_BYTES];
+
+fn decode(answer: &Answer) -> Result<(u64, u64), FrameError> {
+    let mut header = [0; HEADER_BYTES];
+    let mut body = [0; ARENA_BODY_BYTES];
+    header.copy_from_slice(&answer[..HEADER_BYTES]);
+    body.copy_from_slice(&answer[HEADER_BYTES..]);
+    match Header::decode(&header)?.kind {
+        Kind::Arena => Ok(decode_arena_body(&body)),
+        other => Err(FrameError::Kind(other as u8)),
+    }
+}
+
+/// A whole answer and the descriptor that came with it; `None` if the connection ended before.
+fn receive(connection: &UnixStream) -> io::Result<Option<(Answer, Option<OwnedFd>)>> {
+    let mut answer: Answer = [0; HEADER_BYTES + ARENA_BODY_BYTES];
+    let mut fd = None;
+    let mut received = 0;
+    while received < answer.len() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [IoSliceMut::new(&mut answer[received..])];
+        let message = match recvmsg(
+            connection,
+            &mut parts,
+            &mut ancillary,
+            RecvFlags::CMSG_CLOEXEC,
+        ) {
+            Err(rustix::io::Errno::INTR) => continue,
+            other => other?,
+        };
+        for part in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = part {
+                fd = fds.last().or(fd);
+            }
+        }
+        if message.bytes == 0 || message.flags.contains(ReturnFlags::CTRUNC) {
+            return Ok(None);
+        }
+        received += message.bytes;
+    }
+    Ok(Some((answer, fd)))
+}

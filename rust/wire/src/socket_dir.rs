@@ -1,0 +1,229 @@
+//! The directory that holds the sockets: private to the user, and kept free of dead ones.
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::process::{Pid, geteuid, test_kill_process};
+
+/// Longest path of a socket in bytes (`sun_path` less its final zero).
+pub const SOCKET_PATH_MAX: usize = 107;
+
+/// Why a server could not make its socket.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SocketError {
+    /// The path does not fit a socket address.
+    #[error(
+        "socket path {path:?} has {bytes} bytes, at most {SOCKET_PATH_MAX} are possible; choose a shorter runtime_dir"
+    )]
+    PathTooLong {
+        /// The path.
+        path: PathBuf,
+        /// Its length.
+        bytes: usize,
+    },
+    /// The directory belongs to somebody else.
+    #[error(
+        "{dir:?} belongs to uid {found}, this process runs as uid {own}; choose a runtime_dir of its own"
+    )]
+    Owner {
+        /// The directory.
+        dir: PathBuf,
+        /// Its owner.
+        found: u32,
+        /// This process's effective uid.
+        own: u32,
+    },
+    /// Others may enter the directory.
+    #[error("{dir:?} has mode {mode:04o}, expected 0700; run: chmod 700 {dir:?}")]
+    Mode {
+        /// The directory.
+        dir: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// The path is not a directory; a symbolic link to one does not count.
+    #[error("{dir:?} is not a directory; choose another runtime_dir")]
+    NotADirectory {
+        /// The path.
+        dir: PathBuf,
+    },
+    /// The kernel refused a step.
+    #[error("{path:?}: {step} failed: {source}")]
+    Os {
+        /// File or directory.
+        path: PathBuf,
+        /// What was tried.
+        step: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+fn os(path: &Path, step: &'static str) -> impl Fn(io::Error) -> SocketError {
+    move |source| SocketError::Os {
+        path: path.into(),
+        step,
+        source,
+    }
+}
+
+/// Makes the directory if it is missing, checks that it is private, and removes the sockets that
+/// dead processes left.
+pub(crate) fn prepare(dir: &Path) -> Result<(), SocketError> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .or_else(|error| {
+            // An existing non-directory is reported below.
+            if error.kind() == io::ErrorKind::AlreadyExists {
+                Ok(())
+            } else {
+                Err(os(dir, "creating")(error))
+            }
+        })?;
+    let found = fs::symlink_metadata(dir).map_err(os(dir, "stat"))?;
+    let own = geteuid().as_raw();
+    let mode = found.mode() & 0o7777;
+    if !found.is_dir() {
+        return Err(SocketError::NotADirectory { dir: dir.into() });
+    }
+    if found.uid() != own {
+        return Err(SocketError::Owner {
+            dir: dir.into(),
+            found: found.uid(),
+            own,
+        });
+    }
+    if mode & 0o077 != 0 {
+        return Err(SocketError::Mode {
+            dir: dir.into(),
+            mode,
+        });
+    }
+    for entry in fs::read_dir(dir).map_err(os(dir, "reading"))?.flatten() {
+        if is_stale(&entry.path()) {
+            // Another process may have been faster.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+    Ok(())
+}
+
+/// A listening socket `<pid>-<random>.sock` of mode 0600 in a directory that [`prepare`] checked.
+pub(crate) fn listen(dir: &Path) -> Result<(UnixListener, PathBuf), SocketError> {
+    let random = RandomState::new().build_hasher().finish();
+    let path = dir.join(format!("{}-{random:016x}.sock", std::process::id()));
+    let bytes = path.as_os_str().len();
+    if bytes > SOCKET_PATH_MAX {
+        return Err(SocketError::PathTooLong { path, bytes });
+    }
+    let listener = UnixListener::bind(&path).map_err(os(&path, "bind"))?;
+    fs::set_permissions(&path, Permissions::from_mode(0o600)).map_err(os(&path, "chmod"))?;
+    listener
+        .set_nonblocking(true)
+        .map_err(os(&path, "setting it non-blocking"))?;
+    Ok((listener, path))
+}
+
+/// Whether the process in the name is gone and nobody listens. Both, since the process may live in
+/// another PID namespace, and a live one may be about to listen.
+fn is_stale(path: &Path) -> bool {
+    let pid = path
+        .file_name()
+        .and_then(|name| {
+            name.to_str()?
+                .strip_suffix(".sock")?
+                .split_once('-')?
+                .0
+                .parse()
+                .ok()
+        })
+        .and_then(Pid::from_raw);
+    let Some(pid) = pid else { return false };
+    test_kill_process(pid) == Err(Errno::SRCH)
+        && UnixStream::connect(path)
+            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_directory_is_made_private_whatever_the_umask() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("a/b");
+        prepare(&dir).unwrap();
+        assert_eq!(fs::metadata(&dir).unwrap().mode() & 0o777, 0o700);
+        let (_listener, path) = listen(&dir).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn directories_that_others_may_enter_are_refused() {
+        let root = tempfile::tempdir().unwrap();
+        for mode in [0o750, 0o705, 0o777] {
+            fs::set_permissions(root.path(), Permissions::from_mode(mode)).unwrap();
+            let error = prepare(root.path()).unwrap_err().to_string();
+            assert!(
+                error.contains("chmod 700") && error.contains(&format!("{mode:04o}")),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn files_and_links_are_no_directory() {
+        let root = tempfile::tempdir().unwrap();
+        let (file, link) = (root.path().join("file"), root.path().join("link"));
+        fs::write(&file, "").unwrap();
+        std::os::unix::fs::symlink(root.path(), &link).unwrap();
+        for path in [file, link] {
+            assert!(
+                matches!(prepare(&path), Err(SocketError::NotADirectory { .. })),
+                "{path:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_path_that_is_too_long_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("d".repeat(100));
+        prepare(&dir).unwrap();
+        let error = listen(&dir).unwrap_err();
+        assert!(matches!(error, SocketError::PathTooLong { .. }), "{error}");
+        assert!(error.to_string().contains("shorter runtime_dir"));
+    }
+
+    #[test]
+    fn only_sockets_of_dead_processes_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        fs::set_permissions(root.path(), Permissions::from_mode(0o700)).unwrap();
+        // A process that has ended and been waited for.
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let dead = root.path().join(format!("{}-1.sock", child.id()));
+        drop(UnixListener::bind(&dead).unwrap());
+        let elsewhere = root.path().join(format!("{}-2.sock", child.id()));
+        let _alive = UnixListener::bind(&elsewhere).unwrap();
+        let own = root.path().join(format!("{}-3.sock", std::process::id()));
+        drop(UnixListener::bind(&own).unwrap());
+        let other = root.path().join("notes.txt");
+        fs::write(&other, "").unwrap();
+        prepare(root.path()).unwrap();
+        assert!(!dead.exists());
+        assert!(
+            elsewhere.exists(),
+            "somebody listens: another PID namespace"
+        );
+        assert!(own.exists() && other.exists());
+    }
+}

@@ -1,0 +1,180 @@
+//! The hand-over of the arena between processes.
+
+#![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use undercroft_core::arena::Arena;
+use undercroft_wire::frame::{arena_answer, attach_request};
+use undercroft_wire::{ArenaServer, AttachError, attach};
+
+fn server() -> (tempfile::TempDir, Arc<Arena>, ArenaServer) {
+    let root = tempfile::tempdir().unwrap();
+    let arena = Arc::new(Arena::create(1 << 20).unwrap());
+    let server = ArenaServer::start(&root.path().join("run"), Arc::clone(&arena), 42).unwrap();
+    (root, arena, server)
+}
+
+/// Waits for the server's thread to have seen something.
+fn until(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// The peer has closed the connection: nothing comes, or it was reset with our bytes unread.
+fn is_closed(stream: &mut UnixStream) -> bool {
+    stream
+        .set_read_timeout(Some(Duration::from_secs(60)))
+        .unwrap();
+    match stream.read(&mut [0; 64]) {
+        Ok(bytes) => bytes == 0,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+#[test]
+fn a_worker_maps_the_arena_of_the_engine() {
+    let (_root, arena, server) = server();
+    let worker = attach(server.path()).unwrap();
+    assert_eq!(worker.generation, 42);
+    assert_eq!(worker.arena.size(), arena.size());
+    worker.arena.write(8192, b"from the worker").unwrap();
+    assert_eq!(arena.read(8192, 15).unwrap(), b"from the worker");
+    until("attached", || server.counters().attached == 1);
+    let second = attach(server.path()).unwrap();
+    until("both attached", || server.counters().attached == 2);
+    drop(worker);
+    until("one has gone", || server.counters().attached == 1);
+    drop(second);
+    until("both have gone", || server.counters().attached == 0);
+    assert_eq!(server.counters().refused, 0);
+}
+
+#[test]
+fn the_worker_keeps_the_memory_when_the_engine_is_gone() {
+    let (_root, arena, server) = server();
+    let worker = attach(server.path()).unwrap();
+    arena.write(0, b"still here").unwrap();
+    let path = server.path().to_owned();
+    drop((server, arena));
+    assert_eq!(worker.arena.read(0, 10).unwrap(), b"still here");
+    assert!(!path.exists(), "the socket is removed");
+    let error = attach(&path).unwrap_err();
+    assert!(error.to_string().contains("still running"), "{error}");
+}
+
+#[test]
+fn malformed_requests_are_closed_and_counted_and_harm_nobody() {
+    let (_root, _arena, server) = server();
+    let worker = attach(server.path()).unwrap();
+    let mut wrong_version = attach_request();
+    wrong_version[4] = 99;
+    let mut answer_instead = [0; 12];
+    answer_instead.copy_from_slice(&arena_answer(1, 1)[..12]);
+    let requests: [&[u8]; 4] = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        &[0; 12],
+        &wrong_version,
+        &answer_instead,
+    ];
+    for (index, request) in requests.iter().enumerate() {
+        let mut stream = UnixStream::connect(server.path()).unwrap();
+        stream.write_all(request).unwrap();
+        assert!(is_closed(&mut stream), "{request:?}");
+        until("counted", || server.counters().refused == index as u64 + 1);
+    }
+    // Half a request, and one byte too many after a whole one.
+    let mut half = UnixStream::connect(server.path()).unwrap();
+    half.write_all(&attach_request()[..5]).unwrap();
+    drop(half);
+    until("half a request is counted", || {
+        server.counters().refused == 5
+    });
+    let mut chatty = attach(server.path()).unwrap();
+    chatty.connection.write_all(b"x").unwrap();
+    assert!(is_closed(&mut chatty.connection));
+    until("chatter is counted", || server.counters().refused == 6);
+    until("and no longer attached", || server.counters().attached == 1);
+    drop(UnixStream::connect(server.path()).unwrap());
+    assert!(attach(server.path()).is_ok(), "others are served");
+    assert_eq!(
+        server.counters().refused,
+        6,
+        "a connection without a word is no error"
+    );
+    drop(worker);
+}
+
+#[test]
+fn a_request_may_come_byte_by_byte() {
+    let (_root, _arena, server) = server();
+    let mut stream = UnixStream::connect(server.path()).unwrap();
+    for byte in attach_request() {
+        stream.write_all(&[byte]).unwrap();
+    }
+    let mut answer = [0; 28];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, arena_answer(1 << 20, 42));
+}
+
+#[test]
+fn connections_are_bounded() {
+    let (_root, _arena, server) = server();
+    let streams: Vec<_> = (0..300)
+        .map(|_| UnixStream::connect(server.path()).unwrap())
+        .collect();
+    until("the surplus is refused", || {
+        server.counters().refused == 300 - 256
+    });
+    drop(streams);
+    until("there is room again", || attach(server.path()).is_ok());
+}
+
+/// A server that answers whatever it is told to.
+fn answering(
+    dir: &Path,
+    answer: &'static [u8],
+) -> (std::path::PathBuf, std::thread::JoinHandle<()>) {
+    let path = dir.join("false.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let thread = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.read_exact(&mut [0; 12]).unwrap();
+        stream.write_all(answer).unwrap();
+    });
+    (path, thread)
+}
+
+#[test]
+fn answers_that_are_wrong_are_named() {
+    let cases: [(&'static [u8], &str); 4] = [
+        (
+            b"HTTP/1.1 400 Bad Request\r\n\r\n....",
+            "not an undercroft socket",
+        ),
+        (
+            b"UCFT\x02\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
+            "protocol version 2",
+        ),
+        (
+            b"UCFT\x01\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
+            "without handing over",
+        ),
+        (b"UCFT", "without handing over"),
+    ];
+    for (answer, expected) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, thread) = answering(dir.path(), answer);
+        let error = attach(&path).unwrap_err();
+        assert!(!matches!(error, AttachError::Os { .. }), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+        thread.join().unwrap();
+    }
+}
