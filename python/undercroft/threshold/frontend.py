@@ -1,0 +1,138 @@
+"""The frontend's half of the hook: request parameters in, the finish reason out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from undercroft.threshold.engine import STOP_REASON
+from undercroft.threshold.params import NAME, InvalidThresholdError, of_request
+
+FINISH_REASON = "cache_threshold"
+
+_OURS = "_undercroft_threshold"
+
+
+class Frontend:
+    """State of this process's frontend: whether any engine here uses undercroft. Without one, nothing changes."""
+
+    active = False
+
+
+class EmptyDelta(list):
+    """No tokens, but true: vLLM's streams leave out chunks without tokens, and with them the finish reason."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def wrap_input_processor_init(original: Callable[..., None], uses_undercroft: Callable[[Any], bool]) -> Any:
+    """``InputProcessor.__init__`` that notes whether its engine uses undercroft."""
+
+    @functools.wraps(original)
+    def init(processor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(processor, vllm_config, *args, **kwargs)
+        ours = uses_undercroft(vllm_config.kv_transfer_config)
+        processor.__dict__[_OURS] = ours
+        Frontend.active = Frontend.active or ours
+
+    return init
+
+
+def wrap_process_inputs(original: Callable[..., Any], validation_error: type[Exception]) -> Callable[..., Any]:
+    """``InputProcessor.process_inputs`` that refuses invalid thresholds of every kind of request."""
+
+    @functools.wraps(original)
+    def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if processor.__dict__.get(_OURS):
+            extra_args = getattr(params, "extra_args", None)
+            if extra_args:
+                _checked(extra_args, validation_error)
+        return original(processor, request_id, prompt, params, *args, **kwargs)
+
+    return process_inputs
+
+
+def wrap_to_sampling_params(original: Callable[..., Any], validation_error: type[Exception]) -> Callable[..., Any]:
+    """``to_sampling_params`` of an HTTP request that understands the field ``cache_hit_threshold``.
+
+    Values are checked here, before a stream begins: later an error would be an event in a stream of status 200.
+    """
+
+    @functools.wraps(original)
+    def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
+        sampling = original(request, *args, **kwargs)
+        if Frontend.active:
+            value = (request.model_extra or {}).get(NAME)
+            if value is not None:
+                sampling.extra_args = {**(sampling.extra_args or {}), NAME: value}
+            if sampling.extra_args:
+                _checked(sampling.extra_args, validation_error)
+        return sampling
+
+    return to_sampling_params
+
+
+def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> Callable[..., Any]:
+    """``OutputProcessor.process_outputs`` that gives rejected requests their finish reason.
+
+    Their statistics are not vLLM's: they would count as requests with a time to first token and a prefill that never
+    was. `HitThreshold.rejections` counts them. A request that was running before is counted by vLLM (as aborted).
+    """
+
+    @functools.wraps(original)
+    def process_outputs(
+        processor: Any,
+        engine_core_outputs: list[Any],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        for output in engine_core_outputs:
+            if output.stop_reason == STOP_REASON:
+                break
+        else:
+            return original(processor, engine_core_outputs, engine_core_timestamp, iteration_stats, **kwargs)
+        served, unserved = [], []
+        for output in engine_core_outputs:
+            state = processor.request_states.get(output.request_id)
+            if state is None or output.stop_reason != STOP_REASON:
+                served.append(output)
+                continue
+            state.__class__ = rejected_state
+            (unserved if state.is_prefilling else served).append(output)
+        result = original(processor, served, engine_core_timestamp, iteration_stats, **kwargs)
+        if unserved:
+            aside = type(iteration_stats)() if iteration_stats is not None else None
+            more = original(processor, unserved, engine_core_timestamp, aside, **kwargs)
+            if aside is not None:
+                iteration_stats.num_preempted_reqs += aside.num_preempted_reqs
+            result.request_outputs.extend(more.request_outputs)
+            result.reqs_to_abort.extend(more.reqs_to_abort)
+        return result
+
+    return process_outputs
+
+
+def make_rejected_state(request_state: type) -> type:
+    """Subclass of vLLM's RequestState whose last output says why it has no more tokens."""
+
+    class RejectedRequestState(request_state):  # type: ignore[valid-type, misc]
+        """State of a request that the cache hit threshold rejected."""
+
+        def _new_completion_output(self, token_ids: list[int], finish_reason: Any, stop_reason: Any) -> Any:
+            output = super()._new_completion_output(token_ids, finish_reason, None)
+            output.finish_reason = FINISH_REASON
+            if not output.token_ids:
+                output.token_ids = EmptyDelta()
+            return output
+
+    return RejectedRequestState
+
+
+def _checked(extra_args: dict[str, Any], validation_error: type[Exception]) -> None:
+    try:
+        of_request(extra_args)
+    except InvalidThresholdError as error:
+        raise validation_error(str(error), parameter=NAME) from None

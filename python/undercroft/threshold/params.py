@@ -1,0 +1,42 @@
+"""The request parameter ``cache_hit_threshold``: where a request may carry it, and which values are valid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+NAME = "cache_hit_threshold"
+ALLOWED = "a number from 0 (never reject) to 1"
+
+
+class InvalidThresholdError(ValueError):
+    """A threshold that cannot be used. The message names the parameter, its value and what is allowed."""
+
+
+def parse(value: Any, where: str = NAME) -> float:
+    """The threshold that ``value`` means; ``where`` names the parameter in the message of InvalidThresholdError."""
+    # A boolean is an int to Python, but a mistake here.
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidThresholdError(f"{where} = {value!r}: {type(value).__name__} instead of {ALLOWED}")
+    if not (math.isfinite(value) and 0 <= value <= 1):
+        raise InvalidThresholdError(f"{where} = {value!r}: out of range, must be {ALLOWED}")
+    return float(value)
+
+
+def of_request(extra_args: Mapping[str, Any] | None, kv_transfer_params: Any = None) -> float | None:
+    """The threshold of one request, None if it carries none.
+
+    ``extra_args`` (where the HTTP field ends too) goes before ``kv_transfer_params``; by default the latter is the
+    entry of that name in ``extra_args``. Both are validated, a None counts as absent. Raises InvalidThresholdError.
+    """
+    chosen = None
+    if extra_args:
+        if kv_transfer_params is None:
+            kv_transfer_params = extra_args.get("kv_transfer_params")
+        if (value := extra_args.get(NAME)) is not None:
+            chosen = parse(value)
+    if isinstance(kv_transfer_params, Mapping) and (value := kv_transfer_params.get(NAME)) is not None:
+        nested = parse(value, f"kv_transfer_params.{NAME}")
+        chosen = nested if chosen is None else chosen
+    return chosen

@@ -1,0 +1,164 @@
+"""The decision: is enough of a request cached for it to be served here?"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from undercroft.threshold import params
+
+# Under vLLM's logger, so that its handlers and level apply.
+logger = logging.getLogger("vllm.undercroft.threshold")
+
+Source = Literal["request", "global"]
+
+MAX_ASKS = 256
+"""Times a scheduler may ask about a request that was rejected. It gives the request back within a few steps; one that
+never does would starve the request, so the threshold then stands aside."""
+
+
+class Request(Protocol):
+    """What the decision reads of vLLM's ``Request``."""
+
+    request_id: str
+    num_tokens: int
+    """Prompt, and for a request that resumes after preemption the tokens generated so far."""
+    sampling_params: Any
+    kv_transfer_params: dict[str, Any] | None
+    resumable: bool
+    skip_reading_prefix_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A request that is given back, and what was measured."""
+
+    request_id: str
+    threshold: float
+    source: Source
+    local_tokens: int
+    external_tokens: int
+    required_tokens: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the required tokens that is cached."""
+        return min(self.local_tokens + self.external_tokens, self.required_tokens) / self.required_tokens
+
+    def response_params(self) -> dict[str, Any]:
+        """What the client finds in the response's ``kv_transfer_params``.
+
+        Nested, so that a router that hands these on to another instance does not hand on the threshold.
+        """
+        return {
+            "cache_threshold": {
+                "hit_rate": round(self.hit_rate, 6),
+                "threshold": self.threshold,
+                "source": self.source,
+                "local_tokens": self.local_tokens,
+                "external_tokens": self.external_tokens,
+                "required_tokens": self.required_tokens,
+            }
+        }
+
+    def __str__(self) -> str:
+        # Rounded down, in whole numbers: a rate just below its threshold must not read as equal to it.
+        cached = min(self.local_tokens + self.external_tokens, self.required_tokens)
+        percent = cached * 100 // self.required_tokens
+        return (
+            f"Request {self.request_id} rejected: cache hit rate {percent // 100}.{percent % 100:02d} "
+            f"< threshold {self.threshold:g} ({self.source})"
+        )
+
+
+class HitThreshold:
+    """The scheduler connector's half: decides, and keeps the rejected requests until the scheduler takes them.
+
+    Belongs to the scheduler's thread. ``unavailable`` is why vLLM cannot be told of rejections, None if it can; then
+    nothing is rejected.
+    """
+
+    def __init__(self, global_threshold: float, unavailable: str | None = None) -> None:
+        self._global = global_threshold
+        self._unavailable = unavailable
+        self._ignored_logged = False
+        self._pending: dict[str, Rejection] = {}
+        self._asks: dict[str, int] = {}
+        self.rejections: dict[Source, int] = {"request": 0, "global": 0}
+        """Rejected requests since the start, by where their threshold came from."""
+
+    def check(self, request: Request, local_tokens: int, external_tokens: int) -> bool:
+        """Whether the request is rejected; the connector then answers ``(None, False)``.
+
+        To be asked with every final answer of a lookup, also a miss. ``local_tokens`` are in the device's prefix
+        cache, ``external_tokens`` those beyond them that the connector offers. May be asked again for the same
+        request before it is taken: the last answer holds.
+        """
+        sampling = request.sampling_params
+        if sampling is None:  # Pooling: nothing is decoded.
+            return False
+        threshold, source = self._global, "global"
+        if sampling.extra_args:
+            own = self._own_threshold(request)
+            if own is not None:
+                threshold, source = own, "request"
+        if threshold <= 0 or not self._applies(request, source):
+            return False
+        if request.skip_reading_prefix_cache:
+            local_tokens = external_tokens = 0
+        required = request.num_tokens
+        if required == 0 or (local_tokens + external_tokens) / required >= threshold:
+            self.discard(request.request_id)
+            return False
+        request_id = request.request_id
+        asks = self._asks.get(request_id, 0) + 1
+        if asks > MAX_ASKS:
+            self._unavailable = f"the scheduler did not take rejected request {request_id} in {MAX_ASKS} steps"
+            self._pending.clear()
+            self._asks.clear()
+            logger.error("undercroft: cache_hit_threshold is switched off: %s", self._unavailable)
+            return False
+        self._asks[request_id] = asks
+        self._pending[request_id] = Rejection(request_id, threshold, source, local_tokens, external_tokens, required)
+        return True
+
+    def take(self) -> list[Rejection]:
+        """Rejected requests since the last call; logs and counts each. The caller finishes them."""
+        if not self._pending:
+            return []
+        taken = list(self._pending.values())
+        self._pending.clear()
+        self._asks.clear()
+        for rejection in taken:
+            self.rejections[rejection.source] += 1
+            logger.info("%s", rejection)
+        return taken
+
+    def discard(self, request_id: str) -> None:
+        """Forget a request that is finished, aborted or admitted; unknown ones are ignored."""
+        if self._pending:
+            self._pending.pop(request_id, None)
+            self._asks.pop(request_id, None)
+
+    def _own_threshold(self, request: Request) -> float | None:
+        try:
+            return params.of_request(request.sampling_params.extra_args, request.kv_transfer_params)
+        except params.InvalidThresholdError as error:
+            # The frontend refuses these; one that came by another way must not stop the engine.
+            self._log_ignored(f"request {request.request_id}: {error}")
+            return None
+
+    def _applies(self, request: Request, source: Source) -> bool:
+        if request.resumable:  # Streaming input: its tokens are not complete.
+            return False
+        if self._unavailable is not None:
+            if source == "request":
+                self._log_ignored(f"request {request.request_id} asks for {params.NAME}, but {self._unavailable}")
+            return False
+        return True
+
+    def _log_ignored(self, why: str) -> None:
+        if not self._ignored_logged:
+            self._ignored_logged = True
+            logger.warning("undercroft: %s is ignored (said once): %s", params.NAME, why)
