@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ def parse(value: Any, where: str = NAME) -> float:
     # A boolean is an int to Python, but a mistake here.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidThresholdError(f"{where} = {value!r}: {type(value).__name__} instead of {ALLOWED}")
-    if not (math.isfinite(value) and 0 <= value <= 1):
+    if not 0 <= value <= 1:  # NaN is not either.
         raise InvalidThresholdError(f"{where} = {value!r}: out of range, must be {ALLOWED}")
     return float(value)
 
