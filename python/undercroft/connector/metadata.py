@@ -45,6 +45,8 @@ class UndercroftMetadata(KVConnectorMetadata):
     """Changes when the arena is another one (server restarted); the worker then attaches anew."""
     loads: list[CopyJob] = field(default_factory=list)
     saves: list[CopyJob] = field(default_factory=list)
+    failed_loads: list[str] = field(default_factory=list)
+    """Requests whose load cannot even begin: every worker reports them as received and failed."""
 
 
 @dataclass(slots=True)
