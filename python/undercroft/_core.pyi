@@ -114,7 +114,7 @@ class Session:
         """All ranks have ended the copies of a save: its payloads become visible, or are dropped."""
 
     def discard(self, request_id: str) -> None:
-        """The request has finished or was aborted: its lookup is dropped; loads and saves under way go on. Idempotent."""
+        """The request has finished or was aborted: drop its lookup. Loads and saves under way go on. Idempotent."""
 
     def reset(self, timeout_s: float = 10.0) -> bool:
         """Drop everything of this namespace, durably. False if that could not be made durable in time."""
