@@ -1,4 +1,1 @@
-//! Measurements of the engine on a real device, against a bare loop on the same device in the same run,
-//! and replays of traces.
-
-pub mod replay;
+//! Measurements of the engine on a real device, against a bare loop on the same device in the same run.

@@ -23,7 +23,10 @@ impl BlockHash {
         }
         let mut bytes = [0; HASH_BYTES_MAX];
         bytes[..hash.len()].copy_from_slice(hash);
-        Some(Self { bytes, len: u8::try_from(hash.len()).ok()? })
+        Some(Self {
+            bytes,
+            len: u8::try_from(hash.len()).ok()?,
+        })
     }
 
     /// The hash, without padding.

@@ -4,7 +4,16 @@
 pub mod arena;
 pub mod checksum;
 pub mod copy;
+pub mod disk;
+pub mod engine;
+pub mod error;
+pub mod forest;
 pub mod io;
 pub mod key;
 pub mod memory;
+pub mod metrics;
+pub mod namespace;
 pub mod policy;
+pub mod resolve;
+pub mod shell;
+pub mod slots;

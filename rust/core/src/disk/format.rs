@@ -1,0 +1,346 @@
+//! Bytes on disk: superblock, namespace table, records. Little-endian throughout.
+//!
+//! `super` file: 4 KiB superblock, then [`NAMESPACES_MAX`] entries of [`NAMESPACE_BYTES`].
+//! `table` file: records of [`RECORD_BYTES`], [`RECORDS_PER_BLOCK`] to a 4 KiB block.
+//! `data` file: payload slots.
+//!
+//! Nothing depends on the order in which writes reach the medium: a record is believed only if its
+//! own checksum is right, and a payload only if it matches the checksum in its record.
+
+use crate::checksum::checksum;
+use crate::key::{BlockHash, HASH_BYTES_MAX};
+use crate::namespace::NamespaceSpec;
+use crate::slots::SLOT_ALIGN;
+
+/// Version of the format described here.
+pub const FORMAT_VERSION: u32 = 1;
+/// Size of a record.
+pub const RECORD_BYTES: usize = 128;
+/// Records in one block of the table.
+pub const RECORDS_PER_BLOCK: usize = 32;
+/// Block of the table: what one write covers.
+pub const BLOCK_BYTES: usize = RECORD_BYTES * RECORDS_PER_BLOCK;
+/// Size of one entry of the namespace table.
+pub const NAMESPACE_BYTES: usize = 32 << 10;
+/// Entries of the namespace table.
+pub const NAMESPACES_MAX: usize = 128;
+
+const _: () = assert!(BLOCK_BYTES as u64 == SLOT_ALIGN);
+
+const SUPER_MAGIC: [u8; 8] = *b"UNDRCRFT";
+const NAMESPACE_MAGIC: [u8; 4] = *b"UCNS";
+const RECORD_MAGIC: [u8; 4] = *b"UCRD";
+const RECORD_BODY: usize = 120;
+const NAMESPACE_HEAD: usize = 24;
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let mut word = [0; 4];
+    word.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(word)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+/// The superblock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Superblock {
+    /// Tells one store from another.
+    pub store_id: u64,
+    /// Page size of the data file, in bytes.
+    pub page_bytes: u64,
+}
+
+/// Why a superblock is not believed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SuperblockError {
+    /// Too short, or the magic is another.
+    NotOurs,
+    /// Another format version.
+    Version(u32),
+    /// The checksum does not match.
+    Checksum,
+    /// A value that no writer produces.
+    Value,
+}
+
+impl Superblock {
+    /// One 4 KiB block.
+    pub fn encode(&self) -> Box<[u8]> {
+        let mut block = vec![0; BLOCK_BYTES];
+        block[..8].copy_from_slice(&SUPER_MAGIC);
+        block[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
+        block[16..24].copy_from_slice(&self.store_id.to_le_bytes());
+        block[24..32].copy_from_slice(&self.page_bytes.to_le_bytes());
+        let sum = checksum(&block[..32]);
+        block[32..40].copy_from_slice(&sum.to_le_bytes());
+        block.into()
+    }
+
+    /// Reads the first block of a `super` file.
+    ///
+    /// # Errors
+    /// Says why it is not believed.
+    pub fn decode(block: &[u8]) -> Result<Self, SuperblockError> {
+        if block.len() < 40 || block[..8] != SUPER_MAGIC {
+            return Err(SuperblockError::NotOurs);
+        }
+        let version = u32_at(block, 8);
+        if version != FORMAT_VERSION {
+            return Err(SuperblockError::Version(version));
+        }
+        if checksum(&block[..32]) != u64_at(block, 32) {
+            return Err(SuperblockError::Checksum);
+        }
+        let found = Self {
+            store_id: u64_at(block, 16),
+            page_bytes: u64_at(block, 24),
+        };
+        if !found.page_bytes.is_power_of_two() || found.page_bytes < SLOT_ALIGN {
+            return Err(SuperblockError::Value);
+        }
+        Ok(found)
+    }
+}
+
+/// An entry of the namespace table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamespaceEntry {
+    /// Ties records to this life of the namespace.
+    pub instance: u64,
+    /// Groups and description.
+    pub spec: NamespaceSpec,
+}
+
+/// Offset of an entry in the `super` file.
+pub fn namespace_offset(index: usize) -> u64 {
+    SLOT_ALIGN + (index * NAMESPACE_BYTES) as u64
+}
+
+impl NamespaceEntry {
+    /// The entry, a multiple of 4 KiB long; `None` if the description is too long for it.
+    pub fn encode(&self) -> Option<Box<[u8]>> {
+        let json = serde_json::to_vec(&self.spec).ok()?;
+        let length = NAMESPACE_HEAD + json.len();
+        if length > NAMESPACE_BYTES {
+            return None;
+        }
+        let mut entry = vec![0; length.next_multiple_of(BLOCK_BYTES)];
+        entry[..4].copy_from_slice(&NAMESPACE_MAGIC);
+        entry[4..8].copy_from_slice(&u32::try_from(json.len()).ok()?.to_le_bytes());
+        entry[8..16].copy_from_slice(&self.instance.to_le_bytes());
+        entry[NAMESPACE_HEAD..length].copy_from_slice(&json);
+        let sum = checksum(&entry[..16]) ^ checksum(&json);
+        entry[16..24].copy_from_slice(&sum.to_le_bytes());
+        Some(entry.into())
+    }
+
+    /// Reads an entry; `None` if there is none, or a damaged one.
+    pub fn decode(entry: &[u8]) -> Option<Self> {
+        if entry.len() < NAMESPACE_HEAD || entry[..4] != NAMESPACE_MAGIC {
+            return None;
+        }
+        let json_bytes = usize::try_from(u32_at(entry, 4)).ok()?;
+        let json = entry.get(NAMESPACE_HEAD..NAMESPACE_HEAD.checked_add(json_bytes)?)?;
+        if checksum(&entry[..16]) ^ checksum(json) != u64_at(entry, 16) {
+            return None;
+        }
+        let spec: NamespaceSpec = serde_json::from_slice(json).ok()?;
+        spec.validate().ok()?;
+        Some(Self {
+            instance: u64_at(entry, 8),
+            spec,
+        })
+    }
+}
+
+/// One payload on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// KV cache group.
+    pub group: u8,
+    /// Hits since first sight (policy).
+    pub hit_class: u8,
+    /// Order of writing: of two records that claim the same bytes, the later one is right.
+    pub generation: u64,
+    /// The namespace's instance.
+    pub instance: u64,
+    /// Slot, in units of [`SLOT_ALIGN`] bytes from the start of the data file.
+    pub slot: u32,
+    /// Bytes of the payload.
+    pub payload_bytes: u32,
+    /// Checksum of the payload.
+    pub checksum: u64,
+    /// Granules from the root.
+    pub depth: u32,
+    /// Tick of the last touch.
+    pub last: u64,
+    /// When it was written, in seconds since 1970.
+    pub written_s: u32,
+    /// Block hash of the node.
+    pub hash: BlockHash,
+    /// Block hash of its parent; `None` for the first of a chain.
+    pub parent: Option<BlockHash>,
+}
+
+impl Record {
+    /// Writes the record to `out`, which is [`RECORD_BYTES`] long.
+    pub fn encode(&self, out: &mut [u8]) {
+        out.fill(0);
+        out[..4].copy_from_slice(&RECORD_MAGIC);
+        out[4] = u8::try_from(self.hash.as_bytes().len()).unwrap_or(0);
+        out[5] = self.group;
+        out[6] = u8::from(self.parent.is_none());
+        out[7] = self.hit_class;
+        out[8..16].copy_from_slice(&self.generation.to_le_bytes());
+        out[16..24].copy_from_slice(&self.instance.to_le_bytes());
+        out[24..28].copy_from_slice(&self.slot.to_le_bytes());
+        out[28..32].copy_from_slice(&self.payload_bytes.to_le_bytes());
+        out[32..40].copy_from_slice(&self.checksum.to_le_bytes());
+        out[40..44].copy_from_slice(&self.depth.to_le_bytes());
+        out[44..52].copy_from_slice(&self.last.to_le_bytes());
+        out[52..56].copy_from_slice(&self.written_s.to_le_bytes());
+        out[56..88].copy_from_slice(self.hash.padded());
+        if let Some(parent) = &self.parent {
+            out[88..120].copy_from_slice(parent.padded());
+        }
+        let sum = checksum(&out[..RECORD_BODY]);
+        out[RECORD_BODY..RECORD_BYTES].copy_from_slice(&sum.to_le_bytes());
+    }
+
+    /// Reads a record of [`RECORD_BYTES`]; `None` if it is empty, torn or foreign.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        if bytes.len() < RECORD_BYTES || bytes[..4] != RECORD_MAGIC {
+            return None;
+        }
+        if checksum(&bytes[..RECORD_BODY]) != u64_at(bytes, RECORD_BODY) {
+            return None;
+        }
+        let hash_bytes = usize::from(bytes[4]);
+        if hash_bytes == 0 || hash_bytes > HASH_BYTES_MAX {
+            return None;
+        }
+        let parent = match bytes[6] {
+            0 => Some(BlockHash::new(&bytes[88..88 + hash_bytes])?),
+            _ => None,
+        };
+        Some(Self {
+            group: bytes[5],
+            hit_class: bytes[7],
+            generation: u64_at(bytes, 8),
+            instance: u64_at(bytes, 16),
+            slot: u32_at(bytes, 24),
+            payload_bytes: u32_at(bytes, 28),
+            checksum: u64_at(bytes, 32),
+            depth: u32_at(bytes, 40),
+            last: u64_at(bytes, 44),
+            written_s: u32_at(bytes, 52),
+            hash: BlockHash::new(&bytes[56..56 + hash_bytes])?,
+            parent,
+        })
+    }
+
+    /// Whether the bytes are an empty record rather than a damaged one.
+    pub fn is_blank(bytes: &[u8]) -> bool {
+        bytes.iter().all(|&byte| byte == 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::namespace::{GroupKind, GroupSpec};
+
+    fn record() -> Record {
+        Record {
+            group: 3,
+            hit_class: 2,
+            generation: 99,
+            instance: 0xDEAD_BEEF,
+            slot: 1234,
+            payload_bytes: 65536,
+            checksum: 0x0123_4567_89AB_CDEF,
+            depth: 17,
+            last: 1 << 40,
+            written_s: 1_800_000_000,
+            hash: BlockHash::new(&[7; 32]).unwrap(),
+            parent: Some(BlockHash::new(&[8; 32]).unwrap()),
+        }
+    }
+
+    #[test]
+    fn a_record_survives_the_round_trip() {
+        for record in [
+            record(),
+            Record {
+                parent: None,
+                hash: BlockHash::new(&[1; 16]).unwrap(),
+                ..record()
+            },
+        ] {
+            let mut bytes = [0; RECORD_BYTES];
+            record.encode(&mut bytes);
+            assert_eq!(Record::decode(&bytes), Some(record));
+        }
+    }
+
+    #[test]
+    fn a_bit_flipped_anywhere_in_a_record_is_noticed() {
+        let mut bytes = [0; RECORD_BYTES];
+        record().encode(&mut bytes);
+        for bit in 0..RECORD_BYTES * 8 {
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Record::decode(&bytes), None, "bit {bit}");
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
+
+    #[test]
+    fn a_superblock_survives_the_round_trip_and_notices_damage() {
+        let superblock = Superblock {
+            store_id: 42,
+            page_bytes: 1 << 20,
+        };
+        let mut block = superblock.encode();
+        assert_eq!(Superblock::decode(&block), Ok(superblock));
+        block[20] ^= 1;
+        assert_eq!(Superblock::decode(&block), Err(SuperblockError::Checksum));
+        block[20] ^= 1;
+        block[8] = 9;
+        assert_eq!(Superblock::decode(&block), Err(SuperblockError::Version(9)));
+        assert_eq!(Superblock::decode(b"hello"), Err(SuperblockError::NotOurs));
+    }
+
+    #[test]
+    fn a_namespace_entry_survives_the_round_trip_and_notices_damage() {
+        let entry = NamespaceEntry {
+            instance: 5,
+            spec: NamespaceSpec {
+                description: "{\"model\":\"x\"}".repeat(300),
+                hash_block_tokens: 16,
+                alignment_tokens: 16,
+                groups: vec![GroupSpec {
+                    kind: GroupKind::SlidingWindow { tokens: 256 },
+                    block_tokens: 32,
+                    payload_bytes: 4096,
+                }],
+            },
+        };
+        let mut bytes = entry.encode().unwrap();
+        assert_eq!(NamespaceEntry::decode(&bytes), Some(entry.clone()));
+        for at in [5, 9, 17, 30, 2000] {
+            bytes[at] ^= 4;
+            assert_eq!(NamespaceEntry::decode(&bytes), None, "byte {at}");
+            bytes[at] ^= 4;
+        }
+        let long = "x".repeat(NAMESPACE_BYTES);
+        let spec = NamespaceSpec {
+            description: long,
+            ..entry.spec
+        };
+        assert_eq!(NamespaceEntry { spec, ..entry }.encode(), None);
+    }
+}

@@ -1,0 +1,263 @@
+//! Bookkeeping of one disk directory: slots, records and health. No IO happens here: the engine
+//! turns what this module decides into requests.
+
+use std::collections::{BTreeSet, HashMap};
+
+use crate::disk::format::RECORDS_PER_BLOCK;
+use crate::io::IoFault;
+use crate::policy::Policy;
+use crate::slots::{Class, Owner, Slots};
+
+pub mod format;
+pub mod open;
+
+/// Failed writes in a row after which a directory takes no writes for a while.
+const WRITE_FAILURES_MAX: u32 = 3;
+/// Failed reads in a row after which a directory is given up.
+const READ_FAILURES_MAX: u32 = 8;
+/// Pause before writes are tried again, in nanoseconds.
+const WRITE_PAUSE_NS: u64 = 30_000_000_000;
+
+/// Whether a directory is usable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// Reads and writes.
+    Good,
+    /// Reads only, until the given time in nanoseconds; then writes are tried again.
+    NoWrites {
+        /// When to try again.
+        until_ns: u64,
+    },
+    /// Neither: too many reads failed.
+    Failed,
+}
+
+/// One directory.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    pub(crate) slots: Slots,
+    pub(crate) policy: Policy,
+    pub(crate) health: Health,
+    /// Why it is not `Good`.
+    pub(crate) fault: Option<IoFault>,
+    /// Instance in each entry of the namespace table; 0 is empty.
+    pub(crate) namespace_entries: Vec<u64>,
+    write_failures: u32,
+    read_failures: u32,
+    /// Record of each slot, by page: fixed while the page keeps its class.
+    page_records: HashMap<u32, Vec<u32>>,
+    record_owner: Vec<Option<Owner>>,
+    free_records: BTreeSet<u32>,
+    dirty: BTreeSet<u32>,
+    blocks_in_flight: BTreeSet<u32>,
+}
+
+impl Disk {
+    pub(crate) fn new(slots: Slots, policy: Policy, namespace_entries: Vec<u64>) -> Self {
+        Self {
+            slots,
+            policy,
+            health: Health::Good,
+            fault: None,
+            namespace_entries,
+            write_failures: 0,
+            read_failures: 0,
+            page_records: HashMap::new(),
+            record_owner: Vec::new(),
+            free_records: BTreeSet::new(),
+            dirty: BTreeSet::new(),
+            blocks_in_flight: BTreeSet::new(),
+        }
+    }
+
+    /// Whether a write may be tried at `now_ns`.
+    pub(crate) fn takes_writes(&self, now_ns: u64) -> bool {
+        match self.health {
+            Health::Good => true,
+            Health::NoWrites { until_ns } => now_ns >= until_ns,
+            Health::Failed => false,
+        }
+    }
+
+    pub(crate) fn write_succeeded(&mut self) {
+        self.write_failures = 0;
+        if matches!(self.health, Health::NoWrites { .. }) {
+            self.health = Health::Good;
+            self.fault = None;
+        }
+    }
+
+    /// Counts a failed write. A full or read-only medium pauses writes at once.
+    pub(crate) fn write_failed(&mut self, fault: IoFault, now_ns: u64) {
+        self.write_failures += 1;
+        let full = [
+            rustix::io::Errno::NOSPC,
+            rustix::io::Errno::ROFS,
+            rustix::io::Errno::DQUOT,
+        ]
+        .iter()
+        .any(|errno| fault == IoFault::Os(errno.raw_os_error()));
+        if (full || self.write_failures >= WRITE_FAILURES_MAX) && self.health != Health::Failed {
+            self.health = Health::NoWrites {
+                until_ns: now_ns.saturating_add(WRITE_PAUSE_NS),
+            };
+            self.fault = Some(fault);
+        }
+    }
+
+    pub(crate) fn read_succeeded(&mut self) {
+        self.read_failures = 0;
+    }
+
+    /// Counts a read that the device failed; true if the directory is now given up.
+    pub(crate) fn read_failed(&mut self, fault: IoFault) -> bool {
+        self.read_failures += 1;
+        if self.read_failures >= READ_FAILURES_MAX && self.health != Health::Failed {
+            self.health = Health::Failed;
+            self.fault = Some(fault);
+            return true;
+        }
+        false
+    }
+
+    /// Takes a slot and its record.
+    pub(crate) fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
+        let offset = self.slots.alloc(class, owner)?;
+        let record = self.record_of(class, offset);
+        self.record_owner[record as usize] = Some(owner);
+        Some(offset)
+    }
+
+    /// Gives a slot back. Its record on disk is overwritten when its block is next written; until
+    /// then it describes bytes that fail their checksum as soon as the slot is used again.
+    pub(crate) fn free(&mut self, class: Class, offset: u64) {
+        let record = self.record_of(class, offset);
+        self.record_owner[record as usize] = None;
+        let page = self.slots.page_of(offset);
+        self.slots.free(class, offset);
+        if self.slots.page_class(page).is_none() {
+            self.free_records
+                .extend(self.page_records.remove(&page).into_iter().flatten());
+        }
+    }
+
+    /// Takes the slot and record that a store on disk says are in use.
+    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> bool {
+        let taken = self
+            .record_owner
+            .get(record as usize)
+            .is_some_and(Option::is_some);
+        if taken || !self.slots.claim(class, offset, owner) {
+            return false;
+        }
+        let (page, slot) = self.slot_of(class, offset);
+        let records = self.page_records.entry(page).or_default();
+        let slots = usize::try_from(self.slots.page_bytes() / self.slots.slot_bytes(class));
+        records.resize(slots.unwrap_or(0), u32::MAX);
+        records[slot] = record;
+        if self.record_owner.len() <= record as usize {
+            self.record_owner.resize(record as usize + 1, None);
+        }
+        self.record_owner[record as usize] = Some(owner);
+        true
+    }
+
+    /// Names the owner of a slot that was claimed.
+    pub(crate) fn set_owner(&mut self, class: Class, offset: u64, owner: Owner) {
+        let record = self.record_of(class, offset);
+        self.record_owner[record as usize] = Some(owner);
+        self.slots.set_owner(class, offset, owner);
+    }
+
+    /// Completes a series of [`Disk::claim`].
+    pub(crate) fn finish_claims(&mut self) {
+        self.slots.finish_claims();
+        let mut given: Vec<bool> = self.record_owner.iter().map(Option::is_some).collect();
+        let mut next = 0;
+        let mut pages: Vec<u32> = self.page_records.keys().copied().collect();
+        pages.sort_unstable();
+        for page in pages {
+            let mut records = self.page_records.remove(&page).unwrap_or_default();
+            for record in records.iter_mut().filter(|record| **record == u32::MAX) {
+                while given.get(next).copied().unwrap_or(false) {
+                    next += 1;
+                }
+                if next == given.len() {
+                    given.push(false);
+                    self.record_owner.push(None);
+                }
+                given[next] = true;
+                *record = u32::try_from(next).unwrap_or(u32::MAX);
+            }
+            self.page_records.insert(page, records);
+        }
+        self.free_records = (0u32..)
+            .zip(&given)
+            .filter(|(_, given)| !**given)
+            .map(|(record, _)| record)
+            .collect();
+    }
+
+    /// Notes that the record of a slot has changed and must be written.
+    pub(crate) fn mark_dirty(&mut self, class: Class, offset: u64) {
+        let record = self.record_of(class, offset);
+        self.dirty.insert(record / RECORDS_PER_BLOCK as u32);
+    }
+
+    /// Blocks of the table that wait to be written.
+    pub(crate) fn dirty_blocks(&self) -> usize {
+        self.dirty.len()
+    }
+
+    /// Takes the next block of the table to write. A block is in flight once at a time, so that an
+    /// older image never lands on a newer one.
+    pub(crate) fn take_dirty_block(&mut self) -> Option<u32> {
+        let block = self
+            .dirty
+            .iter()
+            .copied()
+            .find(|block| !self.blocks_in_flight.contains(block))?;
+        self.dirty.remove(&block);
+        self.blocks_in_flight.insert(block);
+        Some(block)
+    }
+
+    /// The write of a block has ended.
+    pub(crate) fn block_written(&mut self, block: u32, ok: bool) {
+        self.blocks_in_flight.remove(&block);
+        if !ok {
+            self.dirty.insert(block);
+        }
+    }
+
+    /// Owners of the records of a block.
+    pub(crate) fn block_owners(&self, block: u32) -> impl Iterator<Item = Option<Owner>> + '_ {
+        let first = block as usize * RECORDS_PER_BLOCK;
+        (first..first + RECORDS_PER_BLOCK).map(|i| self.record_owner.get(i).copied().flatten())
+    }
+
+    fn slot_of(&self, class: Class, offset: u64) -> (u32, usize) {
+        let within = offset % self.slots.page_bytes() / self.slots.slot_bytes(class);
+        (
+            self.slots.page_of(offset),
+            usize::try_from(within).unwrap_or(usize::MAX),
+        )
+    }
+
+    fn record_of(&mut self, class: Class, offset: u64) -> u32 {
+        let (page, slot) = self.slot_of(class, offset);
+        if !self.page_records.contains_key(&page) {
+            let count = self.slots.page_bytes() / self.slots.slot_bytes(class);
+            let records = (0..count).map(|_| self.take_record()).collect();
+            self.page_records.insert(page, records);
+        }
+        self.page_records[&page][slot]
+    }
+
+    fn take_record(&mut self) -> u32 {
+        self.free_records.pop_first().unwrap_or_else(|| {
+            self.record_owner.push(None);
+            u32::try_from(self.record_owner.len() - 1).unwrap_or(u32::MAX)
+        })
+    }
+}

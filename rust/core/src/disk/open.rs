@@ -1,0 +1,395 @@
+//! Opening a disk directory: ownership, lock, format, space. The only part of the tier, beside the
+//! IO engines, that talks to the operating system.
+
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, FlockOperation};
+
+use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, namespace_offset};
+use super::format::{Superblock, SuperblockError};
+use crate::engine::DeviceImage;
+use crate::error::StoreError;
+use crate::io::{DeviceFiles, open_file};
+use crate::slots::page_bytes_for;
+
+/// Smallest `disk_capacity`, in bytes.
+pub const CAPACITY_MIN: u64 = 16 << 20;
+/// One part in this many of a capacity is for records and namespaces.
+const META_SHARE: u64 = 64;
+
+const SUPER: &str = "super";
+const SUPER_NEW: &str = "super.new";
+const TABLE: &str = "table";
+const DATA: &str = "data";
+const LOCK: &str = "lock";
+
+/// An open directory. It is locked as long as this lives.
+#[derive(Debug)]
+pub struct Directory {
+    /// Where it is.
+    pub path: PathBuf,
+    /// For the IO engine.
+    pub files: DeviceFiles,
+    /// For [`crate::engine::Engine::attach_disks`].
+    pub image: DeviceImage,
+    lock: File,
+}
+
+impl Directory {
+    /// Splits off what keeps the directory locked.
+    pub fn into_parts(self) -> (DeviceFiles, DeviceImage, DirectoryLock) {
+        (
+            self.files,
+            self.image,
+            DirectoryLock {
+                path: self.path,
+                _lock: self.lock,
+            },
+        )
+    }
+}
+
+/// Keeps a directory locked.
+#[derive(Debug)]
+pub struct DirectoryLock {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl DirectoryLock {
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// A directory's contents, read without changing it.
+#[derive(Debug)]
+pub struct Contents {
+    /// The superblock.
+    pub superblock: Superblock,
+    /// Superblock and namespace table.
+    pub super_bytes: Vec<u8>,
+    /// Records.
+    pub table_bytes: Vec<u8>,
+    /// The data file.
+    pub data: File,
+    /// Its size.
+    pub data_bytes: u64,
+}
+
+fn failed<'a>(
+    path: &'a Path,
+    action: &'static str,
+) -> impl FnOnce(std::io::Error) -> StoreError + 'a {
+    move |source| StoreError::Io {
+        path: path.to_owned(),
+        action,
+        hint: match source.kind() {
+            std::io::ErrorKind::PermissionDenied => "; give this user read and write access to it",
+            std::io::ErrorKind::ReadOnlyFilesystem => "; mount the filesystem writable",
+            std::io::ErrorKind::StorageFull => "; free space there, or lower disk_capacity",
+            _ => "",
+        },
+        source,
+    }
+}
+
+/// Opens a directory for an engine, making it if it is missing or empty. `store_id` names a new one.
+///
+/// # Errors
+/// If it is in use, foreign, damaged, of another version, of another user, or there is no space.
+/// Nothing is changed then.
+pub fn open(path: &Path, capacity: u64, store_id: u64) -> Result<Directory, StoreError> {
+    if capacity < CAPACITY_MIN {
+        return Err(StoreError::TooSmall {
+            path: path.to_owned(),
+            capacity,
+            minimum: CAPACITY_MIN,
+        });
+    }
+    fs::create_dir_all(path).map_err(failed(path, "create the directory"))?;
+    check_owner(path)?;
+    let is_new = check_names(path)?;
+    if !is_new {
+        read_superblock(path)?;
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(0o700))
+        .map_err(failed(path, "make it private"))?;
+    let lock = take_lock(path)?;
+    let data_bytes = capacity - capacity / META_SHARE;
+    let superblock = if is_new {
+        let page_bytes = page_bytes_for(data_bytes);
+        let superblock = Superblock {
+            store_id,
+            page_bytes,
+        };
+        create(path, &superblock)?;
+        superblock
+    } else {
+        read_superblock(path)?
+    };
+    let data_bytes = data_bytes / superblock.page_bytes * superblock.page_bytes;
+    if data_bytes == 0 {
+        return Err(StoreError::TooSmall {
+            path: path.to_owned(),
+            capacity,
+            minimum: superblock.page_bytes * 2,
+        });
+    }
+    size_data(path, capacity, data_bytes)?;
+    let read = |name: &str| fs::read(path.join(name)).map_err(failed(path, "read its tables"));
+    let image = DeviceImage {
+        capacity: data_bytes,
+        page_bytes: superblock.page_bytes,
+        super_bytes: read(SUPER)?,
+        table_bytes: read(TABLE)?,
+    };
+    let open_one =
+        |name: &str| open_file(&path.join(name), false).map_err(failed(path, "open its files"));
+    let (data, o_direct) = open_one(DATA)?;
+    let files = DeviceFiles {
+        superblock: open_one(SUPER)?.0,
+        table: open_one(TABLE)?.0,
+        data,
+        o_direct,
+    };
+    Ok(Directory {
+        path: path.to_owned(),
+        files,
+        image,
+        lock,
+    })
+}
+
+/// Reads a store without changing it, for inspection. It may be in use: what is then read is a
+/// mixture of moments.
+///
+/// # Errors
+/// As [`open`].
+pub fn read(path: &Path) -> Result<Contents, StoreError> {
+    let superblock = read_superblock(path)?;
+    let data = File::open(path.join(DATA)).map_err(failed(path, "open the data file"))?;
+    Ok(Contents {
+        superblock,
+        super_bytes: fs::read(path.join(SUPER)).map_err(failed(path, "read the super file"))?,
+        table_bytes: fs::read(path.join(TABLE)).map_err(failed(path, "read the table"))?,
+        data_bytes: data
+            .metadata()
+            .map_err(failed(path, "measure the data file"))?
+            .len(),
+        data,
+    })
+}
+
+/// Removes a namespace from a store that is not in use: its entry is cleared, so that its records
+/// lead nowhere. `digest` is hexadecimal, in full or a prefix. Returns how many were removed.
+///
+/// # Errors
+/// As [`open`]; the store must not be in use.
+pub fn drop_namespace(path: &Path, digest: &str) -> Result<usize, StoreError> {
+    let contents = read(path)?;
+    let _lock = take_lock(path)?;
+    let file = File::options()
+        .write(true)
+        .open(path.join(SUPER))
+        .map_err(failed(path, "open the super file"))?;
+    let mut dropped = 0;
+    for index in 0..NAMESPACES_MAX {
+        let at = namespace_offset(index);
+        let entry = usize::try_from(at)
+            .ok()
+            .and_then(|at| contents.super_bytes.get(at..));
+        let Some(found) = entry.and_then(super::format::NamespaceEntry::decode) else {
+            continue;
+        };
+        if found.spec.digest().to_hex().starts_with(digest) {
+            file.write_all_at(&[0; BLOCK_BYTES], at)
+                .map_err(failed(path, "clear an entry"))?;
+            dropped += 1;
+        }
+    }
+    file.sync_all()
+        .map_err(failed(path, "sync the super file"))?;
+    Ok(dropped)
+}
+
+fn check_owner(path: &Path) -> Result<(), StoreError> {
+    let owner = fs::metadata(path)
+        .map_err(failed(path, "read its owner"))?
+        .uid();
+    let uid = rustix::process::getuid().as_raw();
+    if owner != uid && uid != 0 {
+        return Err(StoreError::Owner {
+            path: path.to_owned(),
+            owner,
+            uid,
+        });
+    }
+    Ok(())
+}
+
+/// Whether the directory is to be made a store. Refuses one that holds something else.
+fn check_names(path: &Path) -> Result<bool, StoreError> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(path).map_err(failed(path, "list it"))? {
+        let entry = entry.map_err(failed(path, "list it"))?;
+        names.push(entry.file_name().to_string_lossy().into_owned());
+    }
+    let ours = [SUPER, SUPER_NEW, TABLE, DATA, LOCK];
+    // A filesystem's own directory, at the root of a disk of its own.
+    let foreign = names
+        .iter()
+        .find(|name| !ours.contains(&name.as_str()) && *name != "lost+found");
+    if names.iter().any(|name| name == SUPER) {
+        for needed in [TABLE, DATA] {
+            if !names.iter().any(|name| name == needed) {
+                let reason = format!("the file {needed} is missing");
+                return Err(StoreError::Damaged {
+                    path: path.to_owned(),
+                    reason,
+                });
+            }
+        }
+        return Ok(false);
+    }
+    if let Some(found) = foreign {
+        return Err(StoreError::Foreign {
+            path: path.to_owned(),
+            found: found.clone(),
+        });
+    }
+    let records = fs::metadata(path.join(TABLE)).map_or(0, |found| found.len());
+    if records > 0 {
+        let reason = "the file super is missing".to_owned();
+        return Err(StoreError::Damaged {
+            path: path.to_owned(),
+            reason,
+        });
+    }
+    Ok(true)
+}
+
+fn read_superblock(path: &Path) -> Result<Superblock, StoreError> {
+    let mut block = Vec::with_capacity(BLOCK_BYTES);
+    let file = File::open(path.join(SUPER)).map_err(failed(path, "open the super file"))?;
+    file.take(BLOCK_BYTES as u64)
+        .read_to_end(&mut block)
+        .map_err(failed(path, "read the superblock"))?;
+    Superblock::decode(&block).map_err(|error| match error {
+        SuperblockError::NotOurs => StoreError::Foreign {
+            path: path.to_owned(),
+            found: format!("{SUPER} of another program"),
+        },
+        SuperblockError::Version(found) => StoreError::Version {
+            path: path.to_owned(),
+            found,
+            supported: FORMAT_VERSION,
+        },
+        SuperblockError::Checksum => StoreError::Damaged {
+            path: path.to_owned(),
+            reason: "its checksum does not match".to_owned(),
+        },
+        SuperblockError::Value => StoreError::Damaged {
+            path: path.to_owned(),
+            reason: "impossible page size".to_owned(),
+        },
+    })
+}
+
+fn take_lock(path: &Path) -> Result<File, StoreError> {
+    let mut lock = File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path.join(LOCK))
+        .map_err(failed(path, "open the lock file"))?;
+    lock.set_permissions(fs::Permissions::from_mode(0o600))
+        .map_err(failed(path, "make the lock file private"))?;
+    if rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive).is_err() {
+        let mut owner = String::new();
+        // The pid is a courtesy: without it the message still says what to do.
+        let pid = match lock.read_to_string(&mut owner) {
+            Ok(_) => owner.trim().parse().unwrap_or(0),
+            Err(_) => 0,
+        };
+        return Err(StoreError::InUse {
+            path: path.to_owned(),
+            pid,
+        });
+    }
+    let write_pid = |lock: &mut File| {
+        lock.set_len(0)?;
+        lock.seek(SeekFrom::Start(0))?;
+        writeln!(lock, "{}", std::process::id())
+    };
+    write_pid(&mut lock).map_err(failed(path, "write the lock file"))?;
+    Ok(lock)
+}
+
+/// Makes a new store. The superblock comes last, under its name at once: what a crash leaves behind
+/// is either a store or nothing.
+fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
+    let action = failed;
+    for name in [TABLE, DATA] {
+        open_file(&path.join(name), true).map_err(action(path, "create its files"))?;
+    }
+    let new = path.join(SUPER_NEW);
+    open_file(&new, true).map_err(action(path, "create the super file"))?;
+    let file = File::options()
+        .write(true)
+        .open(&new)
+        .map_err(action(path, "open the super file"))?;
+    file.write_all_at(&superblock.encode(), 0)
+        .map_err(action(path, "write the superblock"))?;
+    file.set_len(namespace_offset(NAMESPACES_MAX))
+        .map_err(action(path, "size the super file"))?;
+    file.sync_all()
+        .map_err(action(path, "sync the superblock"))?;
+    fs::rename(&new, path.join(SUPER)).map_err(action(path, "name the super file"))?;
+    let dir = File::open(path).map_err(action(path, "open the directory"))?;
+    dir.sync_all().map_err(action(path, "sync the directory"))
+}
+
+/// Gives the data file its size, with its blocks, so that writing never fills the filesystem.
+fn size_data(path: &Path, capacity: u64, data_bytes: u64) -> Result<(), StoreError> {
+    let action = failed;
+    let file = File::options()
+        .write(true)
+        .open(path.join(DATA))
+        .map_err(action(path, "open the data file"))?;
+    let found = file
+        .metadata()
+        .map_err(action(path, "measure the data file"))?;
+    let statvfs = rustix::fs::statvfs(path)
+        .map_err(|errno| failed(path, "measure free space")(errno.into()))?;
+    let total = statvfs.f_blocks * statvfs.f_frsize;
+    let reserve = (total / 20).min(4 << 30);
+    let held = found.blocks() * 512;
+    let available = (statvfs.f_bavail * statvfs.f_frsize + held).saturating_sub(reserve);
+    if capacity > available {
+        return Err(StoreError::NoSpace {
+            path: path.to_owned(),
+            capacity,
+            available,
+            reserve,
+        });
+    }
+    if found.len() > data_bytes {
+        file.set_len(data_bytes)
+            .map_err(action(path, "shrink the data file"))?;
+    }
+    match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, data_bytes) {
+        Ok(()) => Ok(()),
+        // The filesystem cannot: the file is sparse, and a full one shows as a failed write.
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => file
+            .set_len(data_bytes)
+            .map_err(action(path, "size the data file")),
+        Err(errno) => Err(failed(path, "allocate the data file")(errno.into())),
+    }
+}

@@ -1,0 +1,295 @@
+//! Lookup: submit, poll, discard. A hit in the arena and a miss are answered at once; only what the
+//! disk still owes is pending.
+
+use crate::forest::{DiskState, HostState, NONE, NodeId, NsId};
+use crate::key::HashSource;
+use crate::resolve::resolve;
+
+use super::promote::Promotion;
+use super::{Engine, RequestId, SessionId};
+
+/// Promotions that one lookup may start: what is evicted or lost again and again is left alone.
+const PROMOTIONS_MAX: u32 = 3;
+
+/// What a lookup knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The disk still owes a part.
+    Pending,
+    /// The deepest usable boundary, in tokens from the start of the prompt. A load may follow.
+    Ready(u32),
+}
+
+/// One request's lookup.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) ns: NsId,
+    /// Leased node at the boundary of the last answer, or `NONE`.
+    pub(super) lease: NodeId,
+    /// A promotion under way.
+    pub(super) promotion: Option<Promotion>,
+    pub(super) promotions_started: u32,
+    /// Arena bytes that its promotion holds until they are loaded.
+    pub(super) promoted_bytes: u64,
+    /// Depths (exclusive, inclusive) that its promotions brought from disk, for metrics.
+    pub(super) from_disk: Option<(u32, u32)>,
+    /// The scheduler has asked: no longer a prefetch, its turn is before those.
+    pub(super) hastened: bool,
+    /// A load failed: there is nothing for this request any more.
+    pub(super) failed: bool,
+    touched: bool,
+}
+
+impl Engine {
+    /// Starts a request's lookup, and the promotion of what lies on disk only. Idempotent.
+    /// `local_tokens`: what the device already holds; `max_tokens`: the deepest boundary of use.
+    pub fn submit<H: HashSource + ?Sized>(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        hashes: &H,
+        local_tokens: u32,
+        max_tokens: u32,
+    ) {
+        if let Some(id) = self.request_of(session, request)
+            && self.requests[id].promotion.is_none()
+        {
+            self.look(id, hashes, local_tokens, max_tokens);
+        }
+    }
+
+    /// Asks for a request's answer. See [`Engine::submit`]; a request not submitted is submitted.
+    pub fn poll<H: HashSource + ?Sized>(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        hashes: &H,
+        local_tokens: u32,
+        max_tokens: u32,
+    ) -> Answer {
+        let Some(id) = self.request_of(session, request) else {
+            return Answer::Ready(0);
+        };
+        let state = &self.requests[id];
+        if state.failed {
+            return Answer::Ready(0);
+        }
+        self.hasten(id);
+        let state = &self.requests[id];
+        if let Some(promotion) = &state.promotion {
+            let granule = self.namespaces[usize::from(state.ns)]
+                .spec
+                .hash_block_tokens;
+            let stalled = self.now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns);
+            let pointless = promotion.boundary.saturating_mul(granule) <= local_tokens;
+            if !stalled && !pointless {
+                return Answer::Pending;
+            }
+            self.end_promotion(id, !pointless);
+            if stalled {
+                self.requests[id].promotions_started = PROMOTIONS_MAX;
+            }
+        }
+        self.look(id, hashes, local_tokens, max_tokens)
+    }
+
+    /// The request has finished or was aborted. Idempotent.
+    pub fn discard(&mut self, session: SessionId, request: &str) {
+        let Some(state) = self.sessions.get_mut(session) else {
+            return;
+        };
+        if let Some(id) = state.requests.remove(request) {
+            self.drop_request(id);
+        }
+    }
+
+    /// Of the tokens in `(local, local + external]`, how many came from (host, disk).
+    pub fn sources(
+        &self,
+        session: SessionId,
+        request: &str,
+        local_tokens: u32,
+        external_tokens: u32,
+    ) -> (u32, u32) {
+        let from_disk = self
+            .sessions
+            .get(session)
+            .and_then(|state| state.requests.get(request))
+            .and_then(|&id| self.requests.get(id))
+            .and_then(|state| Some((state.from_disk?, state.ns)));
+        let Some(((after, to), ns)) = from_disk else {
+            return (external_tokens, 0);
+        };
+        let granule = self.namespaces[usize::from(ns)].spec.hash_block_tokens;
+        let end = local_tokens.saturating_add(external_tokens);
+        let from = (after * granule).clamp(local_tokens, end);
+        let to = (to * granule).clamp(local_tokens, end);
+        (external_tokens - (to - from), to - from)
+    }
+
+    fn request_of(&mut self, session: SessionId, request: &str) -> Option<RequestId> {
+        let state = self.sessions.get_mut(session)?;
+        if let Some(&id) = state.requests.get(request) {
+            return Some(id);
+        }
+        let id = self.requests.insert(Request {
+            ns: state.ns,
+            lease: NONE,
+            promotion: None,
+            promotions_started: 0,
+            promoted_bytes: 0,
+            from_disk: None,
+            hastened: false,
+            failed: false,
+            touched: false,
+        });
+        state.requests.insert(request.into(), id);
+        Some(id)
+    }
+
+    /// Looks the request up as the index is now.
+    fn look<H: HashSource + ?Sized>(
+        &mut self,
+        id: RequestId,
+        hashes: &H,
+        local_tokens: u32,
+        max_tokens: u32,
+    ) -> Answer {
+        let ns = self.requests[id].ns;
+        let spec = &self.namespaces[usize::from(ns)].spec;
+        let granule = spec.hash_block_tokens;
+        let local = local_tokens / granule;
+        let found = self.forest.deepest(ns, hashes, |node| node.visible);
+        let Some((deepest, depth)) = found.filter(|&(_, depth)| depth > local) else {
+            self.lease(id, NONE);
+            return Answer::Ready(0);
+        };
+        let limit = depth.min(max_tokens / granule);
+        let anywhere = self.boundary(deepest, limit, local, false);
+        let least = self.config.min_load_tokens.max(1);
+        let worth = |boundary: u32| boundary > local && boundary * granule - local_tokens >= least;
+        if !worth(anywhere) {
+            self.lease(id, NONE);
+            return Answer::Ready(0);
+        }
+        let at = self.forest.ancestor(deepest, anywhere);
+        let in_host = self.boundary(at, anywhere, local, true);
+        if in_host < anywhere && self.requests[id].promotions_started < PROMOTIONS_MAX {
+            self.requests[id].promotions_started += 1;
+            self.lease(id, at);
+            if self.start_promotion(id, at, local) {
+                return Answer::Pending;
+            }
+        }
+        if !worth(in_host) {
+            self.lease(id, NONE);
+            return Answer::Ready(0);
+        }
+        let at = self.forest.ancestor(at, in_host);
+        self.lease(id, at);
+        self.touch_hit(id, at);
+        Answer::Ready(in_host * granule)
+    }
+
+    /// The deepest boundary at or below `limit` on the chain of `deepest`, counting what is in the
+    /// arena only, or in any tier.
+    pub(super) fn boundary(&self, deepest: NodeId, limit: u32, local: u32, host_only: bool) -> u32 {
+        let top = self.forest.ancestor(deepest, limit);
+        let spec = &self.namespaces[usize::from(self.forest.node(top).ns)].spec;
+        let reach = if host_only {
+            self.host_reach(top, local)
+        } else {
+            limit
+        };
+        let mut chain = Chain {
+            engine: self,
+            top,
+            at: top,
+            host_only,
+        };
+        resolve(spec, reach, local, |depth, group| chain.has(depth, group))
+    }
+
+    /// How far, from `local` towards `top`, every required payload is in the arena.
+    fn host_reach(&self, top: NodeId, local: u32) -> u32 {
+        let mut reach = self.forest.node(top).depth;
+        let mut at = top;
+        while at != NONE {
+            let node = self.forest.node(at);
+            if node.depth <= local || node.host_chain {
+                break;
+            }
+            if !self.is_in_host(at) {
+                reach = node.depth - 1;
+            }
+            at = node.parent;
+        }
+        reach
+    }
+
+    /// Moves the request's lease to `node` (`NONE`: to nothing).
+    pub(super) fn lease(&mut self, id: RequestId, node: NodeId) {
+        let old = std::mem::replace(&mut self.requests[id].lease, node);
+        if old == node {
+            return;
+        }
+        if node != NONE {
+            self.pin(node);
+        }
+        if old != NONE {
+            self.unpin(old);
+        }
+    }
+
+    /// Counts a request's hit once.
+    fn touch_hit(&mut self, id: RequestId, node: NodeId) {
+        if std::mem::replace(&mut self.requests[id].touched, true) {
+            return;
+        }
+        self.tick += 1;
+        if !self.host_policy.touches_every_block() {
+            self.touch(node);
+            return;
+        }
+        let mut at = node;
+        while at != NONE {
+            self.touch(at);
+            at = self.forest.node(at).parent;
+        }
+        let tick = self.tick;
+        self.host_policy.end_of_request(tick);
+        self.disks
+            .iter_mut()
+            .for_each(|disk| disk.policy.end_of_request(tick));
+    }
+
+    pub(super) fn drop_request(&mut self, id: RequestId) {
+        if !self.requests.contains_key(id) {
+            return;
+        }
+        self.end_promotion(id, false);
+        self.lease(id, NONE);
+        self.release_promoted(id);
+        self.requests.remove(id);
+    }
+}
+
+/// Reads a chain from its deepest node upwards.
+struct Chain<'a> {
+    engine: &'a Engine,
+    top: NodeId,
+    at: NodeId,
+    host_only: bool,
+}
+
+impl Chain<'_> {
+    fn has(&mut self, depth: u32, group: usize) -> bool {
+        let forest = &self.engine.forest;
+        if forest.node(self.at).depth < depth {
+            self.at = self.top;
+        }
+        self.at = forest.ancestor(self.at, depth);
+        let place = forest.node(self.at).places()[group];
+        place.host == HostState::Present || !self.host_only && place.disk == DiskState::Present
+    }
+}

@@ -1,0 +1,457 @@
+//! The engine: a single-threaded state machine that owns index, slots, job table and disk
+//! bookkeeping.
+//!
+//! It has no threads, no clock, no system calls and no randomness of its own. Commands and IO
+//! completions go in, answers and IO requests come out, and each entry does bounded work. The shell
+//! (`crate::shell`) gives it threads; the simulator (`rust/sim`) gives it whole lives from a seed.
+//!
+//! The three paths: `lookup` (submit, poll, discard), `promote` (disk to arena), `transfer`
+//! (loads and saves by the workers), with `writeback` (arena to disk) behind the save.
+//! `places` holds the transitions of payload places that all of them share.
+
+use std::collections::{HashMap, VecDeque};
+
+use slotmap::SlotMap;
+
+use crate::disk::Disk;
+use crate::error::RegisterError;
+use crate::forest::{Forest, NodeId, NsId};
+use crate::io::{IoCompletion, IoRequest};
+use crate::key::BlockHash;
+use crate::metrics::{Counters, Gauges};
+use crate::namespace::{GroupKind, Namespace, NamespaceSpec};
+use crate::policy::{Policy, PolicyKind};
+use crate::slots::{Slots, page_bytes_for};
+
+mod lookup;
+mod places;
+mod promote;
+mod recover;
+mod reset;
+mod transfer;
+mod writeback;
+
+pub use lookup::Answer;
+pub use recover::{DeviceImage, Recovery};
+pub use transfer::{Extent, Transfer};
+
+slotmap::new_key_type! {
+    /// One client's use of one namespace.
+    pub struct SessionId;
+    struct RequestId;
+    struct OpId;
+    /// A load or a save under way.
+    pub struct TransferId;
+}
+
+/// Namespaces of one engine, over its life.
+const NAMESPACES_MAX: usize = 1024;
+
+/// Sizes, policies and limits. Times are in nanoseconds.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Bytes of the arena.
+    pub host_bytes: u64,
+    /// Eviction policy of every tier.
+    pub policy: PolicyKind,
+    /// Bytes that promotions may hold in the arena until they are loaded.
+    pub promotion_bytes: u64,
+    /// A hit that gains fewer tokens than this is not worth a load.
+    pub min_load_tokens: u32,
+    /// A promotion that sees no read end for this long is answered with what is there.
+    pub stall_ns: u64,
+    /// Bytes a second that may be written to disk; 0 is unlimited.
+    pub write_rate: u64,
+    /// Write only what has been hit before (endurance mode).
+    pub second_touch: bool,
+    /// Writes that may be in flight while a read is.
+    pub writes_beside_reads: usize,
+    /// Source of every random choice.
+    pub seed: u64,
+    /// Seconds since 1970 when the engine's clock was at zero.
+    pub unix_at_zero_s: u64,
+}
+
+impl EngineConfig {
+    /// Defaults for an arena of `host_bytes`.
+    pub fn new(host_bytes: u64) -> Self {
+        Self {
+            host_bytes,
+            policy: PolicyKind::Lru,
+            promotion_bytes: host_bytes / 2,
+            min_load_tokens: 1,
+            stall_ns: 1_000_000_000,
+            write_rate: 0,
+            second_touch: false,
+            writes_beside_reads: 2,
+            seed: 0,
+            unix_at_zero_s: 0,
+        }
+    }
+}
+
+/// A client's session.
+#[derive(Debug)]
+struct Session {
+    ns: NsId,
+    requests: HashMap<Box<str>, RequestId>,
+    /// The last save left blocks out for want of memory.
+    save_refused: bool,
+}
+
+/// What an IO operation in flight is for. The node it works on is kept alive by `Node::busy`.
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Read {
+        node: NodeId,
+        group: u8,
+        started_ns: u64,
+    },
+    Write {
+        node: NodeId,
+        group: u8,
+        started_ns: u64,
+    },
+    Table {
+        device: usize,
+        block: u32,
+    },
+    Namespace {
+        device: usize,
+    },
+}
+
+/// The engine. See the module's description.
+#[derive(Debug)]
+pub struct Engine {
+    config: EngineConfig,
+    now_ns: u64,
+    tick: u64,
+    random: u64,
+    forest: Forest,
+    host: Slots,
+    host_policy: Policy,
+    disks: Vec<Disk>,
+    namespaces: Vec<Namespace>,
+    sessions: SlotMap<SessionId, Session>,
+    requests: SlotMap<RequestId, lookup::Request>,
+    transfers: SlotMap<TransferId, transfer::TransferState>,
+    ops: SlotMap<OpId, Op>,
+    reads_in_flight: usize,
+    writes_in_flight: usize,
+    /// Requests with reads to issue: first those that the scheduler waits for, then prefetches.
+    turns: [VecDeque<RequestId>; 2],
+    /// Who waits for a payload being read.
+    waiters: HashMap<(NodeId, u8), Vec<promote::Waiter>>,
+    /// Arena bytes that promotions hold until they are loaded; of these, for requests that the
+    /// scheduler has not asked for yet; and which of those are done.
+    promoted_bytes: u64,
+    prefetched_bytes: u64,
+    prefetched: VecDeque<RequestId>,
+    write_queue: VecDeque<writeback::Queued>,
+    queued_bytes: u64,
+    write_tokens: u64,
+    write_tokens_at_ns: u64,
+    namespace_writes: VecDeque<(usize, usize, Box<[u8]>, bool)>,
+    namespace_syncs: usize,
+    namespace_sync_failed: bool,
+    record_generation: u64,
+    pinned_bytes: u64,
+    counters: Counters,
+}
+
+impl Engine {
+    /// An engine without disks; [`Engine::attach_disks`] adds them.
+    pub fn new(config: EngineConfig) -> Self {
+        let host = Slots::new(config.host_bytes, page_bytes_for(config.host_bytes));
+        let capacity_blocks = usize::try_from(config.host_bytes >> 16)
+            .unwrap_or(usize::MAX)
+            .max(64);
+        Self {
+            host_policy: Policy::new(config.policy, capacity_blocks, config.seed),
+            forest: Forest::new(config.seed),
+            random: config.seed ^ 0x5DEE_CE66_D1CE_4E5B,
+            host,
+            config,
+            now_ns: 0,
+            tick: 0,
+            disks: Vec::new(),
+            namespaces: Vec::new(),
+            sessions: SlotMap::with_key(),
+            requests: SlotMap::with_key(),
+            transfers: SlotMap::with_key(),
+            ops: SlotMap::with_key(),
+            reads_in_flight: 0,
+            writes_in_flight: 0,
+            turns: [VecDeque::new(), VecDeque::new()],
+            waiters: HashMap::new(),
+            promoted_bytes: 0,
+            prefetched_bytes: 0,
+            prefetched: VecDeque::new(),
+            write_queue: VecDeque::new(),
+            queued_bytes: 0,
+            write_tokens: 0,
+            write_tokens_at_ns: 0,
+            namespace_writes: VecDeque::new(),
+            namespace_syncs: 0,
+            namespace_sync_failed: false,
+            record_generation: 0,
+            pinned_bytes: 0,
+            counters: Counters::default(),
+        }
+    }
+
+    /// Tells the time, in nanoseconds since the engine's start; never goes back.
+    pub fn set_now(&mut self, now_ns: u64) {
+        self.now_ns = self.now_ns.max(now_ns);
+    }
+
+    /// Opens a session on a namespace, which is registered if it is new.
+    ///
+    /// # Errors
+    /// If the spec makes no sense, or a payload is larger than a page of the arena or of a data file.
+    pub fn open_session(&mut self, spec: NamespaceSpec) -> Result<SessionId, RegisterError> {
+        let ns = self.register(spec)?;
+        Ok(self.sessions.insert(Session {
+            ns,
+            requests: HashMap::new(),
+            save_refused: false,
+        }))
+    }
+
+    fn register(&mut self, spec: NamespaceSpec) -> Result<NsId, RegisterError> {
+        spec.validate()?;
+        let digest = spec.digest();
+        if let Some(at) = self.namespaces.iter().position(|ns| ns.digest == digest) {
+            if self.namespaces[at].spec.groups != spec.groups
+                || self.namespaces[at].spec.hash_block_tokens != spec.hash_block_tokens
+            {
+                return Err(RegisterError::Conflict {
+                    digest: digest.to_hex(),
+                });
+            }
+            // The alignment is the client's way of looking, not a property of the bytes.
+            self.namespaces[at].spec.alignment_tokens = spec.alignment_tokens;
+            return Ok(NsId::try_from(at).unwrap_or(NsId::MAX));
+        }
+        let instance = self.next_random();
+        let ns = self.add_namespace(spec, instance, false)?;
+        self.save_namespace(ns);
+        Ok(ns)
+    }
+
+    /// Adds a namespace to the tables of the engine (not of the disks).
+    fn add_namespace(
+        &mut self,
+        spec: NamespaceSpec,
+        instance: u64,
+        volatile: bool,
+    ) -> Result<NsId, RegisterError> {
+        if self.namespaces.len() >= NAMESPACES_MAX {
+            return Err(RegisterError::TooMany {
+                count: self.namespaces.len(),
+            });
+        }
+        let mut host_class = Vec::new();
+        let mut disk_class = vec![Vec::new(); self.disks.len()];
+        for (index, group) in spec.groups.iter().enumerate() {
+            if group.kind == GroupKind::Ignored {
+                host_class.push(None);
+                disk_class.iter_mut().for_each(|classes| classes.push(None));
+                continue;
+            }
+            let payload_bytes = u64::from(group.payload_bytes);
+            let too_large = |region, page_bytes, option| RegisterError::PayloadTooLarge {
+                group: index,
+                payload_bytes,
+                region,
+                page_bytes,
+                option,
+            };
+            let class = self.host.class_for(payload_bytes);
+            if class.is_none() {
+                return Err(too_large(
+                    "the arena",
+                    self.host.page_bytes(),
+                    "host_memory",
+                ));
+            }
+            host_class.push(class);
+            for (disk, classes) in self.disks.iter_mut().zip(&mut disk_class) {
+                let class = disk.slots.class_for(payload_bytes);
+                if class.is_none() {
+                    let page_bytes = disk.slots.page_bytes();
+                    return Err(too_large("the data file", page_bytes, "disk_capacity"));
+                }
+                classes.push(class);
+            }
+        }
+        self.namespaces.push(Namespace {
+            digest: spec.digest(),
+            spec,
+            instance,
+            volatile,
+            host_class,
+            disk_class,
+        });
+        Ok(self.forest.add_namespace())
+    }
+
+    /// Ends a session: its lookups, leases, loads and saves.
+    ///
+    /// The caller must be sure that no worker of the session copies any more: its slots are reused.
+    pub fn close_session(&mut self, session: SessionId) {
+        let Some(state) = self.sessions.get_mut(session) else {
+            return;
+        };
+        for request in std::mem::take(&mut state.requests).into_values() {
+            self.drop_request(request);
+        }
+        let of_session: Vec<TransferId> = self
+            .transfers
+            .iter()
+            .filter(|(_, transfer)| transfer.session == session)
+            .map(|(id, _)| id)
+            .collect();
+        for transfer in of_session {
+            self.end_transfer(transfer, false);
+        }
+        self.sessions.remove(session);
+    }
+
+    /// Digest of a session's namespace, hexadecimal.
+    pub fn namespace_of(&self, session: SessionId) -> Option<String> {
+        let ns = self.sessions.get(session)?.ns;
+        Some(self.namespaces[usize::from(ns)].digest.to_hex())
+    }
+
+    /// Whether [`Engine::next_io`] may have something to start, given free depth.
+    pub fn has_io(&self) -> bool {
+        !self.turns[0].is_empty()
+            || !self.turns[1].is_empty()
+            || !self.namespace_writes.is_empty()
+            || !self.write_queue.is_empty()
+            || self.disks.iter().any(|disk| disk.dirty_blocks() > 0)
+    }
+
+    /// Whether nothing is in flight and nothing waits to be written.
+    pub fn is_quiet(&self) -> bool {
+        self.ops.is_empty() && !self.has_io()
+    }
+
+    /// Appends IO requests to start now, at most `room` of them: reads before writes.
+    pub fn next_io(&mut self, room: usize, out: &mut Vec<IoRequest>) {
+        let limit = out.len() + room;
+        self.next_reads(limit, out);
+        self.next_writes(limit, out);
+    }
+
+    /// Takes the end of an IO operation.
+    pub fn complete(&mut self, completion: IoCompletion) {
+        let id = OpId::from(slotmap::KeyData::from_ffi(completion.token));
+        let Some(op) = self.ops.remove(id) else {
+            return;
+        };
+        match op {
+            Op::Read {
+                node,
+                group,
+                started_ns,
+            } => {
+                self.reads_in_flight -= 1;
+                self.read_ended(node, group, started_ns, completion.result);
+            }
+            Op::Write {
+                node,
+                group,
+                started_ns,
+            } => {
+                self.writes_in_flight -= 1;
+                self.write_ended(node, group, started_ns, completion.result);
+            }
+            Op::Table { device, block } => {
+                self.writes_in_flight -= 1;
+                self.table_write_ended(device, block, completion.result);
+            }
+            Op::Namespace { device } => {
+                self.writes_in_flight -= 1;
+                self.namespace_write_ended(device, completion.result);
+            }
+        }
+    }
+
+    fn start_op(&mut self, op: Op) -> u64 {
+        match op {
+            Op::Read { .. } => self.reads_in_flight += 1,
+            _ => self.writes_in_flight += 1,
+        }
+        slotmap::Key::data(&self.ops.insert(op)).as_ffi()
+    }
+
+    /// Counters since the start.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// What there is now. Costs a pass over sessions and disks, not over blocks.
+    pub fn gauges(&self) -> Gauges {
+        let disk = |of: fn(&Disk) -> u64| self.disks.iter().map(of).sum();
+        let (mut loads, mut saves) = (0, 0);
+        for transfer in self.transfers.values() {
+            if transfer.is_load() {
+                loads += 1
+            } else {
+                saves += 1
+            }
+        }
+        let blocks = |slots: &Slots| {
+            (0..slots.class_count())
+                .map(|class| slots.used(class as u16))
+                .sum::<u64>()
+        };
+        Gauges {
+            host_capacity_bytes: self.host.capacity(),
+            host_used_bytes: self.host.used_bytes(),
+            host_pinned_bytes: self.pinned_bytes,
+            host_blocks: blocks(&self.host),
+            disk_capacity_bytes: disk(|disk| disk.slots.capacity()),
+            disk_used_bytes: disk(|disk| disk.slots.used_bytes()),
+            disk_blocks: self.disks.iter().map(|disk| blocks(&disk.slots)).sum(),
+            disk_degraded: self
+                .disks
+                .iter()
+                .filter(|disk| disk.health != crate::disk::Health::Good)
+                .count() as u64,
+            nodes: self.forest.len() as u64,
+            namespaces: self.namespaces.len() as u64,
+            sessions: self.sessions.len() as u64,
+            jobs: self.requests.len() as u64,
+            loads,
+            saves,
+            promotion_queue_bytes: self.promotion_queue_bytes(),
+        }
+    }
+
+    /// Health of each directory, with the fault that caused it.
+    pub fn health(&self) -> Vec<(crate::disk::Health, Option<crate::io::IoFault>)> {
+        self.disks
+            .iter()
+            .map(|disk| (disk.health, disk.fault))
+            .collect()
+    }
+
+    fn next_random(&mut self) -> u64 {
+        // SplitMix64 (Steele, Lea, Flood 2014).
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.random;
+        z = (z ^ z >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        (z ^ z >> 31).max(1)
+    }
+
+    fn fingerprint(hash: &BlockHash) -> u64 {
+        let mut head = [0; 8];
+        head.copy_from_slice(&hash.padded()[..8]);
+        u64::from_le_bytes(head)
+    }
+}

@@ -1,0 +1,602 @@
+//! Transitions of payload places: who holds what in which tier, what follows for visibility and
+//! leaf-hood, and eviction. Every change of a place goes through here.
+
+use crate::forest::{DiskState, HostState, NONE, NodeId, Tier};
+use crate::policy::{Leaf, Policy};
+use crate::slots::{Class, Owner, SLOT_ALIGN};
+
+use super::Engine;
+
+/// Why a payload leaves a tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Loss {
+    /// For space: the policy remembers what it was worth.
+    Evicted,
+    /// For any other reason.
+    Dropped,
+}
+
+/// Pages of other size classes that one allocation may drain: bounds its work.
+const DRAINS_MAX: u32 = 4;
+
+/// Offset in bytes of a place.
+pub(super) fn bytes(at: u32) -> u64 {
+    u64::from(at) * SLOT_ALIGN
+}
+
+/// Place of an offset in bytes.
+pub(super) fn units(offset: u64) -> u32 {
+    u32::try_from(offset / SLOT_ALIGN).unwrap_or(u32::MAX)
+}
+
+impl Engine {
+    pub(super) fn host_class(&self, id: NodeId, group: u8) -> Class {
+        let ns = usize::from(self.forest.node(id).ns);
+        self.namespaces[ns].host_class[usize::from(group)].unwrap_or(0)
+    }
+
+    pub(super) fn disk_class(&self, id: NodeId, device: usize, group: u8) -> Class {
+        let ns = usize::from(self.forest.node(id).ns);
+        self.namespaces[ns].disk_class[device][usize::from(group)].unwrap_or(0)
+    }
+
+    /// Size classes in which a node's payloads of a tier lie, without repetition.
+    fn classes(&self, id: NodeId, tier: Tier) -> Vec<Class> {
+        let node = self.forest.node(id);
+        let mut classes = Vec::with_capacity(1);
+        for (group, place) in (0u8..).zip(node.places()) {
+            let class = match tier {
+                Tier::Host if place.host != HostState::Empty => self.host_class(id, group),
+                Tier::Disk if matches!(place.disk, DiskState::Writing | DiskState::Present) => {
+                    self.disk_class(id, usize::from(node.device), group)
+                }
+                _ => continue,
+            };
+            if !classes.contains(&class) {
+                classes.push(class);
+            }
+        }
+        classes
+    }
+
+    /// Takes a node out of a tier's leaves. Called before anything that leaf-hood depends on changes.
+    pub(super) fn unleaf(&mut self, id: NodeId, tier: Tier) {
+        if !self.forest.node(id).leaf[tier as usize] {
+            return;
+        }
+        let classes = self.classes(id, tier);
+        let node = self.forest.node_mut(id);
+        node.leaf[tier as usize] = false;
+        let (last, device) = (node.last, usize::from(node.device));
+        let policy = match tier {
+            Tier::Host => &mut self.host_policy,
+            Tier::Disk => &mut self.disks[device].policy,
+        };
+        for class in classes {
+            let found = policy.remove_leaf(class, id, last);
+            debug_assert!(found, "leaf unknown to the policy");
+        }
+    }
+
+    fn unleaf_both(&mut self, id: NodeId) {
+        self.unleaf(id, Tier::Host);
+        self.unleaf(id, Tier::Disk);
+    }
+
+    /// Whether a node's payloads of a tier may be dropped for space.
+    fn evictable(&self, id: NodeId, tier: Tier) -> bool {
+        let node = self.forest.node(id);
+        if node.detached
+            || node.pins > 0
+            || node.places_used[tier as usize] == 0
+            || node.tier_children[tier as usize] > 0
+        {
+            return false;
+        }
+        let mut last_copy = false;
+        for (group, place) in node.places().iter().enumerate() {
+            let in_flight = matches!(place.host, HostState::Filling | HostState::Reading)
+                || matches!(place.disk, DiskState::Queued | DiskState::Writing);
+            if in_flight {
+                return false;
+            }
+            last_copy |= node.requires(group)
+                && match tier {
+                    Tier::Host => place.disk != DiskState::Present,
+                    Tier::Disk => place.host != HostState::Present,
+                };
+        }
+        !last_copy || node.children == 0
+    }
+
+    /// Puts a node into, or takes it out of, the leaves of both tiers, as it now deserves.
+    pub(super) fn refresh(&mut self, id: NodeId) {
+        for tier in [Tier::Host, Tier::Disk] {
+            let wanted = self.evictable(id, tier);
+            if wanted == self.forest.node(id).leaf[tier as usize] {
+                continue;
+            }
+            if !wanted {
+                self.unleaf(id, tier);
+                continue;
+            }
+            let classes = self.classes(id, tier);
+            let node = self.forest.node_mut(id);
+            node.leaf[tier as usize] = true;
+            let leaf = Leaf {
+                node: id,
+                last: node.last,
+                hit_class: node.hit_class,
+            };
+            let device = usize::from(node.device);
+            let policy = match tier {
+                Tier::Host => &mut self.host_policy,
+                Tier::Disk => &mut self.disks[device].policy,
+            };
+            for class in classes {
+                policy.insert_leaf(class, leaf);
+            }
+        }
+    }
+
+    fn policy(&mut self, id: NodeId, tier: Tier) -> &mut Policy {
+        match tier {
+            Tier::Host => &mut self.host_policy,
+            Tier::Disk => &mut self.disks[usize::from(self.forest.node(id).device)].policy,
+        }
+    }
+
+    /// One more place of `tier` is in use at a node.
+    pub(super) fn place_taken(&mut self, id: NodeId, tier: Tier) {
+        let was_active = self.forest.is_active(id, tier);
+        let node = self.forest.node_mut(id);
+        node.places_used[tier as usize] += 1;
+        if node.places_used[tier as usize] == 1 {
+            let (hit_class, last) = (node.hit_class, node.last);
+            self.policy(id, tier).on_insert(hit_class, last);
+        }
+        if !was_active {
+            self.activity_changed(id, tier, true);
+        }
+    }
+
+    /// One place of `tier` fewer is in use at a node.
+    fn place_left(&mut self, id: NodeId, tier: Tier, loss: Loss) {
+        let node = self.forest.node_mut(id);
+        node.places_used[tier as usize] -= 1;
+        if node.places_used[tier as usize] == 0 {
+            let (hit_class, last) = (node.hit_class, node.last);
+            let fingerprint = Self::fingerprint(&node.hash);
+            match loss {
+                Loss::Evicted => self.policy(id, tier).on_evict(fingerprint, last, hit_class),
+                Loss::Dropped => self.policy(id, tier).on_drop(last, hit_class),
+            }
+        }
+        if !self.forest.is_active(id, tier) {
+            self.activity_changed(id, tier, false);
+        }
+    }
+
+    /// Tells the ancestors that a node has become active in a tier, or has ceased to be.
+    fn activity_changed(&mut self, id: NodeId, tier: Tier, active: bool) {
+        let mut child = id;
+        loop {
+            let parent = self.forest.node(child).parent;
+            if parent == NONE {
+                return;
+            }
+            let was_active = self.forest.is_active(parent, tier);
+            let count = &mut self.forest.node_mut(parent).tier_children[tier as usize];
+            if active {
+                *count += 1
+            } else {
+                *count -= 1
+            }
+            self.refresh(parent);
+            if was_active == self.forest.is_active(parent, tier) {
+                return;
+            }
+            child = parent;
+        }
+    }
+
+    /// Adds a lease to a node.
+    pub(super) fn pin(&mut self, id: NodeId) {
+        self.unleaf_both(id);
+        self.forest.node_mut(id).pins += 1;
+    }
+
+    /// Ends a lease.
+    pub(super) fn unpin(&mut self, id: NodeId) {
+        let node = self.forest.node_mut(id);
+        debug_assert!(node.pins > 0, "lease ended twice");
+        node.pins -= 1;
+        self.settle(id);
+    }
+
+    /// Notes a touch at the current tick.
+    pub(super) fn touch(&mut self, id: NodeId) {
+        if self.forest.node(id).last == self.tick {
+            return;
+        }
+        self.unleaf_both(id);
+        let tick = self.tick;
+        let node = self.forest.node(id);
+        let (hit_class, last) = (node.hit_class, node.last);
+        let mut class = hit_class;
+        for tier in [Tier::Host, Tier::Disk] {
+            if self.forest.node(id).places_used[tier as usize] > 0 {
+                class = self.policy(id, tier).on_hit(hit_class, last, tick);
+            }
+        }
+        let node = self.forest.node_mut(id);
+        node.hit_class = class;
+        node.last = tick;
+        self.refresh(id);
+    }
+
+    /// Gives a slot of the arena to a payload, evicting if need be.
+    pub(super) fn take_host(&mut self, id: NodeId, group: u8, state: HostState) -> bool {
+        let class = self.host_class(id, group);
+        let owner = Owner { node: id, group };
+        let mut drains = 0;
+        let offset = loop {
+            if let Some(offset) = self.host.alloc(class, owner) {
+                break offset;
+            }
+            if !self.make_room(Tier::Host, 0, class, &mut drains) {
+                return false;
+            }
+        };
+        self.unleaf_both(id);
+        let node = self.forest.node_mut(id);
+        let place = node.place_mut(group);
+        debug_assert_eq!(place.host, HostState::Empty, "payload has a slot already");
+        place.host = state;
+        place.host_at = units(offset);
+        node.busy += 1;
+        self.place_taken(id, Tier::Host);
+        self.refresh(id);
+        true
+    }
+
+    /// The copy or read into a slot of the arena has ended well.
+    pub(super) fn host_filled(&mut self, id: NodeId, group: u8) {
+        let node = self.forest.node_mut(id);
+        node.place_mut(group).host = HostState::Present;
+        node.busy -= 1;
+        if !node.detached {
+            self.rise(id);
+        }
+        self.settle(id);
+    }
+
+    /// Frees a payload's slot in the arena; the caller settles the node.
+    pub(super) fn drop_host(&mut self, id: NodeId, group: u8, loss: Loss) {
+        let class = self.host_class(id, group);
+        self.unleaf_both(id);
+        let place = self.forest.node_mut(id).place_mut(group);
+        debug_assert_ne!(place.host, HostState::Empty, "no slot to free");
+        place.host = HostState::Empty;
+        let offset = bytes(place.host_at);
+        self.host.free(class, offset);
+        self.place_left(id, Tier::Host, loss);
+        if self.forest.node(id).host_chain && self.forest.node(id).requires(usize::from(group)) {
+            self.sink(id);
+        }
+    }
+
+    /// Frees a payload's slot on disk; the caller settles the node.
+    pub(super) fn drop_disk(&mut self, id: NodeId, group: u8, loss: Loss) {
+        let device = usize::from(self.forest.node(id).device);
+        let class = self.disk_class(id, device, group);
+        self.unleaf_both(id);
+        let place = self.forest.node_mut(id).place_mut(group);
+        debug_assert!(matches!(
+            place.disk,
+            DiskState::Writing | DiskState::Present
+        ));
+        place.disk = DiskState::Empty;
+        let offset = bytes(place.disk_at);
+        self.disks[device].free(class, offset);
+        self.place_left(id, Tier::Disk, loss);
+    }
+
+    /// Whether all required payloads of a node are readable in some tier.
+    fn is_complete(&self, id: NodeId) -> bool {
+        let node = self.forest.node(id);
+        node.places().iter().enumerate().all(|(group, place)| {
+            !node.requires(group)
+                || place.host == HostState::Present
+                || place.disk == DiskState::Present
+        })
+    }
+
+    /// Whether all required payloads of a node are readable in the arena.
+    pub(super) fn is_in_host(&self, id: NodeId) -> bool {
+        let node = self.forest.node(id);
+        node.places()
+            .iter()
+            .enumerate()
+            .all(|(group, place)| !node.requires(group) || place.host == HostState::Present)
+    }
+
+    /// A node has gained a payload: it and what stands on it may become visible, or in the arena
+    /// from the root on.
+    pub(super) fn rise(&mut self, id: NodeId) {
+        let mut stack = vec![id];
+        while let Some(id) = stack.pop() {
+            let parent = self.forest.node(id).parent;
+            let (above_visible, above_host) = match parent {
+                NONE => (true, true),
+                parent => {
+                    let parent = self.forest.node(parent);
+                    (parent.visible, parent.host_chain)
+                }
+            };
+            let node = self.forest.node(id);
+            let visible = node.visible || (above_visible && self.is_complete(id));
+            let host_chain = node.host_chain || (above_host && self.is_in_host(id));
+            let became_visible = visible && !node.visible;
+            if !became_visible && host_chain == node.host_chain {
+                continue;
+            }
+            let node = self.forest.node_mut(id);
+            node.visible = visible;
+            node.host_chain = host_chain;
+            if became_visible {
+                self.queue_writes(id);
+            }
+            let mut child = self.forest.first_child(id);
+            while child != NONE {
+                stack.push(child);
+                child = self.forest.next_sibling(child);
+            }
+        }
+    }
+
+    /// A node is no longer in the arena: nothing that stands on it is, from the root on.
+    fn sink(&mut self, id: NodeId) {
+        let mut stack = vec![id];
+        while let Some(id) = stack.pop() {
+            if !std::mem::replace(&mut self.forest.node_mut(id).host_chain, false) {
+                continue;
+            }
+            let mut child = self.forest.first_child(id);
+            while child != NONE {
+                stack.push(child);
+                child = self.forest.next_sibling(child);
+            }
+        }
+    }
+
+    /// Draws the consequences after a node lost something: a payload, a child, a lease, an
+    /// operation. It may leave the index with its subtree, or be freed.
+    pub(super) fn settle(&mut self, mut id: NodeId) {
+        loop {
+            let node = self.forest.node(id);
+            if node.detached {
+                match self.reap(id) {
+                    Some(parent) => {
+                        id = parent;
+                        continue;
+                    }
+                    None => return,
+                }
+            }
+            let lost = node.places().iter().enumerate().any(|(group, place)| {
+                node.requires(group)
+                    && place.host == HostState::Empty
+                    && !matches!(place.disk, DiskState::Writing | DiskState::Present)
+            });
+            let idle_shell = node.children == 0
+                && node.is_idle()
+                && node.places_used == [0, 0]
+                && node
+                    .places()
+                    .iter()
+                    .all(|place| place.disk == DiskState::Empty);
+            if !lost && !idle_shell {
+                self.refresh(id);
+                return;
+            }
+            self.detach(id);
+            // What could be freed was; a parent that is left may have become a leaf.
+            return;
+        }
+    }
+
+    /// Takes a node and all that stands on it out of the index. What is in use lives on, unfindable,
+    /// until it is let go.
+    pub(super) fn detach(&mut self, id: NodeId) {
+        let mut order = vec![id];
+        let mut next = 0;
+        while let Some(&at) = order.get(next) {
+            next += 1;
+            let mut child = self.forest.first_child(at);
+            while child != NONE {
+                order.push(child);
+                child = self.forest.next_sibling(child);
+            }
+        }
+        for &id in &order {
+            if self.forest.node(id).detached {
+                continue;
+            }
+            self.unleaf_both(id);
+            self.forest.unindex(id);
+            let node = self.forest.node_mut(id);
+            node.visible = false;
+            node.host_chain = false;
+            for group in 0..u8::try_from(node.places().len()).unwrap_or(0) {
+                let place = self.forest.node_mut(id).place_mut(group);
+                if place.disk == DiskState::Queued {
+                    place.disk = DiskState::Empty;
+                }
+            }
+        }
+        let mut parent = None;
+        for &id in order.iter().rev() {
+            if self.forest.node(id).detached
+                && let Some(above) = self.reap(id)
+            {
+                parent = Some(above);
+            }
+        }
+        if let Some(parent) = parent.filter(|&parent| !self.forest.node(parent).detached) {
+            self.settle(parent);
+        }
+    }
+
+    /// Frees a detached node that nothing refers to, with its slots; returns its parent.
+    fn reap(&mut self, id: NodeId) -> Option<NodeId> {
+        let node = self.forest.node(id);
+        if node.children > 0 || !node.is_idle() {
+            return None;
+        }
+        let parent = node.parent;
+        for group in 0..u8::try_from(node.places().len()).unwrap_or(0) {
+            let place = *self.forest.node(id).place(group);
+            if place.host != HostState::Empty {
+                self.drop_host(id, group, Loss::Dropped);
+            }
+            if matches!(place.disk, DiskState::Writing | DiskState::Present) {
+                self.drop_disk(id, group, Loss::Dropped);
+            }
+        }
+        self.forest.release(id);
+        (parent != NONE).then_some(parent)
+    }
+
+    /// Makes one slot's worth of room in a tier, or more. False if everything is in use.
+    ///
+    /// The oldest leaf goes, of whatever size class: so space moves between models by use.
+    pub(super) fn make_room(
+        &mut self,
+        tier: Tier,
+        device: usize,
+        class: Class,
+        drains: &mut u32,
+    ) -> bool {
+        let tick = self.tick;
+        let (slots, policy) = match tier {
+            Tier::Host => (&self.host, &mut self.host_policy),
+            Tier::Disk => {
+                let disk = &mut self.disks[device];
+                (&disk.slots, &mut disk.policy)
+            }
+        };
+        let own = policy.victim(class, tick);
+        let classes = Class::try_from(slots.class_count()).unwrap_or(Class::MAX);
+        let other = (0..classes)
+            .filter(|&other| other != class)
+            .filter_map(|other| Some((policy.victim(other, tick)?, other)))
+            .min_by_key(|(leaf, _)| leaf.last);
+        if let Some((leaf, other)) = other {
+            let older = own.as_ref().is_none_or(|own| leaf.last < own.last);
+            if older && (own.is_none() || *drains < DRAINS_MAX) {
+                *drains += 1;
+                if self.drain_page(tier, device, leaf.node, other) {
+                    return true;
+                }
+            }
+        }
+        let Some(own) = own else { return false };
+        self.evict(own.node, tier);
+        true
+    }
+
+    /// Whether the policy would rather keep every leaf of `class` than store a new block.
+    pub(super) fn refuses(
+        &mut self,
+        tier: Tier,
+        device: usize,
+        class: Class,
+        hit_class: u8,
+    ) -> bool {
+        let tick = self.tick;
+        let policy = match tier {
+            Tier::Host => &mut self.host_policy,
+            Tier::Disk => &mut self.disks[device].policy,
+        };
+        policy.touches_every_block()
+            && policy
+                .victim(class, tick)
+                .is_some_and(|victim| !policy.admit(hit_class, &victim, tick))
+    }
+
+    /// Drops a leaf's payloads of a tier.
+    fn evict(&mut self, id: NodeId, tier: Tier) {
+        let node = self.forest.node(id);
+        let (parent, last) = (node.parent, node.last);
+        self.drop_tier(id, tier);
+        // Under LRU only the deepest block of a hit is touched: its parent inherits that.
+        if parent != NONE
+            && self.forest.node(parent).last < last
+            && !self.policy(id, tier).touches_every_block()
+        {
+            self.unleaf_both(parent);
+            self.forest.node_mut(parent).last = last;
+            self.refresh(parent);
+        }
+        self.settle(id);
+    }
+
+    fn drop_tier(&mut self, id: NodeId, tier: Tier) {
+        for group in 0..u8::try_from(self.forest.node(id).places().len()).unwrap_or(0) {
+            let place = *self.forest.node(id).place(group);
+            match tier {
+                Tier::Host if place.host == HostState::Present => {
+                    self.counters.host_evictions += 1;
+                    self.drop_host(id, group, Loss::Evicted);
+                }
+                Tier::Disk if place.disk == DiskState::Present => {
+                    self.counters.disk_evictions += 1;
+                    self.drop_disk(id, group, Loss::Evicted);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Evicts what can be of the page that holds a leaf's payload of size class `class`.
+    fn drain_page(&mut self, tier: Tier, device: usize, leaf: NodeId, class: Class) -> bool {
+        let node = self.forest.node(leaf);
+        let at = (0u8..)
+            .zip(node.places())
+            .find_map(|(group, place)| match tier {
+                Tier::Host => (place.host == HostState::Present
+                    && self.host_class(leaf, group) == class)
+                    .then_some(place.host_at),
+                Tier::Disk => (place.disk == DiskState::Present
+                    && self.disk_class(leaf, device, group) == class)
+                    .then_some(place.disk_at),
+            });
+        let Some(offset) = at.map(bytes) else {
+            return false;
+        };
+        let slots = match tier {
+            Tier::Host => &self.host,
+            Tier::Disk => &self.disks[device].slots,
+        };
+        let mut owners: Vec<NodeId> = slots
+            .owners(slots.page_of(offset))
+            .map(|owner| owner.node)
+            .collect();
+        owners.dedup();
+        // Deepest first, so that each is a leaf when its turn comes, unless it is in use.
+        owners.sort_by_key(|&id| std::cmp::Reverse(self.forest.node(id).depth));
+        let generations: Vec<u32> = owners
+            .iter()
+            .map(|&id| self.forest.node(id).generation)
+            .collect();
+        let mut freed = false;
+        for (id, generation) in owners.into_iter().zip(generations) {
+            if self.forest.is_live(id, generation) && self.evictable(id, tier) {
+                self.evict(id, tier);
+                freed = true;
+            }
+        }
+        freed
+    }
+}

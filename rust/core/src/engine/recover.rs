@@ -1,0 +1,271 @@
+//! Recovery: from the table of each directory to the forest. No payload is read.
+
+use crate::disk::Disk;
+use crate::disk::format::{
+    NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
+};
+use crate::forest::{DiskState, NONE, NsId, Tier};
+use crate::policy::Policy;
+use crate::slots::{Owner, SLOT_ALIGN, Slots};
+
+use super::Engine;
+use super::places::bytes;
+
+/// What a directory holds, as read when it was opened.
+#[derive(Debug)]
+pub struct DeviceImage {
+    /// Bytes of the data file that may be used.
+    pub capacity: u64,
+    /// Page size of the data file.
+    pub page_bytes: u64,
+    /// The `super` file.
+    pub super_bytes: Vec<u8>,
+    /// The `table` file.
+    pub table_bytes: Vec<u8>,
+}
+
+/// What recovery found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Recovery {
+    /// Payloads that can be found again.
+    pub blocks: u64,
+    /// Records that were torn or damaged.
+    pub damaged: u64,
+    /// Sound records that lead nowhere: of a namespace that was reset, overwritten, beyond the
+    /// capacity, or below a block that is not there.
+    pub dropped: u64,
+    /// Namespaces found.
+    pub namespaces: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Found {
+    ns: NsId,
+    device: u8,
+    index: u32,
+    record: Record,
+}
+
+impl Engine {
+    /// Adds directories and what they hold. Called once, before the first session.
+    pub fn attach_disks(&mut self, images: Vec<DeviceImage>) -> Recovery {
+        let mut recovery = Recovery::default();
+        let mut entries: Vec<Vec<Option<NamespaceEntry>>> = Vec::new();
+        for (device, image) in (0u64..).zip(&images) {
+            let of_device: Vec<Option<NamespaceEntry>> = (0..crate::disk::format::NAMESPACES_MAX)
+                .map_while(|index| {
+                    let at = usize::try_from(namespace_offset(index)).ok()?;
+                    let end = image.super_bytes.len().min(at + NAMESPACE_BYTES);
+                    (at < end).then(|| NamespaceEntry::decode(&image.super_bytes[at..end]))
+                })
+                .collect();
+            let blocks = usize::try_from(image.capacity >> 16)
+                .unwrap_or(usize::MAX)
+                .max(64);
+            let policy = Policy::new(self.config.policy, blocks, self.config.seed ^ (device + 1));
+            let instances = of_device
+                .iter()
+                .map(|entry| entry.as_ref().map_or(0, |e| e.instance))
+                .collect();
+            let slots = Slots::new(image.capacity, image.page_bytes);
+            self.disks.push(Disk::new(slots, policy, instances));
+            entries.push(of_device);
+        }
+        self.recover_namespaces(&entries, &mut recovery);
+        let mut found = self.read_tables(&images, &mut recovery);
+        drop(images);
+        // Parents first; of two records for the same bytes or key, the later one.
+        found.sort_unstable_by_key(|found| {
+            (
+                found.record.depth,
+                std::cmp::Reverse(found.record.generation),
+            )
+        });
+        self.forest.reserve(found.len());
+        for found in &found {
+            if self.adopt(found) {
+                recovery.blocks += 1
+            } else {
+                recovery.dropped += 1
+            }
+        }
+        self.disks.iter_mut().for_each(Disk::finish_claims);
+        self.finish_recovery(&mut recovery);
+        recovery
+    }
+
+    fn recover_namespaces(
+        &mut self,
+        entries: &[Vec<Option<NamespaceEntry>>],
+        recovery: &mut Recovery,
+    ) {
+        for entry in entries.iter().flatten().flatten() {
+            let digest = entry.spec.digest();
+            if self.namespaces.iter().any(|ns| ns.digest == digest) {
+                continue;
+            }
+            // One that does not fit the arena of today stays on disk, unused.
+            if self
+                .add_namespace(entry.spec.clone(), entry.instance, false)
+                .is_ok()
+            {
+                recovery.namespaces += 1;
+            }
+        }
+        for ns in 0..NsId::try_from(self.namespaces.len()).unwrap_or(NsId::MAX) {
+            self.save_namespace(ns);
+        }
+    }
+
+    fn read_tables(&mut self, images: &[DeviceImage], recovery: &mut Recovery) -> Vec<Found> {
+        let mut found = Vec::new();
+        for (device, image) in (0u8..).zip(images) {
+            for (index, bytes) in (0u32..).zip(image.table_bytes.chunks_exact(RECORD_BYTES)) {
+                let Some(record) = Record::decode(bytes) else {
+                    recovery.damaged += u64::from(!Record::is_blank(bytes));
+                    continue;
+                };
+                self.record_generation = self.record_generation.max(record.generation);
+                self.tick = self.tick.max(record.last);
+                let ns = self
+                    .namespaces
+                    .iter()
+                    .position(|ns| ns.instance == record.instance);
+                match ns.and_then(|ns| NsId::try_from(ns).ok()) {
+                    Some(ns) => found.push(Found {
+                        ns,
+                        device,
+                        index,
+                        record,
+                    }),
+                    None => recovery.dropped += 1,
+                }
+            }
+        }
+        found
+    }
+
+    /// Takes a record over, if it makes sense and its parent is there.
+    fn adopt(&mut self, found: &Found) -> bool {
+        let Found {
+            ns,
+            device,
+            index,
+            record,
+        } = found;
+        let (ns, group, at) = (*ns, usize::from(record.group), usize::from(*device));
+        let namespace = &self.namespaces[usize::from(ns)];
+        let Some(spec) = namespace.spec.groups.get(group) else {
+            return false;
+        };
+        if spec.payload_bytes != record.payload_bytes
+            || !namespace.spec.ends_block(group, record.depth)
+            || record.depth == 0
+        {
+            return false;
+        }
+        let groups = namespace.spec.groups.len();
+        let required = namespace.spec.required(record.depth);
+        let Some(class) = namespace.disk_class[at][group] else {
+            return false;
+        };
+        let offset = u64::from(record.slot) * SLOT_ALIGN;
+        if offset + self.disks[at].slots.slot_bytes(class) > self.disks[at].slots.capacity() {
+            return false;
+        }
+        let parent = match &record.parent {
+            None if record.depth == 1 => NONE,
+            None => return false,
+            Some(parent) => match self.forest.find(ns, parent) {
+                Some(id) if self.forest.node(id).depth + 1 == record.depth => id,
+                _ => return false,
+            },
+        };
+        let existing = self.forest.find(ns, &record.hash);
+        if let Some(id) = existing {
+            let node = self.forest.node(id);
+            if node.device != *device
+                || node.parent != parent
+                || node.place(record.group).disk != DiskState::Empty
+            {
+                return false;
+            }
+        }
+        // The slot first: its node is known only afterwards.
+        let claimed = self.disks[at].claim(
+            class,
+            offset,
+            *index,
+            Owner {
+                node: existing.unwrap_or(NONE),
+                group: record.group,
+            },
+        );
+        if !claimed {
+            return false;
+        }
+        let id = existing.unwrap_or_else(|| {
+            self.forest
+                .insert(ns, parent, record.hash, groups, required)
+        });
+        self.disks[at].set_owner(
+            class,
+            offset,
+            Owner {
+                node: id,
+                group: record.group,
+            },
+        );
+        let node = self.forest.node_mut(id);
+        node.device = *device;
+        node.last = node.last.max(record.last);
+        node.hit_class = record.hit_class;
+        let place = node.place_mut(record.group);
+        place.disk = DiskState::Present;
+        place.disk_at = record.slot;
+        place.checksum = record.checksum;
+        self.place_taken(id, Tier::Disk);
+        debug_assert_eq!(bytes(record.slot), offset);
+        true
+    }
+
+    /// Makes visible what stands on complete ground, and lets go of the rest.
+    fn finish_recovery(&mut self, recovery: &mut Recovery) {
+        for ns in 0..NsId::try_from(self.namespaces.len()).unwrap_or(NsId::MAX) {
+            let mut stack = Vec::new();
+            let mut root = self.forest.first_root(ns);
+            while root != NONE {
+                stack.push(root);
+                root = self.forest.next_sibling(root);
+            }
+            for &root in &stack {
+                self.rise(root);
+            }
+            while let Some(id) = stack.pop() {
+                if !self.forest.node(id).visible {
+                    let before = self.disk_blocks();
+                    self.detach(id);
+                    let lost = before - self.disk_blocks();
+                    recovery.blocks -= lost;
+                    recovery.dropped += lost;
+                    continue;
+                }
+                self.refresh(id);
+                let mut child = self.forest.first_child(id);
+                while child != NONE {
+                    stack.push(child);
+                    child = self.forest.next_sibling(child);
+                }
+            }
+        }
+    }
+
+    fn disk_blocks(&self) -> u64 {
+        self.disks
+            .iter()
+            .flat_map(|disk| {
+                (0..disk.slots.class_count()).map(|class| disk.slots.used(class as u16))
+            })
+            .sum()
+    }
+}

@@ -1,0 +1,308 @@
+//! Transfers: loads and saves that the workers carry out between device and arena.
+
+use crate::forest::{HostState, NONE, NodeId, Tier};
+use crate::key::HashSource;
+
+use super::places::{Loss, bytes};
+use super::{Engine, SessionId, TransferId};
+
+/// Blocks of one group: the slot of each from `first_block` on, as an offset in bytes from the
+/// start of the arena; -1 where nothing is to be copied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Index of the group.
+    pub group: u8,
+    /// Index of the first block in the request's block table of that group.
+    pub first_block: u32,
+    /// One offset for each block.
+    pub slots: Vec<i64>,
+}
+
+/// What a worker is to copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// Ends it: [`Engine::end_transfer`].
+    pub id: TransferId,
+    /// Blocks by group.
+    pub extents: Vec<Extent>,
+}
+
+#[derive(Debug)]
+pub(super) enum Kind {
+    /// Leases the node.
+    Load { lease: NodeId, request: Box<str> },
+    /// Payloads being filled, front to back.
+    Save { places: Vec<(NodeId, u8)> },
+}
+
+#[derive(Debug)]
+pub(super) struct TransferState {
+    pub(super) session: SessionId,
+    kind: Kind,
+}
+
+impl TransferState {
+    pub(super) fn is_load(&self) -> bool {
+        matches!(self.kind, Kind::Load { .. })
+    }
+}
+
+impl Engine {
+    /// Starts the load of `(local, local + external]` tokens of a request whose answer was Ready.
+    /// `None` if a payload has gone since: the caller reports the load as failed.
+    pub fn begin_load(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        local_tokens: u32,
+        external_tokens: u32,
+    ) -> Option<Transfer> {
+        let transfer = self.try_begin_load(session, request, local_tokens, external_tokens);
+        if transfer.is_none() {
+            self.counters.load_failures += 1;
+        }
+        transfer
+    }
+
+    fn try_begin_load(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        local_tokens: u32,
+        external_tokens: u32,
+    ) -> Option<Transfer> {
+        let id = *self.sessions.get(session)?.requests.get(request)?;
+        let state = &self.requests[id];
+        let (lease, ns) = (state.lease, usize::from(state.ns));
+        if lease == NONE || self.forest.node(lease).detached {
+            return None;
+        }
+        let granule = self.namespaces[ns].spec.hash_block_tokens;
+        let boundary = local_tokens.checked_add(external_tokens)? / granule;
+        let local = local_tokens / granule;
+        if boundary > self.forest.node(lease).depth || boundary <= local {
+            return None;
+        }
+        let target = self.forest.ancestor(lease, boundary);
+        let steps = self.steps(target, local);
+        let readable = |&(node, group): &(NodeId, u8)| {
+            self.forest.node(node).place(group).host == HostState::Present
+        };
+        if !steps.iter().all(readable) {
+            return None;
+        }
+        let extents = self.extents(&steps);
+        self.pin(target);
+        self.lease(id, NONE);
+        self.release_promoted(id);
+        let kind = Kind::Load {
+            lease: target,
+            request: request.into(),
+        };
+        let id = self.transfers.insert(TransferState { session, kind });
+        Some(Transfer { id, extents })
+    }
+
+    /// Groups places by KV cache group, with their slots by block index.
+    fn extents(&self, places: &[(NodeId, u8)]) -> Vec<Extent> {
+        let mut extents: Vec<Extent> = Vec::new();
+        for &(node, group) in places {
+            let at = self.forest.node(node);
+            let granules = self.namespaces[usize::from(at.ns)]
+                .spec
+                .granules(usize::from(group));
+            let block = at.depth / granules - 1;
+            let slot = i64::try_from(bytes(at.place(group).host_at)).unwrap_or(-1);
+            match extents.iter_mut().find(|extent| extent.group == group) {
+                None => extents.push(Extent {
+                    group,
+                    first_block: block,
+                    slots: vec![slot],
+                }),
+                Some(extent) => {
+                    let index = (block - extent.first_block) as usize;
+                    extent.slots.resize(index, -1);
+                    extent.slots.push(slot);
+                }
+            }
+        }
+        extents
+    }
+
+    /// Reserves slots for the full blocks among a request's first `num_tokens` tokens that are not
+    /// here and not under way. `None` if there is nothing to copy. What was left out for want of
+    /// memory can be asked for again ([`Engine::save_refused`]).
+    ///
+    /// `available(group, block)`: whether the device holds that block, for groups that are not full
+    /// attention.
+    pub fn begin_save<H: HashSource + ?Sized>(
+        &mut self,
+        session: SessionId,
+        hashes: &H,
+        num_tokens: u32,
+        available: impl Fn(u8, u32) -> bool,
+    ) -> Option<Transfer> {
+        let ns = self.sessions.get(session)?.ns;
+        let granule = self.namespaces[usize::from(ns)].spec.hash_block_tokens;
+        let granules = (num_tokens / granule).min(u32::try_from(hashes.len()).unwrap_or(u32::MAX));
+        let hashes = Limited {
+            hashes,
+            len: granules as usize,
+        };
+        let found = self.forest.deepest(ns, &hashes, |_| true);
+        let (mut parent, depth) = found.unwrap_or((NONE, 0));
+        let mut places: Vec<(NodeId, u8)> = Vec::new();
+        let mut refused = false;
+        // Everything down to the parent stays while its descendants are being added.
+        if parent != NONE {
+            self.pin(parent);
+        }
+        let anchor = parent;
+        for depth in depth + 1..=granules {
+            let Some(hash) = hashes.get(depth as usize - 1) else {
+                break;
+            };
+            let groups = self.namespaces[usize::from(ns)].spec.groups.len();
+            let required = self.namespaces[usize::from(ns)].spec.required(depth);
+            let fingerprint = Self::fingerprint(&hash);
+            let hit_class = self.host_policy.on_offer(fingerprint, self.tick);
+            let node = self.forest.insert(ns, parent, hash, groups, required);
+            let state = self.forest.node_mut(node);
+            state.last = self.tick;
+            state.hit_class = hit_class;
+            let start = places.len();
+            match self.fill_node(node, hit_class, &available, &mut places) {
+                Ok(()) => {}
+                Err(()) => {
+                    refused = true;
+                    self.host_policy
+                        .on_refuse(fingerprint, hit_class, self.tick);
+                    for (node, group) in places.drain(start..) {
+                        self.forest.node_mut(node).busy -= 1;
+                        self.drop_host(node, group, Loss::Dropped);
+                    }
+                    self.settle(node);
+                    break;
+                }
+            }
+            if required == 0 {
+                self.rise(node);
+            }
+            parent = node;
+        }
+        if anchor != NONE {
+            self.unpin(anchor);
+        }
+        self.sessions[session].save_refused = refused;
+        self.counters.deduplicated_blocks += u64::from(depth);
+        if places.is_empty() {
+            return None;
+        }
+        let extents = self.extents(&places);
+        let id = self.transfers.insert(TransferState {
+            session,
+            kind: Kind::Save { places },
+        });
+        Some(Transfer { id, extents })
+    }
+
+    /// Reserves a new node's slots. `Err` if one that it cannot do without is refused.
+    fn fill_node(
+        &mut self,
+        node: NodeId,
+        hit_class: u8,
+        available: &impl Fn(u8, u32) -> bool,
+        places: &mut Vec<(NodeId, u8)>,
+    ) -> Result<(), ()> {
+        let at = self.forest.node(node);
+        let (depth, required, ns) = (at.depth, at.required, usize::from(at.ns));
+        for group in 0..u8::try_from(at.places().len()).unwrap_or(0) {
+            let spec = &self.namespaces[ns].spec;
+            if !spec.ends_block(usize::from(group), depth) {
+                continue;
+            }
+            let must = required >> group & 1 == 1;
+            let block = depth / spec.granules(usize::from(group)) - 1;
+            if !must && !available(group, block) {
+                continue;
+            }
+            let class = self.host_class(node, group);
+            let full = self.host.is_full(class);
+            if full && self.refuses(Tier::Host, 0, class, hit_class) {
+                self.counters.refused_admission += 1;
+            } else if self.take_host(node, group, HostState::Filling) {
+                places.push((node, group));
+                continue;
+            } else {
+                self.counters.refused_host_full += 1;
+            }
+            if must {
+                return Err(());
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the session's last save left blocks out that may be tried again.
+    pub fn save_refused(&self, session: SessionId) -> bool {
+        self.sessions
+            .get(session)
+            .is_some_and(|state| state.save_refused)
+    }
+
+    /// All ranks have ended the copies of a transfer. Unknown ids are ignored: an acknowledgement
+    /// may come twice.
+    pub fn end_transfer(&mut self, id: TransferId, ok: bool) {
+        let Some(transfer) = self.transfers.remove(id) else {
+            return;
+        };
+        match transfer.kind {
+            Kind::Load { lease, request } => {
+                self.unpin(lease);
+                if ok {
+                    return;
+                }
+                self.counters.load_failures += 1;
+                let request = self
+                    .sessions
+                    .get(transfer.session)
+                    .and_then(|state| state.requests.get(&request).copied());
+                if let Some(request) = request {
+                    self.requests[request].failed = true;
+                }
+            }
+            Kind::Save { places } => {
+                if !ok {
+                    self.counters.save_failures += 1;
+                }
+                for (node, group) in places {
+                    if ok {
+                        if !self.forest.node(node).detached {
+                            self.counters.saved_blocks += 1;
+                        }
+                        self.host_filled(node, group);
+                    } else {
+                        self.forest.node_mut(node).busy -= 1;
+                        self.drop_host(node, group, Loss::Dropped);
+                        self.settle(node);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The first `len` hashes.
+struct Limited<'a, H: ?Sized> {
+    hashes: &'a H,
+    len: usize,
+}
+
+impl<H: HashSource + ?Sized> HashSource for Limited<'_, H> {
+    fn len(&self) -> usize {
+        self.len
+    }
+    fn get(&self, index: usize) -> Option<crate::key::BlockHash> {
+        self.hashes.get(index)
+    }
+}

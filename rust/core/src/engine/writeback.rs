@@ -1,0 +1,478 @@
+//! Write-back: arena to disk, payload first, then record. Nothing waits for it, and it never goes
+//! before a read.
+
+use crate::disk::format::{BLOCK_BYTES, NAMESPACES_MAX, NamespaceEntry, RECORD_BYTES, Record};
+use crate::forest::{DiskState, HostState, NONE, NodeId, NsId, Tier};
+use crate::io::{FileKind, IoFault, IoRequest};
+use crate::slots::Owner;
+
+use super::places::{Loss, bytes, units};
+use super::{Engine, Op};
+
+/// Blocks of the table are written together: when so many wait, or nothing else does.
+const DIRTY_BLOCKS_MAX: usize = 8;
+/// The write budget may be saved up for this long, in nanoseconds.
+const BURST_NS: u64 = 250_000_000;
+
+/// A payload that waits to be written.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Queued {
+    node: NodeId,
+    generation: u32,
+    group: u8,
+}
+
+impl Engine {
+    /// Queues what a visible node has in the arena and not on disk.
+    pub(super) fn queue_writes(&mut self, id: NodeId) {
+        if self.disks.is_empty() || !self.forest.node(id).visible {
+            return;
+        }
+        if self.config.second_touch && self.forest.node(id).hit_class == 0 {
+            self.counters.refused_admission += 1;
+            return;
+        }
+        for group in 0..u8::try_from(self.forest.node(id).places().len()).unwrap_or(0) {
+            let node = self.forest.node(id);
+            let place = node.place(group);
+            if place.host != HostState::Present || place.disk != DiskState::Empty {
+                continue;
+            }
+            let generation = node.generation;
+            let slot = self.host.slot_bytes(self.host_class(id, group));
+            if self.queued_bytes + slot > self.host.capacity() / 2 {
+                self.counters.refused_write_rate += 1;
+                continue;
+            }
+            self.enqueue(
+                Queued {
+                    node: id,
+                    generation,
+                    group,
+                },
+                false,
+            );
+        }
+        self.refresh(id);
+    }
+
+    fn enqueue(&mut self, queued: Queued, front: bool) {
+        self.unleaf(queued.node, Tier::Host);
+        self.unleaf(queued.node, Tier::Disk);
+        self.forest
+            .node_mut(queued.node)
+            .place_mut(queued.group)
+            .disk = DiskState::Queued;
+        self.queued_bytes += self
+            .host
+            .slot_bytes(self.host_class(queued.node, queued.group));
+        if front {
+            self.write_queue.push_front(queued);
+        } else {
+            self.write_queue.push_back(queued);
+        }
+    }
+
+    /// Appends writes to start now.
+    pub(super) fn next_writes(&mut self, limit: usize, out: &mut Vec<IoRequest>) {
+        while out.len() < limit {
+            let Some((device, entry, bytes, sync)) = self.namespace_writes.pop_front() else {
+                break;
+            };
+            let token = self.start_op(Op::Namespace { device });
+            out.push(IoRequest::WriteMeta {
+                token,
+                device: u16::try_from(device).unwrap_or(u16::MAX),
+                file: FileKind::Super,
+                file_offset: crate::disk::format::namespace_offset(entry),
+                bytes,
+                sync,
+            });
+        }
+        self.refill();
+        let reading = self.reads_in_flight > 0 || self.turns.iter().any(|turns| !turns.is_empty());
+        let most = if reading {
+            self.config.writes_beside_reads
+        } else {
+            usize::MAX
+        };
+        while out.len() < limit && self.writes_in_flight < most {
+            let Some(&queued) = self.write_queue.front() else {
+                break;
+            };
+            let length = u64::from(self.payload_bytes_of(queued).unwrap_or(0));
+            if self.config.write_rate > 0 && self.write_tokens < length {
+                break;
+            }
+            self.write_queue.pop_front();
+            let Some(request) = self.start_write(queued) else {
+                continue;
+            };
+            self.write_tokens = self.write_tokens.saturating_sub(length);
+            out.push(request);
+        }
+        self.next_table_writes(limit, most, out);
+    }
+
+    fn payload_bytes_of(&self, queued: Queued) -> Option<u32> {
+        if !self.forest.is_live(queued.node, queued.generation) {
+            return None;
+        }
+        let ns = usize::from(self.forest.node(queued.node).ns);
+        Some(self.namespaces[ns].spec.groups[usize::from(queued.group)].payload_bytes)
+    }
+
+    /// Adds to the write budget what has accrued since the last time. A payload larger than the
+    /// burst is written when the bucket is full.
+    fn refill(&mut self) {
+        let rate = self.config.write_rate;
+        if rate == 0 {
+            return;
+        }
+        let elapsed = self.now_ns - self.write_tokens_at_ns;
+        let accrued = u128::from(rate) * u128::from(elapsed) / 1_000_000_000;
+        if accrued == 0 {
+            return;
+        }
+        self.write_tokens_at_ns = self.now_ns;
+        let burst = u128::from(rate) * u128::from(BURST_NS) / 1_000_000_000;
+        let largest = self
+            .write_queue
+            .front()
+            .and_then(|&queued| self.payload_bytes_of(queued));
+        let most = burst.max(u128::from(largest.unwrap_or(0)));
+        let tokens = (u128::from(self.write_tokens) + accrued).min(most);
+        self.write_tokens = u64::try_from(tokens).unwrap_or(u64::MAX);
+    }
+
+    /// Starts the write of a queued payload, unless that has become pointless or impossible.
+    fn start_write(&mut self, queued: Queued) -> Option<IoRequest> {
+        let Queued {
+            node: id,
+            generation,
+            group,
+        } = queued;
+        if !self.forest.is_live(id, generation) {
+            return None;
+        }
+        let node = self.forest.node(id);
+        let (parent, ns) = (node.parent, usize::from(node.ns));
+        if node.detached || node.place(group).disk != DiskState::Queued {
+            return None;
+        }
+        let slot = self.host.slot_bytes(self.host_class(id, group));
+        self.queued_bytes -= slot;
+        if parent != NONE
+            && !self.is_on_disk(parent)
+            && let Some(missing) = self.writable_place(parent)
+        {
+            // What stands on it would be lost at a restart: the parent goes first.
+            self.write_queue.push_front(queued);
+            self.queued_bytes += slot;
+            let generation = self.forest.node(parent).generation;
+            self.enqueue(
+                Queued {
+                    node: parent,
+                    generation,
+                    group: missing,
+                },
+                true,
+            );
+            return None;
+        }
+        let device = self.choose_disk(id);
+        let offset = device.and_then(|device| Some((device, self.take_disk(id, group, device)?)));
+        let Some((device, offset)) = offset else {
+            self.forest.node_mut(id).place_mut(group).disk = DiskState::Empty;
+            self.refresh(id);
+            return None;
+        };
+        self.unleaf(id, Tier::Host);
+        let started_ns = self.now_ns;
+        let token = self.start_op(Op::Write {
+            node: id,
+            group,
+            started_ns,
+        });
+        let node = self.forest.node_mut(id);
+        node.busy += 1;
+        node.device = u8::try_from(device).unwrap_or(u8::MAX);
+        let place = node.place_mut(group);
+        place.disk = DiskState::Writing;
+        place.disk_at = units(offset);
+        let arena_offset = bytes(place.host_at);
+        self.place_taken(id, Tier::Disk);
+        Some(IoRequest::WritePayload {
+            token,
+            device: u16::try_from(device).unwrap_or(u16::MAX),
+            file_offset: offset,
+            arena_offset,
+            len: u32::try_from(slot).unwrap_or(u32::MAX),
+            payload_len: self.namespaces[ns].spec.groups[usize::from(group)].payload_bytes,
+        })
+    }
+
+    /// Whether every required payload of a node is on disk or on its way there.
+    fn is_on_disk(&self, id: NodeId) -> bool {
+        let node = self.forest.node(id);
+        node.places().iter().enumerate().all(|(group, place)| {
+            !node.requires(group) || matches!(place.disk, DiskState::Writing | DiskState::Present)
+        })
+    }
+
+    /// A required payload of a node that is in the arena and not yet on its way to disk. One that is
+    /// queued further back counts as under way only when its turn comes, so it is not taken twice.
+    fn writable_place(&self, id: NodeId) -> Option<u8> {
+        let node = self.forest.node(id);
+        (0u8..).zip(node.places()).find_map(|(group, place)| {
+            let wanted = node.requires(usize::from(group))
+                && place.host == HostState::Present
+                && place.disk == DiskState::Empty;
+            wanted.then_some(group)
+        })
+    }
+
+    /// The device for a node's payloads: the one it has, or one by its hash, in proportion to
+    /// capacity, among those that take writes.
+    fn choose_disk(&mut self, id: NodeId) -> Option<usize> {
+        let node = self.forest.node(id);
+        let now_ns = self.now_ns;
+        let takes = |disk: &crate::disk::Disk| disk.takes_writes(now_ns);
+        let chosen = if node.places_used[Tier::Disk as usize] > 0 {
+            Some(usize::from(node.device)).filter(|&device| takes(&self.disks[device]))
+        } else {
+            let total: u64 = self
+                .disks
+                .iter()
+                .filter(|disk| takes(disk))
+                .map(|disk| disk.slots.capacity() / disk.slots.page_bytes())
+                .sum();
+            let mut point = if total == 0 {
+                0
+            } else {
+                Self::fingerprint(&node.hash) % total
+            };
+            self.disks.iter().position(|disk| {
+                let share = disk.slots.capacity() / disk.slots.page_bytes();
+                if !takes(disk) {
+                    return false;
+                }
+                let here = point < share;
+                point = point.saturating_sub(share);
+                here
+            })
+        };
+        if chosen.is_none() {
+            self.counters.refused_disk_degraded += 1;
+        }
+        chosen
+    }
+
+    fn take_disk(&mut self, id: NodeId, group: u8, device: usize) -> Option<u64> {
+        let class = self.disk_class(id, device, group);
+        let hit_class = self.forest.node(id).hit_class;
+        if self.disks[device].slots.is_full(class)
+            && self.refuses(Tier::Disk, device, class, hit_class)
+        {
+            self.counters.refused_admission += 1;
+            return None;
+        }
+        let mut drains = 0;
+        loop {
+            if let Some(offset) = self.disks[device].alloc(class, Owner { node: id, group }) {
+                return Some(offset);
+            }
+            if !self.make_room(Tier::Disk, device, class, &mut drains) {
+                self.counters.refused_disk_full += 1;
+                return None;
+            }
+        }
+    }
+
+    /// A payload write has ended.
+    pub(super) fn write_ended(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        started_ns: u64,
+        result: Result<u64, IoFault>,
+    ) {
+        let device = usize::from(self.forest.node(id).device);
+        let ns = usize::from(self.forest.node(id).ns);
+        let class = self.disk_class(id, device, group);
+        match result {
+            Ok(checksum) => {
+                let payload = self.namespaces[ns].spec.groups[usize::from(group)].payload_bytes;
+                self.counters.disk_writes += 1;
+                self.counters.disk_write_bytes += u64::from(payload);
+                self.counters.disk_write_ns += self.now_ns - started_ns;
+                self.disks[device].write_succeeded();
+                let node = self.forest.node_mut(id);
+                node.busy -= 1;
+                let place = node.place_mut(group);
+                place.disk = DiskState::Present;
+                place.checksum = checksum;
+                let offset = bytes(place.disk_at);
+                self.disks[device].mark_dirty(class, offset);
+            }
+            Err(fault) => {
+                self.counters.write_failures += u64::from(fault != IoFault::Stopped);
+                self.disks[device].write_failed(fault, self.now_ns);
+                self.forest.node_mut(id).busy -= 1;
+                self.drop_disk(id, group, Loss::Dropped);
+            }
+        }
+        self.settle(id);
+    }
+
+    fn next_table_writes(&mut self, limit: usize, most: usize, out: &mut Vec<IoRequest>) {
+        for device in 0..self.disks.len() {
+            while out.len() < limit && self.writes_in_flight < most {
+                let disk = &mut self.disks[device];
+                let wait = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.write_queue.is_empty();
+                if wait || !disk.takes_writes(self.now_ns) {
+                    break;
+                }
+                let Some(block) = disk.take_dirty_block() else {
+                    break;
+                };
+                let bytes = self.encode_block(device, block);
+                let token = self.start_op(Op::Table { device, block });
+                out.push(IoRequest::WriteMeta {
+                    token,
+                    device: u16::try_from(device).unwrap_or(u16::MAX),
+                    file: FileKind::Table,
+                    file_offset: u64::from(block) * BLOCK_BYTES as u64,
+                    bytes,
+                    sync: false,
+                });
+            }
+        }
+    }
+
+    /// The records of a block of the table as they are now; empty where there is no payload.
+    fn encode_block(&mut self, device: usize, block: u32) -> Box<[u8]> {
+        let mut out = vec![0; BLOCK_BYTES];
+        self.record_generation += 1;
+        let written_s = self.config.unix_at_zero_s + self.now_ns / 1_000_000_000;
+        for (owner, record) in self.disks[device]
+            .block_owners(block)
+            .zip(out.chunks_exact_mut(RECORD_BYTES))
+        {
+            let Some(Owner { node, group }) = owner else {
+                continue;
+            };
+            let node = self.forest.node(node);
+            let place = node.place(group);
+            if place.disk != DiskState::Present || node.detached {
+                continue;
+            }
+            let ns = &self.namespaces[usize::from(node.ns)];
+            Record {
+                group,
+                hit_class: node.hit_class,
+                generation: self.record_generation,
+                instance: ns.instance,
+                slot: place.disk_at,
+                payload_bytes: ns.spec.groups[usize::from(group)].payload_bytes,
+                checksum: place.checksum,
+                depth: node.depth,
+                last: node.last,
+                written_s: u32::try_from(written_s).unwrap_or(u32::MAX),
+                hash: node.hash,
+                parent: (node.parent != NONE).then(|| self.forest.node(node.parent).hash),
+            }
+            .encode(record);
+        }
+        out.into()
+    }
+
+    pub(super) fn table_write_ended(
+        &mut self,
+        device: usize,
+        block: u32,
+        result: Result<u64, IoFault>,
+    ) {
+        let stopped = result == Err(IoFault::Stopped);
+        self.disks[device].block_written(block, result.is_ok() || stopped);
+        match result {
+            Ok(_) => self.disks[device].write_succeeded(),
+            Err(IoFault::Stopped) => {}
+            Err(fault) => {
+                self.counters.write_failures += 1;
+                self.disks[device].write_failed(fault, self.now_ns);
+            }
+        }
+    }
+
+    /// Enters a namespace into the table of each directory that lacks it. One that cannot be entered
+    /// is used all the same, until the process ends.
+    pub(super) fn save_namespace(&mut self, ns: NsId) {
+        let namespace = &self.namespaces[usize::from(ns)];
+        let instance = namespace.instance;
+        let entry = NamespaceEntry {
+            instance,
+            spec: namespace.spec.clone(),
+        };
+        let encoded = entry.encode().filter(|_| !namespace.volatile);
+        for device in 0..self.disks.len() {
+            let disk = &mut self.disks[device];
+            if disk.namespace_entries.contains(&instance) {
+                continue;
+            }
+            let free = disk.namespace_entries.iter().position(|&found| found == 0);
+            let free = free.or_else(|| {
+                (disk.namespace_entries.len() < NAMESPACES_MAX).then(|| {
+                    disk.namespace_entries.push(0);
+                    disk.namespace_entries.len() - 1
+                })
+            });
+            match (free, &encoded) {
+                (Some(index), Some(bytes)) => {
+                    disk.namespace_entries[index] = instance;
+                    self.namespace_writes
+                        .push_back((device, index, bytes.clone(), false));
+                }
+                _ => self.namespaces[usize::from(ns)].volatile = true,
+            }
+        }
+    }
+
+    pub(super) fn namespace_write_ended(&mut self, device: usize, result: Result<u64, IoFault>) {
+        match result {
+            Ok(_) => self.disks[device].write_succeeded(),
+            Err(fault) => {
+                self.counters.write_failures += 1;
+                self.disks[device].write_failed(fault, self.now_ns);
+                self.namespace_sync_failed = true;
+            }
+        }
+        self.namespace_syncs = self.namespace_syncs.saturating_sub(1);
+    }
+
+    /// Gives a directory up: what only it holds is gone.
+    pub(super) fn give_up_disk(&mut self, device: usize) {
+        let ids: Vec<(NodeId, u32)> = self
+            .forest
+            .ids()
+            .map(|id| (id, self.forest.node(id).generation))
+            .collect();
+        for (id, generation) in ids {
+            if !self.forest.is_live(id, generation)
+                || usize::from(self.forest.node(id).device) != device
+            {
+                continue;
+            }
+            let mut dropped = false;
+            for group in 0..u8::try_from(self.forest.node(id).places().len()).unwrap_or(0) {
+                if self.forest.node(id).place(group).disk == DiskState::Present {
+                    self.drop_disk(id, group, Loss::Dropped);
+                    dropped = true;
+                }
+            }
+            if dropped {
+                self.settle(id);
+            }
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! What the engine counts. Plain numbers, since one thread at a time owns them.
+
+/// Counters since the start. Bytes are payload bytes; `_ns` are sums of durations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(
+    missing_docs,
+    reason = "the names say it; undercroft.connector.stats documents each"
+)]
+pub struct Counters {
+    pub promotions: u64,
+    pub promotion_ns: u64,
+    pub promotions_cancelled: u64,
+    pub disk_reads: u64,
+    pub disk_read_bytes: u64,
+    pub disk_read_ns: u64,
+    pub disk_writes: u64,
+    pub disk_write_bytes: u64,
+    pub disk_write_ns: u64,
+    pub saved_blocks: u64,
+    pub deduplicated_blocks: u64,
+    pub refused_host_full: u64,
+    pub refused_disk_full: u64,
+    pub refused_write_rate: u64,
+    pub refused_admission: u64,
+    pub refused_disk_degraded: u64,
+    pub host_evictions: u64,
+    pub disk_evictions: u64,
+    pub checksum_failures: u64,
+    pub read_failures: u64,
+    pub write_failures: u64,
+    pub load_failures: u64,
+    pub save_failures: u64,
+}
+
+/// What there is now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(
+    missing_docs,
+    reason = "the names say it; undercroft.connector.stats documents each"
+)]
+pub struct Gauges {
+    pub host_capacity_bytes: u64,
+    pub host_used_bytes: u64,
+    pub host_pinned_bytes: u64,
+    pub host_blocks: u64,
+    pub disk_capacity_bytes: u64,
+    pub disk_used_bytes: u64,
+    pub disk_blocks: u64,
+    pub disk_degraded: u64,
+    pub nodes: u64,
+    pub namespaces: u64,
+    pub sessions: u64,
+    pub jobs: u64,
+    pub loads: u64,
+    pub saves: u64,
+    pub promotion_queue_bytes: u64,
+}

@@ -1,0 +1,167 @@
+//! Namespaces: what must be equal for payloads to be interchangeable, and what each group of KV
+//! cache needs for a hit.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::RegisterError;
+use crate::key::NamespaceDigest;
+use crate::slots::Class;
+
+/// Groups a namespace may have; a node keeps one bit for each.
+pub const GROUPS_MAX: usize = 32;
+
+/// What a group needs at a boundary of L tokens (vLLM's `find_longest_cache_hit` per manager).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GroupKind {
+    /// Full attention and MLA: every block before L.
+    Full,
+    /// Sliding window: the blocks that cover the last `tokens - 1` tokens before L.
+    SlidingWindow {
+        /// Width of the window.
+        tokens: u32,
+    },
+    /// Chunked local attention: the blocks of the chunk that L lies in, up to L.
+    ChunkedLocal {
+        /// Width of a chunk.
+        tokens: u32,
+    },
+    /// State-space and linear attention: the one state exactly at L.
+    State,
+    /// Not prefix-cacheable: neither saved nor needed.
+    Ignored,
+}
+
+/// One KV cache group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupSpec {
+    /// What a hit needs of it.
+    pub kind: GroupKind,
+    /// Tokens of one block; a multiple of `hash_block_tokens`.
+    pub block_tokens: u32,
+    /// Bytes of one payload, of all ranks together.
+    pub payload_bytes: u32,
+}
+
+/// A namespace, as its clients describe it and as it stands on disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NamespaceSpec {
+    /// Canonical description; its digest is the namespace's identity.
+    pub description: String,
+    /// Tokens of one granule.
+    pub hash_block_tokens: u32,
+    /// Every hit is a multiple of this many tokens.
+    pub alignment_tokens: u32,
+    /// Groups, in vLLM's order.
+    pub groups: Vec<GroupSpec>,
+}
+
+impl NamespaceSpec {
+    /// The digest of the description.
+    pub fn digest(&self) -> NamespaceDigest {
+        NamespaceDigest::of(&self.description)
+    }
+
+    /// Whether the numbers make sense.
+    ///
+    /// # Errors
+    /// Names the value that does not, and what is allowed.
+    pub fn validate(&self) -> Result<(), RegisterError> {
+        let granule = self.hash_block_tokens;
+        if granule == 0 {
+            return Err(RegisterError::Value {
+                key: "hash_block_tokens",
+                value: 0,
+                allowed: "at least 1",
+            });
+        }
+        if self.alignment_tokens == 0 || !self.alignment_tokens.is_multiple_of(granule) {
+            return Err(RegisterError::Value {
+                key: "alignment_tokens",
+                value: u64::from(self.alignment_tokens),
+                allowed: "a multiple of hash_block_tokens",
+            });
+        }
+        if self.groups.is_empty() || self.groups.len() > GROUPS_MAX {
+            return Err(RegisterError::Value {
+                key: "groups",
+                value: self.groups.len() as u64,
+                allowed: "1 to 32 KV cache groups",
+            });
+        }
+        for group in self
+            .groups
+            .iter()
+            .filter(|group| group.kind != GroupKind::Ignored)
+        {
+            if group.block_tokens == 0 || group.block_tokens % granule != 0 {
+                return Err(RegisterError::Value {
+                    key: "block_tokens",
+                    value: u64::from(group.block_tokens),
+                    allowed: "a multiple of hash_block_tokens",
+                });
+            }
+            if group.payload_bytes == 0 {
+                return Err(RegisterError::Value {
+                    key: "payload_bytes",
+                    value: 0,
+                    allowed: "at least 1",
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Granules of one block of `group`.
+    pub fn granules(&self, group: usize) -> u32 {
+        self.groups[group].block_tokens / self.hash_block_tokens
+    }
+
+    /// Whether a block of `group` ends at `depth` granules.
+    pub fn ends_block(&self, group: usize, depth: u32) -> bool {
+        self.groups[group].kind != GroupKind::Ignored && depth.is_multiple_of(self.granules(group))
+    }
+
+    /// Groups whose payload a node at `depth` cannot do without, one bit each.
+    pub fn required(&self, depth: u32) -> u32 {
+        (0..self.groups.len())
+            .filter(|&group| {
+                self.groups[group].kind == GroupKind::Full && self.ends_block(group, depth)
+            })
+            .fold(0, |mask, group| mask | 1 << group)
+    }
+
+    /// For a hit of `boundary` granules, the depth after which `group`'s blocks are needed.
+    pub fn needed_after(&self, group: usize, boundary: u32) -> u32 {
+        let granules = self.granules(group);
+        let in_granules = |tokens: u32| tokens.div_ceil(self.groups[group].block_tokens) * granules;
+        match self.groups[group].kind {
+            GroupKind::Full => 0,
+            GroupKind::SlidingWindow { tokens } => {
+                boundary.saturating_sub(in_granules(tokens.saturating_sub(1)))
+            }
+            GroupKind::ChunkedLocal { tokens } => {
+                let start = boundary * self.hash_block_tokens / tokens.max(1) * tokens.max(1);
+                start / self.groups[group].block_tokens * granules
+            }
+            GroupKind::State => boundary.saturating_sub(granules),
+            GroupKind::Ignored => boundary,
+        }
+    }
+}
+
+/// A registered namespace.
+#[derive(Debug)]
+pub(crate) struct Namespace {
+    pub(crate) digest: NamespaceDigest,
+    pub(crate) spec: NamespaceSpec,
+    /// Ties records on disk to one life of the namespace: a reset takes a new one.
+    pub(crate) instance: u64,
+    /// Not in the namespace table: its records end with the process. Set by a reset, after which
+    /// the weights may be others than the description says.
+    pub(crate) volatile: bool,
+    /// Size class of each group in the arena; `None` for ignored groups.
+    pub(crate) host_class: Vec<Option<Class>>,
+    /// Size class of each group, by device.
+    pub(crate) disk_class: Vec<Vec<Option<Class>>>,
+}

@@ -1,0 +1,188 @@
+//! Where a hit may end: the deepest boundary at which every group has what its kind needs.
+//!
+//! Pure: it sees a chain only through a function. Its oracle is vLLM's `find_longest_cache_hit`.
+
+use crate::namespace::{GroupKind, NamespaceSpec};
+
+/// The deepest boundary, in granules, at or below `limit`, that is a multiple of the alignment and
+/// lies above `local`, the boundary that the device itself holds; `local` if there is none.
+///
+/// `limit` says all there is to know of full attention: every block of those groups in
+/// `(local, limit]` can be had. `has(depth, group)` says whether the payload of another group's
+/// block that ends at `depth` can be had. It is never asked at or below `local`: what the device
+/// holds, the device has.
+pub fn resolve(
+    spec: &NamespaceSpec,
+    limit: u32,
+    local: u32,
+    mut has: impl FnMut(u32, usize) -> bool,
+) -> u32 {
+    let align = spec.alignment_tokens / spec.hash_block_tokens;
+    let mut boundary = limit / align * align;
+    while boundary > local && !is_usable(spec, boundary, local, &mut has) {
+        boundary -= align;
+    }
+    boundary.max(local)
+}
+
+fn is_usable(
+    spec: &NamespaceSpec,
+    boundary: u32,
+    local: u32,
+    has: &mut impl FnMut(u32, usize) -> bool,
+) -> bool {
+    spec.groups
+        .iter()
+        .enumerate()
+        .all(|(group, of)| match of.kind {
+            GroupKind::Ignored => true,
+            _ if !spec.ends_block(group, boundary) => false,
+            GroupKind::Full => true,
+            _ => {
+                let granules = spec.granules(group);
+                let after = spec
+                    .needed_after(group, boundary)
+                    .max(local / granules * granules);
+                let mut depth = boundary;
+                while depth > after && has(depth, group) {
+                    depth -= granules;
+                }
+                depth <= after
+            }
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::namespace::GroupSpec;
+
+    fn spec(groups: &[(GroupKind, u32)], alignment_tokens: u32) -> NamespaceSpec {
+        NamespaceSpec {
+            description: String::new(),
+            hash_block_tokens: 16,
+            alignment_tokens,
+            groups: groups
+                .iter()
+                .map(|&(kind, block_tokens)| GroupSpec {
+                    kind,
+                    block_tokens,
+                    payload_bytes: 1,
+                })
+                .collect(),
+        }
+    }
+
+    /// Straight from the definition: every boundary, every needed block.
+    fn naive(
+        spec: &NamespaceSpec,
+        limit: u32,
+        local: u32,
+        has: &dyn Fn(u32, usize) -> bool,
+    ) -> u32 {
+        let align = spec.alignment_tokens / spec.hash_block_tokens;
+        (local + 1..=limit)
+            .rev()
+            .filter(|boundary| boundary % align == 0)
+            .find(|&boundary| {
+                (0..spec.groups.len()).all(|group| {
+                    if spec.groups[group].kind == GroupKind::Ignored {
+                        return true;
+                    }
+                    if !spec.ends_block(group, boundary) {
+                        return false;
+                    }
+                    let granules = spec.granules(group);
+                    (1..=boundary / granules)
+                        .map(|block| block * granules)
+                        .all(|depth| {
+                            depth <= spec.needed_after(group, boundary)
+                                || depth <= local / granules * granules
+                                || has(depth, group)
+                        })
+                })
+            })
+            .unwrap_or(local)
+    }
+
+    /// What the caller computes: how far full attention reaches without a gap.
+    fn full_limit(
+        spec: &NamespaceSpec,
+        limit: u32,
+        local: u32,
+        has: &dyn Fn(u32, usize) -> bool,
+    ) -> u32 {
+        (local + 1..=limit)
+            .find(|&depth| {
+                (0..spec.groups.len())
+                    .any(|group| spec.required(depth) >> group & 1 == 1 && !has(depth, group))
+            })
+            .map_or(limit, |gap| gap - 1)
+    }
+
+    #[test]
+    fn full_attention_hits_up_to_its_limit() {
+        let spec = spec(&[(GroupKind::Full, 16)], 32);
+        assert_eq!(resolve(&spec, 7, 0, |_, _| false), 6);
+        assert_eq!(resolve(&spec, 1, 0, |_, _| true), 0);
+        assert_eq!(resolve(&spec, 4, 6, |_, _| true), 6);
+    }
+
+    #[test]
+    fn a_state_counts_only_at_its_boundary() {
+        let spec = spec(&[(GroupKind::Full, 16), (GroupKind::State, 16)], 16);
+        assert_eq!(
+            resolve(&spec, 10, 0, |depth, group| group == 0 || depth == 4),
+            4
+        );
+    }
+
+    #[test]
+    fn a_window_needs_only_its_last_blocks() {
+        let window = GroupKind::SlidingWindow { tokens: 33 };
+        let spec = spec(&[(GroupKind::Full, 16), (window, 16)], 16);
+        assert_eq!(
+            resolve(&spec, 10, 0, |depth, group| group == 0 || depth >= 9),
+            10
+        );
+        assert_eq!(
+            resolve(&spec, 10, 0, |depth, group| group == 0
+                || [5, 6, 8].contains(&depth)),
+            6
+        );
+    }
+
+    fn kind() -> impl Strategy<Value = (GroupKind, u32)> {
+        prop_oneof![
+            Just((GroupKind::Full, 16)),
+            Just((GroupKind::Full, 32)),
+            (2u32..100).prop_map(|tokens| (GroupKind::SlidingWindow { tokens }, 16)),
+            (2u32..100).prop_map(|tokens| (GroupKind::SlidingWindow { tokens }, 32)),
+            Just((GroupKind::ChunkedLocal { tokens: 64 }, 16)),
+            Just((GroupKind::State, 32)),
+            Just((GroupKind::Ignored, 16)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_the_definition(
+            kinds in prop::collection::vec(kind(), 1..4),
+            limit in 0u32..40,
+            local in 0u32..20,
+            missing in prop::collection::vec(any::<u64>(), 4),
+            dense in any::<bool>(),
+        ) {
+            let spec = spec(&kinds, 32);
+            let local = (local / 2 * 2).min(limit);
+            let has = |depth: u32, group: usize| {
+                let mask = if dense { missing[group] & missing[(group + 1) % 4] & missing[(group + 2) % 4] } else { missing[group] };
+                mask >> (depth % 64) & 1 == 0
+            };
+            let reach = full_limit(&spec, limit, local, &has);
+            prop_assert_eq!(resolve(&spec, reach, local, has), naive(&spec, limit, local, &has));
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! The threads around the engine: one IO thread, and whoever calls.
+//!
+//! Locking: one mutex holds the engine. Callers and the IO thread hold it for one entry of the state
+//! machine each, microseconds; no IO, checksum, or wait happens under it. The IO thread alone owns
+//! the [`IoEngine`]. `waits` says, under the lock, that the IO thread is going to sleep and must be
+//! woken for new work, so a wake-up is neither lost nor sent twice.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::engine::Engine;
+use crate::io::{IoCompletion, IoEngine, IoRequest, Waker};
+
+/// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
+const RETRY: Duration = Duration::from_millis(10);
+
+#[derive(Debug)]
+struct State {
+    engine: Engine,
+    waits: bool,
+    stop_at: Option<Instant>,
+    stopped: bool,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    progress: Condvar,
+    started: Instant,
+    waker: Waker,
+}
+
+impl Shared {
+    /// `None` if a thread panicked inside the engine: it is not entered again.
+    fn lock(&self) -> Option<MutexGuard<'_, State>> {
+        let mut state = self.state.lock().ok()?;
+        let now = self.started.elapsed().as_nanos();
+        state.engine.set_now(u64::try_from(now).unwrap_or(u64::MAX));
+        Some(state)
+    }
+}
+
+/// A running engine.
+#[derive(Debug)]
+pub struct Shell {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Shell {
+    /// Starts the IO thread.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
+    pub fn start(engine: Engine, io: Box<dyn IoEngine>) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State {
+                engine,
+                waits: false,
+                stop_at: None,
+                stopped: false,
+            }),
+            progress: Condvar::new(),
+            started: Instant::now(),
+            waker: io.waker(),
+        });
+        let of_thread = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("undercroft-io".to_owned())
+            .spawn(move || run(&of_thread, io))?;
+        Ok(Self {
+            shared,
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// Enters the engine. `None` if it is broken: a thread panicked in it.
+    pub fn enter<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> Option<R> {
+        let mut state = self.shared.lock()?;
+        let result = work(&mut state.engine);
+        let wake = state.waits && state.engine.has_io();
+        state.waits &= !wake;
+        drop(state);
+        if wake {
+            self.shared.waker.wake();
+        }
+        Some(result)
+    }
+
+    /// Enters the engine after each completion until `done` says so, at most for `timeout`.
+    pub fn wait_until(&self, timeout: Duration, mut done: impl FnMut(&mut Engine) -> bool) -> bool {
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.enter(&mut done) {
+                None => return false,
+                Some(true) => return true,
+                Some(false) => {}
+            }
+            let Some(mut state) = self.shared.lock() else {
+                return false;
+            };
+            if done(&mut state.engine) {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || state.stopped {
+                return false;
+            }
+            if self.shared.progress.wait_timeout(state, left).is_err() {
+                return false;
+            }
+        }
+    }
+
+    /// Finishes what waits to be written, for at most `timeout`, and stops the IO thread. Idempotent.
+    pub fn stop(&self, timeout: Duration) {
+        if let Some(mut state) = self.shared.lock() {
+            state.stop_at.get_or_insert(Instant::now() + timeout);
+            state.waits = false;
+        }
+        self.shared.waker.wake();
+        let thread = self.thread.lock().ok().and_then(|mut thread| thread.take());
+        if let Some(thread) = thread {
+            // A panic of the thread has been reported by the panic hook.
+            drop(thread.join());
+        }
+    }
+}
+
+impl Drop for Shell {
+    fn drop(&mut self) {
+        self.stop(Duration::ZERO);
+    }
+}
+
+fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
+    let mut completions: Vec<IoCompletion> = Vec::new();
+    let mut requests: Vec<IoRequest> = Vec::new();
+    let mut timeout = Some(Duration::ZERO);
+    loop {
+        io.wait(timeout, &mut completions);
+        let Some(mut state) = shared.lock() else {
+            return;
+        };
+        let progress = !completions.is_empty();
+        for completion in completions.drain(..) {
+            state.engine.complete(completion);
+        }
+        let room = io.depth() - io.in_flight();
+        state.engine.next_io(room, &mut requests);
+        let waiting = state.engine.has_io();
+        let stopping = state.stop_at;
+        state.waits = true;
+        if progress {
+            shared.progress.notify_all();
+        }
+        let quiet = state.engine.is_quiet();
+        if stopping.is_some_and(|at| quiet || Instant::now() >= at) && requests.is_empty() {
+            state.stopped = true;
+            shared.progress.notify_all();
+            return;
+        }
+        drop(state);
+        let full = requests.len() == room;
+        for request in requests.drain(..) {
+            io.submit(request);
+        }
+        timeout = match stopping {
+            // What could not be started is looked at again; what is full waits for a completion.
+            None if !waiting || full => None,
+            _ => Some(RETRY),
+        };
+    }
+}
