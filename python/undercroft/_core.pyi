@@ -114,7 +114,7 @@ class Session:
         """All ranks have ended the copies of a save: its payloads become visible, or are dropped."""
 
     def discard(self, request_id: str) -> None:
-        """The request has finished or was aborted: its lookup is dropped; loads and saves under way go on. Idempotent."""
+        """The request has finished or was aborted: drop its lookup. Loads and saves under way go on. Idempotent."""
 
     def reset(self, timeout_s: float = 10.0) -> bool:
         """Drop everything of this namespace, durably. False if that could not be made durable in time."""
@@ -130,6 +130,10 @@ class Arena:
     def attach(socket_path: str) -> Arena:
         """Get the descriptor from the engine's socket (same uid only) and map it. Raises UndercroftError."""
 
+    @staticmethod
+    def create(size: int) -> Arena:
+        """An arena of this process alone, for benchmarks and tests of the copiers. Raises UndercroftError."""
+
     @property
     def address(self) -> int:
         """Address of the first byte in this process."""
@@ -138,20 +142,27 @@ class Arena:
     def size(self) -> int:
         """Bytes."""
 
+    @property
+    def generation(self) -> int:
+        """The engine's number of this arena, as in `Engine.arena_generation`."""
+
 @final
 class Copier:
-    """Copies between device pages in host memory (vLLM's CPU platform) and the arena, on a thread of its own."""
+    """Copies between device pages in host memory (vLLM's CPU platform) and the arena, on threads of its own.
+
+    Loads go before saves. When it is dropped, it first finishes what was submitted.
+    """
 
     def __init__(self, arena: Arena, threads: int = 1) -> None: ...
     def submit(self, job_id: int, to_arena: bool, addresses: bytes, offsets: bytes, sizes: bytes) -> None:
         """Queue copies: little-endian int64 arrays of device addresses, arena offsets and sizes in bytes.
 
-        The memory at the addresses must stay valid until the job is returned by `poll`. A range outside the arena
-        raises UndercroftError and queues nothing.
+        The memory at the addresses must stay valid, and untouched by others, until the job is returned by `poll`. A
+        range outside the arena raises UndercroftError and queues nothing.
         """
 
-    def poll(self) -> list[tuple[int, bool]]:
-        """Jobs that have ended since the last call: (job id, ok)."""
+    def poll(self) -> list[tuple[int, float]]:
+        """Jobs that have ended since the last call: (job id, seconds from the first byte to the last)."""
 
     def drain(self) -> None:
         """Wait until every queued job has ended (GIL released)."""

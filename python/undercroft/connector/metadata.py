@@ -8,22 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from undercroft.device.layout import GroupCopy
 
-@dataclass(slots=True)
-class GroupCopy:
-    """Blocks of one KV cache group to copy between the device and the arena.
-
-    ``block_ids[i]`` (int64) is the device block, ``slots[i]`` (int64) the offset in bytes of its payload's slot from
-    the start of the arena. A payload holds the shards of all ranks side by side: rank r's begins at
-    ``slot + r * shard_bytes``, and a shard is the page of each layer of the group, in the group's layer order.
-    """
-
-    group: int
-    block_ids: np.ndarray
-    slots: np.ndarray
+__all__ = ["CopyJob", "GroupCopy", "UndercroftMetadata", "UndercroftWorkerMetadata"]
 
 
 @dataclass(slots=True)
@@ -45,6 +34,8 @@ class UndercroftMetadata(KVConnectorMetadata):
     """Changes when the arena is another one (server restarted); the worker then attaches anew."""
     loads: list[CopyJob] = field(default_factory=list)
     saves: list[CopyJob] = field(default_factory=list)
+    failed_loads: list[str] = field(default_factory=list)
+    """Requests whose load cannot even begin: every worker reports them as received and failed."""
 
 
 @dataclass(slots=True)

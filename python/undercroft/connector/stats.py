@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from undercroft.compat import KVConnectorStats
+
+if TYPE_CHECKING:
+    from undercroft._core import Engine
+
 STATS_KEYS: dict[str, tuple[str, str]] = {
     # name: ("counter" since the start | "gauge" now, meaning)
     "host_capacity_bytes": ("gauge", "size of the arena"),
@@ -44,3 +52,146 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "save_failures": ("counter", "saves that ended with a failure"),
 }
 """Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""
+
+WORKER_KEYS: dict[str, str] = {
+    "load_bytes": "bytes copied from the arena to the device",
+    "load_seconds": "time from the start to the end of these copies, summed",
+    "loads_done": "loads ended by a rank",
+    "save_bytes": "bytes copied from the device to the arena",
+    "save_seconds": "time from the start to the end of these copies, summed",
+    "saves_done": "saves ended by a rank",
+}
+"""Counters that workers report, of each rank; they are summed over the ranks."""
+
+SCHEDULER_KEYS: dict[str, str] = {
+    "lookups_host": "lookups whose hit was in host memory at once",
+    "lookups_disk": "lookups that waited for the disk and hit",
+    "lookups_miss": "lookups that gained nothing",
+    "lookups_timed_out": "lookups given up",
+    "hit_tokens_host": "tokens loaded that were in host memory",
+    "hit_tokens_disk": "tokens loaded that came from disk",
+    "failed_loads": "loads the workers reported as failed",
+    "hook_errors": "errors caught in the connector's hooks; each kind is logged once",
+}
+"""Counters that the connector itself keeps."""
+
+
+def _counters() -> frozenset[str]:
+    engine = {name for name, (kind, _) in STATS_KEYS.items() if kind == "counter"}
+    return frozenset(engine | set(WORKER_KEYS) | set(SCHEDULER_KEYS))
+
+
+COUNTERS = _counters()
+GAUGES = frozenset(name for name, (kind, _) in STATS_KEYS.items() if kind == "gauge")
+SAMPLES = ("lookup_seconds", "wait_seconds")
+"""Single observations, for histograms: from first question to answer, of all lookups and of those that waited."""
+
+
+@dataclass
+class UndercroftStats(KVConnectorStats):
+    """What happened since the last report, in plain types that travel between processes.
+
+    ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended) and
+    ``io_engine`` (a name).
+    """
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> UndercroftStats:
+        """This and ``other`` (another rank's, or a later interval's) together."""
+        mine, theirs = self.data, other.data
+        counters = dict(mine.get("counters", {}))
+        for name, value in theirs.get("counters", {}).items():
+            counters[name] = counters.get(name, 0) + value
+        samples = {name: list(values) for name, values in mine.get("samples", {}).items()}
+        for name, values in theirs.get("samples", {}).items():
+            samples.setdefault(name, []).extend(values)
+        data = {
+            "counters": counters,
+            "gauges": {**mine.get("gauges", {}), **theirs.get("gauges", {})},
+            "samples": samples,
+            "io_engine": theirs.get("io_engine") or mine.get("io_engine"),
+        }
+        return UndercroftStats({name: value for name, value in data.items() if value})
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line for the log: what an operator looks at first."""
+        counters, gauges = self.data.get("counters", {}), self.data.get("gauges", {})
+        get = counters.get
+        line: dict[str, int | float] = {
+            "undercroft lookups": sum(get(name, 0) for name in SCHEDULER_KEYS if name.startswith("lookups_")),
+            "host hits": get("lookups_host", 0),
+            "disk hits": get("lookups_disk", 0),
+            "hit tokens": get("hit_tokens_host", 0) + get("hit_tokens_disk", 0),
+            "loaded MB": round(get("load_bytes", 0) / 1e6, 1),
+            "saved MB": round(get("save_bytes", 0) / 1e6, 1),
+            "disk read MB": round(get("disk_read_bytes", 0) / 1e6, 1),
+            "disk write MB": round(get("disk_write_bytes", 0) / 1e6, 1),
+        }
+        for tier in ("host", "disk"):
+            if capacity := gauges.get(f"{tier}_capacity_bytes", 0):
+                line[f"{tier} used %"] = round(100 * gauges.get(f"{tier}_used_bytes", 0) / capacity, 1)
+        troubles = ("failed_loads", "checksum_failures", "hook_errors", "lookups_timed_out", "refused_host_full")
+        line.update({name.replace("_", " "): get(name) for name in troubles if get(name)})
+        return line
+
+
+class Counts:
+    """Counts of one half of the connector, handed out as differences."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, int] = {}
+        self._samples: dict[str, list[float]] = {}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Raise a counter of `SCHEDULER_KEYS`."""
+        if amount:
+            self._counters[name] = self._counters.get(name, 0) + amount
+
+    def lookup(self, seconds: float, hit: bool, waited: bool) -> None:
+        """A lookup was answered ``seconds`` after the first question."""
+        self.add(("lookups_disk" if waited else "lookups_host") if hit else "lookups_miss")
+        self._samples.setdefault("lookup_seconds", []).append(seconds)
+        if waited:
+            self._samples.setdefault("wait_seconds", []).append(seconds)
+
+    def take(self) -> dict[str, Any]:
+        """What was counted since the last call, as the data of `UndercroftStats`."""
+        data = {"counters": self._counters, "samples": self._samples}
+        self._counters, self._samples = {}, {}
+        return {name: value for name, value in data.items() if value}
+
+
+class EngineStats:
+    """The engine's counters as differences, read at most once in ``interval`` seconds."""
+
+    def __init__(self, engine: Engine, interval: float = 1.0) -> None:
+        self._engine = engine
+        self._interval = interval
+        self._last: dict[str, float] = {}
+        self._due = 0.0
+        self._io_engine = str(engine.info().get("io_engine", ""))
+
+    def take(self, now: float, force: bool = False) -> dict[str, Any]:
+        """What changed since the last reading, as the data of `UndercroftStats`; empty if it is too soon.
+
+        ``now``: monotonic seconds. ``force``: read whatever the time.
+        """
+        if now < self._due and not force:
+            return {}
+        self._due = now + self._interval
+        stats = self._engine.stats()
+        counters = {
+            name: stats[name] - self._last.get(name, 0)
+            for name in STATS_KEYS
+            if name in COUNTERS and name in stats and stats[name] != self._last.get(name, 0)
+        }
+        gauges = {name: stats[name] for name in STATS_KEYS if name in GAUGES and name in stats}
+        self._last = stats
+        return {"counters": counters, "gauges": gauges, "io_engine": self._io_engine}

@@ -54,6 +54,20 @@ class DeviceLayout:
     groups: dict[int, GroupLayout]
 
 
+@dataclass(slots=True)
+class GroupCopy:
+    """Blocks of one KV cache group to copy between the device and the arena.
+
+    ``block_ids[i]`` (int64) is the device block, ``slots[i]`` (int64) the offset in bytes of its payload's slot from
+    the start of the arena. A payload holds the shards of all ranks side by side: rank r's begins at
+    ``slot + r * shard_bytes``.
+    """
+
+    group: int
+    block_ids: np.ndarray
+    slots: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class Copies:
     """Pieces to copy: parallel int64 arrays of device addresses, offsets in the arena, and sizes in bytes."""
@@ -178,7 +192,11 @@ def _page_bytes(config: KVCacheConfig, group: int) -> list[int]:
     if len({id(tensor) for tensor in placements}) > 1:
         return padded
     content = _content_bytes(config.kv_cache_groups[group].kv_cache_spec)
-    return [page if content is None else min(page, content) for page in padded]
+    if content is None:
+        return padded
+    if padded and content > min(padded):
+        raise LayoutError(f"KV cache group {group}: pages of {content} bytes lie only {min(padded)} bytes apart")
+    return [content] * len(names)
 
 
 def _content_bytes(spec: KVCacheSpec) -> int | None:

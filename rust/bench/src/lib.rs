@@ -1,1 +1,4 @@
-//! Measurements of the engine on a real device, against a bare loop on the same device in the same run.
+//! Measurements of the engine on a real device, against a bare loop on the same device in the same run,
+//! and replays of traces.
+
+pub mod replay;

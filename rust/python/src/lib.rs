@@ -1,1 +1,20 @@
-//! The extension module `undercroft._core`.
+//! `undercroft._core`: the thin Python binding of the core.
+
+mod arena;
+mod copier;
+mod errors;
+
+/// The Rust core.
+#[pyo3::pymodule]
+mod _core {
+    #[pymodule_export]
+    use crate::arena::PyArena;
+    #[pymodule_export]
+    use crate::copier::PyCopier;
+    #[pymodule_export]
+    use crate::errors::{ConfigError, StoreError, UndercroftError};
+
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "the name Python programs look for")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

@@ -73,14 +73,12 @@ impl LeafHd {
 
     pub(super) fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
         let leaves = &self.classes.get(usize::from(class))?.leaves;
+        if leaves.is_empty() {
+            return None;
+        }
         let mut victim: Option<(f64, Leaf)> = None;
-        for sample in 0..SAMPLES.min(leaves.len()) {
-            let few = leaves.len() <= SAMPLES;
-            let leaf = leaves[if few {
-                sample
-            } else {
-                self.random.below(leaves.len())
-            }];
+        for _ in 0..SAMPLES {
+            let leaf = leaves[self.random.below(leaves.len())];
             let density = self
                 .density
                 .of(leaf.hit_class, tick.saturating_sub(leaf.last));

@@ -202,3 +202,70 @@ fn the_seed_fixes_the_victims() {
     assert_ne!(victims(1), victims(2));
     assert_eq!(victims(1).iter().collect::<BTreeSet<_>>().len(), 2000);
 }
+
+#[test]
+fn age_buckets_tile_the_ages() {
+    for bucket in 0..density::BUCKETS {
+        let start = density::bucket_start(bucket);
+        assert_eq!(density::bucket(start), bucket);
+        assert!(bucket == 0 || density::bucket(start - 1) == bucket - 1);
+    }
+    assert_eq!(density::bucket_start(density::BUCKETS - 1), 7168);
+    assert_eq!(density::bucket(u64::MAX), density::BUCKETS - 1);
+}
+
+/// Blocks of class and last touch; the second number picks one to be touched again or dropped.
+fn touches() -> impl Strategy<Value = Vec<(u64, usize, bool)>> {
+    prop::collection::vec((0..4000_u64, 0..64_usize, any::<bool>()), 1..60)
+}
+
+proptest! {
+    #[test]
+    fn cohorts_count_every_block_at_its_age(touches in touches()) {
+        let mut cohorts = cohorts::Cohorts::new();
+        let mut model: Vec<(u8, u64)> = Vec::new();
+        let mut now = 0;
+        for (later, pick, gone) in touches {
+            now += later;
+            if let Some(&(class, last)) = model.get(pick) {
+                cohorts.remove(class, last);
+                model.swap_remove(pick);
+            }
+            if !gone {
+                let class = (pick % 4) as u8;
+                cohorts.add(class, now);
+                model.push((class, now));
+            }
+            cohorts.advance(now);
+            for (from, to) in [(0, Some(1)), (1, Some(3000)), (3000, Some(7168)), (7168, None)] {
+                let mut expected = [0; 4];
+                for (class, last) in &model {
+                    let age = now - last;
+                    if age >= from && to.is_none_or(|to| age < to) {
+                        expected[usize::from(*class)] += 1;
+                    }
+                }
+                prop_assert_eq!(cohorts.blocks_aged(from, to), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn the_ghost_list_is_a_bounded_map(calls in prop::collection::vec((any::<bool>(), 0..60_u64), 1..400)) {
+        let mut ghosts = ghost::GhostList::new(20);
+        let mut model: Vec<Option<(u64, ghost::Remembered)>> = Vec::new();
+        for (now, (push, block)) in ((1_u64 << 33) + 1000..).zip(calls) {
+            // Few distinct homes, so that runs of the table collide and wrap.
+            let fingerprint = (0xffff_fff0 + block / 4 * 0x0400_0000 + block % 4) << 32;
+            let known = model.iter_mut().rev().take(20).find(|entry| entry.is_some_and(|(of, _)| of == fingerprint));
+            let known = known.and_then(Option::take).map(|(_, remembered)| remembered);
+            prop_assert_eq!(ghosts.take(fingerprint, now), known);
+            if push {
+                let remembered = ghost::Remembered { last: now - block, hit_class: (block % 4) as u8 };
+                let dropped = model.len().checked_sub(20).and_then(|oldest| model[oldest].take());
+                prop_assert_eq!(ghosts.push(fingerprint, remembered, now), dropped.map(|(_, remembered)| remembered));
+                model.push(Some((fingerprint, remembered)));
+            }
+        }
+    }
+}

@@ -1,0 +1,163 @@
+"""The names and behaviours of vLLM that differ between the versions supported (0.31 to 0.33).
+
+Everything is found by looking for the feature, never by comparing version numbers. Imported by the connector only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # 0.31: hits are not split by tier
+    CacheHitSource = None
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+__all__ = [
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "before_prefix_cache_reset",
+    "block_sizes",
+    "group_kind",
+    "group_window",
+    "hash_lookahead_tokens",
+    "hash_seed",
+    "layer_specs",
+    "recompute_failed_loads",
+    "vllm_release",
+]
+
+_KINDS = {
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "full",
+    "SlidingWindowSpec": "sliding_window",
+    "SlidingWindowMLASpec": "sliding_window",
+    "ChunkedLocalAttentionSpec": "chunked_local",
+    "MambaSpec": "state",
+}
+"""What a hit needs of each spec. By exact class: a subclass nobody looked at may need something else."""
+
+
+def recompute_failed_loads(is_ours: Callable[[Any], bool]) -> None:
+    """Make every scheduler whose connector ``is_ours`` recompute what failed to load.
+
+    A connector can set vLLM's policy for itself in its constructor, but not as a child of MultiConnector, whose policy
+    counts.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.__init__
+    if getattr(original, "_undercroft", False):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if is_ours(self.connector) and hasattr(self, "recompute_kv_load_failures"):
+            self.recompute_kv_load_failures = True
+
+    init._undercroft = True  # type: ignore[attr-defined]
+    Scheduler.__init__ = init  # type: ignore[method-assign]
+
+
+def vllm_release() -> str:
+    """Major and minor version of vLLM, such as "0.32": pages may be laid out anew from one to the next."""
+    from vllm import __version__
+
+    return ".".join(__version__.split(".")[:2])
+
+
+def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
+    """Tokens per block hash, and the tokens of which every hit must be a multiple."""
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
+    alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    if hash_tokens is None or alignment is None:
+        alignment, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return hash_tokens, alignment
+
+
+def hash_seed(algorithm: str) -> str | None:
+    """The seed of block hashes; None where each process draws its own.
+
+    vLLM resolves it in the same way, but only after it has made the scheduler's connector.
+    """
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        return seed
+    if algorithm.startswith("xxhash"):
+        return None
+    return getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+
+
+def hash_lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens after a block that its hash covers too (some speculative decoders, 0.33)."""
+    return getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0
+
+
+def layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
+    """The specs of a group's layers: one for all, or one for each (the workers' configuration)."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    if inner is None:
+        yield spec
+    else:
+        yield from inner.values()
+
+
+def group_kind(spec: KVCacheSpec) -> str | None:
+    """The engine's word for what a hit needs of a group with this spec; None for a spec that is not known."""
+    if not getattr(spec, "prefix_cacheable", True):
+        return "ignored"
+    kinds = {_KINDS.get(type(inner).__name__) for inner in layer_specs(spec)}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def group_window(spec: KVCacheSpec) -> int:
+    """Window or chunk of a group in tokens; 0 where there is none."""
+    first = next(layer_specs(spec))
+    if isinstance(first, kv_cache_interface.SlidingWindowSpec):
+        return first.sliding_window
+    if isinstance(first, kv_cache_interface.ChunkedLocalAttentionSpec):
+        return first.attention_chunk_size
+    return 0
+
+
+def before_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) -> None:
+    """Run ``action`` each time before the pool resets its prefix cache.
+
+    A reset is refused while anybody holds blocks, and vLLM asks the connector only afterwards: too late for a
+    connector that could let go of its own.
+    """
+    reset: Callable[[], bool] = block_pool.reset_prefix_cache
+
+    def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
+        action()
+        return reset(*args, **kwargs)
+
+    block_pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]

@@ -1,0 +1,333 @@
+"""The class that vLLM loads. It hands each hook to the scheduler's or the worker's half and lets no error out.
+
+Errors at start are another matter: a configuration that cannot be served as asked refuses the start.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.logger import init_logger
+
+from undercroft.compat import (
+    KVConnectorBase_V1,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorStats,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from undercroft.config import UndercroftConfig, unknown_environment
+from undercroft.connector.embedded import open_engine, start_line
+from undercroft.connector.groups import Groups, why_unsupported
+from undercroft.connector.metadata import UndercroftMetadata
+from undercroft.connector.namespace import describe, random_seed_warning
+from undercroft.connector.scheduler import SchedulerConnector
+from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
+from undercroft.device.layout import group_shard_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from undercroft._core import Engine
+    from undercroft.connector.worker import WorkerConnector
+
+logger = init_logger("vllm.undercroft")
+"""Below vLLM's own loggers, so that its logging configuration applies."""
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def _fail_open(default: Callable[[], Any]) -> Callable[[_Hook], _Hook]:
+    """Wrap a hook: an exception is reported, and the hook answers ``default()``, which does no harm."""
+
+    def wrap(hook: _Hook) -> _Hook:
+        @functools.wraps(hook)
+        def guarded(self: UndercroftConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:
+                self._report(hook.__name__, error)
+                return default()
+
+        return cast("_Hook", guarded)
+
+    return wrap
+
+
+def _nothing() -> None:
+    return None
+
+
+class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's KV connector over undercroft's tiers: one instance in the scheduler's process, one in each worker's."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._counts = Counts()
+        self._reported: set[tuple[str, type]] = set()
+        self._engine: Engine | None = None
+        self._engine_stats: EngineStats | None = None
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
+        config = UndercroftConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        reason = why_unsupported(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            for message in unknown_environment():
+                logger.warning(message)
+            if reason is None:
+                self._start_scheduler(config)
+            else:
+                logger.warning("undercroft is off, vLLM serves without it: %s.", reason)
+        elif reason is None:
+            from undercroft.connector.worker import WorkerConnector
+
+            self._worker = WorkerConnector(vllm_config, kv_cache_config)
+
+    def _start_scheduler(self, config: UndercroftConfig) -> None:
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            # vLLM's default fails the request; read after this constructor.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            logger.info('undercroft: kv_load_failure_policy is set to "recompute": a failed load is only a miss.')
+        if warning := random_seed_warning(self._vllm_config):
+            logger.warning(warning)
+        groups = Groups.of(self._vllm_config, self._kv_cache_config)
+        description = describe(self._vllm_config, self._kv_cache_config, config.namespace_salt)
+        tensor_parallel = self._vllm_config.parallel_config.tensor_parallel_size
+        payload_bytes = [
+            group_shard_bytes(self._kv_cache_config, group) * tensor_parallel for group in range(len(groups.kinds))
+        ]
+        engine = open_engine(config)
+        try:
+            session = engine.register(description, groups.registration(payload_bytes), groups.hash_tokens)
+            self._scheduler = SchedulerConnector(
+                session,
+                groups,
+                config,
+                self._vllm_config.parallel_config.world_size,
+                lambda: (engine.socket_path, engine.arena_generation),
+                self._counts,
+                self._report,
+            )
+            self._engine_stats = EngineStats(engine)
+            logger.info(start_line(engine.info(), session.namespace))
+        except BaseException:
+            engine.close()
+            raise
+        self._engine = engine
+
+    def _report(self, hook: str, error: Exception) -> None:
+        """Count an error that was caught in a hook, and log the first of its kind."""
+        self._counts.add("hook_errors")
+        kind = (hook, type(error))
+        if kind not in self._reported:
+            self._reported.add(kind)
+            logger.error(
+                "undercroft: %s in %s was caught; it counts as a miss. Further ones of this kind are only counted "
+                "(hook_errors).",
+                type(error).__name__,
+                hook,
+                exc_info=error,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is lost is only a later miss."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """The statistics that ``data`` stands for, in the frontend's process."""
+        return UndercroftStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """The metrics, in the frontend's process."""
+        from undercroft.connector.prometheus import UndercroftPromMetrics
+
+        return UndercroftPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # Both halves
+
+    @_fail_open(_nothing)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was counted since the last call; None if nothing was."""
+        stats = UndercroftStats(self._counts.take())
+        if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
+            stats = stats.aggregate(UndercroftStats({"counters": counters}))
+        if self._engine_stats is not None and self._scheduler is not None:
+            data = self._engine_stats.take(time.monotonic(), force=self._scheduler.idle())
+            stats = stats.aggregate(UndercroftStats(data))
+        return None if stats.is_empty() else stats
+
+    @_fail_open(_nothing)
+    def shutdown(self) -> None:
+        """Finish what is under way (bounded) and let go of memory, disks and threads."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    # The scheduler's half
+
+    @_fail_open(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """See `SchedulerConnector.bind_gpu_block_pool`."""
+        if self._scheduler is not None:
+            self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    @_fail_open(_nothing)
+    def on_new_request(self, request: Request) -> None:
+        """See `SchedulerConnector.on_new_request`."""
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @_fail_open(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerConnector.get_num_new_matched_tokens`."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @_fail_open(_nothing)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See `SchedulerConnector.update_state_after_alloc`."""
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    @_fail_open(tuple)
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """See `SchedulerConnector.get_loaded_kv_cache_group_ids`."""
+        return () if self._scheduler is None else self._scheduler.get_loaded_kv_cache_group_ids(request)
+
+    @_fail_open(dict)
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """See `SchedulerConnector.get_external_cache_hit_sources`."""
+        if self._scheduler is None:
+            return {}
+        return self._scheduler.get_external_cache_hit_sources(request, num_external_tokens)
+
+    @_fail_open(UndercroftMetadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
+        """See `SchedulerConnector.build_connector_meta`."""
+        if self._scheduler is None:
+            return UndercroftMetadata()
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    @_fail_open(_nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See `SchedulerConnector.update_connector_output`."""
+        if self._scheduler is not None:
+            self._scheduler.update_connector_output(connector_output)
+
+    @_fail_open(lambda: (False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of a vLLM without the hybrid memory allocator."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_fail_open(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks are never kept from being freed: what is being saved from them is pinned."""
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request, block_ids)
+        return False, None
+
+    @_fail_open(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """The tiers publish no KV events."""
+        return ()
+
+    @_fail_open(bool)
+    def has_pending_block_frees(self) -> bool:
+        """See `SchedulerConnector.has_pending_block_frees`."""
+        return self._scheduler is not None and self._scheduler.has_pending_block_frees()
+
+    @_fail_open(bool)
+    def has_pending_push_work(self) -> bool:
+        """See `SchedulerConnector.has_pending_push_work`."""
+        return self._scheduler is not None and self._scheduler.has_pending_push_work()
+
+    @_fail_open(bool)
+    def reset_cache(self) -> bool:
+        """See `SchedulerConnector.reset_cache`. An error means that it was not reset."""
+        return self._scheduler is None or self._scheduler.reset_cache()
+
+    # The worker's half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The device's memory. A layout that cannot be served refuses the start."""
+        if self._worker is not None:
+            self._worker.register_kv_caches(kv_caches)
+
+    @_fail_open(_nothing)
+    def unregister_kv_caches(self) -> None:
+        """The device's memory goes away (sleep)."""
+        if self._worker is not None:
+            self._worker.unregister_kv_caches()
+
+    @_fail_open(_nothing)
+    def restore_kv_caches(self) -> None:
+        """The device's memory is back, perhaps elsewhere (wake-up)."""
+        if self._worker is not None:
+            self._worker.restore_kv_caches()
+
+    @_fail_open(_nothing)
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """See `WorkerConnector.handle_preemptions`."""
+        if self._worker is not None:
+            self._worker.handle_preemptions(kv_connector_metadata)
+
+    @_fail_open(_nothing)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """See `WorkerConnector.start_load_kv`."""
+        if self._worker is not None and self.has_connector_metadata():
+            self._worker.start_load_kv(self._get_connector_metadata())
+
+    @_fail_open(_nothing)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs only after its load has ended."""
+
+    @_fail_open(_nothing)
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: blocks are saved whole, in `wait_for_save`."""
+
+    @_fail_open(_nothing)
+    def wait_for_save(self) -> None:
+        """See `WorkerConnector.wait_for_save`."""
+        if self._worker is not None and self.has_connector_metadata():
+            self._worker.wait_for_save(self._get_connector_metadata())
+
+    @_fail_open(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See `WorkerConnector.get_transfer_results`."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        return self._worker.get_transfer_results(finished_req_ids)
+
+    @_fail_open(_nothing)
+    def build_connector_worker_meta(self) -> Any:
+        """See `WorkerConnector.build_connector_worker_meta`."""
+        return None if self._worker is None else self._worker.build_connector_worker_meta()

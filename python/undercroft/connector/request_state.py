@@ -1,0 +1,32 @@
+"""What the scheduler's half remembers of each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request from its arrival (or first question) until it has finished."""
+
+    request: Request
+    local_tokens: int = 0
+    """Tokens the device itself held when the scheduler last asked."""
+    asked_at: float | None = None
+    """When the question that is still open was asked first (monotonic seconds); None when answered."""
+    deferred: bool = False
+    """Whether the open question was answered with "later" at least once."""
+    counted_for: int = -1
+    """Preemptions the request had had when its answer was last counted: it is asked for again and again."""
+    lookup_failed: bool = False
+    """A load failed or a lookup was given up: this request computes its prompt from now on."""
+    saved_hashes: int = 0
+    """Block hashes up to which saves have been asked for."""
+    save_refused: bool = False
+    """The last save left blocks out for want of memory: worth asking again."""
+    epoch: int = 0
+    """The cache reset after which the blocks on the device were computed."""

@@ -1,0 +1,127 @@
+"""Saves: which blocks, from where on the device, and what keeps them in place until all ranks have copied them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from undercroft.connector.metadata import CopyJob, GroupCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from undercroft._core import Session
+    from undercroft.connector.metadata import UndercroftWorkerMetadata
+
+_NULL_BLOCK = 0
+
+
+@dataclass(slots=True)
+class _Save:
+    pinned: list[KVCacheBlock]
+    ranks_ended: int = 0
+    failed: bool = False
+
+
+class Saves:
+    """The saves that workers have not acknowledged yet.
+
+    A save holds a reference on each of its source blocks in vLLM's block pool, so that neither a preemption nor a
+    finished request hands them to somebody else while they are being copied.
+    """
+
+    def __init__(self, session: Session, world_size: int) -> None:
+        self._session = session
+        self._world_size = world_size
+        self._pool: BlockPool | None = None
+        self._saves: dict[int, _Save] = {}
+
+    def __len__(self) -> int:
+        return len(self._saves)
+
+    def bind(self, pool: BlockPool) -> None:
+        """The pool whose blocks are saved."""
+        self._pool = pool
+
+    def begin(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, tables: Sequence[Sequence[int]]
+    ) -> CopyJob | None:
+        """Reserve slots for what of the first ``num_tokens`` is not here yet; None if there is nothing to copy.
+
+        ``tables``: per group, the request's device blocks by position.
+        """
+        plan = self._session.begin_save(request_id, hashes, num_tokens)
+        if plan is None:
+            return None
+        job_id, groups = plan
+        try:
+            copies = [_group_copy(*group, tables) for group in groups]
+            copies = [copy for copy in copies if len(copy.slots)]
+            pinned = self._pin(copies)
+        except BaseException:
+            self._session.end_save(job_id, False)
+            raise
+        if not copies:
+            # Every slot of this job was refused: nothing will ever be copied into it.
+            self._session.end_save(job_id, False)
+            return None
+        self._saves[job_id] = _Save(pinned)
+        return CopyJob(job_id, request_id, copies)
+
+    def acknowledge(self, answer: UndercroftWorkerMetadata) -> None:
+        """Take the ranks' answers; a save that all ranks have ended becomes visible, or is dropped if any failed."""
+        for job_id in answer.saves_failed:
+            if job_id in self._saves:
+                self._saves[job_id].failed = True
+        for job_id, ranks in answer.saves_ended.items():
+            save = self._saves.get(job_id)
+            if save is None:
+                continue
+            save.ranks_ended += ranks
+            if save.ranks_ended >= self._world_size:
+                del self._saves[job_id]
+                self._unpin(save)
+                self._session.end_save(job_id, not save.failed)
+
+    def abandon(self) -> None:
+        """Let go of all device blocks at once. What is being copied from them is dropped when it is acknowledged."""
+        for save in self._saves.values():
+            save.failed = True
+            self._unpin(save)
+
+    def blocks_to_free(self) -> bool:
+        """Whether an acknowledgement will return a block to the pool that nobody else holds."""
+        return any(block.ref_cnt == 1 for save in self._saves.values() for block in save.pinned)
+
+    def _pin(self, copies: Iterable[GroupCopy]) -> list[KVCacheBlock]:
+        if self._pool is None:
+            raise RuntimeError("undercroft: a save before vLLM has bound its block pool")
+        blocks = [self._pool.blocks[block_id] for copy in copies for block_id in copy.block_ids.tolist()]
+        self._pool.touch(blocks)
+        return blocks
+
+    def _unpin(self, save: _Save) -> None:
+        pinned, save.pinned = save.pinned, []
+        if self._pool is not None and pinned:
+            # As vLLM frees a request: the deepest block is the first to be reused.
+            self._pool.free_blocks(reversed(pinned))
+
+
+def _group_copy(group: int, first: int, offsets: bytes, tables: Sequence[Sequence[int]]) -> GroupCopy:
+    slots = np.frombuffer(offsets, dtype="<i8")
+    wanted = slots >= 0
+    table = tables[group][first : first + len(slots)]
+    if len(table) < len(slots):
+        raise ValueError(
+            f"undercroft: a save wants blocks {first} to {first + len(slots) - 1} of group {group}, "
+            f"but the request has {len(tables[group])}"
+        )
+    block_ids = np.array(table, dtype=np.int64)[wanted]
+    if (block_ids == _NULL_BLOCK).any():
+        raise ValueError(f"undercroft: a save wants null blocks of group {group}")
+    return GroupCopy(group, block_ids, slots[wanted])

@@ -1,0 +1,282 @@
+"""The scheduler's half: asks the engine what is cached, and tells the workers what to copy.
+
+Every call here runs on the scheduler's thread, so nothing waits for IO: the engine answers from memory, and "later" is
+an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from undercroft import compat
+from undercroft.connector.loads import plan_load
+from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.request_state import RequestState
+from undercroft.connector.saves import Saves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from undercroft._core import Session
+    from undercroft.config import UndercroftConfig
+    from undercroft.connector.groups import Groups
+    from undercroft.connector.stats import Counts
+
+LOOKUP_DEADLINE_S = 60.0
+"""A request that is told "later" for longer than this computes its prompt: no defect may starve it."""
+_RETRY_STEPS = 8
+"""A refused save is asked for again after this many steps."""
+RESET_TIMEOUT_S = 10.0
+
+
+class SchedulerConnector:
+    """One vLLM scheduler's use of the cache, over one session of the engine."""
+
+    def __init__(
+        self,
+        session: Session,
+        groups: Groups,
+        config: UndercroftConfig,
+        world_size: int,
+        arena: Callable[[], tuple[str, int]],
+        counts: Counts,
+        report: Callable[[str, Exception], None],
+    ) -> None:
+        """Make the half of one scheduler.
+
+        ``arena`` tells the socket and generation that the workers attach to, ``report`` takes an error that was caught
+        and the hook it happened in.
+        """
+        self._report = report
+        self._session = session
+        self._groups = groups
+        self._config = config
+        self._arena = arena
+        self._saves = Saves(session, world_size)
+        self._requests: dict[str, RequestState] = {}
+        self._loading: dict[str, int] = {}
+        """Loads that the workers have not reported yet, by request; -1 for one that failed before it began."""
+        self._metadata = UndercroftMetadata()
+        """What the next step's metadata already holds."""
+        self._step = 0
+        self._epoch = 0
+        self._counts = counts
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Called once, when vLLM has built its block pool."""
+        self._saves.bind(pool)
+        compat.before_prefix_cache_reset(pool, self._saves.abandon)
+
+    # Lookup
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived: start its lookup, and the reads from disk, before the scheduler comes to it."""
+        self._state(request)
+        if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
+            return
+        if request.block_hashes:
+            self._session.submit(request.request_id, request.block_hashes)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after ``num_computed_tokens`` can be loaded; None while the disk still owes the answer.
+
+        Asked again for the same request any number of times, so nothing irrevocable happens here.
+        """
+        state = self._state(request)
+        state.local_tokens = num_computed_tokens
+        state.epoch = self._epoch
+        if state.lookup_failed or request.skip_reading_prefix_cache:
+            return 0, False
+        limit = self._groups.align(request.num_tokens - 1)
+        if limit <= num_computed_tokens:
+            return 0, False
+        if state.asked_at is None:
+            state.asked_at = time.perf_counter()
+        boundary = self._session.poll(request.request_id, request.block_hashes, num_computed_tokens)
+        if boundary is None:
+            return self._defer(state, state.asked_at)
+        gain = self._groups.usable(min(boundary, limit)) - num_computed_tokens
+        if gain < max(1, self._config.min_load_tokens):
+            gain = 0
+        if state.counted_for != request.num_preemptions:
+            state.counted_for = request.num_preemptions
+            self._counts.lookup(time.perf_counter() - state.asked_at, gain > 0, state.deferred)
+        state.asked_at = None
+        state.deferred = False
+        return gain, gain > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request got its device blocks: load ``num_external_tokens`` into them, or nothing if that is 0."""
+        request_id = request.request_id
+        if num_external_tokens == 0:
+            # Admitted without us, or the load is done: the lookup and what it keeps from eviction are not needed.
+            if request_id not in self._loading:
+                self._session.discard(request_id)
+            return
+        state = self._state(request)
+        try:
+            job = plan_load(
+                self._session,
+                request_id,
+                state.local_tokens,
+                num_external_tokens,
+                blocks.get_block_ids(),
+                self._groups.block_tokens,
+            )
+        except BaseException:
+            self._load_impossible(state)
+            raise
+        if job is None:
+            self._load_impossible(state)
+            return
+        self._loading[request_id] = job.job_id
+        self._metadata.loads.append(job)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Groups whose blocks a load fills."""
+        return self._groups.loaded
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """The tokens of a load by the tier that held them."""
+        state = self._requests.get(request.request_id)
+        if compat.CacheHitSource is None or state is None or num_external_tokens == 0:
+            return {}
+        host, disk = self._session.tiers(request.request_id, state.local_tokens, num_external_tokens)
+        self._counts.add("hit_tokens_host", host)
+        self._counts.add("hit_tokens_disk", disk)
+        sources = {compat.CacheHitSource.HOST: host, compat.CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    # Steps
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
+        """What the workers copy in this step: the loads begun in it, and the blocks that it fills."""
+        self._step += 1
+        metadata, self._metadata = self._metadata, UndercroftMetadata()
+        metadata.arena_socket, metadata.arena_generation = self._arena()
+        tables_of = scheduler_output.kv_connector_block_state
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None or state.epoch != self._epoch:
+                continue
+            num_hashes = self._complete_hashes(state.request, state.request.num_computed_tokens + num_scheduled)
+            if num_hashes == state.saved_hashes and not (state.save_refused and self._step % _RETRY_STEPS == 0):
+                continue
+            tables = tables_of.get_block_ids(request_id)
+            if tables is not None:
+                self._save(state, num_hashes, tables, metadata)
+        return metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """The workers' reports of a step."""
+        failed = output.failed_recving or ()
+        for request_id in output.finished_recving or ():
+            job_id = self._loading.pop(request_id, None)
+            if job_id is None:
+                continue
+            ok = request_id not in failed
+            if job_id >= 0:
+                self._session.end_load(job_id, ok)
+            state = self._requests.get(request_id)
+            if not ok:
+                self._counts.add("failed_loads")
+                if state is not None:
+                    state.lookup_failed = True
+        if isinstance(output.kv_connector_worker_meta, UndercroftWorkerMetadata):
+            self._saves.acknowledge(output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
+        """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
+        request_id = request.request_id
+        state = self._requests.pop(request_id, None)
+        try:
+            # The last blocks: with asynchronous scheduling their hashes appear after the step that filled them. A
+            # request aborted while it loads counts its tokens as computed although they are not there yet.
+            if state is not None and state.epoch == self._epoch and request_id not in self._loading:
+                num_hashes = self._complete_hashes(request, request.num_computed_tokens)
+                if num_hashes > state.saved_hashes or (state.save_refused and num_hashes):
+                    self._save(state, num_hashes, tables, self._metadata)
+        finally:
+            self._session.discard(request_id)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether workers still owe an answer, so that the engine must go on stepping to hear it."""
+        return bool(self._saves or self._loading)
+
+    def idle(self) -> bool:
+        """Whether no request and no transfer is known, so that the engine may stop stepping."""
+        return not (self._requests or self._saves or self._loading)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for saves will give device blocks back, so that nobody needs to be preempted for them."""
+        return self._saves.blocks_to_free()
+
+    def reset_cache(self) -> bool:
+        """Drop everything of this namespace. What the device holds now is not saved any more."""
+        self._epoch += 1
+        self._saves.abandon()
+        return self._session.reset(RESET_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the session: its lookups, loads and saves are dropped."""
+        self._session.close()
+
+    # Parts
+
+    def _state(self, request: Request) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            state = self._requests[request.request_id] = RequestState(request, epoch=self._epoch)
+        return state
+
+    def _defer(self, state: RequestState, asked_at: float) -> tuple[int | None, bool]:
+        waited = time.perf_counter() - asked_at
+        if waited < LOOKUP_DEADLINE_S:
+            state.deferred = True
+            return None, False
+        state.lookup_failed = True
+        self._counts.add("lookups_timed_out")
+        self._session.discard(state.request.request_id)
+        return 0, False
+
+    def _load_impossible(self, state: RequestState) -> None:
+        """vLLM already waits for this load: the workers must report it as failed."""
+        state.lookup_failed = True
+        self._loading[state.request.request_id] = -1
+        self._metadata.failed_loads.append(state.request.request_id)
+
+    def _complete_hashes(self, request: Request, computed_tokens: int) -> int:
+        """Number of block hashes whose tokens all have their KV on the device after ``computed_tokens``.
+
+        Drafts that were not accepted lie beyond ``num_tokens``; hashes that look ahead appear late.
+        """
+        tokens = min(computed_tokens, request.num_tokens)
+        if self._config.save == "prompt":
+            tokens = min(tokens, request.num_prompt_tokens)
+        return min(tokens // self._groups.hash_tokens, len(request.block_hashes))
+
+    def _save(
+        self, state: RequestState, num_hashes: int, tables: tuple[list[int], ...], metadata: UndercroftMetadata
+    ) -> None:
+        state.saved_hashes = num_hashes
+        state.save_refused = False
+        if not num_hashes:
+            return
+        request = state.request
+        num_tokens = num_hashes * self._groups.hash_tokens
+        try:
+            job = self._saves.begin(request.request_id, request.block_hashes, num_tokens, tables)
+        except Exception as error:
+            # One request's trouble must not lose the other requests' copies of this step.
+            self._report("build_connector_meta", error)
+            return
+        state.save_refused = self._session.save_refused()
+        if job is not None:
+            metadata.saves.append(job)

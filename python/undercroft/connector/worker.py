@@ -1,0 +1,221 @@
+"""The worker's half of the connector: copies between device blocks and arena slots as the scheduler's half says.
+
+It knows no index and no hashes. Every load ends in exactly one ``finished_recving`` of its request, every save in
+exactly one acknowledgement, whatever fails: the scheduler's half holds blocks and slots until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from undercroft._core import Arena, UndercroftError
+from undercroft.connector.metadata import CopyJob, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.device.copier import DeviceCopier, make_copier
+from undercroft.device.layout import DeviceLayout, device_layout
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+ATTACH_RETRY_S = 1.0
+"""How long a failed attempt to get the arena keeps the next one away; it doubles with every failure."""
+ATTACH_RETRY_MAX_S = 60.0
+
+
+class WorkerError(Exception):
+    """Copies are impossible now; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A job that the copier has."""
+
+    job: CopyJob
+    to_arena: bool
+    bytes: int
+
+
+class WorkerConnector:
+    """One rank's copies. All methods are called by the model runner's thread, in the order of vLLM's hooks."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        attach: Callable[[str], Arena] = Arena.attach,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``attach``: gets the arena from an engine's socket. ``clock``: seconds, for waiting between attempts."""
+        parallel = vllm_config.parallel_config
+        # A payload holds one shard for each tensor-parallel rank; there is only one pipeline stage.
+        self._rank = parallel.rank % parallel.tensor_parallel_size
+        self._config = kv_cache_config
+        self._attach = attach
+        self._clock = clock
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._layout: DeviceLayout | None = None
+        self._copier: DeviceCopier | None = None
+        self._arena_key: tuple[str, int] | None = None
+        self._attach_failures = 0
+        self._attach_after = 0.0
+        self._running: dict[int, _Running] = {}
+        self._next_ticket = 1
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._answer = UndercroftWorkerMetadata()
+        self._counters: Counter[str] = Counter()
+        self._reported: set[str] = set()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Find the pages of the KV cache. Raises LayoutError if they cannot be copied; every job then fails."""
+        self._kv_caches = dict(kv_caches)
+        self._layout = device_layout(self._config, kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """The device memory is about to go (sleep): end all copies and forget where the pages lie."""
+        self._release_copier()
+        self._layout = None
+
+    def restore_kv_caches(self) -> None:
+        """The device memory is back. Raises LayoutError as `register_kv_caches` does."""
+        if self._layout is None and self._kv_caches:
+            self._layout = device_layout(self._config, self._kv_caches)
+
+    def handle_preemptions(self, metadata: UndercroftMetadata) -> None:
+        """Nothing: blocks that are being saved stay referenced, so no preemption lets others write them."""
+
+    def start_load_kv(self, metadata: UndercroftMetadata) -> None:
+        """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
+        for request_id in metadata.failed_loads:
+            self._end_load(request_id, ok=False)
+        for job in metadata.loads:
+            self._start(job, metadata, to_arena=False)
+
+    def wait_for_save(self, metadata: UndercroftMetadata) -> None:
+        """Start the saves of this step, whose blocks its forward pass has computed or will, in stream order.
+
+        Raises nothing: a save that cannot start is acknowledged as failed.
+        """
+        for job in metadata.saves:
+            self._start(job, metadata, to_arena=True)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads have ended since the last call, and those of them that failed."""
+        self._collect()
+        results = KVConnectorTransferResults(finished_recving=self._received, failed_recving=self._failed)
+        self._received, self._failed = set(), set()
+        return results
+
+    def build_connector_worker_meta(self) -> UndercroftWorkerMetadata | None:
+        """The saves that have ended since the last call; None if there are none."""
+        self._collect()
+        if not self._answer.saves_ended:
+            return None
+        answer, self._answer = self._answer, UndercroftWorkerMetadata()
+        return answer
+
+    def get_kv_connector_stats(self) -> dict[str, float] | None:
+        """Counters since the last call (`undercroft.connector.stats.WORKER_KEYS`); None if nothing happened."""
+        if not self._counters:
+            return None
+        counters, self._counters = dict(self._counters), Counter()
+        return counters
+
+    def shutdown(self) -> None:
+        """Wait for the copies under way and let go of the arena. Idempotent."""
+        self._release_copier()
+        self._kv_caches.clear()
+        self._layout = None
+
+    def _start(self, job: CopyJob, metadata: UndercroftMetadata, *, to_arena: bool) -> None:
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        try:
+            queued = self._current_copier(metadata).submit(ticket, to_arena, job.groups)
+        except Exception as error:
+            # Nothing was queued, so nothing will copy; the engine must hear that the job is over.
+            self._report(error)
+            self._end(job, to_arena, ok=False)
+        else:
+            self._running[ticket] = _Running(job, to_arena, queued)
+
+    def _current_copier(self, metadata: UndercroftMetadata) -> DeviceCopier:
+        """The copier for the arena that the metadata names; attached at its first use."""
+        if self._layout is None:
+            raise WorkerError("the KV cache is not registered, or its layout was declined")
+        key = (metadata.arena_socket, metadata.arena_generation)
+        if key != self._arena_key:
+            self._release_copier()
+            self._arena_key = key
+            self._attach_failures = 0
+            self._attach_after = 0.0
+        if self._copier is None:
+            self._copier = make_copier(self._layout, self._attached(key), self._rank)
+        return self._copier
+
+    def _attached(self, key: tuple[str, int]) -> Arena:
+        """The arena. A failure keeps the next attempt away: a frozen engine must not cost a wait in every step."""
+        socket, generation = key
+        if self._clock() < self._attach_after:
+            raise WorkerError(f"the arena at {socket} could not be attached; trying again later")
+        try:
+            arena = self._attach(socket)
+            if arena.generation != generation:
+                raise WorkerError(f"{socket} hands out arena {arena.generation}, expected {generation}")
+        except (UndercroftError, WorkerError):
+            wait = min(ATTACH_RETRY_S * 2**self._attach_failures, ATTACH_RETRY_MAX_S)
+            self._attach_failures += 1
+            self._attach_after = self._clock() + wait
+            raise
+        return arena
+
+    def _release_copier(self) -> None:
+        """End all copies, and keep their results for the next report."""
+        if self._copier is not None:
+            self._copier.drain()
+            self._collect()
+            self._copier = None
+
+    def _collect(self) -> None:
+        if self._copier is None:
+            return
+        for ticket, ok, seconds in self._copier.poll():
+            ended = self._running.pop(ticket)
+            direction = "save" if ended.to_arena else "load"
+            self._counters[f"{direction}_bytes"] += ended.bytes
+            self._counters[f"{direction}_seconds"] += seconds
+            self._end(ended.job, ended.to_arena, ok=ok)
+
+    def _end(self, job: CopyJob, to_arena: bool, *, ok: bool) -> None:
+        if not to_arena:
+            self._end_load(job.request_id, ok=ok)
+            return
+        self._counters["saves_done"] += 1
+        self._answer.saves_ended[job.job_id] = self._answer.saves_ended.get(job.job_id, 0) + 1
+        if not ok:
+            self._answer.saves_failed.add(job.job_id)
+
+    def _end_load(self, request_id: str, *, ok: bool) -> None:
+        self._counters["loads_done"] += 1
+        self._received.add(request_id)
+        if not ok:
+            self._failed.add(request_id)
+
+    def _report(self, error: Exception) -> None:
+        """Log an error once per kind; a broken cache must not flood the log."""
+        kind = str(error) if isinstance(error, WorkerError) else type(error).__name__
+        if kind in self._reported:
+            return
+        self._reported.add(kind)
+        logger.warning("undercroft: a copy job cannot start and is skipped (%s: %s)", type(error).__name__, error)

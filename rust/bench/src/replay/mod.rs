@@ -1,0 +1,103 @@
+//! Replays a trace of prefix blocks and reports hit rates and insert rates.
+
+mod model;
+mod trace;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use undercroft_core::policy::PolicyKind;
+
+pub use model::ModelCache;
+pub use trace::{BLOCK_TOKENS, Trace, TraceError};
+
+/// Fixes the random choices of a replay, so that it can be repeated.
+const SEED: u64 = 1;
+
+/// A cache that a trace can be replayed on. It has no clock: what is offered is present at once.
+pub trait ReplayCache {
+    /// Serves a request: counts its leading blocks that are present, then offers each block to be
+    /// stored. Returns the count.
+    fn request(&mut self, blocks: &[u64]) -> usize;
+
+    /// What happened in each tier so far, from the upper one down.
+    fn counts(&self) -> Vec<Counts>;
+}
+
+/// Decisions of one tier, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Blocks stored.
+    pub inserted: u64,
+    /// Blocks evicted for space.
+    pub evicted: u64,
+    /// Blocks offered and not stored.
+    pub refused: u64,
+}
+
+/// What a replay found.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// Requests replayed.
+    pub requests: u64,
+    /// Block references, the base of all shares.
+    pub blocks: u64,
+    /// Blocks hit under the prefix rule, in any tier.
+    pub hits: u64,
+    /// Decisions of each tier, from the upper one down.
+    pub tiers: Vec<Counts>,
+    /// Time spent in the cache.
+    pub elapsed: Duration,
+}
+
+impl Report {
+    /// Hits in percent of all block references.
+    pub fn hit_percent(&self) -> f64 {
+        self.percent(self.hits)
+    }
+
+    /// Blocks stored in a tier in percent of all block references.
+    pub fn insert_percent(&self, tier: usize) -> f64 {
+        self.percent(self.tiers.get(tier).map_or(0, |counts| counts.inserted))
+    }
+
+    /// Block references a second.
+    pub fn accesses_per_second(&self) -> f64 {
+        self.blocks as f64 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+
+    fn percent(&self, blocks: u64) -> f64 {
+        100.0 * blocks as f64 / (self.blocks as f64).max(1.0)
+    }
+}
+
+/// Replays the trace in a file on tiers of so many blocks, all under one policy.
+pub fn replay_file(
+    path: &Path,
+    capacities: &[usize],
+    kind: PolicyKind,
+) -> Result<Report, TraceError> {
+    Ok(replay(
+        &Trace::read(path)?,
+        &mut ModelCache::new(capacities, kind, SEED),
+    ))
+}
+
+/// Replays `trace` on `cache`, in order of arrival.
+pub fn replay(trace: &Trace, cache: &mut impl ReplayCache) -> Report {
+    let start = Instant::now();
+    let mut requests = 0;
+    let mut hits = 0;
+    for blocks in trace.requests() {
+        hits += cache.request(blocks) as u64;
+        requests += 1;
+    }
+    let elapsed = start.elapsed();
+    Report {
+        requests,
+        blocks: trace.blocks() as u64,
+        hits,
+        tiers: cache.counts(),
+        elapsed,
+    }
+}

@@ -1,0 +1,212 @@
+//! Hit rates and insert rates of the policies, against naive implementations on a sample of a real
+//! trace and against published figures on the whole of it.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+mod naive;
+
+use std::path::{Path, PathBuf};
+
+use naive::Outcome;
+use proptest::prelude::*;
+use undercroft_bench::replay::{ModelCache, Report, Trace, replay};
+use undercroft_core::policy::PolicyKind;
+
+fn sample() -> Trace {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conversation_1000.jsonl");
+    Trace::read(&path).unwrap()
+}
+
+fn run(trace: &Trace, capacities: &[usize], kind: PolicyKind) -> Report {
+    replay(trace, &mut ModelCache::new(capacities, kind, 1))
+}
+
+fn outcome(report: &Report) -> Outcome {
+    Outcome {
+        hits: report.hits,
+        inserted: report.tiers[0].inserted,
+    }
+}
+
+fn assert_near(what: &str, found: f64, expected: f64, tolerance: f64) {
+    assert!(
+        (found - expected).abs() <= tolerance,
+        "{what}: {found:.2}, expected {expected:.2} within {tolerance}"
+    );
+}
+
+#[test]
+fn the_sample_is_read_as_documented() {
+    let trace = sample();
+    assert_eq!(trace.requests().count(), 1000);
+    assert_eq!(
+        trace.requests().map(<[u64]>::len).sum::<usize>(),
+        trace.blocks()
+    );
+    // 6,758 tokens: the fourteenth block is not full.
+    assert_eq!(
+        trace.requests().next().unwrap(),
+        (0..13).collect::<Vec<u64>>()
+    );
+}
+
+#[test]
+fn a_file_that_is_no_trace_is_refused_with_the_reason() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("trace.jsonl");
+    let refusal = || Trace::read(&path).unwrap_err().to_string();
+    assert!(refusal().contains("cannot read the trace"));
+    std::fs::write(&path, "\n{\"input_length\": 511, \"hash_ids\": [0]}\n").unwrap();
+    assert!(refusal().contains("no full block"));
+    std::fs::write(
+        &path,
+        "{\"input_length\": 512, \"hash_ids\": [0]}\n{\"input_length\": -1}\n",
+    )
+    .unwrap();
+    assert!(refusal().contains("line 2"));
+}
+
+#[test]
+fn lru_equals_the_naive_one_on_the_sample() {
+    let trace = sample();
+    for capacity in [200, 1000, 100_000] {
+        let report = run(&trace, &[capacity], PolicyKind::Lru);
+        assert_eq!(
+            outcome(&report),
+            naive::lru(trace.requests(), capacity),
+            "capacity {capacity}"
+        );
+    }
+}
+
+#[test]
+fn leafhd_agrees_with_the_naive_one_on_the_sample() {
+    let trace = sample();
+    for capacity in [200, 1000, 4000] {
+        let report = run(&trace, &[capacity], PolicyKind::LeafHd);
+        let naive = naive::leafhd(trace.requests(), capacity, 1);
+        let percent = |blocks: u64| 100.0 * blocks as f64 / trace.blocks() as f64;
+        assert_near("hits", report.hit_percent(), percent(naive.hits), 0.5);
+        assert_near(
+            "inserts",
+            report.insert_percent(0),
+            percent(naive.inserted),
+            2.0,
+        );
+    }
+}
+
+#[test]
+fn a_tier_that_holds_everything_stores_each_block_once() {
+    let trace = sample();
+    for kind in [PolicyKind::Lru, PolicyKind::LeafHd] {
+        let report = run(&trace, &[trace.unique_blocks()], kind);
+        assert_eq!(report.tiers[0].inserted, trace.unique_blocks() as u64);
+        assert_eq!(report.hits, report.blocks - report.tiers[0].inserted);
+        assert_eq!((report.tiers[0].evicted, report.tiers[0].refused), (0, 0));
+    }
+}
+
+#[test]
+fn the_lower_tier_gives_what_it_gives_alone() {
+    let trace = sample();
+    for kind in [PolicyKind::Lru, PolicyKind::LeafHd] {
+        let both = run(&trace, &[500, 4000], kind);
+        let lower = run(&trace, &[4000], kind);
+        assert_eq!(both.tiers[1], lower.tiers[0]);
+        assert!(both.hits >= lower.hits);
+    }
+}
+
+#[test]
+fn a_replay_is_repeatable() {
+    let trace = sample();
+    let replay = || {
+        let report = run(&trace, &[1000], PolicyKind::LeafHd);
+        (report.hits, report.tiers)
+    };
+    assert_eq!(replay(), replay());
+}
+
+/// Requests over a small forest, where a block is named by its path.
+fn forest() -> impl Strategy<Value = Vec<Vec<u64>>> {
+    let request = prop::collection::vec(0..3_u64, 1..6).prop_map(|turns| {
+        let mut path = 1;
+        turns
+            .into_iter()
+            .map(|turn| {
+                path = path * 3 + turn;
+                path
+            })
+            .collect()
+    });
+    prop::collection::vec(request, 1..80)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn lru_equals_the_naive_one_on_any_forest(requests in forest(), capacity in 1..30_usize) {
+        let mut trace = Trace::default();
+        requests.iter().for_each(|blocks| trace.push(blocks));
+        let report = run(&trace, &[capacity], PolicyKind::Lru);
+        prop_assert_eq!(outcome(&report), naive::lru(trace.requests(), capacity));
+    }
+}
+
+/// Capacity, then hit and insert rate in percent of all block references.
+const LRU: [(usize, f64, f64); 4] = [
+    (1708, 5.4, 95.0),
+    (8544, 20.2, 80.0),
+    (17_089, 28.8, 71.0),
+    (42_724, 36.8, 63.0),
+];
+const LEAFHD: [(usize, f64, f64); 4] = [
+    (1708, 11.04, 12.97),
+    (8544, 22.80, 50.87),
+    (17_089, 30.1, 70.0),
+    (42_724, 36.8, 63.0),
+];
+/// Capacities of the upper and the lower tier, then hit rate in either and insert rate of the lower.
+const TWO_TIERS: [(usize, usize, f64, f64); 4] = [
+    (1708, 17_089, 28.8, 71.0),
+    (1708, 170_899, 38.2, 62.0),
+    (8544, 85_449, 37.8, 62.0),
+    (8544, 170_899, 38.2, 62.0),
+];
+
+/// Needs the whole conversation trace: `UNDERCROFT_TRACE=conversation_trace.jsonl`.
+#[test]
+fn published_figures_of_the_whole_trace() {
+    let Some(path) = std::env::var_os("UNDERCROFT_TRACE").map(PathBuf::from) else {
+        println!("skipped: UNDERCROFT_TRACE does not name the conversation trace");
+        return;
+    };
+    let trace = Trace::read(&path).unwrap();
+    assert_eq!((trace.blocks(), trace.unique_blocks()), (276_491, 170_899));
+    for (kind, figures) in [(PolicyKind::Lru, LRU), (PolicyKind::LeafHd, LEAFHD)] {
+        for (capacity, hits, inserts) in figures {
+            let report = run(&trace, &[capacity], kind);
+            println!(
+                "{} {capacity}: hit {:.2} ins {:.2}, {:.1} M/s",
+                kind.name(),
+                report.hit_percent(),
+                report.insert_percent(0),
+                report.accesses_per_second() / 1e6
+            );
+            assert_near(kind.name(), report.hit_percent(), hits, 0.3);
+            assert_near(kind.name(), report.insert_percent(0), inserts, 1.0);
+        }
+    }
+    for (host, disk, hits, inserts) in TWO_TIERS {
+        let report = run(&trace, &[host, disk], PolicyKind::Lru);
+        println!(
+            "{host} {disk}: hit {:.2} ins {:.2}",
+            report.hit_percent(),
+            report.insert_percent(1)
+        );
+        assert_near("two tiers", report.hit_percent(), hits, 0.3);
+        assert_near("two tiers", report.insert_percent(1), inserts, 1.0);
+    }
+}

@@ -1,0 +1,103 @@
+//! `_core.Copier`: copies between host memory and the arena, off the interpreter's threads.
+
+#![expect(
+    unsafe_code,
+    reason = "hands the device addresses that Python computed to the copier"
+)]
+
+use std::num::NonZeroUsize;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use undercroft_core::copy::{Copier, Direction, Piece};
+
+use crate::arena::PyArena;
+use crate::errors::UndercroftError;
+
+/// Copies between device pages in host memory (vLLM's CPU platform) and the arena, on threads of its
+/// own. Loads go before saves. When it is dropped, it first finishes what was submitted.
+#[pyclass(name = "Copier", module = "undercroft._core", frozen)]
+#[derive(Debug)]
+pub(crate) struct PyCopier {
+    copier: Copier,
+    /// Dropped after the copier: while it lives, the engine knows that copies may be under way.
+    _arena: Py<PyArena>,
+}
+
+#[pymethods]
+impl PyCopier {
+    /// Starts `threads` threads.
+    #[new]
+    #[pyo3(signature = (arena, threads = 1))]
+    fn new(arena: Py<PyArena>, threads: usize) -> PyResult<Self> {
+        let threads = NonZeroUsize::new(threads)
+            .ok_or_else(|| PyValueError::new_err("threads is 0; at least 1 is needed"))?;
+        let copier = Copier::start(arena.get().arena().clone(), threads)?;
+        Ok(Self {
+            copier,
+            _arena: arena,
+        })
+    }
+
+    /// Queue copies: little-endian int64 arrays of device addresses, arena offsets and sizes in bytes.
+    ///
+    /// The memory at the addresses must stay valid, and untouched by others, until the job is
+    /// returned by `poll`. A range outside the arena raises UndercroftError and queues nothing.
+    fn submit(
+        &self,
+        job_id: u64,
+        to_arena: bool,
+        addresses: &[u8],
+        offsets: &[u8],
+        sizes: &[u8],
+    ) -> PyResult<()> {
+        let direction = if to_arena {
+            Direction::Save
+        } else {
+            Direction::Load
+        };
+        let pieces = pieces(addresses, offsets, sizes)?;
+        // SAFETY: the class documents that the memory at the addresses stays valid and untouched
+        // until the job has ended; `undercroft.device.layout` computes them from vLLM's tensors.
+        unsafe { self.copier.submit(job_id, direction, pieces) }
+            .map_err(|error| UndercroftError::new_err(format!("copy job {job_id}: {error}")))
+    }
+
+    /// Jobs that have ended since the last call: (job id, seconds from the first byte to the last).
+    fn poll(&self) -> Vec<(u64, f64)> {
+        let ended = self.copier.poll();
+        ended.iter().map(|end| (end.job, end.seconds)).collect()
+    }
+
+    /// Wait until every queued job has ended (GIL released).
+    fn drain(&self, py: Python<'_>) {
+        py.detach(|| self.copier.drain());
+    }
+}
+
+/// Takes three arrays apart. They must be as long, whole, and hold nothing negative.
+fn pieces(addresses: &[u8], offsets: &[u8], sizes: &[u8]) -> PyResult<Vec<Piece>> {
+    let lengths = [addresses.len(), offsets.len(), sizes.len()];
+    if lengths != [addresses.len(); 3] || !addresses.len().is_multiple_of(8) {
+        return Err(PyValueError::new_err(format!(
+            "addresses, offsets and sizes have {lengths:?} bytes; they must be int64 arrays of one length"
+        )));
+    }
+    let negative = || PyValueError::new_err("an address, offset or size is negative");
+    numbers(addresses)
+        .zip(numbers(offsets))
+        .zip(numbers(sizes))
+        .map(|((address, offset), size)| {
+            Ok(Piece {
+                address: usize::try_from(address).map_err(|_| negative())?,
+                offset: u64::try_from(offset).map_err(|_| negative())?,
+                len: u64::try_from(size).map_err(|_| negative())?,
+            })
+        })
+        .collect()
+}
+
+fn numbers(bytes: &[u8]) -> impl Iterator<Item = i64> + '_ {
+    let (numbers, _) = bytes.as_chunks::<8>();
+    numbers.iter().map(|number| i64::from_le_bytes(*number))
+}

@@ -1,0 +1,229 @@
+"""The worker's half of the connector on real vLLM-shaped KV caches, with a scripted scheduler's half."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kv_caches import BLOCKS, allocate, block_content, fill, full, group, plan
+from undercroft._core import Arena, UndercroftError
+from undercroft.connector.metadata import CopyJob, GroupCopy, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.worker import WorkerConnector
+from undercroft.device.layout import LayoutError
+
+ARENA = 1 << 20
+
+
+class Host:
+    """Arenas by the path of their engine's socket, and the errors that attaching raises."""
+
+    def __init__(self) -> None:
+        self.arenas: dict[str, Arena] = {"/a": Arena.create(ARENA)}
+        self.attempts: list[str] = []
+        self.now = 100.0
+
+    def attach(self, socket: str) -> Arena:
+        self.attempts.append(socket)
+        if socket not in self.arenas:
+            raise UndercroftError(f"{socket}: nobody answers")
+        return self.arenas[socket]
+
+
+class Rank:
+    """One worker with its KV cache; `step` calls its hooks as vLLM's model runner does."""
+
+    def __init__(self, host: Host, layout: str = "LBHNC", rank: int = 0, ranks: int = 1) -> None:
+        self.config = plan(layout, [group("full", 3, full())])
+        parallel = SimpleNamespace(rank=rank, tensor_parallel_size=ranks)
+        vllm_config: Any = SimpleNamespace(parallel_config=parallel)
+        self.worker = WorkerConnector(vllm_config, self.config, attach=host.attach, clock=lambda: host.now)
+        self.caches = allocate(self.config)
+        fill(self.caches, seed=rank)
+
+    def step(self, metadata: UndercroftMetadata) -> tuple[set[str], set[str], UndercroftWorkerMetadata | None]:
+        metadata = pickle.loads(pickle.dumps(metadata))
+        self.worker.handle_preemptions(metadata)
+        self.worker.start_load_kv(metadata)
+        self.worker.wait_for_save(metadata)
+        if self.worker._copier is not None:
+            self.worker._copier.drain()
+        results = self.worker.get_transfer_results(set())
+        assert not results.finished_sending
+        assert results.failed_recving <= results.finished_recving
+        return results.finished_recving, results.failed_recving, self.worker.build_connector_worker_meta()
+
+    def block(self, block: int) -> list[bytes]:
+        return block_content(self.config, self.caches, 0, block)
+
+
+def job(number: int, blocks: list[int], slots: list[int], request: str = "r") -> CopyJob:
+    return CopyJob(number, request, [GroupCopy(0, np.array(blocks), np.array(slots))])
+
+
+def meta(
+    socket: str = "/a", generation: int = 0, loads: list[CopyJob] | None = None, saves: list[CopyJob] | None = None
+) -> UndercroftMetadata:
+    return UndercroftMetadata(socket, generation, loads or [], saves or [])
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_save_then_load_restores_the_bytes(host: Host, layout: str) -> None:
+    one = Rank(host, layout)
+    one.worker.register_kv_caches(one.caches)
+    expected = [one.block(2), one.block(7)]
+    assert one.step(meta(saves=[job(11, [2, 7], [0, 65536])])) == (set(), set(), UndercroftWorkerMetadata({11: 1}))
+    fill(one.caches, seed=9)
+    assert one.step(meta(loads=[job(11, [5, 1], [0, 65536], "x")])) == ({"x"}, set(), None)
+    assert [one.block(5), one.block(1)] == expected
+    assert one.step(meta()) == (set(), set(), None)
+    assert host.attempts == ["/a"]
+
+    stats = one.worker.get_kv_connector_stats()
+    assert stats is not None
+    shard = 3 * 1024
+    assert stats.pop("load_seconds") > 0
+    assert stats.pop("save_seconds") > 0
+    assert stats == {"load_bytes": 2 * shard, "save_bytes": 2 * shard, "loads_done": 1, "saves_done": 1}
+    assert one.worker.get_kv_connector_stats() is None
+
+
+def test_ranks_fill_one_payload_and_their_answers_add_up(host: Host) -> None:
+    ranks = [Rank(host, rank=rank, ranks=2) for rank in range(2)]
+    expected = []
+    answers = []
+    for one in ranks:
+        one.worker.register_kv_caches(one.caches)
+        expected.append(one.block(4))
+        answers.append(one.step(meta(saves=[job(1, [4], [0])]))[2])
+        fill(one.caches, seed=77)
+    first, second = answers
+    assert first is not None
+    assert second is not None
+    assert first.aggregate(second) == UndercroftWorkerMetadata({1: 2}, set())
+    for one, content in zip(ranks, expected, strict=True):
+        one.step(meta(loads=[job(2, [6], [0])]))
+        assert one.block(6) == content
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots"), [([0], [0]), ([BLOCKS], [0]), ([1], [ARENA]), ([1], [-1]), ([1, 2], [0])], ids=str
+)
+def test_a_job_out_of_range_fails_alone(host: Host, blocks: list[int], slots: list[int]) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    bad, good = job(1, blocks, slots, "bad"), job(2, [1], [0], "good")
+    received, failed, answer = one.step(meta(loads=[bad, good], saves=[bad, good]))
+    assert (received, failed) == ({"bad", "good"}, {"bad"})
+    assert answer == UndercroftWorkerMetadata({1: 1, 2: 1}, {1})
+
+
+def test_loads_that_could_not_begin_are_reported_as_failed(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    metadata = meta()
+    metadata.failed_loads.append("gone")
+    assert one.step(metadata) == ({"gone"}, {"gone"}, None)
+    assert one.step(meta()) == (set(), set(), None)
+
+
+def test_without_an_arena_every_job_ends_as_failed(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            jobs = meta("/nobody", loads=[job(number, [1], [0])], saves=[job(number, [1], [0])])
+            assert one.step(jobs) == ({"r"}, {"r"}, UndercroftWorkerMetadata({number: 1}, {number}))
+    assert host.attempts == ["/nobody"], "each step would wait for an engine that does not answer"
+    assert len(caplog.records) == 2
+
+    host.now += 1.5
+    host.arenas["/nobody"] = Arena.create(ARENA)
+    assert one.step(meta("/nobody", saves=[job(9, [1], [0])]))[2] == UndercroftWorkerMetadata({9: 1})
+    assert host.attempts == ["/nobody", "/nobody"]
+
+
+def test_attempts_become_rarer(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    times = []
+    for _ in range(400):
+        before = len(host.attempts)
+        one.step(meta("/nobody", saves=[job(1, [1], [0])]))
+        if len(host.attempts) > before:
+            times.append(host.now)
+        host.now += 0.5
+    gaps = np.diff(times)
+    assert gaps[:4].tolist() == [1.0, 2.0, 4.0, 8.0]
+    assert gaps.max() == 60.0
+
+
+def test_another_arena_is_attached_anew(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    expected = one.block(3)
+    one.step(meta(saves=[job(1, [3], [0])]))
+    host.arenas["/b"] = Arena.create(ARENA)
+    one.step(meta("/b", loads=[job(2, [3], [0])]))
+    assert one.block(3) != expected, "the new arena holds other bytes"
+    one.step(meta("/a", loads=[job(3, [3], [0])]))
+    assert one.block(3) == expected
+    assert host.attempts == ["/a", "/b", "/a"]
+
+
+def test_an_arena_of_another_generation_is_refused(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    assert one.step(meta(generation=5, loads=[job(1, [3], [0])]))[:2] == ({"r"}, {"r"})
+
+
+def test_results_of_the_old_arena_are_reported_after_a_change(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    one.worker.wait_for_save(meta(saves=[job(1, [3], [0])]))
+    host.arenas["/b"] = Arena.create(ARENA)
+    one.worker.wait_for_save(meta("/b", saves=[job(2, [3], [0])]))
+    assert one.step(meta("/b"))[2] == UndercroftWorkerMetadata({1: 1, 2: 1})
+
+
+def test_a_declined_layout_fails_every_job(host: Host) -> None:
+    one = Rank(host)
+    one.caches["full.1"] = torch.zeros_like(one.caches["full.1"])
+    with pytest.raises(LayoutError):
+        one.worker.register_kv_caches(one.caches)
+    assert one.step(meta(loads=[job(1, [3], [0])]))[:2] == ({"r"}, {"r"})
+    assert host.attempts == []
+
+
+def test_sleep_ends_copies_and_wake_up_finds_the_pages_again(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    expected = one.block(3)
+    one.worker.wait_for_save(meta(saves=[job(1, [3], [0])]))
+    one.worker.unregister_kv_caches()
+    fill(one.caches, seed=5)
+    one.worker.unregister_kv_caches()
+    assert one.step(meta(loads=[job(2, [3], [0])])) == ({"r"}, {"r"}, UndercroftWorkerMetadata({1: 1}))
+    one.worker.restore_kv_caches()
+    one.worker.restore_kv_caches()
+    assert one.step(meta(loads=[job(3, [3], [0])]))[:2] == ({"r"}, set())
+    assert one.block(3) == expected
+
+
+def test_shutdown_waits_for_copies_and_comes_twice(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    one.worker.wait_for_save(meta(saves=[job(1, [3], [0])]))
+    one.worker.shutdown()
+    one.worker.shutdown()
+    assert one.step(meta())[2] == UndercroftWorkerMetadata({1: 1})
