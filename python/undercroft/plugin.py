@@ -5,21 +5,29 @@ vLLM calls it in each of its processes, sometimes more than once.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 CONNECTOR = "UndercroftConnector"
 MODULE = "undercroft.connector.connector"
+logger = logging.getLogger("vllm.undercroft")
 
 
 def register() -> None:
-    """Register the connector's name. Does nothing the second time."""
+    """Register the connector's name, and put our hooks into vLLM. Does nothing the second time."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from undercroft import compat
+    from undercroft import compat, threshold
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
-    compat.recompute_failed_loads(is_ours)
+    threshold.install()
+    try:
+        compat.recompute_failed_loads(is_ours)
+    except Exception as error:
+        logger.warning(
+            "undercroft: as a child of MultiConnector set kv_load_failure_policy to \"recompute\" yourself: %s", error
+        )
 
 
 def is_ours(connector: Any) -> bool:

@@ -41,7 +41,8 @@ class World:
 
     def step(self, scheduled=()):
         """One step: the metadata for it; counts tokens as computed afterwards."""
-        meta = self.connector.build_connector_meta(scheduler_output({r.request_id: n for r, n in scheduled}, self.tables))
+        counts = {request.request_id: tokens for request, tokens in scheduled}
+        meta = self.connector.build_connector_meta(scheduler_output(counts, self.tables))
         for request, tokens in scheduled:
             request.num_computed_tokens += tokens
         return meta

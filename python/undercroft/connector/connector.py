@@ -5,6 +5,7 @@ Errors at start are another matter: a configuration that cannot be served as ask
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from undercroft.connector.namespace import describe, random_seed_warning
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.device.layout import group_shard_bytes
+from undercroft.threshold import for_connector
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from undercroft._core import Engine
     from undercroft.connector.worker import WorkerConnector
+    from undercroft.threshold import HitThreshold, Rejection
 
 logger = init_logger("vllm.undercroft")
 """Below vLLM's own loggers, so that its logging configuration applies."""
@@ -83,11 +86,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_stats: EngineStats | None = None
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
+        self._threshold: HitThreshold | None = None
         config = UndercroftConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         reason = why_unsupported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             for message in unknown_environment():
                 logger.warning(message)
+            self._threshold = for_connector(config.cache_hit_threshold)
             if reason is None:
                 self._start_scheduler(config)
             else:
@@ -171,23 +176,26 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     @_fail_open(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What was counted since the last call; None if nothing was."""
-        stats = UndercroftStats(self._counts.take())
+        stats = UndercroftStats()
+        if self._engine_stats is not None and self._scheduler is not None:
+            stats.data = self._engine_stats.take(time.monotonic(), force=self._scheduler.idle())
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             stats = stats.aggregate(UndercroftStats({"counters": counters}))
-        if self._engine_stats is not None and self._scheduler is not None:
-            data = self._engine_stats.take(time.monotonic(), force=self._scheduler.idle())
-            stats = stats.aggregate(UndercroftStats(data))
+        # Last, since they are forgotten once taken.
+        stats = stats.aggregate(UndercroftStats(self._counts.take()))
         return None if stats.is_empty() else stats
 
     @_fail_open(_nothing)
     def shutdown(self) -> None:
         """Finish what is under way (bounded) and let go of memory, disks and threads."""
-        if self._worker is not None:
-            self._worker.shutdown()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._engine is not None:
-            self._engine.close()
+        with contextlib.ExitStack() as closing:
+            # Last in, first out; each runs whatever becomes of the others.
+            if self._engine is not None:
+                closing.callback(self._engine.close)
+            if self._scheduler is not None:
+                closing.callback(self._scheduler.close)
+            if self._worker is not None:
+                closing.callback(self._worker.shutdown)
 
     # The scheduler's half
 
@@ -205,10 +213,30 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerConnector.get_num_new_matched_tokens`."""
+        """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and given
+        back at the end of the step."""
+        gain, asynchronous = self._matched(request, num_computed_tokens)
+        if gain is None or self._threshold is None:
+            return gain, asynchronous
+        # Also without a cache (it is off, or failed): then only what the device holds counts.
+        rejected = self._threshold.check(request, num_computed_tokens, gain)
+        return (None, False) if rejected else (gain, asynchronous)
+
+    @_fail_open(lambda: (0, False))
+    def _matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @_fail_open(list)
+    def take_threshold_rejects(self) -> list[Rejection]:
+        """Requests that the hit threshold has rejected since the last call; the caller finishes them."""
+        if self._threshold is None:
+            return []
+        rejections = self._threshold.take()
+        for rejection in rejections:
+            self._counts.add(f"rejected_{rejection.source}")
+        return rejections
 
     @_fail_open(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -251,6 +279,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are never kept from being freed: what is being saved from them is pinned."""
+        if self._threshold is not None:
+            self._threshold.discard(request.request_id)
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         return False, None

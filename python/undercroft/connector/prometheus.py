@@ -103,6 +103,8 @@ METRICS: tuple[Metric, ...] = (
     _one("degraded_disks", "gauge", "Directories that no longer take writes.", "disk_degraded"),
     _one("load_failures", "counter", "Loads that failed; their requests computed the tokens.", "failed_loads"),
     _one("save_failures", "counter", "Saves that failed; they were dropped."),
+    Metric("rejected_requests", "counter", "Requests given back by the hit threshold, by where it came from.",
+           ("source",), {"rejected_request": ("request",), "rejected_global": ("global",)}),
     _one("hook_errors", "counter", "Errors caught in the connector's hooks."),
 )
 

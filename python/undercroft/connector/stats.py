@@ -71,6 +71,8 @@ SCHEDULER_KEYS: dict[str, str] = {
     "hit_tokens_host": "tokens loaded that were in host memory",
     "hit_tokens_disk": "tokens loaded that came from disk",
     "failed_loads": "loads the workers reported as failed",
+    "rejected_request": "requests given back because of their own hit threshold",
+    "rejected_global": "requests given back because of the configured hit threshold",
     "hook_errors": "errors caught in the connector's hooks; each kind is logged once",
 }
 """Counters that the connector itself keeps."""

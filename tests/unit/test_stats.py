@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from undercroft.connector.prometheus import METRICS, UndercroftPromMetrics
+from undercroft.connector.stats import COUNTERS, GAUGES, SAMPLES, STATS_KEYS, Counts, EngineStats, UndercroftStats
+
+
+class Engine:
+    def __init__(self):
+        self.values = {"saved_blocks": 0, "host_used_bytes": 0, "host_capacity_bytes": 1000, "disk_read_seconds": 0.0}
+        self.reads = 0
+
+    def stats(self):
+        self.reads += 1
+        return dict(self.values)
+
+    def info(self):
+        return {"io_engine": "io_uring"}
+
+
+def test_engine_counters_become_differences_at_most_once_a_second():
+    engine = Engine()
+    stats = EngineStats(engine)
+    first = stats.take(100.0)
+    assert first["counters"] == {}
+    assert first["gauges"] == {"host_used_bytes": 0, "host_capacity_bytes": 1000}
+    engine.values.update(saved_blocks=5, host_used_bytes=50, disk_read_seconds=0.25)
+    assert stats.take(100.5) == {}
+    assert engine.reads == 1
+    assert stats.take(100.6, force=True)["counters"] == {"saved_blocks": 5, "disk_read_seconds": 0.25}
+    engine.values.update(saved_blocks=7)
+    assert stats.take(101.7)["counters"] == {"saved_blocks": 2}
+
+
+def test_counts_are_handed_out_once():
+    counts = Counts()
+    counts.lookup(0.5, hit=True, waited=True)
+    counts.lookup(0.1, hit=True, waited=False)
+    counts.lookup(0.1, hit=False, waited=False)
+    counts.add("hit_tokens_host", 0)
+    assert counts.take() == {
+        "counters": {"lookups_disk": 1, "lookups_host": 1, "lookups_miss": 1},
+        "samples": {"lookup_seconds": [0.5, 0.1, 0.1], "wait_seconds": [0.5]},
+    }
+    assert counts.take() == {}
+
+
+def test_aggregation_adds_counters_appends_samples_and_keeps_the_latest_gauges():
+    samples = {"lookup_seconds": [1.0]}
+    one = UndercroftStats({"counters": {"load_bytes": 5}, "samples": samples, "io_engine": "io_uring"})
+    two = UndercroftStats(
+        {"counters": {"load_bytes": 7, "save_bytes": 1}, "samples": {"lookup_seconds": [2.0]}, "gauges": {"jobs": 3}}
+    )
+    both = pickle.loads(pickle.dumps(one)).aggregate(two)
+    assert both.data == {
+        "counters": {"load_bytes": 12, "save_bytes": 1},
+        "samples": {"lookup_seconds": [1.0, 2.0]},
+        "gauges": {"jobs": 3},
+        "io_engine": "io_uring",
+    }
+    assert one.data["samples"] == {"lookup_seconds": [1.0]}
+    assert UndercroftStats().is_empty()
+    assert not both.is_empty()
+    both.reset()
+    assert both.is_empty()
+
+
+def test_log_line_is_short_and_tells_of_trouble():
+    stats = UndercroftStats(
+        {
+            "counters": {"lookups_host": 3, "lookups_miss": 1, "hit_tokens_host": 300, "checksum_failures": 2},
+            "gauges": {"host_capacity_bytes": 1000, "host_used_bytes": 250},
+        }
+    )
+    line = stats.reduce()
+    assert line["undercroft lookups"] == 4
+    assert line["hit tokens"] == 300
+    assert line["host used %"] == 25.0
+    assert line["checksum failures"] == 2
+    assert "hook errors" not in line
+
+
+def test_every_statistic_has_at_most_one_metric_and_every_metric_a_statistic():
+    sources = [key for metric in METRICS for key in metric.sources]
+    assert len(sources) == len(set(sources))
+    assert set(sources) <= COUNTERS | GAUGES | set(SAMPLES)
+    for metric in METRICS:
+        kinds = {"counter": COUNTERS, "gauge": GAUGES, "histogram": set(SAMPLES)}
+        assert set(metric.sources) <= kinds[metric.kind], metric.name
+        assert all(len(labels) == len(metric.labels) for labels in metric.sources.values())
+    # Of what the engine counts, only internals are not exported.
+    internal = {"nodes", "namespaces", "sessions", "jobs", "loads", "saves", "load_failures"}
+    assert set(STATS_KEYS) - set(sources) == internal
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+def test_prometheus_export(registry):
+    def bound(metric):
+        return lambda **kwargs: metric(registry=registry, **kwargs)
+
+    types = {Counter: bound(Counter), Gauge: bound(Gauge), Histogram: bound(Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = UndercroftPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    counters = {"lookups_host": 2, "load_bytes": 10, "disk_read_bytes": 5, "unheard_of": 1, "refused_host_full": 1}
+    data = {
+        "counters": counters,
+        "gauges": {"host_used_bytes": 7},
+        "samples": {"lookup_seconds": [0.002, 0.004]},
+        "io_engine": "io_uring",
+    }
+    metrics.observe(data, 0)
+    metrics.observe(data, 1)
+    metrics.observe(data, 1)
+    text = generate_latest(registry).decode()
+    for line in (
+        'vllm:undercroft_lookups_total{engine="0",model_name="m",outcome="host"} 2.0',
+        'vllm:undercroft_lookups_total{engine="1",model_name="m",outcome="host"} 4.0',
+        'vllm:undercroft_transfer_bytes_total{direction="load",engine="0",model_name="m",tier="host"} 10.0',
+        'vllm:undercroft_transfer_bytes_total{direction="load",engine="0",model_name="m",tier="disk"} 5.0',
+        'vllm:undercroft_refused_saves_total{engine="0",model_name="m",reason="host_full"} 1.0',
+        'vllm:undercroft_used_bytes{engine="1",model_name="m",tier="host"} 7.0',
+        'vllm:undercroft_lookup_seconds_count{engine="0",model_name="m"} 2.0',
+        'vllm:undercroft_io_engine_info{engine="0",io_engine="io_uring",model_name="m"} 1.0',
+    ):
+        assert line in text
