@@ -32,6 +32,19 @@ pub enum Health {
     Failed,
 }
 
+/// What a directory holds, as read when it was opened.
+#[derive(Debug)]
+pub struct DeviceImage {
+    /// Bytes of the data file that may be used.
+    pub capacity: u64,
+    /// Page size of the data file.
+    pub page_bytes: u64,
+    /// The `super` file.
+    pub super_bytes: Vec<u8>,
+    /// The `table` file.
+    pub table_bytes: Vec<u8>,
+}
+
 /// One directory.
 #[derive(Debug)]
 pub(crate) struct Disk {

@@ -11,7 +11,7 @@ use rustix::fs::{FallocateFlags, FlockOperation};
 
 use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, namespace_offset};
 use super::format::{Superblock, SuperblockError};
-use crate::engine::DeviceImage;
+use crate::disk::DeviceImage;
 use crate::error::StoreError;
 use crate::io::{DeviceFiles, open_file};
 use crate::slots::page_bytes_for;
@@ -34,7 +34,7 @@ pub struct Directory {
     pub path: PathBuf,
     /// For the IO engine.
     pub files: DeviceFiles,
-    /// For [`crate::engine::Engine::attach_disks`].
+    /// For `Engine::attach_disks`.
     pub image: DeviceImage,
     lock: File,
 }

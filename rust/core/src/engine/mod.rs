@@ -32,7 +32,7 @@ mod transfer;
 mod writeback;
 
 pub use lookup::Answer;
-pub use recover::{DeviceImage, Recovery};
+pub use recover::Recovery;
 pub use transfer::{Extent, Transfer};
 
 slotmap::new_key_type! {

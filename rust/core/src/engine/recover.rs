@@ -1,28 +1,15 @@
 //! Recovery: from the table of each directory to the forest. No payload is read.
 
-use crate::disk::Disk;
 use crate::disk::format::{
     NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
 };
+use crate::disk::{DeviceImage, Disk};
 use crate::forest::{DiskState, NONE, NsId, Tier};
 use crate::policy::Policy;
 use crate::slots::{Owner, SLOT_ALIGN, Slots};
 
 use super::Engine;
 use super::places::bytes;
-
-/// What a directory holds, as read when it was opened.
-#[derive(Debug)]
-pub struct DeviceImage {
-    /// Bytes of the data file that may be used.
-    pub capacity: u64,
-    /// Page size of the data file.
-    pub page_bytes: u64,
-    /// The `super` file.
-    pub super_bytes: Vec<u8>,
-    /// The `table` file.
-    pub table_bytes: Vec<u8>,
-}
 
 /// What recovery found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
