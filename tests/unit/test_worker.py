@@ -14,7 +14,7 @@ import torch
 from kv_caches import BLOCKS, allocate, block_content, fill, full, group, plan
 from undercroft._core import Arena, UndercroftError
 from undercroft.connector.metadata import CopyJob, GroupCopy, UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.connector.worker import WorkerConnector
+from undercroft.connector.worker import WorkerConnector, logger
 from undercroft.device.layout import LayoutError
 
 ARENA = 1 << 20
@@ -137,7 +137,11 @@ def test_loads_that_could_not_begin_are_reported_as_failed(host: Host) -> None:
     assert one.step(meta()) == (set(), set(), None)
 
 
-def test_without_an_arena_every_job_ends_as_failed(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_arena_every_job_ends_as_failed(
+    host: Host, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
     one = Rank(host)
     one.worker.register_kv_caches(one.caches)
     with caplog.at_level(logging.WARNING):

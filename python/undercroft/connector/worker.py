@@ -6,16 +6,16 @@ exactly one acknowledgement, whatever fails: the scheduler's half holds blocks a
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
 
 from undercroft._core import Arena, UndercroftError
+from undercroft.compat import KVConnectorTransferResults
 from undercroft.connector.metadata import CopyJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.device.copier import DeviceCopier, make_copier
 from undercroft.device.layout import DeviceLayout, device_layout
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
+logger = init_logger("vllm.undercroft")
 
 ATTACH_RETRY_S = 1.0
 """How long a failed attempt to get the arena keeps the next one away; it doubles with every failure."""

@@ -52,6 +52,8 @@ class DeviceLayout:
 
     device: torch.device
     groups: dict[int, GroupLayout]
+    tensors: tuple[torch.Tensor, ...] = ()
+    """What keeps the memory at the addresses."""
 
 
 @dataclass(slots=True)
@@ -120,7 +122,7 @@ def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) 
     if len(devices) != 1:
         raise LayoutError(f"expected the KV cache on one device, found {sorted(map(str, devices))}")
     groups = {group: _group_layout(config, group, kv_caches) for group in copied_groups(config)}
-    return DeviceLayout(devices.pop(), groups)
+    return DeviceLayout(devices.pop(), groups, tuple(kv_caches.values()))
 
 
 def block_copies(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray, rank: int) -> Copies:

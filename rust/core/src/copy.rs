@@ -15,6 +15,8 @@ use std::time::Instant;
 
 use crate::arena::{Arena, OutOfBounds};
 
+mod stream;
+
 /// How much a thread copies before it looks for something more urgent, in bytes.
 const SLICE: u64 = 4 << 20;
 
@@ -152,6 +154,7 @@ impl Shared {
                 for piece in &slice.pieces[slice.range.clone()] {
                     self.copy(slice.direction, piece);
                 }
+                stream::fence();
                 state = self.state();
                 state.give_back(&slice);
                 if state.idle() {
@@ -180,7 +183,7 @@ impl Shared {
         };
         // SAFETY: the arena's side is valid by the check above, the device's by the contract of
         // `Copier::submit`, which also says that they do not overlap.
-        unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, piece.len as usize) };
+        unsafe { stream::copy(from.cast_const(), to, piece.len as usize) };
     }
 }
 

@@ -1,0 +1,115 @@
+//! A memory copy that goes around the caches.
+//!
+//! What the copier moves is far larger than any cache and is not read again soon. Storing it past
+//! the caches saves reading each line before it is overwritten, and leaves what the model's
+//! computation has cached in place.
+
+#![expect(unsafe_code, reason = "copies between raw addresses")]
+
+/// Below this many bytes an ordinary copy is as fast.
+const STREAM_MIN: usize = 2048;
+
+/// Copies `len` bytes. The stores become visible to other threads in order only after [`fence`].
+///
+/// # Safety
+///
+/// `from` must be valid for reads and `to` for writes of `len` bytes; they must not overlap.
+pub(super) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if len >= STREAM_MIN {
+        // SAFETY: the caller's contract.
+        unsafe { x86::copy(from, to, len) };
+        return;
+    }
+    // SAFETY: the caller's contract.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+}
+
+/// Orders all copies of this thread before whatever it stores next.
+pub(super) fn fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every x86-64 processor has SSE.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        __m128i, _MM_HINT_NTA, _mm_loadu_si128, _mm_prefetch, _mm_stream_si128,
+    };
+
+    /// A cache line, in bytes.
+    const LINE: usize = 64;
+    /// How far ahead of the copy the source is asked for, in bytes.
+    const AHEAD: usize = 16 * LINE;
+
+    /// # Safety
+    ///
+    /// As for [`super::copy`]; `len` must be at least [`LINE`].
+    pub(in crate::copy) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+        let head = to.align_offset(LINE);
+        let lines = (len - head) / LINE;
+        let tail = head + lines * LINE;
+        // SAFETY: `head` is at most `LINE - 1` and so lies inside both ranges.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, head) };
+        for at in (head..tail).step_by(LINE) {
+            // SAFETY: `at + LINE <= tail <= len`, and `to + at` is aligned to a line.
+            unsafe { line(from.wrapping_add(at), to.wrapping_add(at)) };
+        }
+        let (from, to) = (from.wrapping_add(tail), to.wrapping_add(tail));
+        // SAFETY: what is left of both ranges from `tail <= len` on.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, len - tail) };
+    }
+
+    /// # Safety
+    ///
+    /// `from` must be valid for reads and `to` for writes of a line; `to` must be aligned to it.
+    #[inline(always)]
+    unsafe fn line(from: *const u8, to: *mut u8) {
+        let from: *const __m128i = from.cast();
+        let to: *mut __m128i = to.cast();
+        // SAFETY: a prefetch may name any address.
+        unsafe { _mm_prefetch::<_MM_HINT_NTA>(from.cast::<i8>().wrapping_add(AHEAD)) };
+        for part in 0..LINE / size_of::<__m128i>() {
+            // SAFETY: four parts make the line that the caller vouches for.
+            let value = unsafe { _mm_loadu_si128(from.wrapping_add(part)) };
+            // SAFETY: as above.
+            unsafe { _mm_stream_si128(to.wrapping_add(part), value) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_exactly_the_range_at_any_alignment_and_length() {
+        let from: Vec<u8> = (0..STREAM_MIN * 3).map(|i| (i * 31 / 7) as u8).collect();
+        for from_skew in [0, 1, 15, 33] {
+            for to_skew in [0, 1, 16, 63] {
+                for len in [
+                    0,
+                    1,
+                    63,
+                    STREAM_MIN - 1,
+                    STREAM_MIN,
+                    STREAM_MIN + 1,
+                    STREAM_MIN * 2 + 77,
+                ] {
+                    let mut to = vec![0xEE_u8; STREAM_MIN * 3];
+                    let source = &from[from_skew..from_skew + len];
+                    let target = &mut to[to_skew..to_skew + len];
+                    // SAFETY: both slices are `len` bytes long, in different allocations.
+                    unsafe { copy(source.as_ptr(), target.as_mut_ptr(), len) };
+                    fence();
+                    assert_eq!(&to[to_skew..to_skew + len], source);
+                    assert!(to[..to_skew].iter().all(|byte| *byte == 0xEE));
+                    assert!(to[to_skew + len..].iter().all(|byte| *byte == 0xEE));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,20 @@
+"""The copy benchmark measures what it says, at a size that takes no time."""
+
+from __future__ import annotations
+
+import pytest
+
+from undercroft.device.bench import run_copy_bench
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_fields(layout: str) -> None:
+    result = run_copy_bench(block_bytes=10_000, blocks=5, layers=3, rounds=2, layout=layout)
+    assert (result["block_bytes"], result["blocks"], result["layers"]) == (9_999, 5, 3)
+    for field in ("save_gbps", "load_gbps", "raw_gbps", "save_share", "load_share"):
+        assert result[field] > 0
+
+
+def test_a_block_smaller_than_its_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="less than a byte for each of 8 layers"):
+        run_copy_bench(block_bytes=4, layers=8)
