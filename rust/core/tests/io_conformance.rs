@@ -14,6 +14,7 @@ use undercroft_core::arena::Arena;
 use undercroft_core::checksum::checksum;
 use undercroft_core::io::interpose::{Call, CallKind, Interpose, Verdict};
 use undercroft_core::io::pool::ThreadPool;
+use undercroft_core::io::uring::Uring;
 use undercroft_core::io::{
     DeviceFiles, FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest, open_file,
 };
@@ -575,6 +576,9 @@ macro_rules! conformance {
 }
 
 conformance! {
+    io_uring => |depth, arena, devices, script| {
+        Box::new(Uring::with_interpose(depth, arena, devices, script).unwrap())
+    },
     thread_pool => |depth, arena, devices, script| {
         Box::new(ThreadPool::with_interpose(depth, arena, devices, script).unwrap())
     },

@@ -141,11 +141,19 @@ pub trait IoEngine: Send + std::fmt::Debug {
 /// lets go of them, and leaves behind for good what the kernel may still write to.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
+/// Longer transfers go to the ring in pieces of this size in bytes.
+const SPLIT: u32 = 512 << 10;
+
+mod features;
 mod files;
 pub mod interpose;
 mod operation;
 pub mod pool;
+pub mod raw;
+mod ring;
+pub mod uring;
 mod waker;
 
+pub use features::{IoEngineChoice, IoFeatures, open_io_engine};
 pub use files::{DeviceFiles, open_file};
 pub use waker::{Wake, Waker};

@@ -1,6 +1,8 @@
 //! What both IO engines share: requests checked and made ready, and what to do after each system
 //! call.
 
+use std::sync::Arc;
+
 use rustix::io::Errno;
 
 use super::interpose::Verdict;
@@ -38,7 +40,7 @@ pub(super) enum Body {
         payload_len: u32,
     },
     Meta {
-        buffer: AlignedBuffer,
+        buffer: Arc<AlignedBuffer>,
         sync: bool,
     },
 }
@@ -102,7 +104,7 @@ impl Operation {
                 // 0 is refused below, as is every length that does not fit.
                 let len = u32::try_from(bytes.len()).unwrap_or(0);
                 let body = Body::Meta {
-                    buffer: AlignedBuffer::new(&bytes),
+                    buffer: Arc::new(AlignedBuffer::new(&bytes)),
                     sync,
                 };
                 Self {

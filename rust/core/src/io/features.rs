@@ -1,0 +1,133 @@
+//! Choosing an IO engine, and saying what came of it.
+
+use std::io;
+use std::sync::Arc;
+
+use super::interpose::Direct;
+use super::pool::ThreadPool;
+use super::uring::{Parts, Uring};
+use super::{DeviceFiles, IoEngine};
+use crate::arena::Arena;
+
+/// Which IO engine to use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IoEngineChoice {
+    /// io_uring where it is allowed, else the thread pool.
+    #[default]
+    Auto,
+    /// io_uring or an error.
+    IoUring,
+    /// The thread pool.
+    ThreadPool,
+}
+
+/// What an engine was granted; shown to the operator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IoFeatures {
+    /// As [`IoEngine::name`].
+    pub engine: &'static str,
+    /// Whether the data files of all devices bypass the page cache.
+    pub o_direct: bool,
+    /// Whether transfers use registered memory (the rest of the arena follows as it is populated).
+    pub registered_buffers: bool,
+    /// Why it is not io_uring, if that was wanted.
+    pub fallback: Option<String>,
+}
+
+/// Opens an engine for `depth` operations in flight over the files of `devices`, which requests name
+/// by their index. The error of [`IoEngineChoice::IoUring`] says what to do.
+pub fn open_io_engine(
+    choice: IoEngineChoice,
+    depth: usize,
+    arena: Arc<Arena>,
+    devices: Vec<DeviceFiles>,
+) -> io::Result<(Box<dyn IoEngine>, IoFeatures)> {
+    let fallback = match choice {
+        IoEngineChoice::ThreadPool => None,
+        IoEngineChoice::Auto | IoEngineChoice::IoUring => {
+            match Parts::open(depth, &arena, &devices) {
+                Ok(parts) => {
+                    let engine = Uring::over(parts, arena, devices, Direct);
+                    let features = engine.features();
+                    return Ok((Box::new(engine), features));
+                }
+                Err(error) => Some(refusal(&error)),
+            }
+        }
+    };
+    if let (IoEngineChoice::IoUring, Some(reason)) = (choice, &fallback) {
+        return Err(io::Error::other(format!(
+            "{reason}; set io_engine to \"auto\" or \"thread_pool\""
+        )));
+    }
+    let o_direct = devices.iter().all(|device| device.o_direct);
+    let engine = ThreadPool::new(depth, arena, devices)?;
+    let features = IoFeatures {
+        engine: engine.name(),
+        o_direct,
+        registered_buffers: false,
+        fallback,
+    };
+    Ok((Box::new(engine), features))
+}
+
+/// An error of io_uring with its likely cause.
+fn refusal(error: &io::Error) -> String {
+    let cause = match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            " (a container's seccomp profile, or the sysctl kernel.io_uring_disabled)"
+        }
+        io::ErrorKind::Unsupported => " (the kernel has none, or is older than 5.11)",
+        io::ErrorKind::OutOfMemory => " (RLIMIT_MEMLOCK is too low)",
+        _ => "",
+    };
+    format!("io_uring refused: {error}{cause}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::open_file;
+
+    fn open(choice: IoEngineChoice) -> (Box<dyn IoEngine>, IoFeatures) {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str| open_file(&dir.path().join(name), true).unwrap();
+        let (data, o_direct) = file("data");
+        let device = DeviceFiles {
+            superblock: file("super").0,
+            table: file("table").0,
+            data,
+            o_direct,
+        };
+        open_io_engine(
+            choice,
+            4,
+            Arc::new(Arena::create(4096).unwrap()),
+            vec![device],
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn the_features_name_the_engine_that_was_opened() {
+        for choice in [IoEngineChoice::Auto, IoEngineChoice::ThreadPool] {
+            let (engine, features) = open(choice);
+            assert_eq!(engine.name(), features.engine);
+            assert_eq!(engine.depth(), 4);
+            // Auto falls back with a reason or not at all; the thread pool by choice needs none.
+            let fell_back = choice == IoEngineChoice::Auto && engine.name() == "thread_pool";
+            assert_eq!(features.fallback.is_some(), fell_back);
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_its_likely_cause() {
+        let reason = refusal(&rustix::io::Errno::PERM.into());
+        assert!(
+            reason.contains("seccomp") && reason.contains("io_uring_disabled"),
+            "{reason}"
+        );
+        assert!(refusal(&rustix::io::Errno::NOSYS.into()).contains("5.11"));
+        assert!(refusal(&rustix::io::Errno::NOMEM.into()).contains("RLIMIT_MEMLOCK"));
+    }
+}

@@ -1,0 +1,544 @@
+//! The io_uring engine: one ring, used by one thread.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use super::interpose::{Call, CallKind, Direct, Interpose, Verdict};
+use super::operation::{Body, Next, Operation, Progress};
+use super::ring::{Buffer, Ring, Transfer, WAKE};
+use super::waker::Wake;
+use super::{
+    DeviceFiles, FileKind, IoCompletion, IoEngine, IoFault, IoFeatures, IoRequest, SPLIT, Waker,
+};
+use crate::arena::Arena;
+
+/// Largest depth; operations are numbered with 16 bits.
+const DEPTH_MAX: usize = 4096;
+
+/// Entries in the kernel for each operation of the depth: room for the pieces of most payloads.
+const ENTRIES_PER_OPERATION: usize = 4;
+
+/// How many bytes one `wait` verifies before it returns, so that the caller can keep the device busy
+/// meanwhile.
+const VERIFY_BYTES: u64 = 4 << 20;
+
+/// The ring counts as broken when the kernel has refused it this often in a row.
+const REFUSALS_MAX: u32 = 100;
+
+/// Pause after the kernel has refused the ring (out of memory, say).
+const REFUSAL_PAUSE: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 10_000_000,
+};
+
+/// In place of the number of a piece: the sync after the transfer.
+const SYNC: u16 = u16::MAX;
+
+/// The io_uring engine.
+#[derive(Debug)]
+pub struct Uring<I: Interpose = Direct> {
+    /// Dropped first: it waits for what is in the kernel.
+    ring: Ring,
+    arena: Arc<Arena>,
+    devices: Vec<DeviceFiles>,
+    interpose: I,
+    depth: usize,
+    in_flight: usize,
+    slots: Vec<Slot>,
+    free: Vec<u16>,
+    /// Pieces that wait for room in the ring.
+    ready: VecDeque<(u16, u16)>,
+    /// Operations whose transfers have ended.
+    ended: VecDeque<u16>,
+    /// Requests that were refused.
+    refused: Vec<IoCompletion>,
+    entries_max: usize,
+    wake: Arc<EventWake>,
+    wake_armed: bool,
+    refusals: u32,
+}
+
+/// A place for an operation in flight. The generation tells its completions from those of the
+/// operations that had the place before.
+#[derive(Debug, Default)]
+struct Slot {
+    generation: u32,
+    active: Option<Active>,
+}
+
+#[derive(Debug)]
+struct Active {
+    operation: Operation,
+    /// Checksum of the source of a write.
+    source: u64,
+    pieces: Vec<Piece>,
+    unfinished: usize,
+    synced: bool,
+    fault: Option<IoFault>,
+}
+
+#[derive(Debug)]
+struct Piece {
+    start: u32,
+    progress: Progress,
+    verdict: Verdict,
+}
+
+/// What the kernel may refuse.
+#[derive(Debug)]
+pub(super) struct Parts {
+    ring: Ring,
+    wake: EventWake,
+    depth: usize,
+}
+
+impl Parts {
+    /// A ring with the files of all devices registered.
+    pub(super) fn open(
+        depth: usize,
+        arena: &Arc<Arena>,
+        devices: &[DeviceFiles],
+    ) -> std::io::Result<Self> {
+        let depth = depth.clamp(1, DEPTH_MAX);
+        let kinds = [FileKind::Super, FileKind::Table, FileKind::Data];
+        let files: Vec<_> = devices
+            .iter()
+            .flat_map(|device| kinds.map(|kind| device.get(kind)))
+            .collect();
+        // One more entry for the waker.
+        let entries = (depth * ENTRIES_PER_OPERATION) as u32 + 1;
+        let ring = Ring::new(entries, &files, Arc::clone(arena), true)?;
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let wake = EventWake {
+            fd,
+            woken: AtomicBool::new(false),
+        };
+        Ok(Self { ring, wake, depth })
+    }
+}
+
+impl Uring {
+    /// A ring for `depth` operations in flight (at most 4096). Fails where the kernel does not allow
+    /// io_uring or is too old.
+    pub fn new(
+        depth: usize,
+        arena: Arc<Arena>,
+        devices: Vec<DeviceFiles>,
+    ) -> std::io::Result<Self> {
+        Self::with_interpose(depth, arena, devices, Direct)
+    }
+}
+
+impl<I: Interpose> Uring<I> {
+    /// As [`Uring::new`], with a seam for tests.
+    pub fn with_interpose(
+        depth: usize,
+        arena: Arc<Arena>,
+        devices: Vec<DeviceFiles>,
+        interpose: I,
+    ) -> std::io::Result<Self> {
+        let parts = Parts::open(depth, &arena, &devices)?;
+        Ok(Self::over(parts, arena, devices, interpose))
+    }
+
+    /// An engine over what was opened for the same arena and devices.
+    pub(super) fn over(
+        parts: Parts,
+        arena: Arc<Arena>,
+        devices: Vec<DeviceFiles>,
+        interpose: I,
+    ) -> Self {
+        let Parts { ring, wake, depth } = parts;
+        Self {
+            ring,
+            arena,
+            devices,
+            interpose,
+            depth,
+            in_flight: 0,
+            slots: (0..depth).map(|_| Slot::default()).collect(),
+            free: (0..depth as u16).rev().collect(),
+            ready: VecDeque::new(),
+            ended: VecDeque::new(),
+            refused: Vec::new(),
+            entries_max: depth * ENTRIES_PER_OPERATION,
+            wake: Arc::new(wake),
+            wake_armed: false,
+            refusals: 0,
+        }
+    }
+
+    /// What the kernel granted.
+    pub fn features(&self) -> IoFeatures {
+        IoFeatures {
+            engine: self.name(),
+            o_direct: self.devices.iter().all(|device| device.o_direct),
+            registered_buffers: self.ring.registered() > 0,
+            fallback: None,
+        }
+    }
+
+    fn start(&mut self, index: u16, operation: Operation) {
+        let source = operation.source_checksum(&self.arena);
+        let len = operation.len;
+        let pieces: Vec<_> = (0..len)
+            .step_by(SPLIT as usize)
+            .map(|start| Piece {
+                start,
+                progress: Progress::new(SPLIT.min(len - start)),
+                verdict: Verdict::Pass,
+            })
+            .collect();
+        let unfinished = pieces.len();
+        self.ready
+            .extend((0..unfinished as u16).map(|piece| (index, piece)));
+        let active = Active {
+            operation,
+            source,
+            pieces,
+            unfinished,
+            synced: false,
+            fault: None,
+        };
+        self.slots[usize::from(index)].active = Some(active);
+    }
+
+    /// Moves pieces to the ring while it has room.
+    fn push_ready(&mut self) {
+        while self.ring.pending() < self.entries_max
+            && let Some((index, piece)) = self.ready.pop_front()
+        {
+            if !self.ring.has_room() {
+                self.submit_queued();
+            }
+            if !self.ring.has_room() {
+                self.ready.push_front((index, piece));
+                return;
+            }
+            self.push(index, piece);
+        }
+    }
+
+    fn push(&mut self, index: u16, number: u16) {
+        let slot = &mut self.slots[usize::from(index)];
+        let Some(active) = &mut slot.active else {
+            return;
+        };
+        let user_data = user_data(slot.generation, index, number);
+        let operation = &active.operation;
+        let file = file_index(operation);
+        let mut call = Call {
+            kind: CallKind::Sync,
+            device: operation.device,
+            file: operation.file,
+            file_offset: operation.file_offset,
+            len: 0,
+        };
+        if active.fault.is_some() {
+            // The rest of a failed operation is not worth a transfer.
+            return self.finish_piece(index);
+        }
+        let Some(piece) = active.pieces.get_mut(usize::from(number)) else {
+            match self.interpose.on_call(&call).issued(0) {
+                Ok(_) => self.ring.push_sync(file, user_data),
+                Err(errno) => self.advance(index, number, Err(errno)),
+            }
+            return;
+        };
+        let done = piece.start + piece.progress.done();
+        call.kind = if operation.is_read() {
+            CallKind::Read
+        } else {
+            CallKind::Write
+        };
+        call.file_offset += u64::from(done);
+        call.len = piece.progress.remaining();
+        piece.verdict = self.interpose.on_call(&call);
+        let len = match piece.verdict.issued(call.len) {
+            Ok(len) => len,
+            Err(errno) => return self.advance(index, number, Err(errno)),
+        };
+        let buffer = match &operation.body {
+            Body::Read { arena_offset, .. } | Body::Write { arena_offset, .. } => {
+                Buffer::Arena(arena_offset + u64::from(done))
+            }
+            Body::Meta { buffer, .. } => Buffer::Metadata(Arc::clone(buffer), done),
+        };
+        let transfer = Transfer {
+            reading: operation.is_read(),
+            file,
+            file_offset: call.file_offset,
+            buffer,
+            len,
+        };
+        self.ring.push_transfer(transfer, user_data);
+    }
+
+    /// Takes everything that has completed.
+    fn reap(&mut self) {
+        while let Some((user_data, outcome)) = self.ring.reap() {
+            if user_data == WAKE {
+                self.wake_armed = false;
+                self.wake.reset();
+                continue;
+            }
+            let (generation, index, piece) = parts(user_data);
+            if self
+                .slots
+                .get(usize::from(index))
+                .is_some_and(|slot| slot.generation == generation)
+            {
+                self.advance(index, piece, outcome);
+            }
+        }
+    }
+
+    /// What follows from the outcome of one call.
+    fn advance(&mut self, index: u16, number: u16, outcome: Result<u32, Errno>) {
+        let Some(active) = &mut self.slots[usize::from(index)].active else {
+            return;
+        };
+        let reading = active.operation.is_read();
+        let next = match active.pieces.get_mut(usize::from(number)) {
+            Some(piece) => {
+                let done = piece.start + piece.progress.done();
+                if outcome.is_ok() {
+                    active.operation.flip(&self.arena, done, piece.verdict);
+                }
+                piece
+                    .progress
+                    .advance(outcome.map(|moved| piece.verdict.reported(moved)), reading)
+            }
+            None => Progress::new(0).advance(outcome, reading),
+        };
+        match next {
+            Next::Again => self.ready.push_back((index, number)),
+            Next::Done => self.finish_piece(index),
+            Next::Failed(fault) => {
+                active.fault.get_or_insert(fault);
+                self.finish_piece(index);
+            }
+        }
+    }
+
+    fn finish_piece(&mut self, index: u16) {
+        let Some(active) = &mut self.slots[usize::from(index)].active else {
+            return;
+        };
+        active.unfinished -= 1;
+        if active.unfinished > 0 {
+            return;
+        }
+        if active.fault.is_none() && active.operation.syncs() && !active.synced {
+            active.synced = true;
+            active.unfinished = 1;
+            self.ready.push_back((index, SYNC));
+        } else {
+            self.ended.push_back(index);
+        }
+    }
+
+    /// Hands over what has ended, verifying no more than [`VERIFY_BYTES`] or one payload.
+    fn deliver(&mut self, out: &mut Vec<IoCompletion>) {
+        let before = out.len();
+        out.append(&mut self.refused);
+        let mut verified = 0;
+        while verified < VERIFY_BYTES
+            && let Some(index) = self.ended.pop_front()
+        {
+            let slot = &mut self.slots[usize::from(index)];
+            let Some(Active {
+                operation,
+                source,
+                fault,
+                ..
+            }) = slot.active.take()
+            else {
+                continue;
+            };
+            slot.generation = slot.generation.wrapping_add(1);
+            self.free.push(index);
+            let result = match fault {
+                Some(fault) => Err(fault),
+                None => operation.verify(&self.arena, source),
+            };
+            if operation.is_read() {
+                verified += u64::from(operation.len);
+            }
+            out.push(IoCompletion {
+                token: operation.token,
+                result,
+            });
+        }
+        self.in_flight -= out.len() - before;
+    }
+
+    /// Gives the kernel what is queued, without waiting.
+    fn submit_queued(&mut self) {
+        let outcome = self.ring.submit();
+        self.note(outcome);
+    }
+
+    fn enter(&mut self, timeout: Option<Duration>) {
+        let outcome = self.ring.enter(timeout);
+        if self.note(outcome) {
+            return;
+        }
+        // Not to spin while the kernel refuses. The waker still ends the pause.
+        let _ = poll(
+            &mut [PollFd::new(&self.wake.fd, PollFlags::IN)],
+            Some(&REFUSAL_PAUSE),
+        );
+        if let (Some(errno), true) = (outcome.err(), self.is_broken()) {
+            for (index, piece) in std::mem::take(&mut self.ready) {
+                self.advance(index, piece, Err(errno));
+            }
+        }
+    }
+
+    /// Whether the kernel took the call; counts refusals in a row.
+    fn note(&mut self, outcome: Result<(), Errno>) -> bool {
+        self.refusals = if outcome.is_ok() {
+            0
+        } else {
+            self.refusals.saturating_add(1)
+        };
+        outcome.is_ok()
+    }
+
+    fn is_broken(&self) -> bool {
+        self.refusals >= REFUSALS_MAX
+    }
+
+    fn arm_wake(&mut self) {
+        if !self.wake_armed {
+            if !self.ring.has_room() {
+                self.submit_queued();
+            }
+            self.wake_armed = self.ring.push_wake(self.wake.fd.as_fd());
+        }
+    }
+}
+
+impl<I: Interpose> IoEngine for Uring<I> {
+    fn name(&self) -> &'static str {
+        "io_uring"
+    }
+
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn submit(&mut self, request: IoRequest) {
+        let token = request.token();
+        self.in_flight += 1;
+        let refusal = if self.is_broken() {
+            Errno::IO
+        } else {
+            Errno::BUSY
+        };
+        let index = self.free.pop().filter(|_| !self.is_broken());
+        let operation = match index {
+            Some(_) => Operation::new(request, &self.arena, self.devices.len()),
+            None => Err(IoFault::Os(refusal.raw_os_error())),
+        };
+        match (operation, index) {
+            (Ok(operation), Some(index)) => {
+                let reading = operation.is_read();
+                self.start(index, operation);
+                self.push_ready();
+                if !reading {
+                    // The device works while the caller prepares the next write, whose checksum
+                    // takes time.
+                    self.submit_queued();
+                }
+            }
+            (outcome, index) => {
+                self.free.extend(index);
+                let result = outcome.map(|_| 0);
+                self.refused.push(IoCompletion { token, result });
+            }
+        }
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let before = out.len();
+        let mut asked = false;
+        loop {
+            self.reap();
+            // After reaping, which may have used the wake-up that was armed.
+            self.arm_wake();
+            self.push_ready();
+            self.deliver(out);
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            let time_is_up = asked && left == Some(Duration::ZERO);
+            if out.len() > before || self.wake.take() || time_is_up {
+                self.submit_queued();
+                return;
+            }
+            let idle = !self.ring.register_more();
+            self.enter(if idle { left } else { Some(Duration::ZERO) });
+            asked = idle;
+        }
+    }
+
+    fn waker(&self) -> Waker {
+        Waker::new(Arc::clone(&self.wake) as Arc<dyn Wake>)
+    }
+}
+
+/// Files are registered device by device, in the order of [`FileKind`].
+fn file_index(operation: &Operation) -> u32 {
+    u32::from(operation.device) * 3 + operation.file as u32
+}
+
+fn user_data(generation: u32, index: u16, piece: u16) -> u64 {
+    u64::from(generation) << 32 | u64::from(index) << 16 | u64::from(piece)
+}
+
+fn parts(user_data: u64) -> (u32, u16, u16) {
+    (
+        (user_data >> 32) as u32,
+        (user_data >> 16) as u16,
+        user_data as u16,
+    )
+}
+
+/// An eventfd that the ring polls. The flag saves the system call when a wake-up is already due.
+#[derive(Debug)]
+struct EventWake {
+    fd: OwnedFd,
+    woken: AtomicBool,
+}
+
+impl EventWake {
+    /// Whether a wake-up was due. Whatever was done before it is visible afterwards.
+    fn take(&self) -> bool {
+        self.woken.swap(false, Ordering::AcqRel)
+    }
+
+    /// Makes the descriptor unreadable again.
+    fn reset(&self) {
+        let _ = rustix::io::read(&self.fd, &mut [0; 8]);
+    }
+}
+
+impl Wake for EventWake {
+    fn wake(&self) {
+        if !self.woken.swap(true, Ordering::AcqRel) {
+            // Cannot fail: the count is far from its limit.
+            let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        }
+    }
+}
