@@ -117,6 +117,11 @@ impl Slots {
         self.classes[usize::from(class)].used
     }
 
+    /// Slots in use, of all classes.
+    pub fn blocks(&self) -> u64 {
+        self.classes.iter().map(|class| class.used).sum()
+    }
+
     /// Bytes of a page.
     pub fn page_bytes(&self) -> u64 {
         self.page_bytes

@@ -2,7 +2,9 @@
 
 mod arena;
 mod copier;
+mod engine;
 mod errors;
+mod session;
 
 /// The Rust core.
 #[pyo3::pymodule]
@@ -12,7 +14,11 @@ mod _core {
     #[pymodule_export]
     use crate::copier::PyCopier;
     #[pymodule_export]
+    use crate::engine::PyEngine;
+    #[pymodule_export]
     use crate::errors::{ConfigError, StoreError, UndercroftError};
+    #[pymodule_export]
+    use crate::session::PySession;
 
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "the name Python programs look for")]

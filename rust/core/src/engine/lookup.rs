@@ -35,6 +35,8 @@ pub(super) struct Request {
     pub(super) from_disk: Option<(u32, u32)>,
     /// The scheduler has asked: no longer a prefetch, its turn is before those.
     pub(super) hastened: bool,
+    /// When it asked first.
+    asked_ns: Option<u64>,
     /// A load failed: there is nothing for this request any more.
     pub(super) failed: bool,
     touched: bool,
@@ -75,18 +77,23 @@ impl Engine {
             return Answer::Ready(0);
         }
         self.hasten(id);
+        let now_ns = self.now_ns;
+        let asked_ns = *self.requests[id].asked_ns.get_or_insert(now_ns);
         let state = &self.requests[id];
         if let Some(promotion) = &state.promotion {
-            let granule = self.namespaces[usize::from(state.ns)]
-                .spec
-                .hash_block_tokens;
-            let stalled = self.now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns);
-            let pointless = promotion.boundary.saturating_mul(granule) <= local_tokens;
-            if !stalled && !pointless {
+            let granule = self.namespaces[usize::from(state.ns)].spec.hash_block_tokens;
+            let boundary = promotion.boundary.saturating_mul(granule);
+            let gain = boundary.saturating_sub(local_tokens);
+            let late = now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
+                || self.config.promotion_wait_ns.is_some_and(|(base, per_thousand)| {
+                    let part = u128::from(per_thousand) * u128::from(gain) / 1000;
+                    u128::from(now_ns - asked_ns) >= u128::from(base) + part
+                });
+            if !late && gain > 0 {
                 return Answer::Pending;
             }
-            self.end_promotion(id, !pointless);
-            if stalled {
+            self.end_promotion(id, late);
+            if late {
                 self.requests[id].promotions_started = PROMOTIONS_MAX;
             }
         }
@@ -140,6 +147,7 @@ impl Engine {
             promoted_bytes: 0,
             from_disk: None,
             hastened: false,
+            asked_ns: None,
             failed: false,
             touched: false,
         });

@@ -60,6 +60,9 @@ pub struct EngineConfig {
     pub min_load_tokens: u32,
     /// A promotion that sees no read end for this long is answered with what is there.
     pub stall_ns: u64,
+    /// How long a request that the scheduler has asked for may wait for its promotion, as a base and a
+    /// part for every 1,000 tokens it would gain; `None` waits as long as reads come in.
+    pub promotion_wait_ns: Option<(u64, u64)>,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub write_rate: u64,
     /// Write only what has been hit before (endurance mode).
@@ -81,6 +84,7 @@ impl EngineConfig {
             promotion_bytes: host_bytes / 2,
             min_load_tokens: 1,
             stall_ns: 1_000_000_000,
+            promotion_wait_ns: None,
             write_rate: 0,
             second_touch: false,
             writes_beside_reads: 2,
@@ -404,19 +408,14 @@ impl Engine {
                 saves += 1
             }
         }
-        let blocks = |slots: &Slots| {
-            (0..slots.class_count())
-                .map(|class| slots.used(class as u16))
-                .sum::<u64>()
-        };
         Gauges {
             host_capacity_bytes: self.host.capacity(),
             host_used_bytes: self.host.used_bytes(),
             host_pinned_bytes: self.pinned_bytes,
-            host_blocks: blocks(&self.host),
+            host_blocks: self.host.blocks(),
             disk_capacity_bytes: disk(|disk| disk.slots.capacity()),
             disk_used_bytes: disk(|disk| disk.slots.used_bytes()),
-            disk_blocks: self.disks.iter().map(|disk| blocks(&disk.slots)).sum(),
+            disk_blocks: disk(|disk| disk.slots.blocks()),
             disk_degraded: self
                 .disks
                 .iter()
@@ -430,6 +429,11 @@ impl Engine {
             saves,
             promotion_queue_bytes: self.promotion_queue_bytes(),
         }
+    }
+
+    /// Payloads on each directory.
+    pub fn disk_blocks_by_device(&self) -> Vec<u64> {
+        self.disks.iter().map(|disk| disk.slots.blocks()).collect()
     }
 
     /// Health of each directory, with the fault that caused it.

@@ -248,11 +248,6 @@ impl Engine {
     }
 
     fn disk_blocks(&self) -> u64 {
-        self.disks
-            .iter()
-            .flat_map(|disk| {
-                (0..disk.slots.class_count()).map(|class| disk.slots.used(class as u16))
-            })
-            .sum()
+        self.disks.iter().map(|disk| disk.slots.blocks()).sum()
     }
 }

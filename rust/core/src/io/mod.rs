@@ -107,6 +107,17 @@ pub enum IoFault {
     Stopped,
 }
 
+impl std::fmt::Display for IoFault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Corrupt => f.write_str("checksum mismatch"),
+            Self::Truncated => f.write_str("the file ends too early"),
+            Self::Os(errno) => write!(f, "{}", std::io::Error::from_raw_os_error(*errno)),
+            Self::Stopped => f.write_str("the IO engine was stopped"),
+        }
+    }
+}
+
 /// The end of one operation: exactly one for each request submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoCompletion {
