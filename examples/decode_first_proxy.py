@@ -1,0 +1,158 @@
+"""Decode-first routing: ask the decode instance, and prefill elsewhere only what it gives back.
+
+Both instances are vLLM servers that share one undercroft cache. Each request goes to the decode instance with a
+``cache_hit_threshold``. If enough of its prompt is cached there, it is answered at once. If not, the decode instance
+gives it back without having computed anything (finish reason ``cache_threshold``); the prefill instance then computes
+the prompt into the shared cache, and the decode instance loads it and answers.
+
+    python examples/decode_first_proxy.py --decode http://127.0.0.1:8001 --prefill http://127.0.0.1:8002
+
+The response header ``x-route`` says which way a request went: ``decode`` or ``prefill,decode``. A request that brings
+its own ``cache_hit_threshold`` keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+THRESHOLD = "cache_hit_threshold"
+REJECTED = "cache_threshold"
+ROUTES = ("/v1/completions", "/v1/chat/completions")
+
+
+class Router:
+    """Sends requests to the two instances."""
+
+    def __init__(self, decode: str, prefill: str, threshold: float) -> None:
+        self.decode, self.prefill, self.threshold = decode, prefill, threshold
+        self.http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+
+    async def whole(self, path: str, body: dict[str, Any]) -> Response:
+        """Answer a request that is not streamed."""
+        answer = await self.http.post(self.decode + path, json={THRESHOLD: self.threshold} | body)
+        if not (answer.is_success and is_rejected(answer.json())):
+            return copy(answer, "decode")
+        filled = await self.fill(path, body)
+        if not filled.is_success:
+            return copy(filled, "prefill")
+        return copy(await self.http.post(self.decode + path, json=body | {THRESHOLD: 0}), "prefill,decode")
+
+    async def streamed(self, path: str, body: dict[str, Any]) -> Response:
+        """Answer a streamed request: its first events say whether it was given back."""
+        answer = await self.open(path, {THRESHOLD: self.threshold} | body)
+        events = answer.aiter_lines()
+        first: list[str] = []
+        if answer.is_success:
+            async for line in events:
+                first.append(line)
+                if (event := parse(line)) is None:
+                    continue
+                if is_rejected(event):
+                    await answer.aclose()
+                    filled = await self.fill(path, body)
+                    if not filled.is_success:
+                        return copy(filled, "prefill")
+                    answer = await self.open(path, body | {THRESHOLD: 0})
+                    return pass_on(answer, [], answer.aiter_lines(), "prefill,decode")
+                if has_output(event):
+                    break
+        return pass_on(answer, first, events, "decode")
+
+    async def open(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """A response of the decode instance whose body is still to be read."""
+        return await self.http.send(self.http.build_request("POST", self.decode + path, json=body), stream=True)
+
+    async def fill(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Have the prefill instance compute the prompt into the shared cache."""
+        changes = {"stream": False, "n": 1, THRESHOLD: 0, "max_tokens": 1}
+        if "max_completion_tokens" in body:
+            changes["max_completion_tokens"] = 1
+        dropped = ("stream_options", "min_tokens", "best_of")
+        prefill = {key: value for key, value in body.items() if key not in dropped} | changes
+        return await self.http.post(self.prefill + path, json=prefill)
+
+
+def is_rejected(answer: dict[str, Any]) -> bool:
+    """Whether the instance gave back any choice of the request."""
+    return any(choice.get("finish_reason") == REJECTED for choice in answer.get("choices", ()))
+
+
+def has_output(event: dict[str, Any]) -> bool:
+    """Whether an event of a stream holds generated output, and not only the role that begins a chat."""
+    for choice in event.get("choices", ()):
+        delta = choice.get("delta") or {}
+        told = (choice.get("finish_reason"), choice.get("text"), choice.get("token_ids"))
+        if any(told) or any(value for key, value in delta.items() if key != "role"):
+            return True
+    return "error" in event
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """The event in a line of a stream, None if it holds none."""
+    data = line.removeprefix("data: ")
+    return None if data == line or data == "[DONE]" else json.loads(data)
+
+
+def copy(answer: httpx.Response, route: str) -> Response:
+    """An instance's whole answer, as ours."""
+    return Response(answer.content, answer.status_code, {"x-route": route}, answer.headers.get("content-type"))
+
+
+def pass_on(answer: httpx.Response, first: list[str], rest: AsyncIterator[str], route: str) -> StreamingResponse:
+    """An instance's stream, as ours."""
+
+    async def lines() -> AsyncIterator[str]:
+        try:
+            for line in first:
+                yield line + "\n"
+            async for line in rest:
+                yield line + "\n"
+        finally:  # Also when the client hangs up: the instance then aborts the request.
+            await answer.aclose()
+
+    return StreamingResponse(lines(), answer.status_code, {"x-route": route}, answer.headers.get("content-type"))
+
+
+def make_app(router: Router) -> FastAPI:
+    """The proxy as an application."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await router.http.aclose()
+
+    app = FastAPI(lifespan=lifespan)
+
+    async def serve(request: Request) -> Response:
+        body = await request.json()
+        answer = router.streamed if body.get("stream") else router.whole
+        return await answer(request.url.path, body)
+
+    for path in ROUTES:
+        app.add_api_route(path, serve, methods=["POST"])
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decode-first routing between two vLLM servers with undercroft")
+    parser.add_argument("--decode", required=True, metavar="URL", help="the decode instance")
+    parser.add_argument("--prefill", required=True, metavar="URL", help="the prefill instance")
+    parser.add_argument("--threshold", type=float, default=0.5, help="cached share that the decode instance asks for")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    arguments = parser.parse_args()
+    router = Router(arguments.decode, arguments.prefill, arguments.threshold)
+    uvicorn.run(make_app(router), host=arguments.host, port=arguments.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""The hit threshold over HTTP, against a real server with its own processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from vllm_server import Server
+
+from harness import prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "decode_first_proxy.py"
+GLOBAL = 0.8
+WHOLE = prompt(897)
+HALF = WHOLE[:448] + prompt(449, seed=5)
+FIFTH = WHOLE[:179] + prompt(718, seed=6)
+OTHER = prompt(897, seed=9)
+REASON = "cache_threshold"
+
+
+class Client:
+    """Requests to one server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.http = httpx.Client(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=64))
+
+    def raw(self, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+        content = json.dumps({"model": "m", "temperature": 0, "ignore_eos": True} | body)
+        return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
+
+    def complete(self, ids: Any, tokens: int = 4, **fields: Any) -> dict[str, Any]:
+        response = self.raw({"prompt": ids, "max_tokens": tokens, "return_token_ids": True} | fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, text: str, tokens: int = 4, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens}
+        return self.raw(body | fields, "/v1/chat/completions")
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        text = self.raw(body | {"stream": True, "stream_options": {"include_usage": True}}, path).text
+        lines = [line.removeprefix("data: ") for line in text.split("\n") if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum over the series of that name that have these labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            series = re.match(rf"{re.escape(name)}(\{{.*\}})? (\S+)$", line)
+            if series and all(f'{key}="{value}"' in (series[1] or "") for key, value in labels.items()):
+                total += float(series[2])
+        return total
+
+    def reset(self) -> None:
+        """Empty the device's prefix cache and undercroft's; refused while any block is in use."""
+        response = self.http.post("/reset_prefix_cache", params={"reset_external": "true"})
+        assert response.status_code == 200
+
+
+@pytest.fixture(scope="module")
+def client(llama_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    transfer = {
+        "kv_connector": "StandIn",
+        "kv_connector_module_path": "threshold_standin",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cache_hit_threshold": GLOBAL},
+    }
+    arguments = ["--model", str(llama_with_tokenizer), "--served-model-name", "m", "--dtype", "float32"]
+    arguments += ["--max-model-len", "2048", "--max-num-seqs", "32", "--num-gpu-blocks-override", "512"]
+    arguments += ["--enforce-eager", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with Server(arguments, environment, log) as server:
+        server.wait_until_ready(lambda elapsed: None)
+        one = Client(server)
+        yield one
+        one.http.close()
+
+
+@pytest.fixture
+def fresh(client: Client) -> Client:
+    client.reset()
+    return client
+
+
+def the_choice(answer: dict[str, Any]) -> dict[str, Any]:
+    [choice] = answer["choices"]
+    return choice
+
+
+def assert_rejected(answer: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    """Check a response of which every choice was rejected; returns what was measured."""
+    for choice in answer["choices"]:
+        assert (choice["finish_reason"], choice["stop_reason"]) == (REASON, None)
+        assert choice.get("text", "") == ""
+        assert choice.get("token_ids") in ([], None)
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt_tokens, 0)
+    return answer["kv_transfer_params"]["cache_threshold"]
+
+
+def test_walk(fresh: Client) -> None:
+    reference = the_choice(fresh.complete(HALF, cache_hit_threshold=0))["token_ids"]
+    fresh.reset()
+    stopped = fresh.metric("vllm:request_success_total", finished_reason="stop")
+    first = fresh.complete(WHOLE, cache_hit_threshold=0)
+    assert the_choice(first)["finish_reason"] == "length"
+    measured = assert_rejected(fresh.complete(FIFTH, cache_hit_threshold=0.33), 897)
+    assert measured["hit_rate"] == pytest.approx(128 / 897, abs=1e-6)
+    third = fresh.complete(HALF, cache_hit_threshold=0.33)
+    assert the_choice(third)["token_ids"] == reference
+    assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
+    measured = assert_rejected(fresh.complete(OTHER), 897)
+    assert (measured["source"], measured["threshold"], measured["hit_rate"]) == ("global", GLOBAL, 0)
+    assert fresh.metric("vllm:request_success_total", finished_reason="stop") == stopped
+    log = fresh.server.log.read_text()
+    assert re.search(r"Request cmpl-\S+ rejected: cache hit rate 0\.14 < threshold 0\.33 \(request\)", log)
+    assert re.search(r"Request cmpl-\S+ rejected: cache hit rate 0\.00 < threshold 0\.8 \(global\)", log)
+
+
+def test_kv_transfer_params_carry_it_too(fresh: Client) -> None:
+    assert_rejected(fresh.complete(WHOLE, kv_transfer_params={"cache_hit_threshold": 0.33}), 897)
+    answer = fresh.complete(WHOLE, kv_transfer_params={"cache_hit_threshold": 0.33}, cache_hit_threshold=0)
+    assert the_choice(answer)["finish_reason"] == "length"
+
+
+def test_streamed_completion(fresh: Client) -> None:
+    body = {"prompt": WHOLE, "max_tokens": 4, "cache_hit_threshold": 0.33}
+    final, usage = fresh.events("/v1/completions", body)
+    choice = the_choice(final)
+    assert (choice["text"], choice["finish_reason"]) == ("", REASON)
+    assert usage["choices"] == []
+    assert (usage["usage"]["prompt_tokens"], usage["usage"]["completion_tokens"]) == (897, 0)
+    served = fresh.events("/v1/completions", body | {"cache_hit_threshold": 0})
+    assert served[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_streamed_completion_with_token_ids_logprobs_and_samples(fresh: Client) -> None:
+    body = {"prompt": WHOLE, "max_tokens": 4, "n": 2, "logprobs": 1, "return_token_ids": True, "temperature": 1}
+    events = fresh.events("/v1/completions", body | {"cache_hit_threshold": 0.33})
+    ends = [event["choices"][0] for event in events if event["choices"]]
+    assert sorted(choice["index"] for choice in ends) == [0, 1]
+    assert {choice["finish_reason"] for choice in ends} == {REASON}
+    assert [choice["token_ids"] for choice in ends] == [[], []]
+    assert events[-1]["usage"]["completion_tokens"] == 0
+
+
+def test_chat(fresh: Client) -> None:
+    text = "a long conversation about caches " * 20
+    answer = fresh.chat(text, cache_hit_threshold=0.33).json()
+    choice = the_choice(answer)
+    assert (choice["finish_reason"], choice["message"]["content"]) == (REASON, "")
+    assert answer["usage"]["completion_tokens"] == 0
+    prompt_tokens = answer["usage"]["prompt_tokens"]
+    assert prompt_tokens > 128
+    assert answer["kv_transfer_params"]["cache_threshold"]["required_tokens"] == prompt_tokens
+    assert the_choice(fresh.chat(text, cache_hit_threshold=0).json())["finish_reason"] == "length"
+    assert the_choice(fresh.chat(text, cache_hit_threshold=0.33).json())["finish_reason"] == "length"
+
+
+def test_streamed_chat(fresh: Client) -> None:
+    body = {"messages": [{"role": "user", "content": "tell me " * 100}], "max_tokens": 4, "cache_hit_threshold": 0.5}
+    events = fresh.events("/v1/chat/completions", body)
+    role, final, usage = events
+    assert the_choice(role)["delta"]["role"] == "assistant"
+    assert (the_choice(final)["finish_reason"], the_choice(final)["delta"].get("content", "")) == (REASON, "")
+    assert usage["usage"]["completion_tokens"] == 0
+
+
+def test_samples_and_batches(fresh: Client) -> None:
+    answer = fresh.complete(WHOLE, n=2, temperature=1, cache_hit_threshold=0.33)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert_rejected(answer, 897)
+    fresh.complete(WHOLE, cache_hit_threshold=0)
+    answer = fresh.complete([OTHER, HALF, FIFTH, WHOLE], cache_hit_threshold=0.4)
+    assert [choice["finish_reason"] for choice in answer["choices"]] == [REASON, "length", REASON, "length"]
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("value", ["true", '"0.5"', "NaN", "Infinity", "-0.1", "1.5", "[0.5]", "{}"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_bad_values(client: Client, value: str, nested: bool, stream: str, path: str) -> None:
+    given = f'"cache_hit_threshold": {value}'
+    if nested:
+        given = f'"kv_transfer_params": {{{given}}}'
+    what = '"prompt": "hello"' if path == "/v1/completions" else '"messages": [{"role": "user", "content": "hello"}]'
+    body = f'{{"model": "m", "max_tokens": 2, "stream": {stream}, {what}, {given}}}'
+    response = client.http.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    shown = repr(json.loads(value))
+    assert f"cache_hit_threshold = {shown}:" in error["message"]
+    assert re.search("from 0 .*to 1", error["message"])
+    assert "cache_hit_threshold" in error["param"]
+
+
+def test_null_is_as_absent(fresh: Client) -> None:
+    fresh.complete(WHOLE, cache_hit_threshold=0)
+    assert the_choice(fresh.complete(WHOLE, cache_hit_threshold=None))["finish_reason"] == "length"
+    assert_rejected(fresh.complete(OTHER, cache_hit_threshold=None), 897)
+
+
+def test_empty_prompt_is_refused_as_without_undercroft(client: Client) -> None:
+    answers = [client.raw({"prompt": [], "max_tokens": 2, "cache_hit_threshold": value}) for value in (0, 0.5)]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert "cache_hit_threshold" not in answers[1].text
+
+
+def test_five_hundred_at_once_leave_nothing(fresh: Client) -> None:
+    fresh.complete(WHOLE, cache_hit_threshold=0)
+    kinds = [(WHOLE, "length"), (FIFTH, REASON), (HALF, "length"), (OTHER, REASON)]
+
+    def send(i: int) -> bool:
+        ids, expected = kinds[i % 4]
+        if i % 8 < 4:
+            reason = the_choice(fresh.complete(ids, 2, cache_hit_threshold=0.4))["finish_reason"]
+        else:
+            body = {"prompt": ids, "max_tokens": 2, "cache_hit_threshold": 0.4}
+            *_, final, _usage = fresh.events("/v1/completions", body)
+            reason = the_choice(final)["finish_reason"]
+        return reason == expected
+
+    with ThreadPoolExecutor(48) as pool:
+        assert all(pool.map(send, range(500)))
+    assert fresh.metric("vllm:num_requests_running") == 0
+    assert fresh.metric("vllm:num_requests_waiting") == 0
+    assert fresh.metric("vllm:kv_cache_usage_perc") == 0
+    fresh.reset()  # refused while a block is in use
+
+
+@pytest.fixture(scope="module")
+def proxy(client: Client) -> Iterator[httpx.Client]:
+    """The example's proxy; the one server is decode and prefill instance, and so shares its cache with itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = client.server.url
+    command = [sys.executable, str(EXAMPLE), "--decode", url, "--prefill", url, "--port", str(port)]
+    with subprocess.Popen(command) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
+            wait_until_up(http, process)
+            yield http
+        process.terminate()
+
+
+def wait_until_up(http: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+    while True:
+        assert process.poll() is None, "the proxy ended"
+        try:
+            http.get("/")
+        except httpx.ConnectError:
+            time.sleep(0.1)
+        else:
+            return
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_decode_first_example(fresh: Client, proxy: httpx.Client, path: str, stream: bool) -> None:
+    text = "which of these two instances has seen me before " * 10
+    said = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    body = {"model": "m", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": stream} | said
+    direct = fresh.http.post(path, json=body | {"cache_hit_threshold": 0})
+    fresh.reset()
+    served_before = fresh.metric("vllm:request_success_total")
+    cold, warm = proxy.post(path, json=body), proxy.post(path, json=body)
+    assert (cold.headers["x-route"], warm.headers["x-route"]) == ("prefill,decode", "decode")
+    assert output(cold.text, stream) == output(warm.text, stream) == output(direct.text, stream)
+    # Cold: prefill and decode; warm: decode. What was given back is not counted.
+    assert fresh.metric("vllm:request_success_total") - served_before == 3
+    own = proxy.post(path, json=body | {"cache_hit_threshold": 7})
+    assert (own.status_code, own.headers["x-route"]) == (400, "decode")
+
+
+def output(answer: str, stream: bool) -> tuple[str, str]:
+    """Text and finish reason of a response."""
+    lines = [line.removeprefix("data: ") for line in answer.split("\n") if line] if stream else [answer]
+    text, reason = "", ""
+    for line in lines:
+        for choice in [] if line == "[DONE]" else json.loads(line)["choices"]:
+            part = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            text += part.get("content") or ""
+            reason = choice["finish_reason"] or reason
+    assert text
+    return text, reason
