@@ -12,6 +12,7 @@ import pytest
 from harness import Engine, prompt
 from threshold_engine import FIFTH, HALF, WHOLE, limit, make, nothing_left, rejected
 from undercroft import threshold
+from undercroft.threshold import hooks
 
 pytestmark = pytest.mark.vllm
 
@@ -33,6 +34,8 @@ def start(llama: Path) -> Iterator[Callable[..., Engine]]:
 @pytest.fixture
 def log() -> Iterator[list[str]]:
     """Messages of the threshold's logger."""
+    import vllm  # noqa: F401  (sets up its logging, which takes handlers and levels away)
+
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -171,3 +174,41 @@ def test_inside_multi_connector(engine: Callable[..., Engine], llama: Path, tmp_
         one.generate(WHOLE, 4, params=limit(2))
     assert one.scheduler.requests == {}
     assert one.device_blocks_in_use() == 0
+
+
+@pytest.fixture
+def unknown_internals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM whose output processor has another signature than the hooks know."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    monkeypatch.setattr(hooks._State, "installed", False)
+    monkeypatch.setattr(hooks._State, "unavailable", "its hooks are not installed")
+    monkeypatch.setattr(OutputProcessor, "process_outputs", lambda self, batch: None)
+
+
+@pytest.mark.usefixtures("unknown_internals")
+def test_unknown_internals_change_nothing() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    before = (Scheduler.update_from_output, InputProcessor.__init__, InputProcessor.process_inputs)
+    threshold.install()
+    assert (Scheduler.update_from_output, InputProcessor.__init__, InputProcessor.process_inputs) == before
+    assert "OutputProcessor.process_outputs has no parameter engine_core_outputs" in str(hooks.unavailable())
+
+
+@pytest.mark.usefixtures("unknown_internals")
+def test_unknown_internals_refuse_the_start_if_a_threshold_is_configured(start: Callable[..., Engine]) -> None:
+    with pytest.raises(threshold.ThresholdUnavailableError, match=r"cache_hit_threshold = 0\.5 is configured"):
+        start(0.5)
+
+
+def test_unknown_internals_without_a_threshold_serve_everything(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(hooks._State, "unavailable", "this version of vLLM is unknown to its hooks")
+    threshold.install()
+    one = start()
+    assert not rejected(one.generate(WHOLE, 4, params=limit(0.9)))
+    assert len([message for message in log if "is ignored" in message]) == 2  # at start, and for the first request
+    nothing_left(one)

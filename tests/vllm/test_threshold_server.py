@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -83,6 +84,9 @@ def client(llama_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory)
     arguments += ["--max-model-len", "2048", "--max-num-seqs", "32", "--num-gpu-blocks-override", "512"]
     arguments += ["--enforce-eager", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     log = tmp_path_factory.mktemp("server") / "server.log"
     with Server(arguments, environment, log) as server:
         server.wait_until_ready(lambda elapsed: None)
@@ -252,11 +256,14 @@ def proxy(client: Client) -> Iterator[httpx.Client]:
         port = free.getsockname()[1]
     url = client.server.url
     command = [sys.executable, str(EXAMPLE), "--decode", url, "--prefill", url, "--port", str(port)]
-    with subprocess.Popen(command) as process:
+    process = subprocess.Popen(command)
+    try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
             wait_until_up(http, process)
             yield http
+    finally:
         process.terminate()
+        process.wait()
 
 
 def wait_until_up(http: httpx.Client, process: subprocess.Popen[bytes]) -> None:
