@@ -12,7 +12,7 @@ import pytest
 from harness import Engine, prompt
 from threshold_engine import FIFTH, HALF, WHOLE, limit, make, nothing_left, rejected
 from undercroft import threshold
-from undercroft.threshold import hooks
+from undercroft.threshold import hooks, policy
 
 pytestmark = pytest.mark.vllm
 
@@ -32,23 +32,19 @@ def start(llama: Path) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
-def log() -> Iterator[list[str]]:
-    """Messages of the threshold's logger."""
-    import vllm  # noqa: F401  (sets up its logging, which takes handlers and levels away)
-
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the threshold logs. Through a logger of its own, since vLLM sets up its loggers when an engine starts."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("vllm.undercroft.threshold"), Keep()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield messages
-    logger.setLevel(level)
-    logger.removeHandler(handler)
+    private = logging.Logger("test", logging.INFO)
+    private.addHandler(Keep())
+    monkeypatch.setattr(threshold, "logger", private)
+    monkeypatch.setattr(policy, "logger", private)
+    return messages
 
 
 def test_walk(start: Callable[..., Engine], log: list[str]) -> None:
