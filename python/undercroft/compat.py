@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.request import Request
 
 __all__ = [
     "CacheHitSource",
@@ -45,6 +47,7 @@ __all__ = [
     "SupportsHMA",
     "before_prefix_cache_reset",
     "block_sizes",
+    "device_hit_tokens",
     "group_kind",
     "group_window",
     "hash_lookahead_tokens",
@@ -101,6 +104,14 @@ def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tupl
     if hash_tokens is None or alignment is None:
         alignment, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return hash_tokens, alignment
+
+
+def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int:
+    """Tokens of a request's prompt that the device's own prefix cache holds now. Counts as no use of them."""
+    if not kv_cache_manager.enable_caching:
+        return 0
+    hit = kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+    return hit[1]
 
 
 def hash_seed(algorithm: str) -> str | None:

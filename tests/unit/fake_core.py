@@ -20,7 +20,7 @@ class FakeEngine:
         self.closed = False
         self.counters = {"saved_blocks": 0, "host_used_bytes": 0}
 
-    def register(self, description, groups, hash_block_tokens):
+    def register(self, description, groups, hash_block_tokens, alignment_tokens=None):
         return FakeSession(self, description, groups, hash_block_tokens)
 
     def stats(self):
@@ -67,8 +67,8 @@ class FakeSession:
 
     # Interface
 
-    def submit(self, request_id, hashes):
-        self.calls.append(("submit", request_id))
+    def submit(self, request_id, hashes, num_computed_tokens=0, max_tokens=None):
+        self.calls.append(("submit", request_id, num_computed_tokens, max_tokens))
         self.lookups.setdefault(request_id, list(hashes))
 
     def _payload(self, group, hashes, index):
@@ -86,7 +86,7 @@ class FakeSession:
             tokens = end * self.hash_tokens
         return tokens
 
-    def poll(self, request_id, hashes, num_computed_tokens):
+    def poll(self, request_id, hashes, num_computed_tokens, max_tokens=None):
         self.calls.append(("poll", request_id, num_computed_tokens))
         if request_id in self.failed:
             return 0

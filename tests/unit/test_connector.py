@@ -181,10 +181,10 @@ def test_payloads_hold_the_shards_of_all_ranks(engine, monkeypatch):
     register = engine.register
     monkeypatch.setattr(engine, "register", lambda *args: registered.append(args) or register(*args))
     make(vllm_config(tensor_parallel_size=2))
-    (_, groups, hash_tokens) = registered[0]
+    (_, groups, hash_tokens, alignment) = registered[0]
     page = kv_cache_config().kv_cache_groups[0].kv_cache_spec.page_size_bytes
     assert groups == [("full", 16, 2 * 2 * page, 0)]
-    assert hash_tokens == 16
+    assert (hash_tokens, alignment) == (16, 16)
 
 
 def test_threshold_gives_requests_back(engine):

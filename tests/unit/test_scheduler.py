@@ -489,14 +489,23 @@ def test_refused_save_is_tried_again_and_at_the_end():
 
 def test_lookup_starts_at_arrival_unless_switched_off_or_incomplete():
     world = World()
-    world.connector.on_new_request(Request("a", tokens(BLOCK)))
-    world.connector.on_new_request(Request("streaming", tokens(BLOCK), resumable=True))
-    world.connector.on_new_request(Request("short", tokens(BLOCK - 1)))
-    world.connector.on_new_request(Request("logprobs", tokens(BLOCK), skip_reading_prefix_cache=True))
-    assert [call for call in world.session.calls if call[0] == "submit"] == [("submit", "a")]
+    world.connector.on_new_request(Request("a", tokens(2 * BLOCK)))
+    world.connector.on_new_request(Request("streaming", tokens(2 * BLOCK), resumable=True))
+    world.connector.on_new_request(Request("short", tokens(BLOCK)))
+    world.connector.on_new_request(Request("logprobs", tokens(2 * BLOCK), skip_reading_prefix_cache=True))
+    assert [call for call in world.session.calls if call[0] == "submit"] == [("submit", "a", 0, BLOCK)]
     world = World(early_prefetch=False)
     world.connector.on_new_request(Request("a", tokens(BLOCK)))
     assert world.session.calls == []
+
+
+def test_prefetch_leaves_out_what_the_device_holds():
+    world = World(disk_path="/cache")
+    hit = ((), 2 * BLOCK, 0)
+    coordinator = SimpleNamespace(find_longest_cache_hit=lambda hashes, limit: hit)
+    world.connector.bind_kv_cache_manager(SimpleNamespace(enable_caching=True, coordinator=coordinator))
+    world.connector.on_new_request(Request("a", tokens(5 * BLOCK)))
+    assert world.session.calls == [("submit", "a", 2 * BLOCK, 4 * BLOCK)]
 
 
 def test_request_that_must_not_read_the_cache_misses():

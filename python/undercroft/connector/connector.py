@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -117,7 +117,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         engine = open_engine(config)
         try:
-            session = engine.register(description, groups.registration(payload_bytes), groups.hash_tokens)
+            registration = groups.registration(payload_bytes)
+            session = engine.register(description, registration, groups.hash_tokens, groups.alignment)
             self._scheduler = SchedulerConnector(
                 session,
                 groups,
@@ -198,6 +199,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 closing.callback(self._worker.shutdown)
 
     # The scheduler's half
+
+    @_fail_open(_nothing)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """See `SchedulerConnector.bind_kv_cache_manager`."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
     @_fail_open(_nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:

@@ -26,6 +26,7 @@ def open_engine(config: UndercroftConfig) -> Engine:
         runtime_dir=config.socket_dir or None,
         promotion_memory=sizes.promotion_memory,
         promotion_wait_ms=None if wait.base_ms is None else (wait.base_ms, wait.per_1k_tokens_ms),
+        min_load_tokens=max(1, config.min_load_tokens),
         eviction_policy=config.eviction_policy,
         disk_admission=config.disk_admission,
         disk_write_rate=config.disk_write_rate,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -65,6 +65,7 @@ class SchedulerConnector:
         """Loads that the workers have not reported yet, by request; -1 for one that failed before it began."""
         self._metadata = UndercroftMetadata()
         """What the next step's metadata already holds."""
+        self._device_tokens: Callable[[Request], int] = lambda request: 0
         self._step = 0
         self._epoch = 0
         self._counts = counts
@@ -74,6 +75,12 @@ class SchedulerConnector:
         self._saves.bind(pool)
         compat.before_prefix_cache_reset(pool, self._saves.abandon)
 
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Called once, when vLLM has built its own prefix cache."""
+        if self._config.disk_path:
+            # Nothing is read from disk that the device holds already; without a disk the question is not worth asking.
+            self._device_tokens = lambda request: compat.device_hit_tokens(manager, request)
+
     # Lookup
 
     def on_new_request(self, request: Request) -> None:
@@ -81,8 +88,10 @@ class SchedulerConnector:
         self._state(request)
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
-        if request.block_hashes:
-            self._session.submit(request.request_id, request.block_hashes)
+        limit = self._groups.align(request.num_tokens - 1)
+        if limit > 0:
+            local = self._device_tokens(request)
+            self._session.submit(request.request_id, request.block_hashes, local, limit)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``num_computed_tokens`` can be loaded; None while the disk still owes the answer.
@@ -99,7 +108,7 @@ class SchedulerConnector:
             return 0, False
         if state.asked_at is None:
             state.asked_at = time.perf_counter()
-        boundary = self._session.poll(request.request_id, request.block_hashes, num_computed_tokens)
+        boundary = self._session.poll(request.request_id, request.block_hashes, num_computed_tokens, limit)
         if boundary is None:
             return self._defer(state, state.asked_at)
         gain = self._groups.usable(min(boundary, limit)) - num_computed_tokens
