@@ -126,9 +126,8 @@ impl PySession {
         hashes: &Bound<'py, PyList>,
         num_tokens: u32,
     ) -> Option<PyTransfer<'py>> {
-        let _ = request_id;
         let begun = self.shell.enter(|engine| {
-            engine.begin_save(self.id, &Hashes(hashes), num_tokens, |_, _| false)
+            engine.begin_save(self.id, request_id, &Hashes(hashes), num_tokens, |_, _| false)
         });
         begun.flatten().map(|transfer| to_python(py, transfer))
     }

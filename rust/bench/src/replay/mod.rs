@@ -1,18 +1,27 @@
 //! Replays a trace of prefix blocks and reports hit rates and insert rates.
 
-mod model;
+mod engine;
 mod trace;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use undercroft_core::policy::PolicyKind;
+use undercroft_core::error::RegisterError;
 
-pub use model::ModelCache;
+pub use engine::{EngineCache, Options};
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 
-/// Fixes the random choices of a replay, so that it can be repeated.
-const SEED: u64 = 1;
+/// Why there is no report.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplayError {
+    /// The trace cannot be read.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// The engine refuses the capacity.
+    #[error(transparent)]
+    Engine(#[from] RegisterError),
+}
 
 /// A cache that a trace can be replayed on. It has no clock: what is offered is present at once.
 pub trait ReplayCache {
@@ -31,8 +40,6 @@ pub struct Counts {
     pub inserted: u64,
     /// Blocks evicted for space.
     pub evicted: u64,
-    /// Blocks offered and not stored.
-    pub refused: u64,
 }
 
 /// What a replay found.
@@ -71,16 +78,13 @@ impl Report {
     }
 }
 
-/// Replays the trace in a file on tiers of so many blocks, all under one policy.
-pub fn replay_file(
-    path: &Path,
-    capacities: &[usize],
-    kind: PolicyKind,
-) -> Result<Report, TraceError> {
-    Ok(replay(
-        &Trace::read(path)?,
-        &mut ModelCache::new(capacities, kind, SEED),
-    ))
+/// Replays the trace in a file on an engine.
+///
+/// # Errors
+/// If the file cannot be read as a trace, or the host tier is too small for an engine.
+pub fn replay_file(path: &Path, options: &Options) -> Result<Report, ReplayError> {
+    let trace = Trace::read(path)?;
+    Ok(replay(&trace, &mut EngineCache::new(options)?))
 }
 
 /// Replays `trace` on `cache`, in order of arrival.

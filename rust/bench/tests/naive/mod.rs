@@ -1,6 +1,10 @@
 //! The policies once more, written from their description alone: maps, scans and no cleverness.
 
+mod model;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
+
+pub(crate) use model::ModelCache;
 
 /// Hits and stored blocks of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -40,6 +40,12 @@ pub(super) struct Request {
     /// A load failed: there is nothing for this request any more.
     pub(super) failed: bool,
     touched: bool,
+    /// Tick of its arrival.
+    tick: u64,
+    /// Granules, from the first, that were offered to the policies to be saved.
+    pub(super) offered: u32,
+    /// Depth of the block that a policy did not admit, or 0: what stands on it is not saved.
+    pub(super) not_admitted: u32,
 }
 
 impl Engine {
@@ -81,14 +87,19 @@ impl Engine {
         let asked_ns = *self.requests[id].asked_ns.get_or_insert(now_ns);
         let state = &self.requests[id];
         if let Some(promotion) = &state.promotion {
-            let granule = self.namespaces[usize::from(state.ns)].spec.hash_block_tokens;
+            let granule = self.namespaces[usize::from(state.ns)]
+                .spec
+                .hash_block_tokens;
             let boundary = promotion.boundary.saturating_mul(granule);
             let gain = boundary.saturating_sub(local_tokens);
             let late = now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
-                || self.config.promotion_wait_ns.is_some_and(|(base, per_thousand)| {
-                    let part = u128::from(per_thousand) * u128::from(gain) / 1000;
-                    u128::from(now_ns - asked_ns) >= u128::from(base) + part
-                });
+                || self
+                    .config
+                    .promotion_wait_ns
+                    .is_some_and(|(base, per_thousand)| {
+                        let part = u128::from(per_thousand) * u128::from(gain) / 1000;
+                        u128::from(now_ns - asked_ns) >= u128::from(base) + part
+                    });
             if !late && gain > 0 {
                 return Answer::Pending;
             }
@@ -139,7 +150,11 @@ impl Engine {
         if let Some(&id) = state.requests.get(request) {
             return Some(id);
         }
+        self.tick += 1;
         let id = self.requests.insert(Request {
+            tick: self.tick,
+            offered: 0,
+            not_admitted: 0,
             ns: state.ns,
             lease: NONE,
             promotion: None,
@@ -254,21 +269,21 @@ impl Engine {
         if std::mem::replace(&mut self.requests[id].touched, true) {
             return;
         }
-        self.tick += 1;
-        if !self.host_policy.touches_every_block() {
+        // Requests that came since have their own ticks, and what two requests touch in one tick would
+        // count once.
+        if self.requests[id].tick != self.tick {
+            self.tick += 1;
+        }
+        if self.host_policy.touches_every_block() {
+            let mut at = node;
+            while at != NONE {
+                self.touch(at);
+                at = self.forest.node(at).parent;
+            }
+        } else {
             self.touch(node);
-            return;
         }
-        let mut at = node;
-        while at != NONE {
-            self.touch(at);
-            at = self.forest.node(at).parent;
-        }
-        let tick = self.tick;
-        self.host_policy.end_of_request(tick);
-        self.disks
-            .iter_mut()
-            .for_each(|disk| disk.policy.end_of_request(tick));
+        self.offer_hit_to_disk(node);
     }
 
     pub(super) fn drop_request(&mut self, id: RequestId) {
@@ -279,6 +294,11 @@ impl Engine {
         self.lease(id, NONE);
         self.release_promoted(id);
         self.requests.remove(id);
+        let tick = self.tick;
+        self.host_policy.end_of_request(tick);
+        for disk in &mut self.disks {
+            disk.policy.end_of_request(tick);
+        }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::io::{IoCompletion, IoRequest};
 use crate::key::BlockHash;
 use crate::metrics::{Counters, Gauges};
 use crate::namespace::{GroupKind, Namespace, NamespaceSpec};
-use crate::policy::{Policy, PolicyKind};
+use crate::policy::{Policy, PolicyKind, Seen};
 use crate::slots::{Slots, page_bytes_for};
 
 mod lookup;
@@ -46,6 +46,9 @@ slotmap::new_key_type! {
 
 /// Namespaces of one engine, over its life.
 const NAMESPACES_MAX: usize = 1024;
+
+/// Blocks that second-touch admission remembers, at about 15 bytes each.
+const SEEN_BLOCKS: usize = 2 << 20;
 
 /// Sizes, policies and limits. Times are in nanoseconds.
 #[derive(Clone, Debug)]
@@ -161,6 +164,8 @@ pub struct Engine {
     namespace_sync_failed: bool,
     record_generation: u64,
     pinned_bytes: u64,
+    /// Blocks offered before, for second-touch admission.
+    seen: Option<Seen>,
     counters: Counters,
 }
 
@@ -174,6 +179,7 @@ impl Engine {
         Self {
             host_policy: Policy::new(config.policy, capacity_blocks, config.seed),
             forest: Forest::new(config.seed),
+            seen: config.second_touch.then(|| Seen::new(SEEN_BLOCKS)),
             random: config.seed ^ 0x5DEE_CE66_D1CE_4E5B,
             host,
             config,

@@ -153,7 +153,9 @@ impl Engine {
         node.places_used[tier as usize] += 1;
         if node.places_used[tier as usize] == 1 {
             let (hit_class, last) = (node.hit_class, node.last);
-            self.policy(id, tier).on_insert(hit_class, last);
+            let fingerprint = Self::fingerprint(&node.hash);
+            self.policy(id, tier)
+                .on_insert(fingerprint, hit_class, last);
         }
         if !was_active {
             self.activity_changed(id, tier, true);
@@ -345,7 +347,7 @@ impl Engine {
             node.visible = visible;
             node.host_chain = host_chain;
             if became_visible {
-                self.queue_writes(id);
+                self.offer_new_to_disk(id);
             }
             let mut child = self.forest.first_child(id);
             while child != NONE {

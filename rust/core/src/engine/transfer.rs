@@ -35,6 +35,15 @@ pub(super) enum Kind {
     Save { places: Vec<(NodeId, u8)> },
 }
 
+/// Why a payload got no slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Refusal {
+    /// Everything that could make room is in use: worth another try.
+    Full,
+    /// The policy would rather keep what is there.
+    NotAdmitted,
+}
+
 #[derive(Debug)]
 pub(super) struct TransferState {
     pub(super) session: SessionId,
@@ -133,16 +142,20 @@ impl Engine {
     /// here and not under way. `None` if there is nothing to copy. What was left out for want of
     /// memory can be asked for again ([`Engine::save_refused`]).
     ///
+    /// `request`: the one whose blocks these are. A policy weighs each of its blocks once, however often
+    /// its save is tried or continued.
     /// `available(group, block)`: whether the device holds that block, for groups that are not full
     /// attention.
     pub fn begin_save<H: HashSource + ?Sized>(
         &mut self,
         session: SessionId,
+        request: &str,
         hashes: &H,
         num_tokens: u32,
         available: impl Fn(u8, u32) -> bool,
     ) -> Option<Transfer> {
-        let ns = self.sessions.get(session)?.ns;
+        let state = self.sessions.get(session)?;
+        let (ns, request) = (state.ns, state.requests.get(request).copied());
         let granule = self.namespaces[usize::from(ns)].spec.hash_block_tokens;
         let granules = (num_tokens / granule).min(u32::try_from(hashes.len()).unwrap_or(u32::MAX));
         let hashes = Limited {
@@ -153,36 +166,63 @@ impl Engine {
         let (mut parent, depth) = found.unwrap_or((NONE, 0));
         let mut places: Vec<(NodeId, u8)> = Vec::new();
         let mut refused = false;
+        let (mut offered, mut not_admitted) = request.map_or((0, 0), |id| {
+            (self.requests[id].offered, self.requests[id].not_admitted)
+        });
+        if not_admitted <= depth {
+            not_admitted = 0;
+        }
         // Everything down to the parent stays while its descendants are being added.
         if parent != NONE {
             self.pin(parent);
         }
         let anchor = parent;
-        for depth in depth + 1..=granules {
+        let first = if not_admitted > 0 {
+            offered.max(depth)
+        } else {
+            depth
+        } + 1;
+        for depth in first..=granules {
             let Some(hash) = hashes.get(depth as usize - 1) else {
                 break;
             };
             let groups = self.namespaces[usize::from(ns)].spec.groups.len();
             let required = self.namespaces[usize::from(ns)].spec.required(depth);
             let fingerprint = Self::fingerprint(&hash);
-            let hit_class = self.host_policy.on_offer(fingerprint, self.tick);
+            let hit_class = if depth > offered {
+                self.offer(fingerprint)
+            } else {
+                0
+            };
+            if not_admitted > 0 {
+                // Nothing can be found behind a block that is not here.
+                offered = offered.max(depth);
+                self.host_policy
+                    .on_refuse(fingerprint, hit_class, self.tick);
+                continue;
+            }
             let node = self.forest.insert(ns, parent, hash, groups, required);
             let state = self.forest.node_mut(node);
             state.last = self.tick;
             state.hit_class = hit_class;
             let start = places.len();
             match self.fill_node(node, hit_class, &available, &mut places) {
-                Ok(()) => {}
-                Err(()) => {
-                    refused = true;
-                    self.host_policy
-                        .on_refuse(fingerprint, hit_class, self.tick);
+                Ok(()) => offered = offered.max(depth),
+                Err(refusal) => {
                     for (node, group) in places.drain(start..) {
                         self.forest.node_mut(node).busy -= 1;
                         self.drop_host(node, group, Loss::Dropped);
                     }
                     self.settle(node);
-                    break;
+                    if refusal == Refusal::Full {
+                        refused = true;
+                        break;
+                    }
+                    not_admitted = depth;
+                    offered = offered.max(depth);
+                    self.host_policy
+                        .on_refuse(fingerprint, hit_class, self.tick);
+                    continue;
                 }
             }
             if required == 0 {
@@ -192,6 +232,10 @@ impl Engine {
         }
         if anchor != NONE {
             self.unpin(anchor);
+        }
+        if let Some(id) = request {
+            self.requests[id].offered = offered;
+            self.requests[id].not_admitted = not_admitted;
         }
         self.sessions[session].save_refused = refused;
         self.counters.deduplicated_blocks += u64::from(depth);
@@ -206,6 +250,20 @@ impl Engine {
         Some(Transfer { id, extents })
     }
 
+    /// Offers a block that is nowhere to the policies; the hit class that it enters with.
+    fn offer(&mut self, fingerprint: u64) -> u8 {
+        let tick = self.tick;
+        let mut class = self.host_policy.on_offer(fingerprint, tick);
+        for disk in &mut self.disks {
+            class = class.max(disk.policy.on_offer(fingerprint, tick));
+        }
+        let again = self
+            .seen
+            .as_mut()
+            .is_some_and(|seen| seen.again(fingerprint));
+        class.max(u8::from(again))
+    }
+
     /// Reserves a new node's slots. `Err` if one that it cannot do without is refused.
     fn fill_node(
         &mut self,
@@ -213,7 +271,7 @@ impl Engine {
         hit_class: u8,
         available: &impl Fn(u8, u32) -> bool,
         places: &mut Vec<(NodeId, u8)>,
-    ) -> Result<(), ()> {
+    ) -> Result<(), Refusal> {
         let at = self.forest.node(node);
         let (depth, required, ns) = (at.depth, at.required, usize::from(at.ns));
         for group in 0..u8::try_from(at.places().len()).unwrap_or(0) {
@@ -227,17 +285,20 @@ impl Engine {
                 continue;
             }
             let class = self.host_class(node, group);
-            let full = self.host.is_full(class);
-            if full && self.refuses(Tier::Host, 0, class, hit_class) {
+            // The way to disk leads through the arena: there, the disk's policy decides.
+            let choosy = self.disks.is_empty() && self.host.is_full(class);
+            let refusal = if choosy && self.refuses(Tier::Host, 0, class, hit_class) {
                 self.counters.refused_admission += 1;
+                Refusal::NotAdmitted
             } else if self.take_host(node, group, HostState::Filling) {
                 places.push((node, group));
                 continue;
             } else {
                 self.counters.refused_host_full += 1;
-            }
+                Refusal::Full
+            };
             if must {
-                return Err(());
+                return Err(refusal);
             }
         }
         Ok(())

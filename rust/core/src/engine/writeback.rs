@@ -20,16 +20,43 @@ pub(super) struct Queued {
     node: NodeId,
     generation: u32,
     group: u8,
+    /// Group of the parent's payload that was to be written first.
+    after: Option<u8>,
 }
 
 impl Engine {
-    /// Queues what a visible node has in the arena and not on disk.
-    pub(super) fn queue_writes(&mut self, id: NodeId) {
-        if self.disks.is_empty() || !self.forest.node(id).visible {
+    /// A node has become visible: queues its payloads, unless they have to show their worth first.
+    pub(super) fn offer_new_to_disk(&mut self, id: NodeId) {
+        if self.disks.is_empty() {
             return;
         }
         if self.config.second_touch && self.forest.node(id).hit_class == 0 {
             self.counters.refused_admission += 1;
+            return;
+        }
+        self.queue_writes(id);
+    }
+
+    /// A chain down to `id` was hit: what of it was not admitted to disk before is offered again.
+    pub(super) fn offer_hit_to_disk(&mut self, id: NodeId) {
+        let choosy = self.config.second_touch || self.host_policy.touches_every_block();
+        if self.disks.is_empty() || !choosy {
+            return;
+        }
+        let mut chain = Vec::new();
+        let mut at = id;
+        while at != NONE && self.writable_place(at).is_some() {
+            chain.push(at);
+            at = self.forest.node(at).parent;
+        }
+        for id in chain.into_iter().rev() {
+            self.queue_writes(id);
+        }
+    }
+
+    /// Queues what a visible node has in the arena and not on disk.
+    fn queue_writes(&mut self, id: NodeId) {
+        if !self.forest.node(id).visible {
             return;
         }
         for group in 0..u8::try_from(self.forest.node(id).places().len()).unwrap_or(0) {
@@ -49,6 +76,7 @@ impl Engine {
                     node: id,
                     generation,
                     group,
+                    after: None,
                 },
                 false,
             );
@@ -151,6 +179,7 @@ impl Engine {
             node: id,
             generation,
             group,
+            after,
         } = queued;
         if !self.forest.is_live(id, generation) {
             return None;
@@ -166,8 +195,16 @@ impl Engine {
             && !self.is_on_disk(parent)
             && let Some(missing) = self.writable_place(parent)
         {
+            if after == Some(missing) || self.host_policy.touches_every_block() {
+                // It was offered first, and was refused.
+                self.refuse_write(id, group);
+                return None;
+            }
             // What stands on it would be lost at a restart: the parent goes first.
-            self.write_queue.push_front(queued);
+            self.write_queue.push_front(Queued {
+                after: Some(missing),
+                ..queued
+            });
             self.queued_bytes += slot;
             let generation = self.forest.node(parent).generation;
             self.enqueue(
@@ -175,16 +212,17 @@ impl Engine {
                     node: parent,
                     generation,
                     group: missing,
+                    after: None,
                 },
                 true,
             );
             return None;
         }
         let device = self.choose_disk(id);
+        self.counters.refused_disk_degraded += u64::from(device.is_none());
         let offset = device.and_then(|device| Some((device, self.take_disk(id, group, device)?)));
         let Some((device, offset)) = offset else {
-            self.forest.node_mut(id).place_mut(group).disk = DiskState::Empty;
-            self.refresh(id);
+            self.refuse_write(id, group);
             return None;
         };
         self.unleaf(id, Tier::Host);
@@ -210,6 +248,22 @@ impl Engine {
             len: u32::try_from(slot).unwrap_or(u32::MAX),
             payload_len: self.namespaces[ns].spec.groups[usize::from(group)].payload_bytes,
         })
+    }
+
+    /// Leaves a queued payload in the arena only.
+    fn refuse_write(&mut self, id: NodeId, group: u8) {
+        let node = self.forest.node_mut(id);
+        node.place_mut(group).disk = DiskState::Empty;
+        let (last, hit_class) = (node.last, node.hit_class);
+        if node.places_used[Tier::Disk as usize] == 0 {
+            let fingerprint = Self::fingerprint(&node.hash);
+            if let Some(device) = self.choose_disk(id) {
+                self.disks[device]
+                    .policy
+                    .on_refuse(fingerprint, hit_class, last);
+            }
+        }
+        self.refresh(id);
     }
 
     /// Whether every required payload of a node is on disk or on its way there.
@@ -238,7 +292,7 @@ impl Engine {
         let node = self.forest.node(id);
         let now_ns = self.now_ns;
         let takes = |disk: &crate::disk::Disk| disk.takes_writes(now_ns);
-        let chosen = if node.places_used[Tier::Disk as usize] > 0 {
+        if node.places_used[Tier::Disk as usize] > 0 {
             Some(usize::from(node.device)).filter(|&device| takes(&self.disks[device]))
         } else {
             let total: u64 = self
@@ -261,11 +315,7 @@ impl Engine {
                 point = point.saturating_sub(share);
                 here
             })
-        };
-        if chosen.is_none() {
-            self.counters.refused_disk_degraded += 1;
         }
-        chosen
     }
 
     fn take_disk(&mut self, id: NodeId, group: u8, device: usize) -> Option<u64> {

@@ -1,10 +1,12 @@
 //! The memory of blocks that are not resident: evicted and refused ones.
 
-/// Bits of a packed entry that hold the tick; two more hold the hit class.
+/// Bits of a packed word that hold the tick; two more hold the hit class.
 const TICK_BITS: u32 = 30;
 const TICK_MASK: u32 = (1 << TICK_BITS) - 1;
-/// Marks an empty place of the table and a ring entry that was taken out.
-const NONE: u32 = u32::MAX;
+/// An empty place of the table, a vacant entry of the ring: zero, so that the memory of a large list
+/// is the system's until it fills.
+const EMPTY: u32 = 0;
+const VACANT: u64 = 0;
 
 /// What is remembered of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,29 +15,19 @@ pub(super) struct Remembered {
     pub(super) hit_class: u8,
 }
 
-/// A bounded list in order of entry, found by fingerprint. About 15 bytes an entry, allocated at
-/// once and touched as it fills; every operation is O(1) and nothing is ever rehashed. Only 32 bits of
-/// a fingerprint are compared: a rare false memory costs precision of an estimate, no more.
+/// A bounded list in order of entry, found by fingerprint. About 15 bytes an entry; every operation is
+/// O(1) and nothing is ever rehashed. Only 32 bits of a fingerprint are compared: a rare false memory
+/// costs precision of an estimate, no more.
 #[derive(Debug)]
 pub(super) struct GhostList {
-    ring: Box<[Entry]>,
+    /// Fingerprint's tag and packed word of each entry.
+    ring: Box<[u64]>,
     /// Next place of the ring to be written.
-    head: usize,
-    /// Ring places by fingerprint: linear probing, deletion by shifting back.
+    head: u32,
+    /// Ring places, plus one, by fingerprint: linear probing, deletion by shifting back.
     table: Box<[u32]>,
     shift: u32,
 }
-
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    tag: u32,
-    packed: u32,
-}
-
-const VACANT: Entry = Entry {
-    tag: 0,
-    packed: NONE,
-};
 
 impl GhostList {
     /// A list of at most `entries` blocks.
@@ -45,48 +37,43 @@ impl GhostList {
         Self {
             ring: vec![VACANT; entries].into_boxed_slice(),
             head: 0,
-            table: vec![NONE; 1 << bits].into_boxed_slice(),
+            table: vec![EMPTY; 1 << bits].into_boxed_slice(),
             shift: 32 - bits,
         }
     }
 
     /// Remembers a block at the young end. Returns the oldest one where it had to make place for it.
+    /// The block must not be in the list.
     pub(super) fn push(
         &mut self,
         fingerprint: u64,
         block: Remembered,
         now: u64,
     ) -> Option<Remembered> {
-        let tag = tag_of(fingerprint);
         let place = self.head;
-        self.head = (self.head + 1) % self.ring.len();
-        let leaving = self.ring[place];
-        let dropped = (leaving.packed != NONE).then(|| {
-            self.unlink(place as u32, leaving.tag);
-            unpack(leaving.packed, now)
+        self.head = (place + 1) % self.ring.len() as u32;
+        let leaving = self.ring[place as usize];
+        let dropped = (leaving != VACANT).then(|| {
+            self.unlink(place, tag_of(leaving));
+            unpack(leaving as u32, now)
         });
-        self.ring[place] = Entry {
-            tag,
-            packed: pack(block),
-        };
-        self.link(place as u32, tag);
+        let tag = tag_of(fingerprint);
+        self.ring[place as usize] = (u64::from(tag) << 32) | u64::from(pack(block));
+        self.link(place, tag);
         dropped
     }
 
-    /// Takes out what is remembered of a block. A block is pushed again only after it was taken out.
+    /// Takes out what is remembered of a block.
     pub(super) fn take(&mut self, fingerprint: u64, now: u64) -> Option<Remembered> {
         let tag = tag_of(fingerprint);
         let mut at = self.home(tag);
         loop {
-            let place = self.table[at];
-            if place == NONE {
-                return None;
-            }
-            let entry = self.ring[place as usize];
-            if entry.tag == tag {
+            let place = self.table[at].checked_sub(1)? as usize;
+            let entry = self.ring[place];
+            if tag_of(entry) == tag {
                 self.close(at);
-                self.ring[place as usize] = VACANT;
-                return Some(unpack(entry.packed, now));
+                self.ring[place] = VACANT;
+                return Some(unpack(entry as u32, now));
             }
             at = self.next(at);
         }
@@ -102,16 +89,16 @@ impl GhostList {
 
     fn link(&mut self, place: u32, tag: u32) {
         let mut at = self.home(tag);
-        while self.table[at] != NONE {
+        while self.table[at] != EMPTY {
             at = self.next(at);
         }
-        self.table[at] = place;
+        self.table[at] = place + 1;
     }
 
     fn unlink(&mut self, place: u32, tag: u32) {
         let mut at = self.home(tag);
-        while self.table[at] != place {
-            if self.table[at] == NONE {
+        while self.table[at] != place + 1 {
+            if self.table[at] == EMPTY {
                 return;
             }
             at = self.next(at);
@@ -122,31 +109,28 @@ impl GhostList {
     /// Empties place `hole` and moves later entries of its run back, so that no probe stops early.
     fn close(&mut self, mut hole: usize) {
         let mask = self.table.len() - 1;
-        let mut at = hole;
-        loop {
-            at = self.next(at);
-            let place = self.table[at];
-            if place == NONE {
-                break;
-            }
-            let home = self.home(self.ring[place as usize].tag);
+        let mut at = self.next(hole);
+        while let Some(place) = self.table[at].checked_sub(1) {
+            let home = self.home(tag_of(self.ring[place as usize]));
             if (at.wrapping_sub(home) & mask) >= (at.wrapping_sub(hole) & mask) {
-                self.table[hole] = place;
+                self.table[hole] = self.table[at];
                 hole = at;
             }
+            at = self.next(at);
         }
-        self.table[hole] = NONE;
+        self.table[hole] = EMPTY;
     }
 }
 
+/// The half of a fingerprint, or of an entry, that is compared.
 fn tag_of(fingerprint: u64) -> u32 {
     (fingerprint >> 32) as u32
 }
 
-/// Class and tick modulo 2^30 in one word. The word that means "vacant" is moved by one tick.
+/// Class and tick modulo 2^30 in one word, which is never 0: that one is moved by a tick.
 fn pack(block: Remembered) -> u32 {
     let packed = (u32::from(block.hit_class.min(3)) << TICK_BITS) | (block.last as u32 & TICK_MASK);
-    packed.min(NONE - 1)
+    packed.max(1)
 }
 
 /// The latest tick up to `now` that packs to `packed`.

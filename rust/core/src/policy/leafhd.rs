@@ -27,6 +27,8 @@ pub(super) struct LeafHd {
     ghosts: GhostList,
     relearned: u64,
     random: SplitMix,
+    /// The victim last drawn, with its size class and the tick: what was weighed is what goes.
+    drawn: Option<(u16, u64, Leaf)>,
 }
 
 /// The leaves of one size class: an array to draw from, and where in it each node stands.
@@ -48,10 +50,12 @@ impl LeafHd {
             ghosts: GhostList::new(ghosts.min(GHOSTS_MAX)),
             relearned: 0,
             random: SplitMix(seed),
+            drawn: None,
         }
     }
 
     pub(super) fn insert_leaf(&mut self, class: u16, leaf: Leaf) {
+        self.drawn = self.drawn.filter(|(_, _, drawn)| drawn.node != leaf.node);
         let class = usize::from(class);
         if class >= self.classes.len() {
             self.classes.resize_with(class + 1, Leaves::default);
@@ -60,6 +64,7 @@ impl LeafHd {
     }
 
     pub(super) fn remove_leaf(&mut self, class: u16, node: u32) -> bool {
+        self.drawn = self.drawn.filter(|(_, _, drawn)| drawn.node != node);
         self.classes
             .get_mut(usize::from(class))
             .is_some_and(|leaves| leaves.remove(node))
@@ -72,6 +77,12 @@ impl LeafHd {
     }
 
     pub(super) fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
+        if let Some((_, _, drawn)) = self
+            .drawn
+            .filter(|drawn| (drawn.0, drawn.1) == (class, tick))
+        {
+            return Some(drawn);
+        }
         let leaves = &self.classes.get(usize::from(class))?.leaves;
         if leaves.is_empty() {
             return None;
@@ -86,7 +97,9 @@ impl LeafHd {
                 victim = Some((density, leaf));
             }
         }
-        victim.map(|(_, leaf)| leaf)
+        let (_, leaf) = victim?;
+        self.drawn = Some((class, tick, leaf));
+        Some(leaf)
     }
 
     pub(super) fn admit(&self, hit_class: u8, victim: &Leaf, tick: u64) -> bool {
@@ -115,8 +128,9 @@ impl LeafHd {
         next_class(block.hit_class)
     }
 
-    pub(super) fn on_insert(&mut self, hit_class: u8, last: u64) {
+    pub(super) fn on_insert(&mut self, fingerprint: u64, hit_class: u8, last: u64) {
         self.cohorts.add(hit_class, last);
+        self.forget(fingerprint);
     }
 
     pub(super) fn on_refuse(&mut self, fingerprint: u64, hit_class: u8, tick: u64) {
@@ -147,7 +161,15 @@ impl LeafHd {
         }
     }
 
+    /// A block is known once: as resident or as remembered.
+    fn forget(&mut self, fingerprint: u64) {
+        if let Some(block) = self.ghosts.take(fingerprint, self.cohorts.now()) {
+            self.cohorts.remove(block.hit_class, block.last);
+        }
+    }
+
     fn remember(&mut self, fingerprint: u64, block: Remembered) {
+        self.forget(fingerprint);
         if let Some(dropped) = self.ghosts.push(fingerprint, block, self.cohorts.now()) {
             self.cohorts.remove(dropped.hit_class, dropped.last);
         }

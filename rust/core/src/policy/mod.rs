@@ -21,11 +21,13 @@ mod density;
 mod ghost;
 mod leafhd;
 mod lru;
+mod seen;
 #[cfg(test)]
 mod tests;
 
 use leafhd::LeafHd;
 use lru::Lru;
+pub use seen::Seen;
 
 /// Number of hit classes: hits of a block since it was first seen, capped.
 pub const HIT_CLASSES: u8 = 4;
@@ -130,6 +132,7 @@ impl Policy {
     }
 
     /// The leaf of size class `class` to evict next, which stays in the set. `None` when there is none.
+    /// Asked again in the same tick, it is the same one unless that has left the set or changed.
     pub fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
         match &mut self.engine {
             PolicyEngine::Lru(lru) => lru.victim(class),
@@ -171,11 +174,11 @@ impl Policy {
         }
     }
 
-    /// A block became resident: stored at `last`, or found on disk at start with the `last` and class
-    /// of its record.
-    pub fn on_insert(&mut self, hit_class: u8, last: u64) {
+    /// A block became resident: stored at `last`, promoted from a lower tier, or found on disk at start
+    /// with the `last` and class of its record.
+    pub fn on_insert(&mut self, fingerprint: u64, hit_class: u8, last: u64) {
         if let PolicyEngine::LeafHd(leafhd) = &mut self.engine {
-            leafhd.on_insert(hit_class, last);
+            leafhd.on_insert(fingerprint, hit_class, last);
         }
     }
 

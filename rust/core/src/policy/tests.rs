@@ -104,14 +104,14 @@ fn teach(policy: &mut Policy, ticks: u64) -> u64 {
         let (hit_class, last) = &mut live[(tick % 10) as usize];
         if *last == 0 {
             *hit_class = policy.on_offer(tick, tick);
-            policy.on_insert(*hit_class, tick);
+            policy.on_insert(tick, *hit_class, tick);
         } else {
             *hit_class = policy.on_hit(*hit_class, *last, tick);
         }
         *last = tick;
         let dead = (tick << 32) | 1;
         assert_eq!(policy.on_offer(dead, tick), 0);
-        policy.on_insert(0, tick);
+        policy.on_insert(dead, 0, tick);
         policy.on_evict(dead, tick, 0);
         policy.end_of_request(tick);
     }
@@ -160,7 +160,7 @@ fn lru_admits_everything_and_remembers_nothing() {
 #[test]
 fn an_evicted_or_refused_block_comes_back_one_class_higher() {
     let mut policy = Policy::new(PolicyKind::LeafHd, 20, 3);
-    policy.on_insert(1, 5);
+    policy.on_insert(10 << 32, 1, 5);
     policy.on_evict(10 << 32, 5, 1);
     assert_eq!(policy.on_offer(10 << 32, 9), 2);
     assert_eq!(policy.on_offer(10 << 32, 9), 0);
@@ -173,6 +173,19 @@ fn an_evicted_or_refused_block_comes_back_one_class_higher() {
     );
     policy.on_refuse(11 << 32, 0, 9);
     assert_eq!(policy.on_offer(11 << 32, 10), 1);
+}
+
+#[test]
+fn a_block_is_seen_again_until_it_is_forgotten() {
+    let mut seen = Seen::new(3);
+    let again: Vec<bool> = [1, 2, 1, 3, 4, 5, 1, 2]
+        .into_iter()
+        .map(|block: u64| seen.again(block << 32))
+        .collect();
+    assert_eq!(
+        again,
+        [false, false, true, false, false, false, false, false]
+    );
 }
 
 #[test]

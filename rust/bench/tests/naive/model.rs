@@ -1,9 +1,8 @@
-//! A cache of prefix blocks reduced to what decides hit rates: residency, leaves and a policy.
+//! A cache of prefix blocks reduced to what decides hit rates: residency, leaves and the real policies.
 
 use rustc_hash::FxHashMap;
+use undercroft_bench::replay::{Counts, ReplayCache};
 use undercroft_core::policy::{Leaf, Policy, PolicyKind};
-
-use super::{Counts, ReplayCache};
 
 /// All blocks of a trace have one size.
 const SIZE_CLASS: u16 = 0;
@@ -11,7 +10,7 @@ const SIZE_CLASS: u16 = 0;
 /// Tiers that each hold the blocks offered to them; a block counts as present if any of them has it.
 /// Every block that is stored in the upper tier is offered to the lower one at once (write-through).
 #[derive(Debug)]
-pub struct ModelCache {
+pub(crate) struct ModelCache {
     tick: u64,
     nodes: FxHashMap<u64, u32>,
     chain: Vec<u32>,
@@ -39,7 +38,7 @@ struct Node {
 
 impl ModelCache {
     /// One tier for each capacity, given in blocks, from the upper one down.
-    pub fn new(capacities: &[usize], kind: PolicyKind, seed: u64) -> Self {
+    pub(crate) fn new(capacities: &[usize], kind: PolicyKind, seed: u64) -> Self {
         let tiers = capacities
             .iter()
             .map(|&capacity| Tier {
@@ -115,7 +114,6 @@ impl Tier {
                 || (self.used >= self.capacity && !self.make_room(hit_class, deepest, tick));
             if refused {
                 self.policy.on_refuse(fingerprint, hit_class, tick);
-                self.counts.refused += 1;
             } else {
                 self.insert(node, hit_class, deepest, tick);
                 deepest = Some(node);
@@ -144,8 +142,8 @@ impl Tier {
     }
 
     fn insert(&mut self, node: u32, hit_class: u8, parent: Option<u32>, tick: u64) {
-        self.policy.on_insert(hit_class, tick);
         let inserted = &mut self.nodes[node as usize];
+        self.policy.on_insert(inserted.fingerprint, hit_class, tick);
         inserted.resident = true;
         inserted.hit_class = hit_class;
         inserted.last = tick;
