@@ -2,17 +2,17 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
-use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::checksum;
-use undercroft_core::io::interpose::{Call, CallKind, Interpose, Verdict};
+use undercroft_core::io::fault::{FaultEngine, Noise, Rates, Script};
+use undercroft_core::io::interpose::{CallKind, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
 use undercroft_core::io::{
@@ -25,56 +25,6 @@ const ARENA: u64 = 16 << 20;
 /// Long enough never to pass in a healthy run; a hang fails the test instead of blocking it.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Verdicts for the calls of one kind, in order; all others pass. Records every call.
-#[derive(Clone, Debug, Default)]
-struct Script(Arc<Mutex<Inner>>);
-
-#[derive(Debug, Default)]
-struct Inner {
-    verdicts: VecDeque<(CallKind, Verdict)>,
-    calls: Vec<Call>,
-}
-
-impl Script {
-    fn then(self, kind: CallKind, verdicts: impl IntoIterator<Item = Verdict>) -> Self {
-        self.0
-            .lock()
-            .unwrap()
-            .verdicts
-            .extend(verdicts.into_iter().map(|verdict| (kind, verdict)));
-        self
-    }
-
-    fn calls(&self, kind: CallKind) -> Vec<Call> {
-        let inner = self.0.lock().unwrap();
-        inner
-            .calls
-            .iter()
-            .copied()
-            .filter(|call| call.kind == kind)
-            .collect()
-    }
-
-    fn is_used_up(&self) -> bool {
-        self.0.lock().unwrap().verdicts.is_empty()
-    }
-}
-
-impl Interpose for Script {
-    fn on_call(&self, call: &Call) -> Verdict {
-        let mut inner = self.0.lock().unwrap();
-        inner.calls.push(*call);
-        match inner.verdicts.front() {
-            Some((kind, _)) if *kind == call.kind => {}
-            _ => return Verdict::Pass,
-        }
-        inner
-            .verdicts
-            .pop_front()
-            .map_or(Verdict::Pass, |(_, verdict)| verdict)
-    }
-}
-
 type Open = fn(usize, Arc<Arena>, Vec<DeviceFiles>, Script) -> Box<dyn IoEngine>;
 
 /// An engine over one device in a directory of its own.
@@ -86,6 +36,10 @@ struct Bench {
 
 impl Bench {
     fn new(open: Open, script: Script) -> Self {
+        Self::with(|arena, device| open(DEPTH, arena, vec![device], script))
+    }
+
+    fn with(open: impl FnOnce(Arc<Arena>, DeviceFiles) -> Box<dyn IoEngine>) -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let arena = Arc::new(Arena::create(ARENA).unwrap());
         let file = |name: &str| open_file(&dir.path().join(name), true).unwrap();
@@ -96,7 +50,7 @@ impl Bench {
             data,
             o_direct,
         };
-        let engine = open(DEPTH, Arc::clone(&arena), vec![device], script);
+        let engine = open(Arc::clone(&arena), device);
         Self { engine, arena, dir }
     }
 
@@ -116,9 +70,12 @@ impl Bench {
     fn drain(&mut self) -> Vec<IoCompletion> {
         let mut out = Vec::new();
         while self.engine.in_flight() > 0 {
-            let before = out.len();
+            let start = Instant::now();
             self.engine.wait(Some(PATIENCE), &mut out);
-            assert!(out.len() > before, "no completion within {PATIENCE:?}");
+            assert!(
+                start.elapsed() < PATIENCE,
+                "no completion within {PATIENCE:?}"
+            );
         }
         out
     }
@@ -547,6 +504,143 @@ fn dropping_waits_for_what_is_in_flight(open: Open) {
     }
 }
 
+/// Rounds of writes and reads under faults: whatever completes without an error is right.
+fn noise_never_makes_wrong_bytes(
+    open: impl Fn(Arc<Arena>, DeviceFiles, Noise) -> Box<dyn IoEngine>,
+) {
+    let rates = Rates {
+        short: 300,
+        interrupted: 200,
+        read_error: 20,
+        write_error: 20,
+        flip: 30,
+    };
+    let slot = 40 * UNIT;
+    let mut outcomes = [0; 3];
+    for seed in 0..20 {
+        let mut bench = Bench::with(|arena, device| open(arena, device, Noise::new(seed, rates)));
+        let bytes: Vec<_> = (0..DEPTH as u64)
+            .map(|index| pattern(seed + index, slot))
+            .collect();
+        for (index, bytes) in bytes.iter().enumerate() {
+            let at = index as u64 * slot;
+            bench.arena.write(at, bytes).unwrap();
+            bench
+                .engine
+                .submit(write(index as u64, at, at, slot as u32));
+        }
+        let written = bench.drain();
+        for done in written.iter().filter(|done| done.result.is_ok()) {
+            let (index, at) = (done.token as usize, done.token * slot);
+            assert_eq!(done.result, Ok(checksum(&bytes[index])), "seed {seed}");
+            let mut stored = vec![0; slot as usize];
+            bench.file("data").read_exact_at(&mut stored, at).unwrap();
+            assert!(
+                stored == bytes[index],
+                "seed {seed}: a write that succeeded is in the file"
+            );
+            let request = read(
+                done.token,
+                (8 << 20) + at,
+                at,
+                slot as u32,
+                checksum(&bytes[index]),
+            );
+            bench.engine.submit(request);
+        }
+        for done in bench.drain() {
+            let (index, at) = (done.token as usize, done.token * slot);
+            match done.result {
+                Ok(_) => {
+                    let found = bench.arena.read((8 << 20) + at, slot).unwrap();
+                    assert!(found == bytes[index], "seed {seed}: wrong bytes");
+                    outcomes[0] += 1;
+                }
+                Err(IoFault::Corrupt) => outcomes[1] += 1,
+                Err(_) => outcomes[2] += 1,
+            }
+        }
+    }
+    assert!(
+        outcomes.iter().all(|count| *count > 0),
+        "right, corrupt, failed: {outcomes:?}"
+    );
+}
+
+#[test]
+fn noise_never_makes_wrong_bytes_io_uring() {
+    noise_never_makes_wrong_bytes(|arena, device, noise| {
+        Box::new(Uring::with_interpose(DEPTH, arena, vec![device], noise).unwrap())
+    });
+}
+
+#[test]
+fn noise_never_makes_wrong_bytes_thread_pool() {
+    noise_never_makes_wrong_bytes(|arena, device, noise| {
+        Box::new(ThreadPool::with_interpose(DEPTH, arena, vec![device], noise).unwrap())
+    });
+}
+
+/// The device has no room, the file is not open for writing, or is gone from its directory.
+fn the_kernels_own_errors_come_through(open: Open) {
+    let mut bench = Bench::with(|arena, mut device| {
+        device.data = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/full")
+            .unwrap()
+            .into();
+        device.table = File::open("/dev/null").unwrap().into();
+        open(DEPTH, arena, vec![device], Script::default())
+    });
+    assert_eq!(bench.write(0, 0, 1 << 20), os(Errno::NOSPC));
+    let zeros = vec![0; 4096];
+    assert_eq!(
+        bench.read(0, 0, &zeros),
+        Ok(checksum(&zeros)),
+        "reads go on"
+    );
+    assert_eq!(
+        bench.one(meta(FileKind::Table, 0, &zeros, true)),
+        os(Errno::BADF)
+    );
+    std::fs::remove_file(bench.path("super")).unwrap();
+    assert_eq!(
+        bench.one(meta(FileKind::Super, 0, &zeros, true)),
+        Ok(0),
+        "the open file is used"
+    );
+}
+
+#[test]
+fn a_device_that_hangs_answers_when_it_is_released() {
+    let mut control = None;
+    let mut bench = Bench::with(|arena, device| {
+        let inner = Uring::new(DEPTH, arena, vec![device]).unwrap();
+        let (engine, handle) = FaultEngine::new(inner);
+        control = Some(handle);
+        Box::new(engine)
+    });
+    let control = control.unwrap();
+    control.hang();
+    bench.engine.submit(write(1, 0, 0, UNIT as u32));
+    let mut out = Vec::new();
+    bench.engine.wait(Some(Duration::from_millis(5)), &mut out);
+    assert!(out.is_empty());
+    assert_eq!(bench.engine.in_flight(), 1);
+    let handle = control.clone();
+    let thread = std::thread::spawn(move || handle.release());
+    assert_eq!(bench.drain().len(), 1);
+    thread.join().unwrap();
+    control.fail_writes(Some(Errno::NOSPC.raw_os_error()));
+    control.fail_reads(Some(Errno::IO.raw_os_error()));
+    assert_eq!(bench.write(0, 0, UNIT as u32), os(Errno::NOSPC));
+    assert_eq!(bench.read(0, 0, &[0; 4096]), os(Errno::IO));
+    control.fail_writes(None);
+    control.fail_reads(None);
+    assert!(bench.write(0, 0, UNIT as u32).is_ok());
+}
+
 macro_rules! conformance {
     ($engine:ident, $open:expr; $($test:ident)*) => {
         mod $engine {
@@ -571,6 +665,7 @@ macro_rules! conformance {
             every_request_completes_once
             waiting_ends_by_timeout_and_by_waking
             dropping_waits_for_what_is_in_flight
+            the_kernels_own_errors_come_through
         })*
     };
 }
@@ -578,6 +673,10 @@ macro_rules! conformance {
 conformance! {
     io_uring => |depth, arena, devices, script| {
         Box::new(Uring::with_interpose(depth, arena, devices, script).unwrap())
+    },
+    fault_engine => |depth, arena, devices, script| {
+        let inner = Uring::with_interpose(depth, arena, devices, script).unwrap();
+        Box::new(FaultEngine::new(inner).0)
     },
     thread_pool => |depth, arena, devices, script| {
         Box::new(ThreadPool::with_interpose(depth, arena, devices, script).unwrap())

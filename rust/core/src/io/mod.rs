@@ -127,7 +127,8 @@ pub struct IoCompletion {
     pub result: Result<u64, IoFault>,
 }
 
-/// Carries out operations. Owned by the IO thread alone.
+/// Carries out operations. Owned by the IO thread alone: it may be made elsewhere, but the thread that
+/// first submits or waits has to make all further calls, and drop it.
 ///
 /// Short transfers are resubmitted, EINTR and EAGAIN retried inside; neither reaches the caller.
 /// Buffers: the arena outlives the engine (it holds an `Arc` of the mapping); metadata is owned by
@@ -155,6 +156,7 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 /// Longer transfers go to the ring in pieces of this size in bytes.
 const SPLIT: u32 = 512 << 10;
 
+pub mod fault;
 mod features;
 mod files;
 pub mod interpose;

@@ -182,8 +182,9 @@ impl Run {
     }
 }
 
-/// The numbers below `count` in an order that depends on `seed` alone.
-fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
+/// The numbers below `count` in an order that depends on `seed` alone; for whoever compares with the
+/// loop, since the order matters to the device.
+pub fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
     let mut order: Vec<u64> = (0..count).collect();
     let mut state = seed;
     for last in (1..order.len()).rev() {

@@ -1,0 +1,274 @@
+//! Faults on purpose, for tests: below the retry logic of the real engines ([`Script`], [`Noise`]),
+//! and above it ([`FaultEngine`], a device that hangs or fails).
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use super::interpose::{Call, CallKind, Interpose, Verdict};
+use super::{IoCompletion, IoEngine, IoFault, IoRequest, Waker};
+
+/// Verdicts for calls in order, each for the next call of its kind; a call of another kind passes
+/// meanwhile. Records every call. Clones share the script.
+#[derive(Clone, Debug, Default)]
+pub struct Script(Arc<Mutex<ScriptState>>);
+
+#[derive(Debug, Default)]
+struct ScriptState {
+    verdicts: VecDeque<(CallKind, Verdict)>,
+    calls: Vec<Call>,
+}
+
+impl Script {
+    /// Adds verdicts for calls of one kind behind those that are there.
+    #[must_use]
+    pub fn then(self, kind: CallKind, verdicts: impl IntoIterator<Item = Verdict>) -> Self {
+        self.lock()
+            .verdicts
+            .extend(verdicts.into_iter().map(|verdict| (kind, verdict)));
+        self
+    }
+
+    /// The calls of one kind so far.
+    pub fn calls(&self, kind: CallKind) -> Vec<Call> {
+        self.lock()
+            .calls
+            .iter()
+            .copied()
+            .filter(|call| call.kind == kind)
+            .collect()
+    }
+
+    /// Whether every verdict has been given.
+    pub fn is_used_up(&self) -> bool {
+        self.lock().verdicts.is_empty()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ScriptState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Interpose for Script {
+    fn on_call(&self, call: &Call) -> Verdict {
+        let mut state = self.lock();
+        state.calls.push(*call);
+        let due = state
+            .verdicts
+            .front()
+            .is_some_and(|(kind, _)| *kind == call.kind);
+        let next = if due {
+            state.verdicts.pop_front()
+        } else {
+            None
+        };
+        next.map_or(Verdict::Pass, |(_, verdict)| verdict)
+    }
+}
+
+/// How often something goes wrong, in calls of a thousand.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rates {
+    /// A transfer moves a part only, of any length.
+    pub short: u32,
+    /// EINTR or EAGAIN.
+    pub interrupted: u32,
+    /// EIO on a read.
+    pub read_error: u32,
+    /// EIO, ENOSPC or EROFS on a write or sync.
+    pub write_error: u32,
+    /// A flipped bit in what was read.
+    pub flip: u32,
+}
+
+/// Faults at random, from a seed.
+#[derive(Debug)]
+pub struct Noise {
+    rates: Rates,
+    state: AtomicU64,
+}
+
+impl Noise {
+    /// The same seed gives the same faults for the same sequence of calls.
+    pub fn new(seed: u64, rates: Rates) -> Self {
+        Self {
+            rates,
+            state: AtomicU64::new(seed),
+        }
+    }
+
+    /// SplitMix64.
+    fn random(&self) -> u64 {
+        const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+        let state = self
+            .state
+            .fetch_add(STEP, Ordering::Relaxed)
+            .wrapping_add(STEP);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn happens(&self, per_thousand: u32) -> bool {
+        self.random() % 1000 < u64::from(per_thousand)
+    }
+
+    fn pick(&self, errnos: &[Errno]) -> Verdict {
+        let index = self.random() as usize % errnos.len();
+        Verdict::Fail(errnos[index].raw_os_error())
+    }
+}
+
+impl Interpose for Noise {
+    fn on_call(&self, call: &Call) -> Verdict {
+        let reading = call.kind == CallKind::Read;
+        if self.happens(self.rates.interrupted) {
+            return self.pick(&[Errno::INTR, Errno::AGAIN]);
+        }
+        if reading && self.happens(self.rates.read_error) {
+            return self.pick(&[Errno::IO]);
+        }
+        if !reading && self.happens(self.rates.write_error) {
+            return self.pick(&[Errno::IO, Errno::NOSPC, Errno::ROFS]);
+        }
+        if call.len > 0 && self.happens(self.rates.short) {
+            return Verdict::Short(1 + (self.random() % u64::from(call.len)) as u32);
+        }
+        if reading && self.happens(self.rates.flip) {
+            let at = (self.random() % u64::from(call.len)) as u32;
+            return Verdict::Flip {
+                at,
+                mask: 1 << (self.random() % 8),
+            };
+        }
+        Verdict::Pass
+    }
+}
+
+/// An engine whose device can be made to hang or to fail, by its [`FaultControl`].
+#[derive(Debug)]
+pub struct FaultEngine<E> {
+    inner: E,
+    control: Arc<Control>,
+    held: Vec<IoCompletion>,
+}
+
+/// Controls a [`FaultEngine`] from any thread.
+#[derive(Clone, Debug)]
+pub struct FaultControl {
+    control: Arc<Control>,
+    waker: Waker,
+}
+
+#[derive(Debug, Default)]
+struct Control(Mutex<Faults>);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Faults {
+    hold: bool,
+    reads: Option<i32>,
+    writes: Option<i32>,
+}
+
+impl Control {
+    fn lock(&self) -> MutexGuard<'_, Faults> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<E: IoEngine> FaultEngine<E> {
+    /// Without faults at first.
+    pub fn new(inner: E) -> (Self, FaultControl) {
+        let control = Arc::new(Control::default());
+        let handle = FaultControl {
+            control: Arc::clone(&control),
+            waker: inner.waker(),
+        };
+        (
+            Self {
+                inner,
+                control,
+                held: Vec::new(),
+            },
+            handle,
+        )
+    }
+}
+
+impl FaultControl {
+    /// From now on no operation completes.
+    pub fn hang(&self) {
+        self.control.lock().hold = true;
+    }
+
+    /// What was held back completes, and all that follows.
+    pub fn release(&self) {
+        self.control.lock().hold = false;
+        self.waker.wake();
+    }
+
+    /// Reads complete with this error number from now on, or normally again.
+    pub fn fail_reads(&self, errno: Option<i32>) {
+        self.control.lock().reads = errno;
+    }
+
+    /// Writes complete with this error number from now on, or normally again.
+    pub fn fail_writes(&self, errno: Option<i32>) {
+        self.control.lock().writes = errno;
+    }
+}
+
+impl<E: IoEngine> IoEngine for FaultEngine<E> {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn depth(&self) -> usize {
+        self.inner.depth()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight() + self.held.len()
+    }
+
+    fn submit(&mut self, request: IoRequest) {
+        let faults = *self.control.lock();
+        let fault = if request.is_read() {
+            faults.reads
+        } else {
+            faults.writes
+        };
+        let token = request.token();
+        match fault {
+            Some(errno) => {
+                self.held.push(IoCompletion {
+                    token,
+                    result: Err(IoFault::Os(errno)),
+                });
+                // The completion is there for the next wait.
+                self.inner.waker().wake();
+            }
+            // What is held back counts, as it would in a real device.
+            None if self.in_flight() >= self.depth() => {
+                let result = Err(IoFault::Os(Errno::BUSY.raw_os_error()));
+                self.held.push(IoCompletion { token, result });
+                self.inner.waker().wake();
+            }
+            None => self.inner.submit(request),
+        }
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
+        self.inner.wait(timeout, &mut self.held);
+        if !self.control.lock().hold {
+            out.append(&mut self.held);
+        }
+    }
+
+    fn waker(&self) -> Waker {
+        self.inner.waker()
+    }
+}
