@@ -92,6 +92,11 @@ impl Disk {
         }
     }
 
+    /// Whether it is in use at all.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.health != Health::Failed
+    }
+
     pub(crate) fn write_succeeded(&mut self) {
         self.write_failures = 0;
         if matches!(self.health, Health::NoWrites { .. }) {

@@ -188,6 +188,10 @@ impl Engine {
             return Answer::Ready(0);
         };
         let limit = depth.min(max_tokens / granule);
+        if limit <= local {
+            self.lease(id, NONE);
+            return Answer::Ready(0);
+        }
         let anywhere = self.boundary(deepest, limit, local, false);
         let least = self.config.min_load_tokens.max(1);
         let worth = |boundary: u32| boundary > local && boundary * granule - local_tokens >= least;

@@ -9,7 +9,7 @@
 //! (loads and saves by the workers), with `writeback` (arena to disk) behind the save.
 //! `places` holds the transitions of payload places that all of them share.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use slotmap::SlotMap;
 
@@ -125,6 +125,7 @@ enum Op {
     },
     Namespace {
         device: usize,
+        index: usize,
     },
 }
 
@@ -159,11 +160,13 @@ pub struct Engine {
     queued_bytes: u64,
     write_tokens: u64,
     write_tokens_at_ns: u64,
-    namespace_writes: VecDeque<(usize, usize, Box<[u8]>, bool)>,
-    namespace_syncs: usize,
-    namespace_sync_failed: bool,
+    /// Nodes that could not be written although children of them are on disk.
+    stranded: VecDeque<(NodeId, u32)>,
+    entry_writes: VecDeque<reset::EntryWrite>,
+    entries_in_flight: Vec<reset::EntryWrite>,
+    /// Instances of namespaces that are or were in use: never given to another.
+    instances: HashSet<u64>,
     record_generation: u64,
-    pinned_bytes: u64,
     /// Blocks offered before, for second-touch admission.
     seen: Option<Seen>,
     counters: Counters,
@@ -202,11 +205,11 @@ impl Engine {
             queued_bytes: 0,
             write_tokens: 0,
             write_tokens_at_ns: 0,
-            namespace_writes: VecDeque::new(),
-            namespace_syncs: 0,
-            namespace_sync_failed: false,
+            stranded: VecDeque::new(),
+            entry_writes: VecDeque::new(),
+            entries_in_flight: Vec::new(),
+            instances: HashSet::new(),
             record_generation: 0,
-            pinned_bytes: 0,
             counters: Counters::default(),
         }
     }
@@ -244,7 +247,7 @@ impl Engine {
             self.namespaces[at].spec.alignment_tokens = spec.alignment_tokens;
             return Ok(NsId::try_from(at).unwrap_or(NsId::MAX));
         }
-        let instance = self.next_random();
+        let instance = self.new_instance();
         let ns = self.add_namespace(spec, instance, false)?;
         self.save_namespace(ns);
         Ok(ns)
@@ -339,9 +342,13 @@ impl Engine {
     pub fn has_io(&self) -> bool {
         !self.turns[0].is_empty()
             || !self.turns[1].is_empty()
-            || !self.namespace_writes.is_empty()
+            || self.has_entry_writes()
             || !self.write_queue.is_empty()
-            || self.disks.iter().any(|disk| disk.dirty_blocks() > 0)
+            || !self.stranded.is_empty() && self.disks.iter().any(Disk::is_alive)
+            || self
+                .disks
+                .iter()
+                .any(|disk| disk.is_alive() && disk.dirty_blocks() > 0)
     }
 
     /// Whether nothing is in flight and nothing waits to be written.
@@ -383,9 +390,9 @@ impl Engine {
                 self.writes_in_flight -= 1;
                 self.table_write_ended(device, block, completion.result);
             }
-            Op::Namespace { device } => {
+            Op::Namespace { device, index } => {
                 self.writes_in_flight -= 1;
-                self.namespace_write_ended(device, completion.result);
+                self.namespace_write_ended(device, index, completion.result);
             }
         }
     }
@@ -406,8 +413,9 @@ impl Engine {
     /// What there is now. Costs a pass over sessions and disks, not over blocks.
     pub fn gauges(&self) -> Gauges {
         let disk = |of: fn(&Disk) -> u64| self.disks.iter().map(of).sum();
-        let (mut loads, mut saves) = (0, 0);
+        let (mut loads, mut saves, mut transferring) = (0, 0, 0);
         for transfer in self.transfers.values() {
+            transferring += transfer.bytes;
             if transfer.is_load() {
                 loads += 1
             } else {
@@ -417,7 +425,7 @@ impl Engine {
         Gauges {
             host_capacity_bytes: self.host.capacity(),
             host_used_bytes: self.host.used_bytes(),
-            host_pinned_bytes: self.pinned_bytes,
+            host_pinned_bytes: self.promoted_bytes + transferring,
             host_blocks: self.host.blocks(),
             disk_capacity_bytes: disk(|disk| disk.slots.capacity()),
             disk_used_bytes: disk(|disk| disk.slots.used_bytes()),
@@ -448,6 +456,17 @@ impl Engine {
             .iter()
             .map(|disk| (disk.health, disk.fault))
             .collect()
+    }
+
+    /// An identity for a life of a namespace, other than all that the directories know: after a
+    /// restart with the same seed too, no old record may come back to life.
+    fn new_instance(&mut self) -> u64 {
+        loop {
+            let instance = self.next_random();
+            if self.instances.insert(instance) {
+                return instance;
+            }
+        }
     }
 
     fn next_random(&mut self) -> u64 {

@@ -434,6 +434,7 @@ impl Engine {
                 let place = self.forest.node_mut(id).place_mut(group);
                 if place.disk == DiskState::Queued {
                     place.disk = DiskState::Empty;
+                    self.queued_bytes -= self.host.slot_bytes(self.host_class(id, group));
                 }
             }
         }

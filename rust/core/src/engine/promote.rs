@@ -44,12 +44,16 @@ impl Engine {
     pub(super) fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32) -> bool {
         let mut boundary = self.forest.node(target).depth;
         let mut steps = self.steps(target, local);
+        let held = self.requests[id].promoted_bytes;
+        let budget = self.config.promotion_bytes.saturating_sub(held);
         // Larger than the budget: a part of the prefix is a hit too.
-        while self.missing_bytes(&steps) > self.config.promotion_bytes {
+        while self.missing_bytes(&steps) > budget {
             let (span, need) = (u64::from(boundary - local), self.missing_bytes(&steps));
-            let share =
-                u128::from(span) * u128::from(self.config.promotion_bytes) / u128::from(need);
+            let share = u128::from(span) * u128::from(budget) / u128::from(need);
             let reach = local + u32::try_from(share).unwrap_or(0).min(boundary - local - 1);
+            if reach <= local {
+                return false;
+            }
             boundary = self.boundary(target, reach, local, false);
             if boundary <= local {
                 return false;
@@ -115,7 +119,9 @@ impl Engine {
             return;
         }
         self.prefetched_bytes -= request.promoted_bytes;
-        if request.promotion.is_some() {
+        if let Some(promotion) = &mut request.promotion {
+            // As a prefetch it may have waited for long without being in anybody's way.
+            promotion.progress_ns = self.now_ns;
             self.turns[0].push_back(id);
         }
     }
@@ -300,6 +306,9 @@ impl Engine {
             self.counters.promotions += 1;
             self.counters.promotion_ns += self.now_ns - promotion.started_ns;
             if !self.requests[id].hastened {
+                if self.prefetched.len() > 2 * self.requests.len() {
+                    self.prefetched.retain(|&id| self.requests.contains_key(id));
+                }
                 self.prefetched.push_back(id);
             }
         } else {

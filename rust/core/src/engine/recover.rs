@@ -87,6 +87,7 @@ impl Engine {
         recovery: &mut Recovery,
     ) {
         for entry in entries.iter().flatten().flatten() {
+            self.instances.insert(entry.instance);
             let digest = entry.spec.digest();
             if self.namespaces.iter().any(|ns| ns.digest == digest) {
                 continue;
@@ -112,6 +113,7 @@ impl Engine {
                     recovery.damaged += u64::from(!Record::is_blank(bytes));
                     continue;
                 };
+                self.instances.insert(record.instance);
                 self.record_generation = self.record_generation.max(record.generation);
                 self.tick = self.tick.max(record.last);
                 let ns = self

@@ -1,12 +1,66 @@
-//! Reset: everything of a namespace is dropped, durably.
+//! The namespace table of each directory: entering a namespace, and reset, which drops everything of
+//! one, durably.
 
-use crate::forest::NONE;
+use crate::disk::format::{BLOCK_BYTES, NAMESPACES_MAX, NamespaceEntry, namespace_offset};
+use crate::forest::{NONE, NsId};
+use crate::io::{FileKind, IoFault, IoRequest};
 
-use super::{Engine, SessionId};
+use super::{Engine, Op, SessionId};
+
+/// A write of an entry of the namespace table.
+#[derive(Clone, Debug)]
+pub(super) struct EntryWrite {
+    device: usize,
+    index: usize,
+    bytes: Box<[u8]>,
+    /// It clears the entry, durably.
+    clears: bool,
+    /// It has failed before: it is tried again when the directory takes writes.
+    failed: bool,
+}
 
 impl Engine {
+    /// Enters a namespace into the table of each directory that lacks it. One that cannot be entered
+    /// is used all the same, until the process ends.
+    pub(super) fn save_namespace(&mut self, ns: NsId) {
+        let namespace = &self.namespaces[usize::from(ns)];
+        let instance = namespace.instance;
+        let entry = NamespaceEntry {
+            instance,
+            spec: namespace.spec.clone(),
+        };
+        let encoded = entry.encode().filter(|_| !namespace.volatile);
+        for device in 0..self.disks.len() {
+            let disk = &mut self.disks[device];
+            if disk.namespace_entries.contains(&instance) {
+                continue;
+            }
+            let free = disk.namespace_entries.iter().position(|&found| found == 0);
+            let free = free.or_else(|| {
+                (disk.namespace_entries.len() < NAMESPACES_MAX).then(|| {
+                    disk.namespace_entries.push(0);
+                    disk.namespace_entries.len() - 1
+                })
+            });
+            match (free, &encoded) {
+                (Some(index), Some(bytes)) => {
+                    disk.namespace_entries[index] = instance;
+                    self.entry_writes.push_back(EntryWrite {
+                        device,
+                        index,
+                        bytes: bytes.clone(),
+                        clears: false,
+                        failed: false,
+                    });
+                }
+                _ => self.namespaces[usize::from(ns)].volatile = true,
+            }
+        }
+    }
+
     /// Drops everything of a session's namespace. It cannot be found any more when this returns; it
-    /// cannot be found after a restart either once [`Engine::reset_pending`] is false.
+    /// cannot be found after a restart either once [`Engine::reset_pending`] and
+    /// [`Engine::reset_failed`] are false.
     ///
     /// A reset usually follows a change of the weights, which the description of the namespace may
     /// not show. So what is saved from now on is found by this process only.
@@ -26,29 +80,104 @@ impl Engine {
             }
         }
         let old = self.namespaces[usize::from(ns)].instance;
-        self.namespaces[usize::from(ns)].instance = self.next_random();
+        self.namespaces[usize::from(ns)].instance = self.new_instance();
         self.namespaces[usize::from(ns)].volatile = true;
-        self.namespace_sync_failed = false;
         for (device, disk) in self.disks.iter_mut().enumerate() {
             for (index, entry) in disk.namespace_entries.iter_mut().enumerate() {
                 if *entry == old {
                     *entry = 0;
-                    let blank = vec![0; crate::disk::format::BLOCK_BYTES].into();
-                    self.namespace_writes
-                        .push_back((device, index, blank, true));
-                    self.namespace_syncs += 1;
+                    self.entry_writes.push_back(EntryWrite {
+                        device,
+                        index,
+                        bytes: vec![0; BLOCK_BYTES].into(),
+                        clears: true,
+                        failed: false,
+                    });
                 }
             }
         }
     }
 
-    /// Whether resets are not durable yet.
+    /// Whether a reset is not durable yet, and may be soon.
     pub fn reset_pending(&self) -> bool {
-        self.namespace_syncs > 0
+        self.clearing().any(|write| !write.failed)
     }
 
-    /// Whether a write of the namespace table has failed since the last reset.
+    /// Whether a reset could not be made durable. It is tried again while the process lives.
     pub fn reset_failed(&self) -> bool {
-        self.namespace_sync_failed
+        self.clearing().any(|write| write.failed)
+    }
+
+    fn clearing(&self) -> impl Iterator<Item = &EntryWrite> {
+        let in_flight = self.entries_in_flight.iter();
+        in_flight
+            .chain(&self.entry_writes)
+            .filter(|write| write.clears)
+    }
+
+    /// Whether a write of the namespace table may be started, now or after a pause.
+    pub(super) fn has_entry_writes(&self) -> bool {
+        self.entry_writes
+            .iter()
+            .any(|write| !write.failed || self.disks[write.device].is_alive())
+    }
+
+    /// Appends writes of the namespace table. One entry is written once at a time, so that what was
+    /// cleared is never followed by what it held.
+    pub(super) fn next_namespace_writes(&mut self, limit: usize, out: &mut Vec<IoRequest>) {
+        let mut at = 0;
+        while out.len() < limit && at < self.entry_writes.len() {
+            let write = &self.entry_writes[at];
+            let same =
+                |other: &EntryWrite| (other.device, other.index) == (write.device, write.index);
+            let waits = self.entries_in_flight.iter().any(same)
+                || self.entry_writes.iter().take(at).any(same)
+                || write.failed && !self.disks[write.device].takes_writes(self.now_ns);
+            if waits {
+                at += 1;
+                continue;
+            }
+            let Some(write) = self.entry_writes.remove(at) else {
+                return;
+            };
+            let token = self.start_op(Op::Namespace {
+                device: write.device,
+                index: write.index,
+            });
+            out.push(IoRequest::WriteMeta {
+                token,
+                device: u16::try_from(write.device).unwrap_or(u16::MAX),
+                file: FileKind::Super,
+                file_offset: namespace_offset(write.index),
+                bytes: write.bytes.clone(),
+                sync: write.clears,
+            });
+            self.entries_in_flight.push(write);
+        }
+    }
+
+    pub(super) fn namespace_write_ended(
+        &mut self,
+        device: usize,
+        index: usize,
+        result: Result<u64, IoFault>,
+    ) {
+        let found = self
+            .entries_in_flight
+            .iter()
+            .position(|write| (write.device, write.index) == (device, index));
+        let Some(mut write) = found.map(|at| self.entries_in_flight.swap_remove(at)) else {
+            return;
+        };
+        let Err(fault) = result else {
+            self.disks[device].write_succeeded();
+            return;
+        };
+        if fault != IoFault::Stopped {
+            self.counters.write_failures += 1;
+            self.disks[device].write_failed(fault, self.now_ns);
+        }
+        write.failed = true;
+        self.entry_writes.push_front(write);
     }
 }

@@ -47,6 +47,8 @@ enum Refusal {
 #[derive(Debug)]
 pub(super) struct TransferState {
     pub(super) session: SessionId,
+    /// Of the slots that it copies from or to.
+    pub(super) bytes: u64,
     kind: Kind,
 }
 
@@ -102,14 +104,27 @@ impl Engine {
         }
         let extents = self.extents(&steps);
         self.pin(target);
+        // A promotion stands on the lease.
+        self.end_promotion(id, false);
         self.lease(id, NONE);
         self.release_promoted(id);
         let kind = Kind::Load {
             lease: target,
             request: request.into(),
         };
-        let id = self.transfers.insert(TransferState { session, kind });
+        let id = self.transfers.insert(TransferState {
+            session,
+            bytes: self.slot_bytes_of(&steps),
+            kind,
+        });
         Some(Transfer { id, extents })
+    }
+
+    fn slot_bytes_of(&self, places: &[(NodeId, u8)]) -> u64 {
+        let slots = places.iter();
+        slots
+            .map(|&(node, group)| self.host.slot_bytes(self.host_class(node, group)))
+            .sum()
     }
 
     /// Groups places by KV cache group, with their slots by block index.
@@ -177,6 +192,11 @@ impl Engine {
             self.pin(parent);
         }
         let anchor = parent;
+        let mut tail_generation = if parent == NONE {
+            0
+        } else {
+            self.forest.node(parent).generation
+        };
         let first = if not_admitted > 0 {
             offered.max(depth)
         } else {
@@ -229,6 +249,11 @@ impl Engine {
                 self.rise(node);
             }
             parent = node;
+            tail_generation = self.forest.node(node).generation;
+        }
+        // A tail without payloads would keep what it stands on from eviction.
+        if self.forest.is_live(parent, tail_generation) {
+            self.settle(parent);
         }
         if anchor != NONE {
             self.unpin(anchor);
@@ -245,6 +270,7 @@ impl Engine {
         let extents = self.extents(&places);
         let id = self.transfers.insert(TransferState {
             session,
+            bytes: self.slot_bytes_of(&places),
             kind: Kind::Save { places },
         });
         Some(Transfer { id, extents })

@@ -1,8 +1,8 @@
 //! Write-back: arena to disk, payload first, then record. Nothing waits for it, and it never goes
 //! before a read.
 
-use crate::disk::format::{BLOCK_BYTES, NAMESPACES_MAX, NamespaceEntry, RECORD_BYTES, Record};
-use crate::forest::{DiskState, HostState, NONE, NodeId, NsId, Tier};
+use crate::disk::format::{BLOCK_BYTES, RECORD_BYTES, Record};
+use crate::forest::{DiskState, HostState, NONE, NodeId, Tier};
 use crate::io::{FileKind, IoFault, IoRequest};
 use crate::slots::Owner;
 
@@ -65,35 +65,29 @@ impl Engine {
             if place.host != HostState::Present || place.disk != DiskState::Empty {
                 continue;
             }
-            let generation = node.generation;
             let slot = self.host.slot_bytes(self.host_class(id, group));
             if self.queued_bytes + slot > self.host.capacity() / 2 {
                 self.counters.refused_write_rate += 1;
                 continue;
             }
-            self.enqueue(
-                Queued {
-                    node: id,
-                    generation,
-                    group,
-                    after: None,
-                },
-                false,
-            );
+            self.enqueue(id, group, false);
         }
         self.refresh(id);
     }
 
-    fn enqueue(&mut self, queued: Queued, front: bool) {
-        self.unleaf(queued.node, Tier::Host);
-        self.unleaf(queued.node, Tier::Disk);
-        self.forest
-            .node_mut(queued.node)
-            .place_mut(queued.group)
-            .disk = DiskState::Queued;
-        self.queued_bytes += self
-            .host
-            .slot_bytes(self.host_class(queued.node, queued.group));
+    fn enqueue(&mut self, node: NodeId, group: u8, front: bool) {
+        self.unleaf(node, Tier::Host);
+        self.unleaf(node, Tier::Disk);
+        self.queued_bytes += self.host.slot_bytes(self.host_class(node, group));
+        let state = self.forest.node_mut(node);
+        state.place_mut(group).disk = DiskState::Queued;
+        let generation = state.generation;
+        let queued = Queued {
+            node,
+            generation,
+            group,
+            after: None,
+        };
         if front {
             self.write_queue.push_front(queued);
         } else {
@@ -103,20 +97,8 @@ impl Engine {
 
     /// Appends writes to start now.
     pub(super) fn next_writes(&mut self, limit: usize, out: &mut Vec<IoRequest>) {
-        while out.len() < limit {
-            let Some((device, entry, bytes, sync)) = self.namespace_writes.pop_front() else {
-                break;
-            };
-            let token = self.start_op(Op::Namespace { device });
-            out.push(IoRequest::WriteMeta {
-                token,
-                device: u16::try_from(device).unwrap_or(u16::MAX),
-                file: FileKind::Super,
-                file_offset: crate::disk::format::namespace_offset(entry),
-                bytes,
-                sync,
-            });
-        }
+        self.next_namespace_writes(limit, out);
+        self.rescue();
         self.refill();
         let reading = self.reads_in_flight > 0 || self.turns.iter().any(|turns| !turns.is_empty());
         let most = if reading {
@@ -206,21 +188,19 @@ impl Engine {
                 ..queued
             });
             self.queued_bytes += slot;
-            let generation = self.forest.node(parent).generation;
-            self.enqueue(
-                Queued {
-                    node: parent,
-                    generation,
-                    group: missing,
-                    after: None,
-                },
-                true,
-            );
+            self.enqueue(parent, missing, true);
             return None;
         }
         let device = self.choose_disk(id);
         self.counters.refused_disk_degraded += u64::from(device.is_none());
+        // Room must not be made at the cost of what this stands on.
+        if parent != NONE {
+            self.pin(parent);
+        }
         let offset = device.and_then(|device| Some((device, self.take_disk(id, group, device)?)));
+        if parent != NONE {
+            self.unpin(parent);
+        }
         let Some((device, offset)) = offset else {
             self.refuse_write(id, group);
             return None;
@@ -264,6 +244,36 @@ impl Engine {
             }
         }
         self.refresh(id);
+        self.strand(id);
+    }
+
+    /// Remembers a node that is not on disk while children of it are: it cannot leave the arena
+    /// before it has been written.
+    fn strand(&mut self, id: NodeId) {
+        let node = self.forest.node(id);
+        if node.tier_children[Tier::Disk as usize] > 0 && !node.detached {
+            self.stranded.push_back((id, node.generation));
+        }
+    }
+
+    /// Queues one stranded node again.
+    fn rescue(&mut self) {
+        let now_ns = self.now_ns;
+        if !self.write_queue.is_empty() || !self.disks.iter().any(|disk| disk.takes_writes(now_ns))
+        {
+            return;
+        }
+        if let Some((id, generation)) = self.stranded.pop_front()
+            && self.forest.is_live(id, generation)
+        {
+            for group in 0..u8::try_from(self.forest.node(id).places().len()).unwrap_or(0) {
+                let place = self.forest.node(id).place(group);
+                if place.host == HostState::Present && place.disk == DiskState::Empty {
+                    self.enqueue(id, group, false);
+                }
+            }
+            self.refresh(id);
+        }
     }
 
     /// Whether every required payload of a node is on disk or on its way there.
@@ -366,10 +376,13 @@ impl Engine {
                 self.disks[device].mark_dirty(class, offset);
             }
             Err(fault) => {
-                self.counters.write_failures += u64::from(fault != IoFault::Stopped);
-                self.disks[device].write_failed(fault, self.now_ns);
+                if fault != IoFault::Stopped {
+                    self.counters.write_failures += 1;
+                    self.disks[device].write_failed(fault, self.now_ns);
+                }
                 self.forest.node_mut(id).busy -= 1;
                 self.drop_disk(id, group, Loss::Dropped);
+                self.strand(id);
             }
         }
         self.settle(id);
@@ -453,51 +466,6 @@ impl Engine {
                 self.disks[device].write_failed(fault, self.now_ns);
             }
         }
-    }
-
-    /// Enters a namespace into the table of each directory that lacks it. One that cannot be entered
-    /// is used all the same, until the process ends.
-    pub(super) fn save_namespace(&mut self, ns: NsId) {
-        let namespace = &self.namespaces[usize::from(ns)];
-        let instance = namespace.instance;
-        let entry = NamespaceEntry {
-            instance,
-            spec: namespace.spec.clone(),
-        };
-        let encoded = entry.encode().filter(|_| !namespace.volatile);
-        for device in 0..self.disks.len() {
-            let disk = &mut self.disks[device];
-            if disk.namespace_entries.contains(&instance) {
-                continue;
-            }
-            let free = disk.namespace_entries.iter().position(|&found| found == 0);
-            let free = free.or_else(|| {
-                (disk.namespace_entries.len() < NAMESPACES_MAX).then(|| {
-                    disk.namespace_entries.push(0);
-                    disk.namespace_entries.len() - 1
-                })
-            });
-            match (free, &encoded) {
-                (Some(index), Some(bytes)) => {
-                    disk.namespace_entries[index] = instance;
-                    self.namespace_writes
-                        .push_back((device, index, bytes.clone(), false));
-                }
-                _ => self.namespaces[usize::from(ns)].volatile = true,
-            }
-        }
-    }
-
-    pub(super) fn namespace_write_ended(&mut self, device: usize, result: Result<u64, IoFault>) {
-        match result {
-            Ok(_) => self.disks[device].write_succeeded(),
-            Err(fault) => {
-                self.counters.write_failures += 1;
-                self.disks[device].write_failed(fault, self.now_ns);
-                self.namespace_sync_failed = true;
-            }
-        }
-        self.namespace_syncs = self.namespace_syncs.saturating_sub(1);
     }
 
     /// Gives a directory up: what only it holds is gone.

@@ -1,0 +1,267 @@
+//! One life of an engine, on plain bytes: save, hit, write-back, restart, promotion, load.
+
+use undercroft_core::checksum::checksum;
+use undercroft_core::disk::DeviceImage;
+use undercroft_core::disk::format::Superblock;
+use undercroft_core::engine::{Answer, Engine, EngineConfig, Extent, SessionId};
+use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+
+const HOST_BYTES: usize = 4 << 20;
+const DATA_BYTES: usize = 8 << 20;
+const PAGE_BYTES: u64 = 256 << 10;
+const PAYLOAD: usize = 10_000;
+const GRANULE: u32 = 16;
+
+/// A machine that carries out every operation at once.
+struct Machine {
+    arena: Vec<u8>,
+    data: Vec<u8>,
+    table: Vec<u8>,
+    super_file: Vec<u8>,
+    reads: usize,
+}
+
+impl Machine {
+    fn new() -> Self {
+        Self {
+            arena: vec![0; HOST_BYTES],
+            data: vec![0; DATA_BYTES],
+            table: Vec::new(),
+            super_file: Superblock {
+                store_id: 1,
+                page_bytes: PAGE_BYTES,
+            }
+            .encode()
+            .into(),
+            reads: 0,
+        }
+    }
+
+    fn engine(&mut self, seed: u64) -> Engine {
+        let mut config = EngineConfig::new(HOST_BYTES as u64);
+        config.seed = seed;
+        let mut engine = Engine::new(config);
+        engine.attach_disks(vec![DeviceImage {
+            capacity: DATA_BYTES as u64,
+            page_bytes: PAGE_BYTES,
+            super_bytes: self.super_file.clone(),
+            table_bytes: self.table.clone(),
+        }]);
+        self.arena.fill(0);
+        engine
+    }
+
+    fn run(&mut self, engine: &mut Engine) {
+        for _ in 0..1000 {
+            let mut requests = Vec::new();
+            engine.next_io(4, &mut requests);
+            if requests.is_empty() {
+                return;
+            }
+            for request in requests {
+                let token = request.token();
+                let result = self.execute(request);
+                engine.complete(IoCompletion { token, result });
+            }
+        }
+        panic!("the engine never comes to rest");
+    }
+
+    fn execute(&mut self, request: IoRequest) -> Result<u64, IoFault> {
+        match request {
+            IoRequest::ReadPayload {
+                file_offset,
+                arena_offset,
+                len,
+                payload_len,
+                checksum: expected,
+                ..
+            } => {
+                self.reads += 1;
+                let (from, to) = (file_offset as usize, arena_offset as usize);
+                let source = &self.data[from..from + len as usize];
+                self.arena[to..to + len as usize].copy_from_slice(source);
+                let found = checksum(&self.arena[to..to + payload_len as usize]);
+                (found == expected).then_some(found).ok_or(IoFault::Corrupt)
+            }
+            IoRequest::WritePayload {
+                file_offset,
+                arena_offset,
+                len,
+                payload_len,
+                ..
+            } => {
+                let (from, to) = (arena_offset as usize, file_offset as usize);
+                let source = &self.arena[from..from + len as usize];
+                self.data[to..to + len as usize].copy_from_slice(source);
+                Ok(checksum(&source[..payload_len as usize]))
+            }
+            IoRequest::WriteMeta {
+                file,
+                file_offset,
+                bytes,
+                ..
+            } => {
+                let file = match file {
+                    FileKind::Super => &mut self.super_file,
+                    _ => &mut self.table,
+                };
+                let at = file_offset as usize;
+                if file.len() < at + bytes.len() {
+                    file.resize(at + bytes.len(), 0);
+                }
+                file[at..at + bytes.len()].copy_from_slice(&bytes);
+                Ok(0)
+            }
+        }
+    }
+}
+
+fn spec() -> NamespaceSpec {
+    NamespaceSpec {
+        description: "smoke".to_owned(),
+        hash_block_tokens: GRANULE,
+        alignment_tokens: GRANULE,
+        groups: vec![GroupSpec {
+            kind: GroupKind::Full,
+            block_tokens: GRANULE,
+            payload_bytes: PAYLOAD as u32,
+        }],
+    }
+}
+
+fn chain(len: u8) -> Vec<BlockHash> {
+    (1..=len)
+        .map(|depth| BlockHash::new(&[depth; 32]).unwrap())
+        .collect()
+}
+
+fn payload(depth: usize) -> Vec<u8> {
+    let word = |i: u64| (i ^ (depth as u64) << 32).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (0..PAYLOAD as u64)
+        .map(|i| (word(i) ^ word(i) >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) as u8)
+        .collect()
+}
+
+fn offsets(extents: &[Extent]) -> Vec<(usize, usize)> {
+    let blocks = extents
+        .iter()
+        .flat_map(|extent| (extent.first_block as usize..).zip(&extent.slots));
+    blocks
+        .map(|(block, &offset)| (block, usize::try_from(offset).unwrap()))
+        .collect()
+}
+
+fn save(machine: &mut Machine, engine: &mut Engine, session: SessionId, hashes: &Vec<BlockHash>) {
+    let tokens = hashes.len() as u32 * GRANULE;
+    let transfer = engine
+        .begin_save(session, "r", hashes, tokens, |_, _| true)
+        .unwrap();
+    for (block, offset) in offsets(&transfer.extents) {
+        machine.arena[offset..offset + PAYLOAD].copy_from_slice(&payload(block + 1));
+    }
+    engine.end_transfer(transfer.id, true);
+}
+
+fn load(machine: &Machine, engine: &mut Engine, session: SessionId, blocks: u32) {
+    let transfer = engine
+        .begin_load(session, "r", 0, blocks * GRANULE)
+        .unwrap();
+    let found = offsets(&transfer.extents);
+    assert_eq!(found.len(), blocks as usize);
+    for (block, offset) in found {
+        let bytes = &machine.arena[offset..offset + PAYLOAD];
+        assert!(bytes == payload(block + 1), "block {block} is wrong");
+    }
+    engine.end_transfer(transfer.id, true);
+    engine.discard(session, "r");
+}
+
+#[test]
+fn a_chain_survives_a_restart() {
+    let mut machine = Machine::new();
+    let hashes = chain(6);
+    let all = 6 * GRANULE;
+
+    let mut engine = machine.engine(1);
+    let session = engine.open_session(spec()).unwrap();
+    assert_eq!(
+        engine.poll(session, "r", &hashes, 0, all),
+        Answer::Ready(0),
+        "nothing is there yet"
+    );
+    engine.discard(session, "r");
+    save(&mut machine, &mut engine, session, &hashes);
+    assert_eq!(
+        engine.poll(session, "r", &hashes, 0, all),
+        Answer::Ready(all)
+    );
+    load(&machine, &mut engine, session, 6);
+    machine.run(&mut engine);
+    assert!(engine.is_quiet());
+    assert_eq!(engine.counters().disk_writes, 6);
+    assert_eq!(machine.reads, 0);
+
+    let mut engine = machine.engine(2);
+    assert_eq!(engine.gauges().disk_blocks, 6);
+    let session = engine.open_session(spec()).unwrap();
+    engine.submit(session, "r", &hashes, 0, all);
+    assert_eq!(engine.poll(session, "r", &hashes, 0, all), Answer::Pending);
+    machine.run(&mut engine);
+    assert_eq!(
+        engine.poll(session, "r", &hashes, 0, all),
+        Answer::Ready(all)
+    );
+    load(&machine, &mut engine, session, 6);
+    assert_eq!(machine.reads, 6, "each payload is read once");
+    engine.close_session(session);
+    let gauges = engine.gauges();
+    assert_eq!((gauges.jobs, gauges.loads, gauges.saves), (0, 0, 0));
+}
+
+#[test]
+fn a_flipped_bit_is_a_miss() {
+    let mut machine = Machine::new();
+    let hashes = chain(6);
+    let all = 6 * GRANULE;
+    let mut engine = machine.engine(1);
+    let session = engine.open_session(spec()).unwrap();
+    save(&mut machine, &mut engine, session, &hashes);
+    machine.run(&mut engine);
+
+    let mut engine = machine.engine(2);
+    let session = engine.open_session(spec()).unwrap();
+    let start = payload(4);
+    let at = machine
+        .data
+        .windows(64)
+        .position(|window| window == &start[..64])
+        .unwrap();
+    machine.data[at + 9_000] ^= 4;
+    assert_eq!(engine.poll(session, "r", &hashes, 0, all), Answer::Pending);
+    machine.run(&mut engine);
+    let before_it = 3 * GRANULE;
+    assert_eq!(
+        engine.poll(session, "r", &hashes, 0, all),
+        Answer::Ready(before_it)
+    );
+    load(&machine, &mut engine, session, 3);
+    assert_eq!(engine.counters().checksum_failures, 1);
+}
+
+#[test]
+fn limits_below_one_granule_are_a_miss() {
+    let mut machine = Machine::new();
+    let hashes = chain(3);
+    let mut engine = machine.engine(1);
+    let session = engine.open_session(spec()).unwrap();
+    save(&mut machine, &mut engine, session, &hashes);
+    for most in [0, 1, GRANULE - 1] {
+        assert_eq!(
+            engine.poll(session, "r", &hashes, 0, most),
+            Answer::Ready(0)
+        );
+    }
+}
