@@ -1,10 +1,12 @@
 //! Choosing an IO engine, and saying what came of it.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use super::interpose::Direct;
 use super::pool::ThreadPool;
+use super::ring::Ring;
 use super::uring::{Parts, Uring};
 use super::{DeviceFiles, IoEngine};
 use crate::arena::Arena;
@@ -71,6 +73,19 @@ pub fn open_io_engine(
     Ok((Box::new(engine), features))
 }
 
+/// Whether this process may use io_uring; else why not, and the likely cause.
+pub fn probe_io_uring() -> Result<(), String> {
+    let arena = Arena::create(crate::arena::ARENA_ALIGN).map_err(|error| error.to_string())?;
+    // Registers a file of its own, as an engine registers those of its devices.
+    let file = arena
+        .fd()
+        .try_clone_to_owned()
+        .map_err(|error| refusal(&error))?;
+    Ring::new(1, &[file.as_fd()], Arc::new(arena), false)
+        .map(drop)
+        .map_err(|error| refusal(&error))
+}
+
 /// An error of io_uring with its likely cause.
 fn refusal(error: &io::Error) -> String {
     let cause = match error.kind() {
@@ -117,6 +132,15 @@ mod tests {
             // Auto falls back with a reason or not at all; the thread pool by choice needs none.
             let fell_back = choice == IoEngineChoice::Auto && engine.name() == "thread_pool";
             assert_eq!(features.fallback.is_some(), fell_back);
+        }
+    }
+
+    #[test]
+    fn the_probe_agrees_with_what_opens() {
+        let (engine, features) = open(IoEngineChoice::Auto);
+        match probe_io_uring() {
+            Ok(()) => assert_eq!(engine.name(), "io_uring"),
+            Err(reason) => assert_eq!(features.fallback, Some(reason)),
         }
     }
 

@@ -167,6 +167,6 @@ mod ring;
 pub mod uring;
 mod waker;
 
-pub use features::{IoEngineChoice, IoFeatures, open_io_engine};
+pub use features::{IoEngineChoice, IoFeatures, open_io_engine, probe_io_uring};
 pub use files::{DeviceFiles, open_file};
 pub use waker::{Wake, Waker};
