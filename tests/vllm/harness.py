@@ -54,11 +54,16 @@ class Engine:
         blocks: int | None = None,
         max_model_len: int = 4096,
         max_num_seqs: int = 8,
+        executor: str = "uni",
         transfer: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
-        """Start it. ``blocks``: device blocks of the KV cache (default: what 1 GiB holds). ``connector`` and
-        ``module_path``: another connector than undercroft. ``transfer``: further fields of ``KVTransferConfig``."""
+        """Start it.
+
+        ``blocks``: device blocks of the KV cache (default: what 1 GiB holds). ``connector``, ``module_path``: another
+        connector than undercroft. ``executor``: "mp" for worker processes, as tensor parallelism needs (on a machine of
+        one NUMA node also VLLM_CPU_OMP_THREADS_BIND="0|1"). ``transfer``: further fields of ``KVTransferConfig``.
+        """
         set_environment()
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -81,7 +86,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             disable_log_stats=False,
-            distributed_executor_backend="uni",
+            distributed_executor_backend=executor,
             **engine_args,
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -130,9 +135,7 @@ class Engine:
             "ignore_eos": True,
             **sampling,
         }
-        sampling_params = SamplingParams(
-            max_tokens=n, logprobs=logprobs, extra_args=arguments or None, **settings
-        )
+        sampling_params = SamplingParams(max_tokens=n, logprobs=logprobs, extra_args=arguments or None, **settings)
         inputs: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
         if cache_salt is not None:
             for prompt in inputs:
@@ -144,19 +147,14 @@ class Engine:
                 cached=o.num_cached_tokens or 0,
                 finish_reason=o.outputs[0].finish_reason,
                 kv_transfer_params=o.kv_transfer_params,
-                logprobs=[
-                    {t: p.logprob for t, p in step.items()}
-                    for step in o.outputs[0].logprobs or []
-                ],
+                logprobs=[{t: p.logprob for t, p in step.items()} for step in o.outputs[0].logprobs or []],
             )
             for o in outputs
         ]
 
     def reset_device_cache(self, connector: bool = False) -> bool:
         """Empty the device's prefix cache, and with ``connector`` undercroft's too. False if blocks are in use."""
-        return self.llm.llm_engine.engine_core.reset_prefix_cache(
-            reset_connector=connector
-        )
+        return self.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=connector)
 
     def idle_steps(self, limit: int = 2000) -> int:
         """Step without requests while the connector has work that only steps can end, as vLLM's own loop does.
@@ -167,9 +165,7 @@ class Engine:
             if not self.scheduler.has_requests():
                 return step
             self.core.step()
-        raise AssertionError(
-            f"the connector still asks for steps after {limit} of them"
-        )
+        raise AssertionError(f"the connector still asks for steps after {limit} of them")
 
     def device_blocks_in_use(self) -> int:
         """Device blocks that are referenced; none once nothing runs and every copy is acknowledged."""
@@ -192,9 +188,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 def same_block_size(kv_cache_config: Any) -> int:
     """The block size in tokens that all groups share."""
-    sizes = {
-        group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
-    }
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
     assert len(sizes) == 1, sizes
     return sizes.pop()
 

@@ -7,7 +7,7 @@ exactly one acknowledgement, whatever fails: the scheduler's half holds blocks a
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,7 +74,7 @@ class WorkerConnector:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._answer = UndercroftWorkerMetadata()
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, float] = defaultdict(float)
         self._reported: set[str] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -129,7 +129,7 @@ class WorkerConnector:
         """Counters since the last call (`undercroft.connector.stats.WORKER_KEYS`); None if nothing happened."""
         if not self._counters:
             return None
-        counters, self._counters = dict(self._counters), Counter()
+        counters, self._counters = dict(self._counters), defaultdict(float)
         return counters
 
     def shutdown(self) -> None:
