@@ -166,3 +166,12 @@ class Copier:
 
     def drain(self) -> None:
         """Wait until every queued job has ended (GIL released)."""
+
+def bench_replay(
+    trace: str, host_blocks: int, disk_blocks: int, policy: str, second_touch: bool = False
+) -> dict[str, Any]:
+    """Replay a trace on the engine, without payloads: hit rates and insert rates.
+
+    ``policy`` is "lru" or "leafhd"; ``disk_blocks`` 0 means no disk tier. Keys of the result: ``undercroft bench
+    replay``. Raises UndercroftError.
+    """

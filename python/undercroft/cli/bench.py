@@ -14,7 +14,7 @@ from undercroft.units import parse_size
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
     """Add the subcommand and its own subcommands."""
-    parser = commands.add_parser("bench", help="measure lookup, disk, copies or recovery")
+    parser = commands.add_parser("bench", help="measure lookup, disk, copies or recovery; replay a trace")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     lookup = _add(
@@ -42,6 +42,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     recover.add_argument("--path", metavar="DIR", help="directory to make the store in (default: a temporary one)")
     recover.add_argument("--blocks", type=_positive, default=1_000_000, metavar="K", help="blocks in it (%(default)s)")
 
+    replay = _add(
+        kinds, shared, "replay", "hit rates and insert rates of a trace on the engine's own policies", _replay
+    )
+    replay.add_argument("--trace", required=True, metavar="FILE", help="JSON lines with input_length and hash_ids")
+    replay.add_argument(
+        "--host-blocks", required=True, type=_positive, metavar="N", help="blocks that host memory holds"
+    )
+    replay.add_argument(
+        "--disk-blocks", type=_not_negative, default=0, metavar="M", help="blocks that the disk holds (0: no disk)"
+    )
+    replay.add_argument(
+        "--policy", choices=("lru", "leafhd"), default="lru", help="eviction policy of both tiers (%(default)s)"
+    )
+    replay.add_argument("--second-touch", action="store_true", help="write to disk only what comes a second time")
+
 
 def _add(
     kinds: argparse._SubParsersAction[argparse.ArgumentParser],
@@ -65,6 +80,13 @@ def _positive(value: str) -> int:
     number = int(value)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return number
+
+
+def _not_negative(value: str) -> int:
+    number = int(value)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
     return number
 
 
@@ -96,6 +118,12 @@ def _recover(args: argparse.Namespace) -> dict[str, Any]:
 
     with _directory(args.path) as path:
         return _core.bench_recover(path, args.blocks)
+
+
+def _replay(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft import _core
+
+    return _core.bench_replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
 
 
 def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:

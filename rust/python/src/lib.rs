@@ -4,6 +4,7 @@ mod arena;
 mod copier;
 mod engine;
 mod errors;
+mod replay;
 mod session;
 
 /// The Rust core.
@@ -17,6 +18,8 @@ mod _core {
     use crate::engine::PyEngine;
     #[pymodule_export]
     use crate::errors::{ConfigError, StoreError, UndercroftError};
+    #[pymodule_export]
+    use crate::replay::bench_replay;
     #[pymodule_export]
     use crate::session::PySession;
 

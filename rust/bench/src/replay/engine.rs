@@ -17,6 +17,10 @@ const TOKENS: u32 = BLOCK_TOKENS as u32;
 /// IO operations that are carried out before the engine is asked again.
 const DEPTH: usize = 64;
 const REQUEST: &str = "request";
+/// Virtual time between two requests.
+const REQUEST_NS: u64 = 1_000_000_000;
+/// Requests between two batches of metadata writes.
+const METADATA_REQUESTS: u64 = 256;
 
 /// What engine to replay on.
 #[derive(Clone, Debug)]
@@ -38,9 +42,12 @@ pub struct Options {
 pub struct EngineCache {
     engine: Engine,
     session: SessionId,
-    now_ns: u64,
     hashes: Vec<BlockHash>,
     io: Vec<IoRequest>,
+    requests: u64,
+    /// Metadata writes in flight. They end in batches, so that a block of records is encoded once for
+    /// many changes: what is measured is the index.
+    metadata: Vec<u64>,
     disk: bool,
 }
 
@@ -86,9 +93,10 @@ impl EngineCache {
         Ok(Self {
             engine,
             session,
-            now_ns: 0,
             hashes: Vec::new(),
             io: Vec::new(),
+            requests: 0,
+            metadata: Vec::new(),
             disk,
         })
     }
@@ -101,14 +109,16 @@ impl EngineCache {
                 return;
             }
             for request in self.io.drain(..) {
-                let checksum = match request {
-                    IoRequest::ReadPayload { checksum, .. } => checksum,
-                    IoRequest::WritePayload { .. } | IoRequest::WriteMeta { .. } => 0,
+                let token = request.token();
+                let result = match request {
+                    IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
+                    IoRequest::WritePayload { .. } => Ok(0),
+                    IoRequest::WriteMeta { .. } => {
+                        self.metadata.push(token);
+                        continue;
+                    }
                 };
-                self.engine.complete(IoCompletion {
-                    token: request.token(),
-                    result: Ok(checksum),
-                });
+                self.engine.complete(IoCompletion { token, result });
             }
         }
     }
@@ -116,8 +126,16 @@ impl EngineCache {
 
 impl ReplayCache for EngineCache {
     fn request(&mut self, blocks: &[u64]) -> usize {
-        self.now_ns += 1_000_000_000;
-        self.engine.set_now(self.now_ns);
+        self.requests += 1;
+        self.engine.set_now(self.requests * REQUEST_NS);
+        if self.requests.is_multiple_of(METADATA_REQUESTS) {
+            for token in self.metadata.drain(..) {
+                self.engine.complete(IoCompletion {
+                    token,
+                    result: Ok(0),
+                });
+            }
+        }
         self.hashes.clear();
         self.hashes.extend(
             blocks
