@@ -1,18 +1,16 @@
 //! The io_uring engine: one ring, used by one thread.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::interpose::{Call, CallKind, Direct, Interpose, Verdict};
 use super::operation::{Body, Next, Operation, Progress};
 use super::ring::{Buffer, Ring, Transfer, WAKE};
-use super::waker::Wake;
+use super::waker::{EventWake, Wake};
 use super::{
     DeviceFiles, FileKind, IoCompletion, IoEngine, IoFault, IoFeatures, IoRequest, SPLIT, Waker,
 };
@@ -114,11 +112,7 @@ impl Parts {
         // One more entry for the waker.
         let entries = (depth * ENTRIES_PER_OPERATION) as u32 + 1;
         let ring = Ring::new(entries, &files, Arc::clone(arena), true)?;
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let wake = EventWake {
-            fd,
-            woken: AtomicBool::new(false),
-        };
+        let wake = EventWake::new()?;
         Ok(Self { ring, wake, depth })
     }
 }
@@ -392,7 +386,7 @@ impl<I: Interpose> Uring<I> {
         }
         // Not to spin while the kernel refuses. The waker still ends the pause.
         let _ = poll(
-            &mut [PollFd::new(&self.wake.fd, PollFlags::IN)],
+            &mut [PollFd::from_borrowed_fd(self.wake.fd(), PollFlags::IN)],
             Some(&REFUSAL_PAUSE),
         );
         if let (Some(errno), true) = (outcome.err(), self.is_broken()) {
@@ -421,7 +415,7 @@ impl<I: Interpose> Uring<I> {
             if !self.ring.has_room() {
                 self.submit_queued();
             }
-            self.wake_armed = self.ring.push_wake(self.wake.fd.as_fd());
+            self.wake_armed = self.ring.push_wake(self.wake.fd());
         }
     }
 }
@@ -513,32 +507,4 @@ fn parts(user_data: u64) -> (u32, u16, u16) {
         (user_data >> 16) as u16,
         user_data as u16,
     )
-}
-
-/// An eventfd that the ring polls. The flag saves the system call when a wake-up is already due.
-#[derive(Debug)]
-struct EventWake {
-    fd: OwnedFd,
-    woken: AtomicBool,
-}
-
-impl EventWake {
-    /// Whether a wake-up was due. Whatever was done before it is visible afterwards.
-    fn take(&self) -> bool {
-        self.woken.swap(false, Ordering::AcqRel)
-    }
-
-    /// Makes the descriptor unreadable again.
-    fn reset(&self) {
-        let _ = rustix::io::read(&self.fd, &mut [0; 8]);
-    }
-}
-
-impl Wake for EventWake {
-    fn wake(&self) {
-        if !self.woken.swap(true, Ordering::AcqRel) {
-            // Cannot fail: the count is far from its limit.
-            let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
-        }
-    }
 }

@@ -1,7 +1,12 @@
 //! Ending another thread's wait.
 
 use std::fmt::Debug;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
 
 /// What an IO engine provides so that its `wait` can be ended from other threads.
 pub trait Wake: Send + Sync + Debug {
@@ -22,5 +27,46 @@ impl Waker {
     /// Ends the present `wait`, or the next one if none is going on.
     pub fn wake(&self) {
         self.0.wake();
+    }
+}
+
+/// An eventfd that the ring polls. The flag saves the system call when a wake-up is already due.
+#[derive(Debug)]
+pub(super) struct EventWake {
+    fd: OwnedFd,
+    woken: AtomicBool,
+}
+
+impl EventWake {
+    pub(super) fn new() -> Result<Self, Errno> {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self {
+            fd,
+            woken: AtomicBool::new(false),
+        })
+    }
+
+    /// Readable when a wake-up is due.
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Whether a wake-up was due. Whatever was done before it is visible afterwards.
+    pub(super) fn take(&self) -> bool {
+        self.woken.swap(false, Ordering::AcqRel)
+    }
+
+    /// Makes the descriptor unreadable again.
+    pub(super) fn reset(&self) {
+        let _ = rustix::io::read(&self.fd, &mut [0; 8]);
+    }
+}
+
+impl Wake for EventWake {
+    fn wake(&self) {
+        if !self.woken.swap(true, Ordering::AcqRel) {
+            // Cannot fail: the count is far from its limit.
+            let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        }
     }
 }
