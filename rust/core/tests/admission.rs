@@ -1,0 +1,177 @@
+//! What the engine keeps and refuses when a tier is full: ages, admission, writes without room.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use undercroft_core::disk::DeviceImage;
+use undercroft_core::engine::{Answer, Engine, EngineConfig, SessionId};
+use undercroft_core::io::{IoCompletion, IoRequest};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::policy::PolicyKind;
+
+const GRANULE: u32 = 16;
+const PAYLOAD: u64 = 64 << 10;
+const PAGE: u64 = 256 << 10;
+/// Blocks that the arena holds.
+const HOST: u8 = 16;
+
+fn engine(policy: PolicyKind, disk_blocks: u64) -> (Engine, SessionId) {
+    let mut engine = Engine::new(EngineConfig {
+        policy,
+        ..EngineConfig::new(u64::from(HOST) * PAYLOAD)
+    });
+    if disk_blocks > 0 {
+        engine.attach_disks(vec![DeviceImage {
+            capacity: disk_blocks * PAYLOAD,
+            page_bytes: PAGE,
+            super_bytes: Vec::new(),
+            table_bytes: Vec::new(),
+        }]);
+    }
+    let spec = NamespaceSpec {
+        description: "admission".to_owned(),
+        hash_block_tokens: GRANULE,
+        alignment_tokens: GRANULE,
+        groups: vec![GroupSpec {
+            kind: GroupKind::Full,
+            block_tokens: GRANULE,
+            payload_bytes: u32::try_from(PAYLOAD).unwrap(),
+        }],
+    };
+    let session = engine.open_session(spec).unwrap();
+    (engine, session)
+}
+
+/// A prompt of `len` blocks that shares nothing with another of another name.
+fn prompt(name: u8, len: u8) -> Vec<BlockHash> {
+    (0..len)
+        .map(|block| BlockHash::new(&[name, block, 1, 1, 1, name, block, 1]).unwrap())
+        .collect()
+}
+
+fn hit(engine: &mut Engine, session: SessionId, request: &str, prompt: &Vec<BlockHash>) -> u32 {
+    let tokens = prompt.len() as u32 * GRANULE;
+    loop {
+        match engine.poll(session, request, prompt, 0, tokens) {
+            Answer::Ready(tokens) => return tokens / GRANULE,
+            Answer::Pending => settle(engine),
+        }
+    }
+}
+
+fn save(engine: &mut Engine, session: SessionId, request: &str, prompt: &Vec<BlockHash>) -> u32 {
+    let tokens = prompt.len() as u32 * GRANULE;
+    let Some(save) = engine.begin_save(session, request, prompt, tokens, |_, _| true) else {
+        return 0;
+    };
+    engine.end_transfer(save.id, true);
+    save.extents
+        .iter()
+        .map(|extent| extent.slots.len() as u32)
+        .sum()
+}
+
+#[test]
+fn without_a_single_hit_the_oldest_prompts_go() {
+    let (mut engine, session) = engine(PolicyKind::Lru, 0);
+    for name in 1..=20 {
+        let prompt = prompt(name, 4);
+        assert_eq!(hit(&mut engine, session, "r", &prompt), 0);
+        assert_eq!(save(&mut engine, session, "r", &prompt), 4);
+        engine.discard(session, "r");
+    }
+    let kept: Vec<u8> = (1..=20)
+        .filter(|&name| hit(&mut engine, session, "probe", &prompt(name, 4)) == 4)
+        .collect();
+    assert_eq!(kept, [17, 18, 19, 20]);
+}
+
+/// Carries out what the disk is asked.
+fn settle(engine: &mut Engine) {
+    let mut io = Vec::new();
+    loop {
+        engine.next_io(64, &mut io);
+        if io.is_empty() {
+            return;
+        }
+        for request in io.drain(..) {
+            let result = match request {
+                IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
+                _ => Ok(0),
+            };
+            engine.complete(IoCompletion {
+                token: request.token(),
+                result,
+            });
+        }
+    }
+}
+
+/// Prompts that come back all the time, and others that come once: what is new is worth less.
+fn teach(engine: &mut Engine, session: SessionId) {
+    for round in 0..200_u8 {
+        for name in 1..=4 {
+            let prompt = prompt(name, 4);
+            hit(engine, session, "r", &prompt);
+            save(engine, session, "r", &prompt);
+            engine.discard(session, "r");
+            settle(engine);
+        }
+        let once = prompt(55 + round, 4);
+        hit(engine, session, "r", &once);
+        save(engine, session, "r", &once);
+        engine.discard(session, "r");
+        settle(engine);
+    }
+}
+
+#[test]
+fn a_block_is_weighed_once_however_often_its_save_is_tried() {
+    let (mut engine, session) = engine(PolicyKind::LeafHd, 0);
+    teach(&mut engine, session);
+    let before = engine.counters().refused_admission;
+    let prompt = prompt(50, 4);
+    hit(&mut engine, session, "r", &prompt);
+    for other in 0..100 {
+        assert_eq!(save(&mut engine, session, "r", &prompt), 0);
+        assert!(!engine.save_refused(session), "not worth another try");
+        // Time goes on: other requests come and go.
+        hit(&mut engine, session, &format!("other {other}"), &prompt);
+        engine.discard(session, &format!("other {other}"));
+    }
+    assert_eq!(engine.counters().refused_admission, before + 1);
+}
+
+#[test]
+fn with_a_disk_the_arena_takes_every_block() {
+    let (mut engine, session) = engine(PolicyKind::LeafHd, 4096);
+    teach(&mut engine, session);
+    let prompt = prompt(50, 4);
+    assert_eq!(hit(&mut engine, session, "r", &prompt), 0);
+    assert_eq!(save(&mut engine, session, "r", &prompt), 4);
+    settle(&mut engine);
+    assert_eq!(engine.counters().refused_admission, 0);
+    assert_eq!(
+        engine.counters().disk_writes,
+        engine.counters().saved_blocks
+    );
+}
+
+#[test]
+fn a_full_disk_of_writes_in_flight_leaves_the_rest_in_the_arena() {
+    let disk_blocks = 4;
+    let (mut engine, session) = engine(PolicyKind::Lru, disk_blocks);
+    let prompt = prompt(1, 8);
+    hit(&mut engine, session, "r", &prompt);
+    assert_eq!(save(&mut engine, session, "r", &prompt), 8);
+    engine.discard(session, "r");
+    let mut io = Vec::new();
+    engine.next_io(64, &mut io);
+    let writes = io
+        .iter()
+        .filter(|io| matches!(io, IoRequest::WritePayload { .. }))
+        .count();
+    assert_eq!(writes as u64, disk_blocks);
+    assert!(engine.counters().refused_disk_full >= 4);
+    assert_eq!(hit(&mut engine, session, "again", &prompt), 8);
+}
