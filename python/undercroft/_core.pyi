@@ -82,6 +82,12 @@ class Session:
         cap (a hit must stay below the number of tokens) is its own business.
         """
 
+    def wait(self, request_id: str, timeout_s: float) -> bool:
+        """Wait until a lookup is no longer pending, woken by its answer, at most ``timeout_s`` seconds (GIL released).
+
+        Returns whether it is; the answer is then `poll`'s.
+        """
+
     def tiers(self, request_id: str, num_computed_tokens: int, num_external_tokens: int) -> tuple[int, int]:
         """Of the tokens after ``num_computed_tokens``, how many came from (host, disk). For metrics."""
 

@@ -60,12 +60,21 @@ class FakeSession:
         """Everything is on disk only from now on."""
         self.disk.update(self.host)
 
+    delivers = False
+    """Whether the disk delivers while somebody waits."""
+
     def promote(self):
         """The disk has delivered."""
         self.promoted |= self.disk
         self.disk.clear()
 
     # Interface
+
+    def wait(self, request_id, timeout_s):
+        self.calls.append(("wait", request_id, timeout_s))
+        if self.delivers:
+            self.promote()
+        return self.delivers
 
     def submit(self, request_id, hashes, num_computed_tokens=0, max_tokens=None):
         self.calls.append(("submit", request_id, num_computed_tokens, max_tokens))

@@ -297,6 +297,31 @@ def test_disk_is_waited_for_and_counted():
     assert len(data["samples"]["wait_seconds"]) == 1
 
 
+def test_blocking_lookup_waits_for_the_disk():
+    world = World(lookup="blocking", lookup_timeout_ms=40)
+    prefix = tokens(4 * BLOCK)
+    world.prefill(Request("a", prefix))
+    world.session.lower()
+    world.session.delivers = True
+    request = Request("b", [*prefix, 1])
+    assert world.connector.get_num_new_matched_tokens(request, 0) == (4 * BLOCK, True)
+    assert ("wait", "b", 0.04) in world.session.calls
+    assert world.counts.take()["counters"]["lookups_disk"] == 1
+
+
+def test_blocking_lookup_that_runs_out_of_time_loads_nothing():
+    world = World(lookup="blocking")
+    prefix = tokens(4 * BLOCK)
+    world.prefill(Request("a", prefix))
+    world.session.lower()
+    request = Request("b", [*prefix, 1])
+    assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert "b" not in world.session.lookups
+    world.session.promote()
+    assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert world.counts.take()["counters"]["lookups_timed_out"] == 1
+
+
 def test_endless_wait_is_given_up(monkeypatch):
     world = World()
     prefix = tokens(4 * BLOCK)

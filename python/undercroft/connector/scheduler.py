@@ -109,6 +109,8 @@ class SchedulerConnector:
         if state.asked_at is None:
             state.asked_at = time.perf_counter()
         boundary = self._session.poll(request.request_id, request.block_hashes, num_computed_tokens, limit)
+        if boundary is None and self._config.lookup == "blocking":
+            boundary = self._wait(state, num_computed_tokens, limit)
         if boundary is None:
             return self._defer(state, state.asked_at)
         gain = self._groups.usable(min(boundary, limit)) - num_computed_tokens
@@ -245,15 +247,26 @@ class SchedulerConnector:
             state = self._requests[request.request_id] = RequestState(request, epoch=self._epoch)
         return state
 
+    def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> int:
+        """Wait for the disk, woken by the answer; what is not there in time is not loaded."""
+        request = state.request
+        self._session.wait(request.request_id, self._config.lookup_timeout_ms / 1e3)
+        state.deferred = True
+        boundary = self._session.poll(request.request_id, request.block_hashes, num_computed_tokens, limit)
+        return self._give_up(state) if boundary is None else boundary
+
     def _defer(self, state: RequestState, asked_at: float) -> tuple[int | None, bool]:
         waited = time.perf_counter() - asked_at
         if waited < LOOKUP_DEADLINE_S:
             state.deferred = True
             return None, False
+        return self._give_up(state), False
+
+    def _give_up(self, state: RequestState) -> int:
         state.lookup_failed = True
         self._counts.add("lookups_timed_out")
         self._session.discard(state.request.request_id)
-        return 0, False
+        return 0
 
     def _load_impossible(self, state: RequestState) -> None:
         """vLLM already waits for this load: the workers must report it as failed."""

@@ -35,9 +35,13 @@ impl Shared {
     /// `None` if a thread panicked inside the engine: it is not entered again.
     fn lock(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = self.state.lock().ok()?;
+        self.tell_time(&mut state);
+        Some(state)
+    }
+
+    fn tell_time(&self, state: &mut State) {
         let now = self.started.elapsed().as_nanos();
         state.engine.set_now(u64::try_from(now).unwrap_or(u64::MAX));
-        Some(state)
     }
 }
 
@@ -88,28 +92,27 @@ impl Shell {
         Some(result)
     }
 
-    /// Enters the engine after each completion until `done` says so, at most for `timeout`.
+    /// Enters the engine now and after each completion until `done` says so, at most for `timeout`.
     pub fn wait_until(&self, timeout: Duration, mut done: impl FnMut(&mut Engine) -> bool) -> bool {
         let deadline = Instant::now() + timeout;
+        let Some(mut state) = self.shared.lock() else {
+            return false;
+        };
         loop {
-            match self.enter(&mut done) {
-                None => return false,
-                Some(true) => return true,
-                Some(false) => {}
-            }
-            let Some(mut state) = self.shared.lock() else {
-                return false;
-            };
-            if done(&mut state.engine) {
-                return true;
+            let is_done = done(&mut state.engine);
+            if state.waits && state.engine.has_io() {
+                state.waits = false;
+                self.shared.waker.wake();
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || state.stopped {
-                return false;
+            if is_done || left.is_zero() || state.stopped {
+                return is_done;
             }
-            if self.shared.progress.wait_timeout(state, left).is_err() {
-                return false;
-            }
+            state = match self.shared.progress.wait_timeout(state, left) {
+                Ok((state, _)) => state,
+                Err(_) => return false,
+            };
+            self.shared.tell_time(&mut state);
         }
     }
 

@@ -86,7 +86,10 @@ impl PyEngine {
         promotion_memory = None, promotion_wait_ms = None, min_load_tokens = 1,
         eviction_policy = "lru", disk_admission = "all", disk_write_rate = 0,
     ))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python class")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments of the Python class"
+    )]
     fn new(
         py: Python<'_>,
         host_memory: u64,
@@ -116,8 +119,11 @@ impl PyEngine {
                 )));
             }
         };
-        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let nanoseconds = |ms: f64| Duration::from_secs_f64((ms / 1e3).clamp(0.0, 1e6)).as_nanos() as u64;
+        let unix = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        let nanoseconds =
+            |ms: f64| Duration::from_secs_f64((ms / 1e3).clamp(0.0, 1e6)).as_nanos() as u64;
         let config = EngineConfig {
             policy,
             promotion_bytes: promotion_memory.unwrap_or(host_memory / 2),
@@ -190,20 +196,26 @@ impl PyEngine {
             Ok((session, engine.namespace_of(session)))
         });
         match opened {
-            Some(Ok((id, namespace))) => {
-                Ok(PySession::new(Arc::clone(&self.shell), id, namespace.unwrap_or_default()))
-            }
+            Some(Ok((id, namespace))) => Ok(PySession::new(
+                Arc::clone(&self.shell),
+                id,
+                namespace.unwrap_or_default(),
+            )),
             Some(Err(error)) => {
                 let error: undercroft_core::error::RegisterError = error;
                 Err(ConfigError::new_err(error.to_string()))
             }
-            None => Err(UndercroftError::new_err("the engine has failed; see the log for its panic")),
+            None => Err(UndercroftError::new_err(
+                "the engine has failed; see the log for its panic",
+            )),
         }
     }
 
     /// Counters and gauges since the start, as one flat dict of numbers.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let taken = self.shell.enter(|engine| (*engine.counters(), engine.gauges()));
+        let taken = self
+            .shell
+            .enter(|engine| (*engine.counters(), engine.gauges()));
         let (counters, gauges) = taken.unwrap_or_default();
         stats_dict(py, &counters, &gauges)
     }
@@ -216,7 +228,10 @@ impl PyEngine {
         info.set_item("io_engine", self.io.engine)?;
         info.set_item("io_fallback", self.io.fallback.as_deref())?;
         info.set_item("registered_buffers", self.io.registered_buffers)?;
-        let health = self.shell.enter(|engine| engine.health()).unwrap_or_default();
+        let health = self
+            .shell
+            .enter(|engine| engine.health())
+            .unwrap_or_default();
         let disks = PyList::empty(py);
         for (device, (health, fault)) in self.devices.iter().zip(health) {
             let disk = PyDict::new(py);
@@ -271,18 +286,28 @@ impl PyEngine {
         let (mut files, mut images, mut locks, mut devices) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (path, capacity) in disks {
-            let directory =
-                open(&path, capacity, random()).map_err(|error| StoreError::new_err(error.to_string()))?;
+            let directory = open(&path, capacity, random())
+                .map_err(|error| StoreError::new_err(error.to_string()))?;
             let o_direct = directory.files.o_direct;
             let (of_device, image, lock) = directory.into_parts();
-            devices.push(Device { path, capacity: image.capacity, o_direct, recovered: 0 });
+            devices.push(Device {
+                path,
+                capacity: image.capacity,
+                o_direct,
+                recovered: 0,
+            });
             files.push(of_device);
             images.push(image);
             locks.push(lock);
         }
-        let arena = Arena::create(host_bytes).map_err(|error| ConfigError::new_err(error.to_string()))?;
+        let arena =
+            Arena::create(host_bytes).map_err(|error| ConfigError::new_err(error.to_string()))?;
         let arena = Arc::new(arena);
-        let choice = if files.is_empty() { IoEngineChoice::ThreadPool } else { choice };
+        let choice = if files.is_empty() {
+            IoEngineChoice::ThreadPool
+        } else {
+            choice
+        };
         let (io, features) = open_io_engine(choice, io_depth, Arc::clone(&arena), files)
             .map_err(|error| ConfigError::new_err(format!("io_engine: {error}")))?;
         let generation = random();

@@ -24,7 +24,13 @@ pub(crate) fn bench_replay(
         let names = PolicyKind::NAMES.map(|(name, _)| name).join(", ");
         ConfigError::new_err(format!("policy {policy:?}: allowed are {names}"))
     })?;
-    let options = Options { host_blocks, disk_blocks, policy, second_touch, seed: 1 };
+    let options = Options {
+        host_blocks,
+        disk_blocks,
+        policy,
+        second_touch,
+        seed: 1,
+    };
     let report = py
         .detach(|| replay_file(&trace, &options))
         .map_err(|error| UndercroftError::new_err(error.to_string()))?;
@@ -33,7 +39,10 @@ pub(crate) fn bench_replay(
     fields.set_item("blocks", report.blocks)?;
     fields.set_item("hit_percent", report.hit_percent())?;
     for (tier, (name, counts)) in ["host", "disk"].iter().zip(&report.tiers).enumerate() {
-        fields.set_item(format!("{name}_insert_percent"), report.insert_percent(tier))?;
+        fields.set_item(
+            format!("{name}_insert_percent"),
+            report.insert_percent(tier),
+        )?;
         fields.set_item(format!("{name}_inserted"), counts.inserted)?;
         fields.set_item(format!("{name}_evicted"), counts.evicted)?;
     }

@@ -27,7 +27,11 @@ type PyTransfer<'py> = (u64, Vec<(u8, u32, Bound<'py, PyBytes>)>);
 
 fn to_python(py: Python<'_>, transfer: Transfer) -> PyTransfer<'_> {
     let extents = transfer.extents.into_iter().map(|extent| {
-        let slots: Vec<u8> = extent.slots.iter().flat_map(|slot| slot.to_le_bytes()).collect();
+        let slots: Vec<u8> = extent
+            .slots
+            .iter()
+            .flat_map(|slot| slot.to_le_bytes())
+            .collect();
         (extent.group, extent.first_block, PyBytes::new(py, &slots))
     });
     (transfer.id.data().as_ffi(), extents.collect())
@@ -43,7 +47,11 @@ pub(crate) struct PySession {
 
 impl PySession {
     pub(crate) fn new(shell: Arc<Shell>, id: SessionId, namespace: String) -> Self {
-        Self { shell, id, namespace }
+        Self {
+            shell,
+            id,
+            namespace,
+        }
     }
 }
 
@@ -66,7 +74,13 @@ impl PySession {
     ) {
         let max = max_tokens.unwrap_or(u32::MAX);
         self.shell.enter(|engine| {
-            engine.submit(self.id, request_id, &Hashes(hashes), num_computed_tokens, max);
+            engine.submit(
+                self.id,
+                request_id,
+                &Hashes(hashes),
+                num_computed_tokens,
+                max,
+            );
         });
     }
 
@@ -81,7 +95,13 @@ impl PySession {
     ) -> Option<u32> {
         let max = max_tokens.unwrap_or(u32::MAX);
         let answer = self.shell.enter(|engine| {
-            engine.poll(self.id, request_id, &Hashes(hashes), num_computed_tokens, max)
+            engine.poll(
+                self.id,
+                request_id,
+                &Hashes(hashes),
+                num_computed_tokens,
+                max,
+            )
         });
         match answer {
             Some(Answer::Pending) => None,
@@ -90,11 +110,31 @@ impl PySession {
         }
     }
 
+    /// Wait until a lookup is no longer pending, woken by its answer, at most `timeout_s` seconds.
+    /// Whether it is; ask `poll` then.
+    fn wait(&self, py: Python<'_>, request_id: &str, timeout_s: f64) -> bool {
+        let timeout = Duration::from_secs_f64(timeout_s.clamp(0.0, 3600.0));
+        py.detach(|| {
+            self.shell
+                .wait_until(timeout, |engine| !engine.is_pending(self.id, request_id))
+        })
+    }
+
     /// Of the tokens after `num_computed_tokens`, how many came from (host, disk).
-    fn tiers(&self, request_id: &str, num_computed_tokens: u32, num_external_tokens: u32) -> (u32, u32) {
+    fn tiers(
+        &self,
+        request_id: &str,
+        num_computed_tokens: u32,
+        num_external_tokens: u32,
+    ) -> (u32, u32) {
         self.shell
             .enter(|engine| {
-                engine.sources(self.id, request_id, num_computed_tokens, num_external_tokens)
+                engine.sources(
+                    self.id,
+                    request_id,
+                    num_computed_tokens,
+                    num_external_tokens,
+                )
             })
             .unwrap_or((num_external_tokens, 0))
     }
@@ -108,7 +148,12 @@ impl PySession {
         num_external_tokens: u32,
     ) -> Option<PyTransfer<'py>> {
         let begun = self.shell.enter(|engine| {
-            engine.begin_load(self.id, request_id, num_computed_tokens, num_external_tokens)
+            engine.begin_load(
+                self.id,
+                request_id,
+                num_computed_tokens,
+                num_external_tokens,
+            )
         });
         begun.flatten().map(|transfer| to_python(py, transfer))
     }
@@ -127,14 +172,18 @@ impl PySession {
         num_tokens: u32,
     ) -> Option<PyTransfer<'py>> {
         let begun = self.shell.enter(|engine| {
-            engine.begin_save(self.id, request_id, &Hashes(hashes), num_tokens, |_, _| false)
+            engine.begin_save(self.id, request_id, &Hashes(hashes), num_tokens, |_, _| {
+                false
+            })
         });
         begun.flatten().map(|transfer| to_python(py, transfer))
     }
 
     /// Whether the last `begin_save` left out blocks for want of memory.
     fn save_refused(&self) -> bool {
-        self.shell.enter(|engine| engine.save_refused(self.id)).unwrap_or(false)
+        self.shell
+            .enter(|engine| engine.save_refused(self.id))
+            .unwrap_or(false)
     }
 
     /// All ranks have ended the copies of a save.
@@ -144,7 +193,8 @@ impl PySession {
 
     /// The request has finished or was aborted. Idempotent.
     fn discard(&self, request_id: &str) {
-        self.shell.enter(|engine| engine.discard(self.id, request_id));
+        self.shell
+            .enter(|engine| engine.discard(self.id, request_id));
     }
 
     /// Drop everything of this namespace, durably. False if that could not be made durable in time.
@@ -153,8 +203,12 @@ impl PySession {
         let timeout = Duration::from_secs_f64(timeout_s.clamp(0.0, 1e6));
         py.detach(|| {
             self.shell.enter(|engine| engine.reset(self.id));
-            self.shell.wait_until(timeout, |engine| !engine.reset_pending())
-                && self.shell.enter(|engine| !engine.reset_failed()).unwrap_or(false)
+            self.shell
+                .wait_until(timeout, |engine| !engine.reset_pending())
+                && self
+                    .shell
+                    .enter(|engine| !engine.reset_failed())
+                    .unwrap_or(false)
         })
     }
 

@@ -111,6 +111,15 @@ impl Engine {
         self.look(id, hashes, local_tokens, max_tokens)
     }
 
+    /// Whether the disk still owes a request's answer.
+    pub fn is_pending(&self, session: SessionId, request: &str) -> bool {
+        self.sessions
+            .get(session)
+            .and_then(|state| state.requests.get(request))
+            .and_then(|&id| self.requests.get(id))
+            .is_some_and(|state| state.promotion.is_some())
+    }
+
     /// The request has finished or was aborted. Idempotent.
     pub fn discard(&mut self, session: SessionId, request: &str) {
         let Some(state) = self.sessions.get_mut(session) else {

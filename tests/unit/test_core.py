@@ -1,0 +1,226 @@
+"""The core through its Python interface: real arena, real files, real IO thread."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from undercroft import _core
+
+BLOCK = 16
+PAYLOAD = 10_000
+MIB = 1 << 20
+DESCRIPTION = '{"model": "test"}'
+
+
+def chain(n: int, seed: int = 0) -> list[bytes]:
+    """``n`` block hashes, each fixed by those before it."""
+    hashes, last = [], b"%d" % seed
+    for _ in range(n):
+        last = hashlib.sha256(last).digest()
+        hashes.append(last)
+    return hashes
+
+
+def payload(block_hash: bytes) -> np.ndarray:
+    """The bytes that belong to a block."""
+    seed = int.from_bytes(block_hash[:8], "little")
+    return np.random.default_rng(seed).integers(0, 256, PAYLOAD, dtype=np.uint8)
+
+
+class Client:
+    """One session with its own mapping of the arena, as a scheduler and its worker have together."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self.engine = engine
+        self.session = engine.register(DESCRIPTION, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
+        self.arena = _core.Arena.attach(engine.socket_path)
+        self.memory = np.ctypeslib.as_array(
+            (ctypes.c_uint8 * self.arena.size).from_address(self.arena.address)
+        )
+
+    def save(self, hashes: list[bytes]) -> int:
+        """Save a prefix; how many blocks were copied."""
+        plan = self.session.begin_save("save", hashes, len(hashes) * BLOCK)
+        if plan is None:
+            return 0
+        job, [(group, first, offsets)] = plan
+        assert group == 0
+        slots = np.frombuffer(offsets, dtype="<i8")
+        for index, slot in enumerate(slots.tolist(), first):
+            self.memory[slot : slot + PAYLOAD] = payload(hashes[index])
+        self.session.end_save(job, True)
+        return len(slots)
+
+    def load(self, request: str, hashes: list[bytes], local: int = 0) -> int:
+        """Look a prefix up, wait for the disk, and check every byte of the load. Tokens that were hit."""
+        boundary = self.session.poll(request, hashes, local)
+        if boundary is None:
+            assert self.session.wait(request, 10)
+            boundary = self.session.poll(request, hashes, local)
+        if not boundary:
+            self.session.discard(request)
+            return 0
+        plan = self.session.begin_load(request, local, boundary - local)
+        assert plan is not None
+        job, [(_, first, offsets)] = plan
+        slots = np.frombuffer(offsets, dtype="<i8").tolist()
+        assert first == local // BLOCK
+        assert len(slots) == (boundary - local) // BLOCK
+        for index, slot in enumerate(slots, first):
+            assert (self.memory[slot : slot + PAYLOAD] == payload(hashes[index])).all(), index
+        self.session.end_load(job, True)
+        self.session.discard(request)
+        return boundary
+
+
+@contextmanager
+def opened(path: Path | None, host: int = 16 * MIB, disk: int = 64 * MIB, **options: object) -> Iterator[_core.Engine]:
+    """An engine, closed at the end."""
+    disks = [(str(path), disk)] if path else []
+    engine = _core.Engine(host_memory=host, disks=disks, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_a_saved_prefix_is_hit_at_once_and_as_far_as_it_reaches():
+    with opened(None) as engine:
+        client = Client(engine)
+        hashes = chain(40)
+        assert client.load("a", hashes) == 0
+        assert client.save(hashes[:30]) == 30
+        assert client.session.poll("b", hashes, 0) == 30 * BLOCK
+        assert client.load("b", hashes) == 30 * BLOCK
+        assert client.load("c", hashes, local=7 * BLOCK) == 30 * BLOCK
+        assert client.save(hashes) == 10
+        assert client.load("d", [*hashes[:5], *chain(5, seed=1)]) == 5 * BLOCK
+
+
+@pytest.mark.parametrize("io_engine", ["io_uring", "thread_pool"])
+def test_a_restart_finds_the_cache_on_disk(tmp_path, io_engine):
+    hashes = chain(50)
+    try:
+        with opened(tmp_path, io_engine=io_engine) as engine:
+            assert Client(engine).save(hashes) == 50
+            assert engine.flush()
+            assert engine.stats()["disk_blocks"] == 50
+    except _core.ConfigError as error:
+        pytest.skip(str(error))
+    with opened(tmp_path, io_engine=io_engine) as engine:
+        assert engine.info()["blocks_recovered"] == 50
+        client = Client(engine)
+        assert client.session.poll("a", hashes, 0) is None
+        assert client.load("a", hashes) == 50 * BLOCK
+        assert client.session.poll("b", hashes, 0) == 50 * BLOCK
+        assert engine.stats()["disk_reads"] == 50
+
+
+def test_more_than_memory_holds_is_evicted_and_read_again(tmp_path):
+    with opened(tmp_path, host=2 * MIB) as engine:
+        client = Client(engine)
+        prefixes = [chain(40, seed) for seed in range(12)]
+        for hashes in prefixes:
+            done = 0
+            while done < len(hashes):
+                done += client.save(hashes)
+                assert engine.flush()
+        for turn in range(3):
+            for number, hashes in enumerate(prefixes):
+                # Half of the arena is what one promotion may hold: the rest is a partial hit.
+                assert client.load(f"{turn}-{number}", hashes) > 0
+        stats = engine.stats()
+        assert stats["host_evictions"] > 0
+        assert stats["checksum_failures"] == 0
+        assert stats["jobs"] == stats["loads"] == stats["saves"] == stats["host_pinned_bytes"] == 0
+
+
+def test_a_flipped_bit_on_disk_is_a_miss_and_never_served(tmp_path):
+    hashes = chain(20)
+    with opened(tmp_path) as engine:
+        Client(engine).save(hashes)
+        assert engine.flush()
+    data = tmp_path / "data"
+    block = payload(hashes[8])
+    content = bytearray(data.read_bytes())
+    at = content.find(block[:4096].tobytes())
+    assert at >= 0
+    with data.open("r+b") as file:
+        file.seek(at + 77)
+        file.write(bytes([content[at + 77] ^ 1]))
+    with opened(tmp_path) as engine:
+        client = Client(engine)
+        assert client.load("a", hashes) == 8 * BLOCK
+        assert engine.stats()["checksum_failures"] == 1
+        assert client.load("b", hashes) == 8 * BLOCK
+        assert client.save(hashes) == 12
+        assert client.load("c", hashes) == 20 * BLOCK
+
+
+def test_a_reset_is_durable(tmp_path):
+    hashes = chain(20)
+    with opened(tmp_path) as engine:
+        client = Client(engine)
+        client.save(hashes)
+        assert engine.flush()
+        assert client.session.reset()
+        assert client.load("a", hashes) == 0
+    with opened(tmp_path) as engine:
+        assert engine.info()["blocks_recovered"] == 0
+        assert Client(engine).load("a", hashes) == 0
+
+
+def test_namespaces_are_kept_apart(tmp_path):
+    hashes = chain(20)
+    with opened(tmp_path) as engine:
+        Client(engine).save(hashes)
+        other = engine.register('{"model": "another"}', [("full", BLOCK, PAYLOAD, 0)], BLOCK)
+        assert other.poll("a", hashes, 0) == 0
+
+
+def test_a_directory_in_use_is_refused_with_the_owner(tmp_path):
+    import os
+
+    with opened(tmp_path), pytest.raises(_core.StoreError, match=f"in use by process {os.getpid()}"), opened(tmp_path):
+        pass
+
+
+def test_a_foreign_directory_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "holiday.jpg").write_bytes(b"x")
+    with pytest.raises(_core.StoreError, match="holiday.jpg"), opened(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
+
+
+def test_files_are_private_whatever_the_umask(tmp_path):
+    import os
+
+    before = os.umask(0)
+    try:
+        with opened(tmp_path / "new") as engine:
+            socket = Path(engine.socket_path)
+            assert socket.stat().st_mode & 0o777 == 0o600
+            assert socket.parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
+
+
+def test_a_payload_that_cannot_fit_is_refused_at_registration():
+    with opened(None, host=16 * MIB) as engine, pytest.raises(_core.ConfigError, match="raise host_memory"):
+        engine.register(DESCRIPTION, [("full", BLOCK, 64 * MIB, 0)], BLOCK)
+
+
+def test_hashes_that_are_no_hashes_are_a_miss():
+    with opened(None) as engine:
+        session = engine.register(DESCRIPTION, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
+        assert session.poll("a", [b"", b"x" * 33], 0) == 0
+        assert session.begin_save("a", [b""], BLOCK) is None
