@@ -181,3 +181,15 @@ def bench_replay(
     ``policy`` is "lru" or "leafhd"; ``disk_blocks`` 0 means no disk tier. Keys of the result: ``undercroft bench
     replay``. Raises UndercroftError.
     """
+
+def bench_disk(directory: str, block_bytes: int, blocks: int, depth: int = 32) -> dict[str, Any]:
+    """The disk tier through the whole engine, against a bare O_DIRECT loop in the same run.
+
+    ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench disk``. Raises UndercroftError.
+    """
+
+def bench_recover(directory: str, blocks: int) -> dict[str, Any]:
+    """How long opening a directory of ``blocks`` blocks takes.
+
+    ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench recover``. Raises UndercroftError.
+    """

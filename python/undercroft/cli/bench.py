@@ -33,6 +33,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--blocks", type=_positive, default=1024, metavar="K", help="payloads written and read (%(default)s)"
     )
 
+    disk.add_argument("--depth", type=_positive, default=32, metavar="D", help="operations in flight (%(default)s)")
+
     copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against memcpy", _copy)
     copy.add_argument("--block-bytes", type=_size, default=2 << 20, metavar="B", help="bytes of a block (2MiB)")
     copy.add_argument("--blocks", type=_positive, default=256, metavar="K", help="blocks of a job (%(default)s)")
@@ -103,14 +105,17 @@ def _lookup(args: argparse.Namespace) -> dict[str, Any]:
 def _copy(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft.device.bench import run_copy_bench
 
-    return run_copy_bench(block_bytes=args.block_bytes, blocks=args.blocks, layers=args.layers)
+    try:
+        return run_copy_bench(block_bytes=args.block_bytes, blocks=args.blocks, layers=args.layers)
+    except ValueError as error:
+        raise output.CommandError(str(error)) from None
 
 
 def _disk(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft import _core
 
     with _directory(args.path) as path:
-        return _core.bench_disk(path, args.block_bytes, args.blocks)
+        return _core.bench_disk(path, args.block_bytes, args.blocks, args.depth)
 
 
 def _recover(args: argparse.Namespace) -> dict[str, Any]:

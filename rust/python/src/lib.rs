@@ -1,6 +1,7 @@
 //! `undercroft._core`: the thin Python binding of the core.
 
 mod arena;
+mod bench;
 mod copier;
 mod engine;
 mod errors;
@@ -12,6 +13,8 @@ mod session;
 mod _core {
     #[pymodule_export]
     use crate::arena::PyArena;
+    #[pymodule_export]
+    use crate::bench::{bench_disk, bench_recover};
     #[pymodule_export]
     use crate::copier::PyCopier;
     #[pymodule_export]

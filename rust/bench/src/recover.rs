@@ -1,0 +1,121 @@
+//! How long opening a full directory takes. The store is written record by record in the disk
+//! format, without its payloads: recovery must not touch them anyway.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::Instant;
+
+use serde::Serialize;
+use undercroft_core::disk::format::{NamespaceEntry, RECORD_BYTES, Record, namespace_offset};
+use undercroft_core::disk::open;
+use undercroft_core::engine::{Engine, EngineConfig};
+use undercroft_core::slots::SLOT_ALIGN;
+
+use crate::rig::{BenchError, failed, hash, spec};
+
+const BLOCK_BYTES: u32 = 4096;
+/// Blocks of one prefix chain.
+const CHAIN: u64 = 512;
+const INSTANCE: u64 = 7;
+
+/// What opening took.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct RecoverReport {
+    /// From opening the directory to an engine that answers lookups, in seconds.
+    pub open_s: f64,
+    /// Blocks that can be found again.
+    pub blocks: u64,
+    /// Bytes that this process read meanwhile, as the kernel counts them.
+    pub bytes_read: u64,
+}
+
+/// Makes a store of `blocks` blocks in `dir`, an empty directory, opens it, and removes it.
+///
+/// # Errors
+/// If the store cannot be made or opened.
+pub fn run(dir: &Path, blocks: u64) -> Result<RecoverReport, BenchError> {
+    if blocks == 0 || blocks > u64::from(u32::MAX / 2) {
+        return Err(BenchError::Argument { name: "blocks", value: blocks, allowed: "1 to 2147483647" });
+    }
+    let store = dir.join("store");
+    let payload = blocks * u64::from(BLOCK_BYTES);
+    let capacity = payload + payload / 8 + (64 << 20);
+    drop(open::open(&store, capacity, 1)?);
+    write_tables(&store, blocks).map_err(failed("writing the store"))?;
+
+    let before = bytes_read().map_err(failed("reading /proc/self/io"))?;
+    let start = Instant::now();
+    let (files, image, lock) = open::open(&store, capacity, 1)?.into_parts();
+    let mut engine = Engine::new(EngineConfig::new(64 << 20));
+    let recovery = engine.attach_disks(vec![image]);
+    let open_s = start.elapsed().as_secs_f64();
+    let bytes_read = bytes_read().map_err(failed("reading /proc/self/io"))? - before;
+    drop((engine, files, lock));
+    std::fs::remove_dir_all(&store).map_err(failed("removing the store"))?;
+    if recovery.blocks != blocks {
+        return Err(BenchError::Engine(format!("recovered {} of {blocks} blocks", recovery.blocks)));
+    }
+    Ok(RecoverReport { open_s, blocks: recovery.blocks, bytes_read })
+}
+
+fn write_tables(store: &Path, blocks: u64) -> std::io::Result<()> {
+    let entry = NamespaceEntry { instance: INSTANCE, spec: spec(BLOCK_BYTES) };
+    let bytes = entry.encode().ok_or_else(|| std::io::Error::other("the namespace is too long"))?;
+    File::options().write(true).open(store.join("super"))?.write_all_at(&bytes, namespace_offset(0))?;
+    let table = File::options().write(true).open(store.join("table"))?;
+    let mut out = BufWriter::with_capacity(1 << 20, &table);
+    let mut bytes = [0; RECORD_BYTES];
+    for index in 0..blocks {
+        let depth = index % CHAIN;
+        let record = Record {
+            group: 0,
+            hit_class: 0,
+            generation: index + 1,
+            instance: INSTANCE,
+            slot: u32::try_from(index * u64::from(BLOCK_BYTES) / SLOT_ALIGN).map_err(std::io::Error::other)?,
+            payload_bytes: BLOCK_BYTES,
+            checksum: index,
+            depth: u32::try_from(depth + 1).map_err(std::io::Error::other)?,
+            last: index,
+            written_s: 1_800_000_000,
+            hash: hash(index),
+            parent: (depth > 0).then(|| hash(index - 1)),
+        };
+        record.encode(&mut bytes);
+        out.write_all(&bytes)?;
+    }
+    out.flush()?;
+    drop(out);
+    table.sync_all()
+}
+
+/// Bytes that this process has read so far, from whatever: page cache included.
+fn bytes_read() -> std::io::Result<u64> {
+    let counts = std::fs::read_to_string("/proc/self/io")?;
+    let count = counts.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok());
+    count.ok_or_else(|| std::io::Error::other("no rchar in it"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_block_is_found_and_no_payload_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let report = run(dir.path(), 20_000).unwrap();
+        assert_eq!(report.blocks, 20_000);
+        let tables = 20_000 * RECORD_BYTES as u64;
+        assert!(report.bytes_read >= tables, "{report:?}");
+        assert!(report.bytes_read < 20_000 * u64::from(BLOCK_BYTES) / 4, "{report:?}");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn an_empty_store_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(run(dir.path(), 0).unwrap_err().to_string().contains("blocks is 0"));
+    }
+}

@@ -1,0 +1,125 @@
+//! An engine as the connector opens it, with one namespace of equal blocks, for measurements.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use undercroft_core::arena::{Arena, ArenaError};
+use undercroft_core::disk::open::{self, DirectoryLock};
+use undercroft_core::engine::{Engine, EngineConfig, Recovery, SessionId};
+use undercroft_core::error::{RegisterError, StoreError};
+use undercroft_core::io::{IoEngineChoice, open_io_engine};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::shell::Shell;
+
+/// Tokens of one block; nothing depends on the number.
+pub(crate) const BLOCK_TOKENS: u32 = 16;
+/// Longest wait for the device before a measurement is given up.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
+const STORE_ID: u64 = 1;
+
+/// A measurement could not be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BenchError {
+    /// The arena could not be made.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// The directory could not be opened.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The block size does not fit.
+    #[error(transparent)]
+    Register(#[from] RegisterError),
+    /// The operating system refused.
+    #[error("{action}: {source}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// An argument makes no sense.
+    #[error("{name} is {value}; allowed: {allowed}")]
+    Argument {
+        /// The argument.
+        name: &'static str,
+        /// What was given.
+        value: u64,
+        /// What is allowed.
+        allowed: &'static str,
+    },
+    /// The engine did something else than what is measured.
+    #[error("the engine {0}: the figures would mean nothing")]
+    Engine(String),
+}
+
+/// Makes an IO error of an action.
+pub(crate) fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> BenchError {
+    move |source| BenchError::Io { action, source }
+}
+
+/// A running engine over one directory.
+pub(crate) struct Rig {
+    pub(crate) shell: Shell,
+    pub(crate) session: SessionId,
+    pub(crate) io_engine: &'static str,
+    pub(crate) recovery: Recovery,
+    pub(crate) arena: Arc<Arena>,
+    _lock: DirectoryLock,
+}
+
+impl Rig {
+    /// Opens `dir` with `capacity` bytes and an arena of `host_bytes`.
+    pub(crate) fn open(
+        dir: &Path,
+        capacity: u64,
+        host_bytes: u64,
+        depth: usize,
+        block_bytes: u32,
+    ) -> Result<Self, BenchError> {
+        let (files, image, lock) = open::open(dir, capacity, STORE_ID)?.into_parts();
+        let arena = Arc::new(Arena::create(host_bytes)?);
+        let (io, _) = open_io_engine(IoEngineChoice::Auto, depth, Arc::clone(&arena), vec![files])
+            .map_err(failed("starting the IO engine"))?;
+        let io_engine = io.name();
+        let mut engine = Engine::new(EngineConfig::new(host_bytes));
+        let recovery = engine.attach_disks(vec![image]);
+        let session = engine.open_session(spec(block_bytes))?;
+        let shell = Shell::start(engine, io).map_err(failed("starting the IO thread"))?;
+        Ok(Self { shell, session, io_engine, recovery, arena, _lock: lock })
+    }
+}
+
+/// A namespace with one full-attention group.
+pub(crate) fn spec(block_bytes: u32) -> NamespaceSpec {
+    NamespaceSpec {
+        description: "undercroft bench".to_owned(),
+        hash_block_tokens: BLOCK_TOKENS,
+        alignment_tokens: BLOCK_TOKENS,
+        groups: vec![GroupSpec {
+            kind: GroupKind::Full,
+            block_tokens: BLOCK_TOKENS,
+            payload_bytes: block_bytes,
+        }],
+    }
+}
+
+/// The hash of block `index`: well mixed, as a cryptographic hash's bytes are.
+pub(crate) fn hash(index: u64) -> BlockHash {
+    let mut bytes = [0; 32];
+    for (word, chunk) in (0u64..).zip(bytes.chunks_exact_mut(8)) {
+        chunk.copy_from_slice(&mix(index.wrapping_mul(4).wrapping_add(word)).to_le_bytes());
+    }
+    // A hash of 32 bytes is always taken.
+    BlockHash::new(&bytes).unwrap_or_else(|| unreachable!("32 bytes"))
+}
+
+/// SplitMix64 at a position.
+pub(crate) fn mix(position: u64) -> u64 {
+    let mut state = position.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    state = (state ^ (state >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    state ^ (state >> 31)
+}
