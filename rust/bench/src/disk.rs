@@ -103,13 +103,21 @@ impl DiskBench {
     }
 
     fn check(&self) -> Result<(), BenchError> {
-        if self.block_bytes == 0 || self.block_bytes % 4096 != 0 {
+        if self.block_bytes == 0 || !self.block_bytes.is_multiple_of(4096) {
             let value = u64::from(self.block_bytes);
-            return Err(BenchError::Argument { name: "block_bytes", value, allowed: "a multiple of 4096" });
+            return Err(BenchError::Argument {
+                name: "block_bytes",
+                value,
+                allowed: "a multiple of 4096",
+            });
         }
         if self.blocks < u64::from(self.depth) || self.depth == 0 {
             let value = self.blocks;
-            return Err(BenchError::Argument { name: "blocks", value, allowed: "at least the depth" });
+            return Err(BenchError::Argument {
+                name: "blocks",
+                value,
+                allowed: "at least the depth",
+            });
         }
         Ok(())
     }
@@ -120,11 +128,18 @@ impl DiskBench {
         let bytes = self.blocks * u64::from(self.block_bytes);
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes)
             .map_err(|errno| failed("preallocating the raw file")(errno.into()))?;
-        let arena = Arc::new(Arena::create(u64::from(self.depth) * u64::from(self.block_bytes))?);
+        let arena = Arc::new(Arena::create(
+            u64::from(self.depth) * u64::from(self.block_bytes),
+        )?);
         fill(&arena)?;
-        for (reading, seconds) in [(false, &mut round.raw_write_s), (true, &mut round.raw_read_s)] {
+        for (reading, seconds) in [
+            (false, &mut round.raw_write_s),
+            (true, &mut round.raw_read_s),
+        ] {
             let raw = RawLoop::new(reading, self.block_bytes, self.blocks, self.depth);
-            let result = raw.run(file.as_fd(), &arena).map_err(failed("the bare loop"))?;
+            let result = raw
+                .run(file.as_fd(), &arena)
+                .map_err(failed("the bare loop"))?;
             *seconds = result.elapsed.as_secs_f64();
         }
         std::fs::remove_file(&path).map_err(failed("removing the raw file"))?;
@@ -137,7 +152,15 @@ impl DiskBench {
         // Beside the payloads, the capacity holds tables and partly used pages.
         let capacity = payload + payload / 8 + (256 << 20);
         let host = ARENA_BLOCKS * u64::from(self.depth) * u64::from(self.block_bytes) + (64 << 20);
-        let open = || Rig::open(&store, capacity, host, self.depth as usize, self.block_bytes);
+        let open = || {
+            Rig::open(
+                &store,
+                capacity,
+                host,
+                self.depth as usize,
+                self.block_bytes,
+            )
+        };
         let rig = open()?;
         fill(&rig.arena)?;
         let cpu = process_time();
@@ -149,7 +172,10 @@ impl DiskBench {
         let rig = open()?;
         if rig.recovery.blocks != self.blocks {
             let found = rig.recovery.blocks;
-            return Err(BenchError::Engine(format!("recovered {found} of {} blocks", self.blocks)));
+            return Err(BenchError::Engine(format!(
+                "recovered {found} of {} blocks",
+                self.blocks
+            )));
         }
         // Memory that the kernel has not given yet is no part of the device's speed.
         fill(&rig.arena)?;
@@ -166,23 +192,32 @@ impl DiskBench {
     /// Saves every block as the connector would, except that the bytes are in the arena already.
     fn write(&self, rig: &Rig) -> Result<Duration, BenchError> {
         let start = Instant::now();
+        let window = (WINDOW * self.depth as usize) as u64;
         let mut next = 0;
         let done = rig.shell.wait_until(PATIENCE, |engine| {
-            while next < self.blocks {
+            let counters = engine.counters();
+            let failed = counters.write_failures > 0 || counters.refused_write_rate > 0;
+            // What waits to be written is bounded, in the engine too.
+            while next < self.blocks && next < engine.counters().disk_writes + window {
                 let hashes = vec![hash(next)];
-                match engine.begin_save(rig.session, &hashes, BLOCK_TOKENS, |_, _| true) {
-                    Some(save) => engine.end_transfer(save.id, true),
-                    // The arena is full of blocks that wait for the disk.
-                    None => break,
-                }
+                let save =
+                    engine.begin_save(rig.session, "save", &hashes, BLOCK_TOKENS, |_, _| true);
+                let Some(save) = save else { break };
+                engine.end_transfer(save.id, true);
                 next += 1;
             }
-            engine.counters().disk_writes >= self.blocks || engine.counters().write_failures > 0
+            failed || engine.counters().disk_writes >= self.blocks
         });
         let elapsed = start.elapsed();
-        let written = rig.shell.enter(|engine| engine.counters().disk_writes).unwrap_or(0);
+        let written = rig
+            .shell
+            .enter(|engine| engine.counters().disk_writes)
+            .unwrap_or(0);
         if !done || written < self.blocks {
-            return Err(BenchError::Engine(format!("wrote {written} of {} blocks", self.blocks)));
+            return Err(BenchError::Engine(format!(
+                "wrote {written} of {} blocks",
+                self.blocks
+            )));
         }
         Ok(elapsed)
     }
@@ -194,7 +229,9 @@ impl DiskBench {
         let elapsed = start.elapsed();
         if !done || reader.missed > 0 {
             let (missed, done) = (reader.missed, reader.latencies.len());
-            return Err(BenchError::Engine(format!("answered {done} lookups and missed {missed}")));
+            return Err(BenchError::Engine(format!(
+                "answered {done} lookups and missed {missed}"
+            )));
         }
         Ok((elapsed.as_secs_f64(), reader.latencies))
     }
@@ -202,8 +239,11 @@ impl DiskBench {
     fn report(&self, rounds: &[Round], io_engine: &'static str, o_direct: bool) -> DiskReport {
         let gb = self.blocks as f64 * f64::from(self.block_bytes) / 1e9;
         let median = |of: &dyn Fn(&Round) -> f64| middle(rounds.iter().map(of).collect());
-        let mut latencies: Vec<f64> =
-            rounds.iter().flat_map(|round| &round.latencies).map(|time| time.as_secs_f64() * 1e3).collect();
+        let mut latencies: Vec<f64> = rounds
+            .iter()
+            .flat_map(|round| &round.latencies)
+            .map(|time| time.as_secs_f64() * 1e3)
+            .collect();
         latencies.sort_by(f64::total_cmp);
         DiskReport {
             block_bytes: self.block_bytes,
@@ -281,7 +321,9 @@ fn fill(arena: &Arena) -> Result<(), BenchError> {
     let mut offset = 0;
     while offset < arena.size() {
         page[..8].copy_from_slice(&offset.to_le_bytes());
-        let len = usize::try_from(arena.size() - offset).unwrap_or(usize::MAX).min(page.len());
+        let len = usize::try_from(arena.size() - offset)
+            .unwrap_or(usize::MAX)
+            .min(page.len());
         arena
             .write(offset, &page[..len])
             .map_err(|error| failed("filling the arena")(std::io::Error::other(error)))?;
@@ -309,8 +351,18 @@ mod tests {
     #[test]
     fn a_small_run_writes_and_reads_every_block_and_leaves_nothing() {
         let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-        let report = DiskBench { block_bytes: 64 << 10, blocks: 40, depth: 4 }.run(dir.path()).unwrap();
-        assert!(report.write_gbps > 0.0 && report.read_gbps > 0.0 && report.read_p99_ms >= report.read_p50_ms);
+        let report = DiskBench {
+            block_bytes: 64 << 10,
+            blocks: 40,
+            depth: 4,
+        }
+        .run(dir.path())
+        .unwrap();
+        assert!(
+            report.write_gbps > 0.0
+                && report.read_gbps > 0.0
+                && report.read_p99_ms >= report.read_p50_ms
+        );
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
@@ -318,7 +370,14 @@ mod tests {
     fn arguments_that_make_no_sense_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let refused = |block_bytes, blocks| {
-            DiskBench { block_bytes, blocks, depth: 4 }.run(dir.path()).unwrap_err().to_string()
+            DiskBench {
+                block_bytes,
+                blocks,
+                depth: 4,
+            }
+            .run(dir.path())
+            .unwrap_err()
+            .to_string()
         };
         assert!(refused(1000, 40).contains("block_bytes is 1000"));
         assert!(refused(4096, 3).contains("blocks is 3"));

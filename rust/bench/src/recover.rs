@@ -37,7 +37,11 @@ pub struct RecoverReport {
 /// If the store cannot be made or opened.
 pub fn run(dir: &Path, blocks: u64) -> Result<RecoverReport, BenchError> {
     if blocks == 0 || blocks > u64::from(u32::MAX / 2) {
-        return Err(BenchError::Argument { name: "blocks", value: blocks, allowed: "1 to 2147483647" });
+        return Err(BenchError::Argument {
+            name: "blocks",
+            value: blocks,
+            allowed: "1 to 2147483647",
+        });
     }
     let store = dir.join("store");
     let payload = blocks * u64::from(BLOCK_BYTES);
@@ -55,15 +59,30 @@ pub fn run(dir: &Path, blocks: u64) -> Result<RecoverReport, BenchError> {
     drop((engine, files, lock));
     std::fs::remove_dir_all(&store).map_err(failed("removing the store"))?;
     if recovery.blocks != blocks {
-        return Err(BenchError::Engine(format!("recovered {} of {blocks} blocks", recovery.blocks)));
+        return Err(BenchError::Engine(format!(
+            "recovered {} of {blocks} blocks",
+            recovery.blocks
+        )));
     }
-    Ok(RecoverReport { open_s, blocks: recovery.blocks, bytes_read })
+    Ok(RecoverReport {
+        open_s,
+        blocks: recovery.blocks,
+        bytes_read,
+    })
 }
 
 fn write_tables(store: &Path, blocks: u64) -> std::io::Result<()> {
-    let entry = NamespaceEntry { instance: INSTANCE, spec: spec(BLOCK_BYTES) };
-    let bytes = entry.encode().ok_or_else(|| std::io::Error::other("the namespace is too long"))?;
-    File::options().write(true).open(store.join("super"))?.write_all_at(&bytes, namespace_offset(0))?;
+    let entry = NamespaceEntry {
+        instance: INSTANCE,
+        spec: spec(BLOCK_BYTES),
+    };
+    let bytes = entry
+        .encode()
+        .ok_or_else(|| std::io::Error::other("the namespace is too long"))?;
+    File::options()
+        .write(true)
+        .open(store.join("super"))?
+        .write_all_at(&bytes, namespace_offset(0))?;
     let table = File::options().write(true).open(store.join("table"))?;
     let mut out = BufWriter::with_capacity(1 << 20, &table);
     let mut bytes = [0; RECORD_BYTES];
@@ -74,7 +93,8 @@ fn write_tables(store: &Path, blocks: u64) -> std::io::Result<()> {
             hit_class: 0,
             generation: index + 1,
             instance: INSTANCE,
-            slot: u32::try_from(index * u64::from(BLOCK_BYTES) / SLOT_ALIGN).map_err(std::io::Error::other)?,
+            slot: u32::try_from(index * u64::from(BLOCK_BYTES) / SLOT_ALIGN)
+                .map_err(std::io::Error::other)?,
             payload_bytes: BLOCK_BYTES,
             checksum: index,
             depth: u32::try_from(depth + 1).map_err(std::io::Error::other)?,
@@ -94,7 +114,9 @@ fn write_tables(store: &Path, blocks: u64) -> std::io::Result<()> {
 /// Bytes that this process has read so far, from whatever: page cache included.
 fn bytes_read() -> std::io::Result<u64> {
     let counts = std::fs::read_to_string("/proc/self/io")?;
-    let count = counts.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok());
+    let count = counts
+        .lines()
+        .find_map(|line| line.strip_prefix("rchar: ")?.parse().ok());
     count.ok_or_else(|| std::io::Error::other("no rchar in it"))
 }
 
@@ -109,13 +131,21 @@ mod tests {
         assert_eq!(report.blocks, 20_000);
         let tables = 20_000 * RECORD_BYTES as u64;
         assert!(report.bytes_read >= tables, "{report:?}");
-        assert!(report.bytes_read < 20_000 * u64::from(BLOCK_BYTES) / 4, "{report:?}");
+        assert!(
+            report.bytes_read < 20_000 * u64::from(BLOCK_BYTES) / 4,
+            "{report:?}"
+        );
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
     fn an_empty_store_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(run(dir.path(), 0).unwrap_err().to_string().contains("blocks is 0"));
+        assert!(
+            run(dir.path(), 0)
+                .unwrap_err()
+                .to_string()
+                .contains("blocks is 0")
+        );
     }
 }

@@ -88,7 +88,14 @@ impl Rig {
         let recovery = engine.attach_disks(vec![image]);
         let session = engine.open_session(spec(block_bytes))?;
         let shell = Shell::start(engine, io).map_err(failed("starting the IO thread"))?;
-        Ok(Self { shell, session, io_engine, recovery, arena, _lock: lock })
+        Ok(Self {
+            shell,
+            session,
+            io_engine,
+            recovery,
+            arena,
+            _lock: lock,
+        })
     }
 }
 

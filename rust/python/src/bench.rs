@@ -22,7 +22,11 @@ pub(crate) fn bench_disk(
     blocks: u64,
     depth: u32,
 ) -> PyResult<Bound<'_, PyAny>> {
-    let bench = DiskBench { block_bytes, blocks, depth };
+    let bench = DiskBench {
+        block_bytes,
+        blocks,
+        depth,
+    };
     as_dict(py, py.detach(|| bench.run(&directory)))
 }
 
