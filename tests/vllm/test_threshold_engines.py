@@ -103,23 +103,8 @@ def test_preempted_request(start: Callable[..., Engine]) -> None:
     one = start(blocks=18, enable_prefix_caching=False)
     prompts = [[5 + (17 * i + 7 * j) % 990 for i in range(500)] for j in range(4)]
     plain = one.generate_all(prompts, 300)
-    results = one.generate_all(prompts, 300, params=limit(0.001) | {"pretend": 0})
-    assert all(rejected(result) for result in results)  # at arrival: nothing is cached
-
-    class OnlyResumed:
-        """A cache that holds the prompt, until the request is preempted."""
-
-        def __init__(self, wrapped: threshold.HitThreshold) -> None:
-            self.wrapped = wrapped
-
-        def check(self, request: Any, local: int, external: int) -> bool:
-            return self.wrapped.check(request, local, 0 if request.num_preemptions else 500)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.wrapped, name)
-
-    one.connector.threshold = OnlyResumed(one.connector.threshold)
-    results = one.generate_all(prompts, 300, params=limit(0.001))
+    assert all(rejected(result) for result in one.generate_all(prompts, 300, params=limit(0.001)))
+    results = one.generate_all(prompts, 300, params=limit(0.001) | {"pretend_at_arrival": 500})
     given_back = [result for result in results if rejected(result)]
     assert 1 <= len(given_back) < 4
     for result, reference in zip(results, plain, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -16,9 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from vllm_server import Server
 
 from harness import prompt
+from threshold_http import REASON, Client, start_server, the_choice
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,82 +27,20 @@ WHOLE = prompt(897)
 HALF = WHOLE[:448] + prompt(449, seed=5)
 FIFTH = WHOLE[:179] + prompt(718, seed=6)
 OTHER = prompt(897, seed=9)
-REASON = "cache_threshold"
-
-
-class Client:
-    """Requests to one server."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.http = httpx.Client(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=64))
-
-    def raw(self, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
-        content = json.dumps({"model": "m", "temperature": 0, "ignore_eos": True} | body)
-        return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
-
-    def complete(self, ids: Any, tokens: int = 4, **fields: Any) -> dict[str, Any]:
-        response = self.raw({"prompt": ids, "max_tokens": tokens, "return_token_ids": True} | fields)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def chat(self, text: str, tokens: int = 4, **fields: Any) -> httpx.Response:
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens}
-        return self.raw(body | fields, "/v1/chat/completions")
-
-    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        text = self.raw(body | {"stream": True, "stream_options": {"include_usage": True}}, path).text
-        lines = [line.removeprefix("data: ") for line in text.split("\n") if line]
-        assert lines[-1] == "[DONE]"
-        return [json.loads(line) for line in lines[:-1]]
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum over the series of that name that have these labels."""
-        total = 0.0
-        for line in self.http.get("/metrics").text.splitlines():
-            series = re.match(rf"{re.escape(name)}(\{{.*\}})? (\S+)$", line)
-            if series and all(f'{key}="{value}"' in (series[1] or "") for key, value in labels.items()):
-                total += float(series[2])
-        return total
-
-    def reset(self) -> None:
-        """Empty the device's prefix cache and undercroft's; refused while any block is in use."""
-        response = self.http.post("/reset_prefix_cache", params={"reset_external": "true"})
-        assert response.status_code == 200
 
 
 @pytest.fixture(scope="module")
 def client(llama_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    transfer = {
-        "kv_connector": "StandIn",
-        "kv_connector_module_path": "threshold_standin",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cache_hit_threshold": GLOBAL},
-    }
-    arguments = ["--model", str(llama_with_tokenizer), "--served-model-name", "m", "--dtype", "float32"]
-    arguments += ["--max-model-len", "2048", "--max-num-seqs", "32", "--num-gpu-blocks-override", "512"]
-    arguments += ["--enforce-eager", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(arguments, environment, log) as server:
-        server.wait_until_ready(lambda elapsed: None)
-        one = Client(server)
-        yield one
-        one.http.close()
+    sizes = ["--max-num-seqs", "32", "--num-gpu-blocks-override", "512"]
+    with start_server(llama_with_tokenizer, log, GLOBAL, *sizes) as client:
+        yield client
 
 
 @pytest.fixture
 def fresh(client: Client) -> Client:
     client.reset()
     return client
-
-
-def the_choice(answer: dict[str, Any]) -> dict[str, Any]:
-    [choice] = answer["choices"]
-    return choice
 
 
 def assert_rejected(answer: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A connector that holds nothing, with the hit threshold in front: the ratio counts device hits, and what a request
-says in ``kv_transfer_params.pretend`` that a cache would add. It can also answer late: ``late`` times None."""
+says in ``kv_transfer_params.pretend`` that a cache would add (``pretend_at_arrival``: until it is preempted). It can
+also answer late: ``late`` times None."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ class StandIn(KVConnectorBase_V1, SupportsHMA):
         asked = self.asked[request.request_id] = self.asked.get(request.request_id, 0) + 1
         if asked <= params.get("late", 0):
             return None, False
-        if self.threshold.check(request, num_computed_tokens, params.get("pretend", 0)):
+        external = params.get("pretend", 0)
+        if request.num_preemptions == 0:
+            external = params.get("pretend_at_arrival", external)
+        if self.threshold.check(request, num_computed_tokens, external):
             return None, False
         return 0, False
 

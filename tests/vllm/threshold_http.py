@@ -1,0 +1,83 @@
+"""A real server for the tests of the hit threshold, and requests to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from vllm_server import Server
+
+REASON = "cache_threshold"
+
+
+class Client:
+    """Requests to one server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.http = httpx.Client(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=64))
+
+    def raw(self, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+        content = json.dumps({"model": "m", "temperature": 0, "ignore_eos": True} | body)
+        return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
+
+    def complete(self, ids: Any, tokens: int = 4, **fields: Any) -> dict[str, Any]:
+        response = self.raw({"prompt": ids, "max_tokens": tokens, "return_token_ids": True} | fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, text: str, tokens: int = 4, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens}
+        return self.raw(body | fields, "/v1/chat/completions")
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        text = self.raw(body | {"stream": True, "stream_options": {"include_usage": True}}, path).text
+        lines = [line.removeprefix("data: ") for line in text.split("\n") if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum over the series of that name that have these labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            series = re.match(rf"{re.escape(name)}(\{{.*\}})? (\S+)$", line)
+            if series and all(f'{key}="{value}"' in (series[1] or "") for key, value in labels.items()):
+                total += float(series[2])
+        return total
+
+    def reset(self) -> None:
+        """Empty the device's prefix cache and undercroft's; refused while any block is in use."""
+        response = self.http.post("/reset_prefix_cache", params={"reset_external": "true"})
+        assert response.status_code == 200
+
+
+def the_choice(answer: dict[str, Any]) -> dict[str, Any]:
+    [choice] = answer["choices"]
+    return choice
+
+
+@contextmanager
+def start_server(model: Path, log: Path, threshold: float, *arguments: str) -> Iterator[Client]:
+    """A server whose connector is `threshold_standin`, with a global threshold."""
+    transfer = {
+        "kv_connector": "StandIn",
+        "kv_connector_module_path": "threshold_standin",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cache_hit_threshold": threshold},
+    }
+    command = ["--model", str(model), "--served-model-name", "m", "--dtype", "float32", "--max-model-len", "2048"]
+    command += ["--enforce-eager", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    with Server([*command, *arguments], environment, log) as server:
+        server.wait_until_ready(lambda elapsed: None)
+        client = Client(server)
+        yield client
+        client.http.close()
