@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,10 +52,23 @@ class Client:
                 total += float(series[2])
         return total
 
-    def reset(self) -> None:
-        """Empty the device's prefix cache and undercroft's; refused while any block is in use."""
-        response = self.http.post("/reset_prefix_cache", params={"reset_external": "true"})
-        assert response.status_code == 200
+    def reset(self, external: bool = True) -> None:
+        """Empty the device's prefix cache and undercroft's; vLLM refuses it while any block is in use."""
+        self.wait_until_idle()
+        response = self.http.post("/reset_prefix_cache", params={"reset_external": str(external).lower()})
+        assert response.json() == {"success": True}
+
+    def wait_until_idle(self) -> None:
+        """Until nothing runs, waits or holds blocks: saves may end a few steps after the last response."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        deadline = time.monotonic() + 60
+        while any(left := [self.metric(name) for name in names]):
+            assert time.monotonic() < deadline, f"{names} stay at {left}"
+            time.sleep(0.1)
+
+    def reset_device(self) -> None:
+        """Empty the device's prefix cache only."""
+        self.reset(external=False)
 
 
 def the_choice(answer: dict[str, Any]) -> dict[str, Any]:
@@ -63,14 +77,13 @@ def the_choice(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def start_server(model: Path, log: Path, threshold: float, *arguments: str) -> Iterator[Client]:
-    """A server whose connector is `threshold_standin`, with a global threshold."""
-    transfer = {
-        "kv_connector": "StandIn",
-        "kv_connector_module_path": "threshold_standin",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cache_hit_threshold": threshold},
-    }
+def start_server(
+    model: Path, log: Path, options: dict[str, Any], *arguments: str, stand_in: bool = False
+) -> Iterator[Client]:
+    """A server with undercroft and these options of it, or with `threshold_standin` in its place."""
+    transfer = {"kv_connector": "UndercroftConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    if stand_in:
+        transfer |= {"kv_connector": "StandIn", "kv_connector_module_path": "threshold_standin"}
     command = ["--model", str(model), "--served-model-name", "m", "--dtype", "float32", "--max-model-len", "2048"]
     command += ["--enforce-eager", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
