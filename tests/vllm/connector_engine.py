@@ -61,21 +61,3 @@ def settled(running: Engine, reset: bool = True) -> None:
     assert running.connector._scheduler.idle()
     if reset:
         assert running.reset_device_cache()
-
-
-def start(running: Engine, name: str, ids: list[int], n: int) -> None:
-    """Add a request without waiting for it."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=n, detokenize=False, ignore_eos=True)
-    running.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
-
-
-def finish(running: Engine) -> dict[str, list[int]]:
-    """Step until every request is done; their tokens."""
-    done = {}
-    while running.llm.llm_engine.has_unfinished_requests():
-        for output in running.llm.llm_engine.step():
-            if output.finished:
-                done[output.request_id] = list(output.outputs[0].token_ids)
-    return done

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from connector_engine import LONG, MEMORY, OTHER, TOKENS, References, core, finish, settled, start, worker
+from connector_engine import LONG, MEMORY, OTHER, TOKENS, References, core, settled
 from harness import Engine, prompt
 
 pytestmark = pytest.mark.vllm
@@ -53,12 +53,14 @@ def test_a_wrong_block_would_be_noticed(
     settled(running)
     plan = scheduler.plan_load
 
-    def swapped(*args: Any) -> Any:
+    def doubled(*args: Any) -> Any:
         job = plan(*args)
-        job.groups[0].slots = job.groups[0].slots[::-1].copy()
+        # Not another order: attention does not see the order of whole blocks, whose keys know their positions.
+        job.groups[0].slots = job.groups[0].slots.copy()
+        job.groups[0].slots[3] = job.groups[0].slots[2]
         return job
 
-    monkeypatch.setattr(scheduler, "plan_load", swapped)
+    monkeypatch.setattr(scheduler, "plan_load", doubled)
     wrong = running.generate(LONG, TOKENS)
     assert wrong.cached == 896
     assert wrong.tokens != reference(LONG)
@@ -130,22 +132,6 @@ def test_host_tier_smaller_than_the_working_set(
     assert stats["checksum_failures"] == 0
 
 
-def test_failed_load_is_recomputed(
-    engine: Make, llama: Path, reference: References, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = engine(llama, MEMORY)
-    running.generate(LONG, TOKENS)
-    settled(running)
-    with monkeypatch.context() as patch:
-        patch.setattr(worker(), "_current_copier", None)
-        answer = running.generate(LONG, TOKENS)
-    assert (answer.finish_reason, answer.tokens) == ("length", reference(LONG))
-    settled(running)
-    # It was this request's misfortune alone.
-    assert running.generate(LONG, TOKENS).cached == 896
-    settled(running)
-
-
 def test_child_of_a_multi_connector(
     engine: Make, llama: Path, reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,59 +153,6 @@ def test_child_of_a_multi_connector(
     assert (answer.finish_reason, answer.tokens) == ("length", reference(LONG))
     running.idle_steps()
     assert running.device_blocks_in_use() == 0
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 4])
-def test_abort_in_any_state(engine: Make, llama: Path, reference: References, steps: int) -> None:
-    running = engine(llama, MEMORY)
-    running.generate(LONG, TOKENS)
-    settled(running)
-    start(running, "aborted", LONG, 50)
-    start(running, "kept", OTHER, 4)
-    for _ in range(steps):
-        running.llm.llm_engine.step()
-    running.llm.llm_engine.abort_request(["aborted"])
-    done = finish(running)
-    assert done["kept"] == reference(OTHER, 4)
-    settled(running)
-    again = running.generate(LONG, TOKENS)
-    assert (again.cached, again.tokens) == (896, reference(LONG))
-    settled(running)
-
-
-def test_abort_while_the_load_is_slow(
-    engine: Make, llama: Path, reference: References, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = engine(llama, MEMORY)
-    running.generate(LONG, TOKENS)
-    settled(running)
-    held = worker()
-    with monkeypatch.context() as patch:
-        # The copies' end goes unnoticed for as long as this lasts.
-        patch.setattr(held, "_collect", lambda: None)
-        start(running, "aborted", LONG, 4)
-        for _ in range(5):
-            running.llm.llm_engine.step()
-        assert core(running).stats()["loads"] == 1
-        running.llm.llm_engine.abort_request(["aborted"])
-        for _ in range(5):
-            running.core.step()
-        # Its blocks must not go to anybody else before the copy into them is known to have ended.
-        assert running.device_blocks_in_use() >= 7
-    settled(running)
-    again = running.generate(LONG, TOKENS)
-    assert (again.cached, again.tokens) == (896, reference(LONG))
-    settled(running)
-
-
-def test_unsupported_model_is_served_without_us(engine: Make, gemma2: Path) -> None:
-    running = engine(gemma2, MEMORY)
-    assert running.connector._scheduler is None
-    ids = prompt(600)
-    first = running.generate(ids, 8)
-    assert running.reset_device_cache()
-    second = running.generate(ids, 8)
-    assert (second.cached, second.tokens) == (0, first.tokens)
 
 
 def test_bad_configuration_refuses_the_start(llama: Path) -> None:
