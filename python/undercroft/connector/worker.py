@@ -183,9 +183,11 @@ class WorkerConnector:
     def _release_copier(self) -> None:
         """End all copies, and keep their results for the next report."""
         if self._copier is not None:
-            self._copier.drain()
+            copier = self._copier
+            copier.drain()
             self._collect()
             self._copier = None
+            copier.close()
 
     def _collect(self) -> None:
         if self._copier is None:

@@ -6,15 +6,14 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from undercroft._core import Arena
 from undercroft.device.copier import CpuCopier, DeviceCopier
-from undercroft.device.layout import DeviceLayout, GroupCopy, device_layout
+from undercroft.device.layout import GroupCopy
+from undercroft.device.synthetic import synthetic_cache
 
 PAGE_ALIGN = 4096
 
@@ -30,7 +29,7 @@ def run_copy_bench(
     page = block_bytes // layers
     if page == 0:
         raise ValueError(f"block_bytes {block_bytes} is less than a byte for each of {layers} layers")
-    device = _kv_cache(page, blocks + 1, layers, layout)
+    device = synthetic_cache(page, blocks + 1, layers, layout).layout
     slot = -(-page * layers // PAGE_ALIGN) * PAGE_ALIGN
     arena = Arena.create(blocks * slot)
     copier = CpuCopier(device, arena, rank=0)
@@ -78,25 +77,3 @@ def _timed(action: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
-
-
-def _kv_cache(page: int, blocks: int, layers: int, layout: str) -> DeviceLayout:
-    """One group of layers as vLLM would place them, without needing vLLM."""
-    names = [f"layers.{index}" for index in range(layers)]
-    layers_outermost = layout.startswith("L")
-    layer_stride, block_stride = (page * blocks, page) if layers_outermost else (page, page * layers)
-    raw = torch.zeros(page * blocks * layers, dtype=torch.int8)
-    config: Any = SimpleNamespace(
-        num_blocks=blocks,
-        kv_cache_layout=layout,
-        kv_cache_groups=[SimpleNamespace(layer_names=names, kv_cache_spec=None)],
-        kv_cache_tensors=[
-            SimpleNamespace(layers=names, offset=0, layer_stride=layer_stride, block_stride=block_stride)
-        ],
-        prefix_cacheable_group_ids=(0,),
-    )
-    views = {
-        name: raw.as_strided((blocks, 1, 1, page), (block_stride, page, page, 1), index * layer_stride)
-        for index, name in enumerate(names)
-    }
-    return device_layout(config, views)

@@ -40,6 +40,9 @@ class DeviceCopier(Protocol):
     def drain(self) -> None:
         """Wait until every job has ended; they are still returned by `poll`."""
 
+    def close(self) -> None:
+        """Wait until every job has ended, and let go of threads and pinned memory. Nothing is submitted any more."""
+
 
 class CpuCopier:
     """Copies by memcpy, for vLLM's CPU platform, where device pages are host memory."""
@@ -65,6 +68,10 @@ class CpuCopier:
         """Wait until every job has ended."""
         self._copier.drain()
 
+    def close(self) -> None:
+        """See `DeviceCopier`."""
+        self.drain()
+
 
 def job_copies(layout: DeviceLayout, groups: Sequence[GroupCopy], rank: int) -> Copies:
     """The pieces of all groups of a job. Raises ValueError for a group or block that cannot be copied."""
@@ -85,7 +92,16 @@ def job_copies(layout: DeviceLayout, groups: Sequence[GroupCopy], rank: int) -> 
 
 
 def make_copier(layout: DeviceLayout, arena: Arena, rank: int) -> DeviceCopier:
-    """The copier for the device that the KV cache is on. Raises ValueError if there is none."""
+    """The copier for the device that the KV cache is on.
+
+    Raises ValueError if there is none for this kind of device, RuntimeError if the device's driver lacks what it needs.
+    """
     if layout.device.type == "cpu":
         return CpuCopier(layout, arena, rank)
-    raise ValueError(f"no copier for a KV cache on {layout.device}; vLLM's CPU platform is supported")
+    if layout.device.type == "cuda":
+        from undercroft.device.cuda import CudaCopier
+        from undercroft.device.cuda_streams import CudaStreams, pin
+
+        streams = CudaStreams(layout.device)
+        return CudaCopier(layout, arena, rank, streams, pin(layout.device, arena.address, arena.size))
+    raise ValueError(f"no copier for a KV cache on {layout.device}; CUDA devices and vLLM's CPU platform are supported")

@@ -128,24 +128,31 @@ def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) 
 def block_copies(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray, rank: int) -> Copies:
     """The pieces of the shards of ``rank`` of these blocks, whose payloads lie at ``slots`` (offsets in the arena).
 
-    Raises ValueError if a block is not one that can hold a request's KV, or the arrays differ in length.
+    Raises ValueError as `check_blocks` does.
     """
     ids = np.asarray(block_ids, dtype=np.int64)
     starts = np.asarray(slots, dtype=np.int64) + rank * layout.shard_bytes
-    if ids.ndim != 1 or ids.shape != starts.shape:
-        raise ValueError(f"group {layout.group}: {ids.shape} block ids for {starts.shape} slots; both must be as long")
-    outside = (ids <= NULL_BLOCK) | (ids >= layout.num_blocks)
-    if outside.any():
-        raise ValueError(
-            f"group {layout.group}: device block {int(ids[outside][0])} cannot be copied; "
-            f"blocks {NULL_BLOCK + 1} to {layout.num_blocks - 1} can"
-        )
+    check_blocks(layout, ids, starts)
     shape = (ids.size, layout.sizes.size)
     return Copies(
         addresses=(layout.addresses + ids[:, None] * layout.strides).reshape(-1),
         offsets=(starts[:, None] + layout.shard_offsets).reshape(-1),
         sizes=np.broadcast_to(layout.sizes, shape).reshape(-1),
     )
+
+
+def check_blocks(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray) -> None:
+    """Raises ValueError if a block is not one that can hold a request's KV, or the arrays differ in length."""
+    if block_ids.ndim != 1 or block_ids.shape != slots.shape:
+        raise ValueError(
+            f"group {layout.group}: {block_ids.shape} block ids for {slots.shape} slots; both must be as long"
+        )
+    outside = (block_ids <= NULL_BLOCK) | (block_ids >= layout.num_blocks)
+    if outside.any():
+        raise ValueError(
+            f"group {layout.group}: device block {int(block_ids[outside][0])} cannot be copied; "
+            f"blocks {NULL_BLOCK + 1} to {layout.num_blocks - 1} can"
+        )
 
 
 def _group_layout(config: KVCacheConfig, group: int, kv_caches: Mapping[str, torch.Tensor]) -> GroupLayout:

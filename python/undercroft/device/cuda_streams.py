@@ -1,0 +1,98 @@
+"""`Streams` of a CUDA device through PyTorch, and the registration of host memory with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from undercroft.device.memcpy import BatchedCopy, batched_copy
+from undercroft.device.pinning import ArenaPinner
+
+_REGISTER_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context of the process, not only for the one that registers."""
+
+
+class CudaStreams:
+    """See `undercroft.device.streams.Streams`."""
+
+    def __init__(self, device: torch.device, copy: BatchedCopy | None = None) -> None:
+        """``copy``: what queues batches; the best that there is if None. Raises RuntimeError if there is none."""
+        self._device = device
+        self._copy = copy or batched_copy()
+        self.copy_name = self._copy.name
+        """What queues batches of copies, for people."""
+
+    def compute(self) -> torch.cuda.Stream:
+        """See `Streams.compute`."""
+        return torch.cuda.current_stream(self._device)
+
+    def create(self) -> torch.cuda.Stream:
+        """See `Streams.create`."""
+        lowest, _ = torch.cuda.Stream.priority_range()
+        return torch.cuda.Stream(self._device, priority=lowest)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """See `Streams.record`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """See `Streams.wait`."""
+        stream.wait_event(event)
+
+    def happened(self, event: torch.cuda.Event) -> bool:
+        """See `Streams.happened`."""
+        return event.query()
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """See `Streams.seconds`."""
+        return begin.elapsed_time(end) / 1e3
+
+    def finish(self, stream: torch.cuda.Stream) -> None:
+        """See `Streams.finish`."""
+        stream.synchronize()
+
+    def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        """See `Streams.run`."""
+        # vLLM calls hooks with and without inference mode, and a tensor of one may not be written in the other.
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            work()
+
+    def copy(self, stream: torch.cuda.Stream, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        """See `Streams.copy`."""
+        with torch.cuda.stream(stream):
+            self._copy(destinations, sources, sizes, stream.cuda_stream)
+
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        """See `Streams.upload`."""
+        # PyTorch keeps the pinned memory from reuse until the stream has read it.
+        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
+
+    def buffer(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
+        """See `Streams.buffer`."""
+        # On the stream itself: PyTorch may hand out memory that work queued on another stream still uses.
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+
+def pin(device: torch.device, address: int, size: int) -> ArenaPinner:
+    """Start to register host memory with the process's CUDA context on ``device``."""
+    runtime: Any = torch.cuda.cudart()
+
+    def register(start: int, length: int) -> str | None:
+        with torch.cuda.device(device):
+            return _refusal(runtime, runtime.cudaHostRegister(start, length, _REGISTER_PORTABLE))
+
+    def unregister(start: int) -> str | None:
+        with torch.cuda.device(device):
+            return _refusal(runtime, runtime.cudaHostUnregister(start))
+
+    return ArenaPinner(address, size, register, unregister)
+
+
+def _refusal(runtime: Any, code: Any) -> str | None:
+    return f"{runtime.cudaGetErrorString(code)}, error {int(code)}" if int(code) else None

@@ -1,0 +1,147 @@
+"""Batches of copies between host and device, by whatever takes a whole batch in one call.
+
+Best first: vLLM's own operator, the driver's batched copy (12.8 and newer), the driver's single copy in a loop. They
+take addresses, so the memory may be anybody's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+_BATCH_SINCE = 12080
+"""The driver interface (CUDA 12.8) whose `cuMemcpyBatchAsync` is asked for: its arguments are those used here."""
+_ACCESS_IN_STREAM_ORDER = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read when the stream comes to it, not earlier."""
+
+
+class BatchedCopy(Protocol):
+    """Queues copies on the current PyTorch stream, whose handle is ``stream``. The arrays are free afterwards."""
+
+    name: str
+
+    def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        """Raises RuntimeError if the driver refuses."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_uint),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class VllmCopy:
+    """``swap_blocks_batch`` of vLLM's extension."""
+
+    name = "vllm swap_blocks_batch"
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+
+    def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        """See `BatchedCopy`."""
+        arrays = (torch.from_numpy(np.ascontiguousarray(array)) for array in (sources, destinations, sizes))
+        # False: sources are read in stream order, as a save's must be.
+        self._operator(*arrays, False)
+
+
+class DriverBatch:
+    """``cuMemcpyBatchAsync``."""
+
+    name = "cuMemcpyBatchAsync"
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
+        self._attributes_begin = ctypes.c_size_t(0)
+
+    def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        """See `BatchedCopy`."""
+        failed = ctypes.c_size_t(0)
+        arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in (destinations, sources, sizes)]
+        code = self._function(
+            *(array.ctypes.data for array in arrays),
+            sizes.size,
+            ctypes.addressof(self._attributes),
+            ctypes.addressof(self._attributes_begin),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
+        if code:
+            raise RuntimeError(f"cuMemcpyBatchAsync of {sizes.size} copies failed with error {code} at {failed.value}")
+
+
+class DriverLoop:
+    """``cuMemcpyAsync``, once for each copy."""
+
+    name = "cuMemcpyAsync"
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        """See `BatchedCopy`."""
+        for destination, source, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            if code := self._function(destination, source, size, stream):
+                raise RuntimeError(f"cuMemcpyAsync of {size} bytes failed with error {code}")
+
+
+def batched_copy() -> BatchedCopy:
+    """The best that this process has. Raises RuntimeError if there is none."""
+    operator = getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
+    if operator is not None:
+        return VllmCopy(operator)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(
+            f"neither vLLM's swap_blocks_batch nor the CUDA driver was found ({error}); install the NVIDIA driver, or "
+            "run inside vLLM"
+        ) from None
+    return driver_copy(driver)
+
+
+def driver_copy(driver: Any) -> BatchedCopy:
+    """The best of the CUDA driver, a loaded ``libcuda``."""
+    batch = _entry_point(driver, b"cuMemcpyBatchAsync", _BATCH_SINCE)
+    if batch is not None:
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_uint,
+            *[ctypes.c_void_p] * 3,
+            ctypes.c_size_t,
+            *[ctypes.c_void_p] * 2,
+            ctypes.c_size_t,
+            *[ctypes.c_void_p] * 2,
+        )
+        return DriverBatch(prototype(batch))
+    single = driver.cuMemcpyAsync
+    single.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    single.restype = ctypes.c_uint
+    return DriverLoop(single)
+
+
+def _entry_point(driver: Any, name: bytes, version: int) -> int | None:
+    """Address of a driver function as of an interface version; None if the driver is older."""
+    try:
+        find = driver.cuGetProcAddress_v2
+    except AttributeError:
+        return None
+    find.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p]
+    find.restype = ctypes.c_uint
+    address = ctypes.c_void_p()
+    status = ctypes.c_int()
+    code = find(name, ctypes.addressof(address), version, 0, ctypes.addressof(status))
+    return None if code else address.value

@@ -1,0 +1,55 @@
+"""What the CUDA copier needs of a device: queues of work, events between them, and copies of bytes.
+
+All ordering goes through here, so that tests can put a device in its place that runs queued work in any order that the
+recorded events allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class Streams(Protocol):
+    """A device's streams and events, both opaque to the caller.
+
+    Work on one stream runs in the order in which it was queued; between streams only `wait` orders anything. Every
+    method may raise once the device has failed.
+    """
+
+    def compute(self) -> Any:
+        """The stream that the calling thread's own work, the model's, is queued on."""
+
+    def create(self) -> Any:
+        """A new stream for copies, of the lowest priority."""
+
+    def record(self, stream: Any) -> Any:
+        """An event that happens when what is queued on ``stream`` so far has run."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let what is queued on ``stream`` from now on run after ``event``."""
+
+    def happened(self, event: Any) -> bool:
+        """Whether the event has happened. Does not wait."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """The time between two events that have happened."""
+
+    def finish(self, stream: Any) -> None:
+        """Wait until everything queued on ``stream`` has run."""
+
+    def run(self, stream: Any, work: Callable[[], None]) -> None:
+        """Queue what ``work`` does with PyTorch tensors of the device."""
+
+    def copy(self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        """Queue copies of bytes between host and device: parallel int64 arrays of addresses and sizes."""
+
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        """The int64 values on the device; to be called by the ``work`` of `run`."""
+
+    def buffer(self, stream: Any, size: int) -> torch.Tensor:
+        """``size`` bytes (uint8) of device memory for the use of ``stream`` alone."""

@@ -1,0 +1,132 @@
+"""A device whose queued work runs when the test says so, in any order that the recorded events allow.
+
+Stands in for `undercroft.device.streams.Streams`; its memory is host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Event:
+    def __init__(self) -> None:
+        self.at: int | None = None
+
+
+class Queue:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.work: deque[Callable[[], None] | Event] = deque()
+        """An event is a wait for it; everything else runs."""
+
+
+class ManualStreams:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.model = Queue("model")
+        self.queues = [self.model]
+        self.now = 0
+        self.fault_rate = 0.0
+        """How often queueing a batch of copies fails, half of it queued."""
+
+    def compute(self) -> Queue:
+        return self.model
+
+    def create(self) -> Queue:
+        self.queues.append(Queue(f"copies {len(self.queues)}"))
+        return self.queues[-1]
+
+    def record(self, stream: Queue) -> Event:
+        event = Event()
+
+        def happen() -> None:
+            event.at = self.now
+
+        stream.work.append(happen)
+        return event
+
+    def wait(self, stream: Queue, event: Event) -> None:
+        stream.work.append(event)
+
+    def happened(self, event: Event) -> bool:
+        return event.at is not None
+
+    def seconds(self, begin: Event, end: Event) -> float:
+        assert begin.at is not None
+        assert end.at is not None
+        return (end.at - begin.at) / 1e6
+
+    def finish(self, stream: Queue) -> None:
+        while stream.work:
+            self.step()
+
+    def run(self, stream: Queue, work: Callable[[], None]) -> None:
+        def inferring() -> None:
+            with torch.inference_mode():
+                work()
+
+        stream.work.append(inferring)
+
+    def copy(self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        fault = self.random.random() < self.fault_rate
+        pieces = list(zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+        for destination, source, size in pieces[: len(pieces) // 2] if fault else pieces:
+            half = size // 2
+            stream.work.append(lambda d=destination, s=source, n=half: ctypes.memmove(d, s, n))
+            stream.work.append(lambda d=destination + half, s=source + half, n=size - half: ctypes.memmove(d, s, n))
+        if fault:
+            raise RuntimeError("injected: the driver refuses")
+
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.copy())
+
+    def buffer(self, stream: Queue, size: int) -> torch.Tensor:
+        return torch.full((size,), 0xEE, dtype=torch.uint8)
+
+    def step(self) -> bool:
+        """Run one piece of work, from any stream that may go on; False if there is none."""
+        for queue in self.queues:
+            while queue.work and isinstance(queue.work[0], Event) and queue.work[0].at is not None:
+                queue.work.popleft()
+        ready = [queue for queue in self.queues if queue.work and not isinstance(queue.work[0], Event)]
+        if not ready:
+            stuck = [queue.name for queue in self.queues if queue.work]
+            assert not stuck, f"{stuck} wait for events that never happen"
+            return False
+        self.now += 1
+        work: Any = self.random.choice(ready).work.popleft()
+        work()
+        return True
+
+    def settle(self) -> None:
+        while self.step():
+            pass
+
+
+class LaterExecutor:
+    """Runs what was submitted when it is told to, or when somebody waits for a result."""
+
+    def __init__(self) -> None:
+        self.pending: deque[Callable[[], Any]] = deque()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.pending.append(lambda: function(*args))
+        return self
+
+    def result(self) -> None:
+        while self.pending:
+            self.run_one()
+
+    def run_one(self) -> None:
+        if self.pending:
+            self.pending.popleft()()
+
+    def shutdown(self) -> None:
+        assert not self.pending

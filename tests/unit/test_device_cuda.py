@@ -1,0 +1,316 @@
+"""The CUDA copier on a device whose order the test decides: bytes right in every order that its events allow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copy_workload import Workload
+from manual_streams import Event, LaterExecutor, ManualStreams, Queue
+from undercroft._core import Arena
+from undercroft.device.copier import Ended
+from undercroft.device.cuda import STRATEGIES, CudaCopier, join, split
+from undercroft.device.layout import SUPPORTED_LAYOUTS, GroupCopy
+from undercroft.device.synthetic import SyntheticCache, synthetic_cache
+
+ARENA = 64 << 10
+LAYERS = 3
+SEEDS = range(12)
+
+
+class Pinned:
+    """Stands in for what pins the arena."""
+
+    def __init__(self, pinned_bytes: int = 0) -> None:
+        self.pinned_bytes = pinned_bytes
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make(
+    streams: ManualStreams, layout: str = "LBHNC", page: int = 1000, pinner: Pinned | None = None, **settings: Any
+) -> tuple[CudaCopier, SyntheticCache, Arena, LaterExecutor]:
+    cache = synthetic_cache(page, 7, LAYERS, layout)
+    arena = Arena.create(ARENA)
+    later = LaterExecutor()
+    copier = CudaCopier(
+        cache.layout, arena, 0, streams, pinner, staging_bytes=2 * page * LAYERS, background=later, **settings
+    )
+    return copier, cache, arena, later
+
+
+def work(
+    streams: ManualStreams, seed: int, steps: int = 250, pinner: Pinned | None = None, **settings: Any
+) -> Workload:
+    copier, cache, arena, later = make(streams, pinner=pinner, **settings)
+
+    def enqueue(what: Callable[[], None]) -> None:
+        streams.run(streams.model, what)
+
+    def tick() -> None:
+        if pinner is not None:
+            pinner.pinned_bytes = min(ARENA, pinner.pinned_bytes + 512)
+        later.run_one()
+        for _ in range(streams.random.randint(0, 30)):
+            streams.step()
+
+    workload = Workload(copier, cache, arena, enqueue, tick, seed, slot_bytes=4096)
+    workload.run(steps)
+    streams.settle()
+    workload.check()
+    copier.close()
+    return workload
+
+
+@pytest.mark.parametrize(("layout", "strategy"), list(itertools.product(SUPPORTED_LAYOUTS, STRATEGIES)))
+def test_bytes_are_right_in_any_order(layout: str, strategy: str) -> None:
+    for seed in SEEDS:
+        # A chunk of pinned memory ends in the middle of every second slot.
+        workload = work(ManualStreams(seed), seed, layout=layout, strategy=strategy, pin_chunk=6000)
+        assert min(workload.ended[what] for what in ("saved", "loaded", "cancelled")) > 0
+
+
+@pytest.mark.parametrize("page", [64, 1002, 1001])
+def test_pages_that_are_no_multiple_of_eight_bytes(page: int) -> None:
+    for strategy in STRATEGIES:
+        work(ManualStreams(1), 1, page=page, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_are_right_while_memory_is_being_pinned(strategy: str) -> None:
+    for seed in SEEDS:
+        pinner = Pinned()
+        work(ManualStreams(seed), seed, pinner=pinner, strategy=strategy)
+        assert pinner.pinned_bytes > 0
+        assert pinner.closed
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_that_fails_halfway_ends_only_when_its_copies_have(strategy: str) -> None:
+    for seed in SEEDS:
+        streams = ManualStreams(seed)
+        streams.fault_rate = 0.3
+        assert work(streams, seed, strategy=strategy).ended["failed"] > 0
+
+
+class WithoutWaits(ManualStreams):
+    def wait(self, stream: Queue, event: Event) -> None:
+        pass
+
+
+class WithoutWaitsOf(ManualStreams):
+    """Waits are missing on one of the streams only: 1 is that of the saves, 2 of the loads, 3 of unpinned copies."""
+
+    missing = 1
+
+    def wait(self, stream: Queue, event: Event) -> None:
+        if stream is not self.queues[self.missing]:
+            super().wait(stream, event)
+
+
+class LoadsDoNotWait(WithoutWaitsOf):
+    missing = 2
+
+
+class UnpinnedDoNotWait(WithoutWaitsOf):
+    missing = 3
+
+
+class EventsTooEarly(ManualStreams):
+    def happened(self, event: Event) -> bool:
+        return True
+
+    def seconds(self, begin: Event, end: Event) -> float:
+        return 0.0
+
+
+class EventBeforeTheLastCopy(ManualStreams):
+    def record(self, stream: Queue) -> Event:
+        event = super().record(stream)
+        if stream is not self.model and len(stream.work) > 1:
+            stream.work[-1], stream.work[-2] = stream.work[-2], stream.work[-1]
+        return event
+
+
+@pytest.mark.parametrize(
+    "broken", [WithoutWaits, WithoutWaitsOf, LoadsDoNotWait, UnpinnedDoNotWait, EventsTooEarly, EventBeforeTheLastCopy]
+)
+@pytest.mark.parametrize("strategy", ["direct", "gather"])
+def test_a_missing_dependency_is_found(broken: type[ManualStreams], strategy: str) -> None:
+    pinner = Pinned(-(1 << 30)) if broken is UnpinnedDoNotWait else None
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        for seed in SEEDS:
+            work(broken(seed), seed, pinner=pinner, strategy=strategy)
+
+
+def copy_of(blocks: list[int], slots: list[int], group: int = 0) -> GroupCopy:
+    return GroupCopy(group, np.array(blocks), np.array(slots))
+
+
+def test_nothing_waits_and_nothing_ends_before_the_device_says_so() -> None:
+    streams = ManualStreams(0)
+    copier, *_ = make(streams)
+    assert copier.submit(1, True, [copy_of([1], [0])]) == 3000
+    assert copier.submit(2, True, [copy_of([2], [4096])]) == 3000
+    assert copier.submit(3, True, []) == 0
+    assert copier.poll() == []
+    polled = []
+    while streams.step():
+        polled += copier.poll()
+    assert [(ended.ticket, ended.ok) for ended in polled] == [(1, True), (2, True), (3, True)]
+    assert polled[0].seconds > 0
+    copier.close()
+    copier.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        copier.submit(4, True, [])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (copy_of([2], [ARENA - 2999]), "a shard of 3000 bytes at 62537 lies outside the arena of 65536 bytes"),
+        (copy_of([2], [-1]), "at -1 lies outside"),
+        (copy_of([0], [0]), "device block 0"),
+        (copy_of([7], [0]), "device block 7"),
+        (copy_of([1, 2], [0]), "both must be as long"),
+        (copy_of([1], [0], group=3), "group 3"),
+    ],
+)
+def test_what_cannot_be_copied_queues_nothing(bad: GroupCopy, message: str) -> None:
+    streams = ManualStreams(0)
+    copier, *_ = make(streams)
+    with pytest.raises(ValueError, match=message):
+        copier.submit(1, False, [copy_of([1], [0]), bad])
+    assert not streams.step()
+    copier.drain()
+    assert copier.poll() == []
+
+
+def test_copies_of_unpinned_memory_are_queued_by_another_thread() -> None:
+    streams = ManualStreams(0)
+    pinner = Pinned(4096 + 3000)
+    copier, _, _, later = make(streams, pinner=pinner)
+    copier.submit(1, False, [copy_of([1, 2], [0, 4096])])
+    assert not later.pending
+    copier.submit(2, False, [copy_of([3], [4097])])
+    copier.submit(3, True, [copy_of([4], [8192])])
+    assert len(later.pending) == 2
+    streams.settle()
+    assert [ended.ticket for ended in copier.poll()] == [1]
+    later.run_one()
+    streams.settle()
+    assert [ended.ticket for ended in copier.poll()] == [2]
+    pinner.pinned_bytes = ARENA
+    copier.submit(4, True, [copy_of([5], [12288])])
+    copier.close()
+    assert [ended.ticket for ended in copier.poll()] == [4, 3]
+
+
+class Failing(ManualStreams):
+    """A device that fails for good at some point."""
+
+    failed = False
+
+    def happened(self, event: Event) -> bool:
+        return self._alive(super().happened(event))
+
+    def record(self, stream: Queue) -> Event:
+        return self._alive(super().record(stream))
+
+    def finish(self, stream: Queue) -> None:
+        self._alive(None)
+        super().finish(stream)
+
+    def _alive(self, value: Any) -> Any:
+        if self.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return value
+
+
+def test_jobs_on_a_failed_device_end_as_failed() -> None:
+    streams = Failing(0)
+    copier, *_ = make(streams)
+    copier.submit(1, True, [copy_of([1], [0])])
+    streams.failed = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        copier.submit(2, True, [copy_of([2], [4096])])
+    copier.drain()
+    assert copier.poll() == [Ended(1, False, 0.0)]
+    copier.close()
+
+
+class NoLastEvent(ManualStreams):
+    """The third event of a job, the one behind its copies, cannot be recorded."""
+
+    count = 0
+
+    def record(self, stream: Queue) -> Event:
+        self.count += 1
+        if self.count == 3:
+            raise RuntimeError("out of memory")
+        return super().record(stream)
+
+
+def test_a_job_whose_end_cannot_be_recorded_is_waited_for() -> None:
+    streams = NoLastEvent(0)
+    copier, *_ = make(streams)
+    copier.submit(1, True, [copy_of([1], [0])])
+    assert not streams.step(), "its copies may still be under way"
+    assert copier.poll() == [Ended(1, False, 0.0)]
+
+
+def test_many_pages_make_few_copies() -> None:
+    class Counting(ManualStreams):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.batches: list[list[int]] = []
+
+        def copy(self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+            self.batches.append(sizes.tolist())
+            super().copy(stream, destinations, sources, sizes)
+
+    for layout, slots, expected in [
+        ("LBHNC", [0, 8192], [[3072, 3072]]),
+        ("LBHNC", [0, 3072], [[6144]]),  # slots side by side
+        ("BLHNC", [0, 8192], [[3072, 3072]]),
+    ]:
+        streams = Counting()
+        copier, *_ = make(streams, layout, page=1024)
+        copier.submit(1, False, [copy_of([1, 3], slots)])
+        assert streams.batches == expected
+
+
+def pieces(*rows: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    addresses, offsets, sizes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return addresses, offsets, sizes
+
+
+def test_pieces_are_joined_and_split() -> None:
+    def rows(arrays: tuple[np.ndarray, ...]) -> list[tuple[int, ...]]:
+        return [tuple(row) for row in np.array(arrays).T.tolist()]
+
+    assert rows(join(*pieces((100, 0, 8), (108, 8, 8), (116, 20, 4), (124, 24, 4)))) == [
+        (100, 0, 16),
+        (116, 20, 4),
+        (124, 24, 4),
+    ]
+    assert rows(join(*pieces((5, 5, 5)))) == [(5, 5, 5)]
+    assert rows(split(*pieces((100, 0, 8), (200, 6, 21), (300, 16, 8)), 8)) == [
+        (100, 0, 8),
+        (200, 6, 2),
+        (202, 8, 8),
+        (210, 16, 8),
+        (218, 24, 3),
+        (300, 16, 8),
+    ]
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match="'fast': not one of auto, direct, gather"):
+        make(ManualStreams(0), strategy="fast")

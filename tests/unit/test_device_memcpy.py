@@ -1,0 +1,137 @@
+"""Batches of copies as the driver and vLLM get them; stand-ins for both copy host memory."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from undercroft.device import memcpy
+from undercroft.device.memcpy import BatchedCopy, DriverBatch, DriverLoop, VllmCopy, batched_copy, driver_copy
+
+STREAM = 0x5EAD
+Batch = ctypes.CFUNCTYPE(
+    ctypes.c_uint,
+    *[ctypes.c_void_p] * 3,
+    ctypes.c_size_t,
+    *[ctypes.c_void_p] * 2,
+    ctypes.c_size_t,
+    *[ctypes.c_void_p] * 2,
+)
+
+
+class Function:
+    """A driver's function: callable, and carrying the types that ctypes keeps on it."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> int:
+        return self.call(*args)
+
+
+class Driver:
+    """``libcuda`` as far as it is used here."""
+
+    def __init__(self, version: int, code: int = 0) -> None:
+        self.code = code
+        self.calls = 0
+        self.attributes: list[tuple[int, ...]] = []
+
+        @Batch
+        def batch(dsts, srcs, sizes, count, attributes, begins, attribute_count, failed, stream) -> int:
+            self.calls += 1
+            arrays = [np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(a)) for a in (dsts, srcs, sizes)]
+            words = (ctypes.c_uint * 6).from_address(attributes)
+            begin = ctypes.c_size_t.from_address(begins).value
+            self.attributes.append((*words, begin, attribute_count))
+            for destination, source, size in zip(*arrays, strict=True):
+                ctypes.memmove(int(destination), int(source), int(size))
+            ctypes.c_size_t.from_address(failed).value = count - 1
+            assert stream == STREAM
+            return self.code
+
+        def find(name: bytes, address: int, asked: int, flags: int, status: int) -> int:
+            assert (name, flags) == (b"cuMemcpyBatchAsync", 0)
+            if asked > version:
+                return 500
+            ctypes.c_void_p.from_address(address).value = ctypes.cast(batch, ctypes.c_void_p).value
+            return 0
+
+        def single(destination: int, source: int, size: int, stream: int) -> int:
+            self.calls += 1
+            ctypes.memmove(destination, source, size)
+            assert stream == STREAM
+            return self.code
+
+        self.keep = batch
+        self.cuGetProcAddress_v2 = Function(find)
+        self.cuMemcpyAsync = Function(single)
+
+
+def copies() -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    source = np.arange(256, dtype=np.uint8)
+    target = np.zeros(256, dtype=np.uint8)
+    offsets, sizes = np.array([3, 100, 200], dtype=np.int64), np.array([10, 50, 56], dtype=np.int64)
+    return source, target, [offsets + target.ctypes.data, offsets + source.ctypes.data, sizes]
+
+
+def check(copy: BatchedCopy) -> None:
+    source, target, arrays = copies()
+    copy(*arrays, STREAM)
+    for begin, size in [(3, 10), (100, 50), (200, 56)]:
+        assert (target[begin : begin + size] == source[begin : begin + size]).all()
+    assert np.count_nonzero(target) == 116
+
+
+def test_a_new_driver_takes_a_batch_in_one_call() -> None:
+    driver = Driver(13000)
+    copy = driver_copy(driver)
+    assert isinstance(copy, DriverBatch)
+    check(copy)
+    assert driver.calls == 1
+    # Sources in stream order, no hints, no flags; the one entry holds from the first copy on.
+    assert driver.attributes == [(1, 0, 0, 0, 0, 0, 0, 1)]
+
+
+def test_an_old_driver_copies_one_by_one() -> None:
+    for driver in (Driver(12040), SimpleNamespace(cuMemcpyAsync=Driver(0).cuMemcpyAsync)):
+        copy = driver_copy(driver)
+        assert isinstance(copy, DriverLoop)
+        check(copy)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [(13000, "cuMemcpyBatchAsync of 3 copies failed with error 7 at 2"), (0, "cuMemcpyAsync of 10 bytes .* error 7")],
+)
+def test_what_the_driver_refuses_is_said(version: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        check(driver_copy(Driver(version, code=7)))
+
+
+def test_vllm_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap_blocks_batch(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, any_order: bool) -> None:
+        assert {tensor.dtype for tensor in (src, dst, sizes)} == {torch.int64}
+        assert any_order is False
+        for destination, source, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(destination, source, size)
+
+    monkeypatch.setattr(memcpy.torch.ops, "_C_cache_ops", SimpleNamespace(swap_blocks_batch=swap_blocks_batch))
+    copy = batched_copy()
+    assert isinstance(copy, VllmCopy)
+    check(copy)
+
+
+def test_no_driver_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(memcpy.torch.ops, "_C_cache_ops", SimpleNamespace())
+    monkeypatch.setattr(memcpy.ctypes, "CDLL", refuse)
+    with pytest.raises(RuntimeError, match=r"libcuda\.so\.1: cannot open.*install the NVIDIA driver"):
+        batched_copy()
