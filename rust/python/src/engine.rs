@@ -242,7 +242,7 @@ impl PyEngine {
             let name = match health {
                 Health::Good => "good",
                 Health::NoWrites { .. } => "no_writes",
-                Health::Failed => "failed",
+                Health::Failed { .. } => "failed",
             };
             disk.set_item("health", name)?;
             disk.set_item("fault", fault.map(|fault| fault.to_string()))?;

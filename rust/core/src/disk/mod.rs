@@ -17,6 +17,10 @@ const WRITE_FAILURES_MAX: u32 = 3;
 const READ_FAILURES_MAX: u32 = 8;
 /// Pause before writes are tried again, in nanoseconds.
 const WRITE_PAUSE_NS: u64 = 30_000_000_000;
+/// Pause before a directory that was given up is tried again, in nanoseconds. Doubled each time, up to
+/// [`FAILED_DOUBLINGS_MAX`] times (about an hour).
+const FAILED_PAUSE_NS: u64 = 60_000_000_000;
+const FAILED_DOUBLINGS_MAX: u32 = 6;
 
 /// Whether a directory is usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,8 +32,12 @@ pub enum Health {
         /// When to try again.
         until_ns: u64,
     },
-    /// Neither: too many reads failed.
-    Failed,
+    /// Neither, and empty: too many reads failed. Used again from the given time in nanoseconds, if a
+    /// write succeeds then.
+    Failed {
+        /// When to try again.
+        until_ns: u64,
+    },
 }
 
 /// What a directory holds, as read when it was opened.
@@ -57,6 +65,8 @@ pub(crate) struct Disk {
     pub(crate) namespace_entries: Vec<u64>,
     write_failures: u32,
     read_failures: u32,
+    /// How often it was given up since a read succeeded last.
+    given_up: u32,
     /// Record of each slot, by page: fixed while the page keeps its class.
     page_records: HashMap<u32, Vec<u32>>,
     record_owner: Vec<Option<Owner>>,
@@ -75,6 +85,7 @@ impl Disk {
             namespace_entries,
             write_failures: 0,
             read_failures: 0,
+            given_up: 0,
             page_records: HashMap::new(),
             record_owner: Vec::new(),
             free_records: BTreeSet::new(),
@@ -87,19 +98,20 @@ impl Disk {
     pub(crate) fn takes_writes(&self, now_ns: u64) -> bool {
         match self.health {
             Health::Good => true,
-            Health::NoWrites { until_ns } => now_ns >= until_ns,
-            Health::Failed => false,
+            Health::NoWrites { until_ns } | Health::Failed { until_ns } => now_ns >= until_ns,
         }
     }
 
     /// Whether it is in use at all.
     pub(crate) fn is_alive(&self) -> bool {
-        self.health != Health::Failed
+        !matches!(self.health, Health::Failed { .. })
     }
 
-    pub(crate) fn write_succeeded(&mut self) {
-        self.write_failures = 0;
-        if matches!(self.health, Health::NoWrites { .. }) {
+    /// Counts a write that was carried out. One that was in flight when writes were paused proves
+    /// nothing.
+    pub(crate) fn write_succeeded(&mut self, now_ns: u64) {
+        if self.takes_writes(now_ns) {
+            self.write_failures = 0;
             self.health = Health::Good;
             self.fault = None;
         }
@@ -115,27 +127,38 @@ impl Disk {
         ]
         .iter()
         .any(|errno| fault == IoFault::Os(errno.raw_os_error()));
-        if (full || self.write_failures >= WRITE_FAILURES_MAX) && self.health != Health::Failed {
-            self.health = Health::NoWrites {
-                until_ns: now_ns.saturating_add(WRITE_PAUSE_NS),
-            };
-            self.fault = Some(fault);
+        match &mut self.health {
+            Health::Failed { until_ns } => {
+                *until_ns = now_ns.saturating_add(FAILED_PAUSE_NS).max(*until_ns);
+            }
+            _ if full || self.write_failures >= WRITE_FAILURES_MAX => {
+                let until_ns = now_ns.saturating_add(WRITE_PAUSE_NS);
+                self.health = Health::NoWrites { until_ns };
+                self.fault = Some(fault);
+            }
+            _ => {}
         }
     }
 
     pub(crate) fn read_succeeded(&mut self) {
         self.read_failures = 0;
+        self.given_up = 0;
     }
 
     /// Counts a read that the device failed; true if the directory is now given up.
-    pub(crate) fn read_failed(&mut self, fault: IoFault) -> bool {
+    pub(crate) fn read_failed(&mut self, fault: IoFault, now_ns: u64) -> bool {
         self.read_failures += 1;
-        if self.read_failures >= READ_FAILURES_MAX && self.health != Health::Failed {
-            self.health = Health::Failed;
-            self.fault = Some(fault);
-            return true;
+        if self.read_failures < READ_FAILURES_MAX || !self.is_alive() {
+            return false;
         }
-        false
+        let pause = FAILED_PAUSE_NS << self.given_up.min(FAILED_DOUBLINGS_MAX);
+        self.health = Health::Failed {
+            until_ns: now_ns.saturating_add(pause),
+        };
+        self.fault = Some(fault);
+        self.given_up += 1;
+        self.read_failures = 0;
+        true
     }
 
     /// Takes a slot and its record.

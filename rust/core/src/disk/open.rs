@@ -1,6 +1,7 @@
 //! Opening a disk directory: ownership, lock, format, space. The only part of the tier, beside the
 //! IO engines, that talks to the operating system.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
@@ -9,21 +10,23 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, FlockOperation};
 
-use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, namespace_offset};
-use super::format::{Superblock, SuperblockError};
+use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, RECORD_BYTES, namespace_offset};
+use super::format::{Record, Superblock, SuperblockError};
 use crate::disk::DeviceImage;
 use crate::error::StoreError;
 use crate::io::{DeviceFiles, open_file};
-use crate::slots::page_bytes_for;
+use crate::slots::{SLOT_ALIGN, page_bytes_for};
 
 /// Smallest `disk_capacity`, in bytes.
 pub const CAPACITY_MIN: u64 = 16 << 20;
-/// One part in this many of a capacity is for records and namespaces.
-const META_SHARE: u64 = 64;
+/// One part in this many of a capacity is for records and namespaces: enough for a record of every
+/// slot of the least size, so that `disk_capacity` holds for all files together.
+const META_SHARE: u64 = 30;
 
 const SUPER: &str = "super";
 const SUPER_NEW: &str = "super.new";
 const TABLE: &str = "table";
+const TABLE_NEW: &str = "table.new";
 const DATA: &str = "data";
 const LOCK: &str = "lock";
 
@@ -42,14 +45,18 @@ pub struct Directory {
 impl Directory {
     /// Splits off what keeps the directory locked.
     pub fn into_parts(self) -> (DeviceFiles, DeviceImage, DirectoryLock) {
-        (
-            self.files,
-            self.image,
-            DirectoryLock {
-                path: self.path,
-                _lock: self.lock,
-            },
-        )
+        let files = [
+            (SUPER, self.files.superblock.as_fd()),
+            (TABLE, self.files.table.as_fd()),
+            (DATA, self.files.data.as_fd()),
+        ];
+        let lock = DirectoryLock {
+            files: files
+                .map(|(name, fd)| (name, rustix::fs::fstat(fd).map_or(0, |stat| stat.st_ino))),
+            path: self.path,
+            _lock: self.lock,
+        };
+        (self.files, self.image, lock)
     }
 }
 
@@ -57,6 +64,8 @@ impl Directory {
 #[derive(Debug)]
 pub struct DirectoryLock {
     path: PathBuf,
+    /// Names and inodes of the files that are open.
+    files: [(&'static str, u64); 3],
     _lock: File,
 }
 
@@ -64,6 +73,16 @@ impl DirectoryLock {
     /// The directory.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Says so if a file was deleted or replaced since it was opened: what is written now is lost when
+    /// the engine ends. Asks the filesystem, which may take its time.
+    pub fn missing_file(&self) -> Option<String> {
+        let gone = |(name, inode): &&(&str, u64)| {
+            fs::metadata(self.path.join(name)).map_or(true, |found| found.ino() != *inode)
+        };
+        let (name, _) = self.files.iter().find(gone)?;
+        Some(format!("the file {name} was deleted or replaced"))
     }
 }
 
@@ -121,6 +140,7 @@ pub fn open(path: &Path, capacity: u64, store_id: u64) -> Result<Directory, Stor
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
     let lock = take_lock(path)?;
+    check_space(path, capacity)?;
     let data_bytes = capacity - capacity / META_SHARE;
     let superblock = if is_new {
         let page_bytes = page_bytes_for(data_bytes);
@@ -141,7 +161,8 @@ pub fn open(path: &Path, capacity: u64, store_id: u64) -> Result<Directory, Stor
             minimum: superblock.page_bytes * 2,
         });
     }
-    size_data(path, capacity, data_bytes)?;
+    size_data(path, data_bytes)?;
+    fit_table(path, data_bytes)?;
     let read = |name: &str| fs::read(path.join(name)).map_err(failed(path, "read its tables"));
     let image = DeviceImage {
         capacity: data_bytes,
@@ -240,7 +261,7 @@ fn check_names(path: &Path) -> Result<bool, StoreError> {
         let entry = entry.map_err(failed(path, "list it"))?;
         names.push(entry.file_name().to_string_lossy().into_owned());
     }
-    let ours = [SUPER, SUPER_NEW, TABLE, DATA, LOCK];
+    let ours = [SUPER, SUPER_NEW, TABLE, TABLE_NEW, DATA, LOCK];
     // A filesystem's own directory, at the root of a disk of its own.
     let foreign = names
         .iter()
@@ -356,21 +377,14 @@ fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
     dir.sync_all().map_err(action(path, "sync the directory"))
 }
 
-/// Gives the data file its size, with its blocks, so that writing never fills the filesystem.
-fn size_data(path: &Path, capacity: u64, data_bytes: u64) -> Result<(), StoreError> {
-    let action = failed;
-    let file = File::options()
-        .write(true)
-        .open(path.join(DATA))
-        .map_err(action(path, "open the data file"))?;
-    let found = file
-        .metadata()
-        .map_err(action(path, "measure the data file"))?;
+/// Refuses a capacity that would fill the filesystem.
+fn check_space(path: &Path, capacity: u64) -> Result<(), StoreError> {
+    // What the store takes already is part of its capacity.
+    let held = fs::metadata(path.join(DATA)).map_or(0, |found| found.blocks() * 512);
     let statvfs = rustix::fs::statvfs(path)
         .map_err(|errno| failed(path, "measure free space")(errno.into()))?;
     let total = statvfs.f_blocks * statvfs.f_frsize;
     let reserve = (total / 20).min(4 << 30);
-    let held = found.blocks() * 512;
     let available = (statvfs.f_bavail * statvfs.f_frsize + held).saturating_sub(reserve);
     if capacity > available {
         return Err(StoreError::NoSpace {
@@ -380,6 +394,19 @@ fn size_data(path: &Path, capacity: u64, data_bytes: u64) -> Result<(), StoreErr
             reserve,
         });
     }
+    Ok(())
+}
+
+/// Gives the data file its size, with its blocks, so that writing never fills the filesystem.
+fn size_data(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
+    let action = failed;
+    let file = File::options()
+        .write(true)
+        .open(path.join(DATA))
+        .map_err(action(path, "open the data file"))?;
+    let found = file
+        .metadata()
+        .map_err(action(path, "measure the data file"))?;
     if found.len() > data_bytes {
         file.set_len(data_bytes)
             .map_err(action(path, "shrink the data file"))?;
@@ -392,4 +419,47 @@ fn size_data(path: &Path, capacity: u64, data_bytes: u64) -> Result<(), StoreErr
             .map_err(action(path, "size the data file")),
         Err(errno) => Err(failed(path, "allocate the data file")(errno.into())),
     }
+}
+
+/// Packs the records of what still fits, if the table is longer than a data file of this size can
+/// need: after the capacity was lowered. A crash leaves the old table or the new one.
+fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
+    let most = data_bytes / SLOT_ALIGN * RECORD_BYTES as u64;
+    let action = failed;
+    let old = fs::read(path.join(TABLE)).map_err(action(path, "read the table"))?;
+    if old.len() as u64 <= most {
+        return Ok(());
+    }
+    // Of two records of the same slot, the later one.
+    let mut kept: BTreeMap<u32, (u64, &[u8])> = BTreeMap::new();
+    for bytes in old.chunks_exact(RECORD_BYTES) {
+        let Some(record) = Record::decode(bytes) else {
+            continue;
+        };
+        let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
+        let later = kept
+            .get(&record.slot)
+            .is_none_or(|(generation, _)| *generation < record.generation);
+        if end <= data_bytes && later {
+            kept.insert(record.slot, (record.generation, bytes));
+        }
+    }
+    let mut new: Vec<u8> = kept
+        .values()
+        .flat_map(|(_, bytes)| *bytes)
+        .copied()
+        .collect();
+    new.resize(new.len().next_multiple_of(BLOCK_BYTES), 0);
+    let at = path.join(TABLE_NEW);
+    open_file(&at, true).map_err(action(path, "create the packed table"))?;
+    let file = File::options()
+        .write(true)
+        .truncate(true)
+        .open(&at)
+        .map_err(action(path, "open the packed table"))?;
+    file.write_all_at(&new, 0)
+        .map_err(action(path, "write the packed table"))?;
+    file.sync_all()
+        .map_err(action(path, "sync the packed table"))?;
+    fs::rename(&at, path.join(TABLE)).map_err(action(path, "name the packed table"))
 }

@@ -382,7 +382,7 @@ impl Engine {
             }
         }
         self.settle(node);
-        if matches!(fault, IoFault::Os(_)) && self.disks[device].read_failed(fault) {
+        if matches!(fault, IoFault::Os(_)) && self.disks[device].read_failed(fault, self.now_ns) {
             self.give_up_disk(device);
         }
     }

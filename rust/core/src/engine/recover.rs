@@ -6,7 +6,7 @@ use crate::disk::format::{
 use crate::disk::{DeviceImage, Disk};
 use crate::forest::{DiskState, NONE, NsId, Tier};
 use crate::policy::Policy;
-use crate::slots::{Owner, SLOT_ALIGN, Slots};
+use crate::slots::{Class, Owner, Slots};
 
 use super::Engine;
 use super::places::bytes;
@@ -59,24 +59,27 @@ impl Engine {
             entries.push(of_device);
         }
         self.recover_namespaces(&entries, &mut recovery);
-        let mut found = self.read_tables(&images, &mut recovery);
+        let found = self.read_tables(&images, &mut recovery);
         drop(images);
-        // Parents first; of two records for the same bytes or key, the later one.
-        found.sort_unstable_by_key(|found| {
-            (
-                found.record.depth,
-                std::cmp::Reverse(found.record.generation),
-            )
-        });
-        self.forest.reserve(found.len());
-        for found in &found {
-            if self.adopt(found) {
+        let claimed = self.claim_slots(&found);
+        self.forest.reserve(claimed.len());
+        let mut orphans = Vec::new();
+        for &at in &claimed {
+            if self.adopt(&found[at as usize]) {
                 recovery.blocks += 1
             } else {
-                recovery.dropped += 1
+                orphans.push(at);
             }
         }
+        recovery.dropped += found.len() as u64 - recovery.blocks;
         self.disks.iter_mut().for_each(Disk::finish_claims);
+        for at in orphans {
+            let Found { device, record, .. } = &found[at as usize];
+            if let Some((class, offset)) = self.slot_of(&found[at as usize]) {
+                debug_assert_eq!(offset, bytes(record.slot));
+                self.disks[usize::from(*device)].free(class, offset);
+            }
+        }
         self.finish_recovery(&mut recovery);
         recovery
     }
@@ -106,7 +109,10 @@ impl Engine {
     }
 
     fn read_tables(&mut self, images: &[DeviceImage], recovery: &mut Recovery) -> Vec<Found> {
-        let mut found = Vec::new();
+        let records = images
+            .iter()
+            .map(|image| image.table_bytes.len() / RECORD_BYTES);
+        let mut found = Vec::with_capacity(records.sum());
         for (device, image) in (0u8..).zip(images) {
             for (index, bytes) in (0u32..).zip(image.table_bytes.chunks_exact(RECORD_BYTES)) {
                 let Some(record) = Record::decode(bytes) else {
@@ -134,34 +140,68 @@ impl Engine {
         found
     }
 
-    /// Takes a record over, if it makes sense and its parent is there.
+    /// The slot that a record describes, if it makes sense.
+    fn slot_of(&self, found: &Found) -> Option<(Class, u64)> {
+        let Found { device, record, .. } = found;
+        let (group, at) = (usize::from(record.group), usize::from(*device));
+        let namespace = &self.namespaces[usize::from(found.ns)];
+        let spec = namespace.spec.groups.get(group)?;
+        if spec.payload_bytes != record.payload_bytes
+            || record.depth == 0
+            || !namespace.spec.ends_block(group, record.depth)
+        {
+            return None;
+        }
+        let class = namespace.disk_class[at][group]?;
+        let slots = &self.disks[at].slots;
+        let offset = bytes(record.slot);
+        (offset + slots.slot_bytes(class) <= slots.capacity()).then_some((class, offset))
+    }
+
+    /// Gives each slot to the latest record that claims its bytes: one that was evicted may still be
+    /// in the table, but was written before its slot was used again. Returns the records that have
+    /// their slot, parents first.
+    fn claim_slots(&mut self, found: &[Found]) -> Vec<u32> {
+        let mut order: Vec<(u64, u32)> = (0..)
+            .zip(found)
+            .map(|(at, found)| (u64::MAX - found.record.generation, at))
+            .collect();
+        order.sort_unstable();
+        let mut claimed = Vec::with_capacity(order.len());
+        for (_, at) in order {
+            let Found {
+                device,
+                index,
+                record,
+                ..
+            } = &found[at as usize];
+            // Whose it is follows when its node is known.
+            let owner = Owner {
+                node: NONE,
+                group: record.group,
+            };
+            if let Some((class, offset)) = self.slot_of(&found[at as usize])
+                && self.disks[usize::from(*device)].claim(class, offset, *index, owner)
+            {
+                claimed.push(at);
+            }
+        }
+        claimed.sort_by_key(|&at| found[at as usize].record.depth);
+        claimed
+    }
+
+    /// Takes over a record that has its slot, if its parent is there. Of several of one payload, the
+    /// latest comes first.
     fn adopt(&mut self, found: &Found) -> bool {
         let Found {
-            ns,
-            device,
-            index,
-            record,
+            ns, device, record, ..
         } = found;
-        let (ns, group, at) = (*ns, usize::from(record.group), usize::from(*device));
-        let namespace = &self.namespaces[usize::from(ns)];
-        let Some(spec) = namespace.spec.groups.get(group) else {
+        let (ns, at) = (*ns, usize::from(*device));
+        let Some((class, offset)) = self.slot_of(found) else {
             return false;
         };
-        if spec.payload_bytes != record.payload_bytes
-            || !namespace.spec.ends_block(group, record.depth)
-            || record.depth == 0
-        {
-            return false;
-        }
-        let groups = namespace.spec.groups.len();
-        let required = namespace.spec.required(record.depth);
-        let Some(class) = namespace.disk_class[at][group] else {
-            return false;
-        };
-        let offset = u64::from(record.slot) * SLOT_ALIGN;
-        if offset + self.disks[at].slots.slot_bytes(class) > self.disks[at].slots.capacity() {
-            return false;
-        }
+        let spec = &self.namespaces[usize::from(ns)].spec;
+        let (groups, required) = (spec.groups.len(), spec.required(record.depth));
         let parent = match &record.parent {
             None if record.depth == 1 => NONE,
             None => return false,
@@ -180,31 +220,15 @@ impl Engine {
                 return false;
             }
         }
-        // The slot first: its node is known only afterwards.
-        let claimed = self.disks[at].claim(
-            class,
-            offset,
-            *index,
-            Owner {
-                node: existing.unwrap_or(NONE),
-                group: record.group,
-            },
-        );
-        if !claimed {
-            return false;
-        }
         let id = existing.unwrap_or_else(|| {
             self.forest
                 .insert(ns, parent, record.hash, groups, required)
         });
-        self.disks[at].set_owner(
-            class,
-            offset,
-            Owner {
-                node: id,
-                group: record.group,
-            },
-        );
+        let owner = Owner {
+            node: id,
+            group: record.group,
+        };
+        self.disks[at].set_owner(class, offset, owner);
         let node = self.forest.node_mut(id);
         node.device = *device;
         node.last = node.last.max(record.last);
@@ -214,7 +238,6 @@ impl Engine {
         place.disk_at = record.slot;
         place.checksum = record.checksum;
         self.place_taken(id, Tier::Disk);
-        debug_assert_eq!(bytes(record.slot), offset);
         true
     }
 

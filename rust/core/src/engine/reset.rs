@@ -170,7 +170,7 @@ impl Engine {
             return;
         };
         let Err(fault) = result else {
-            self.disks[device].write_succeeded();
+            self.disks[device].write_succeeded(self.now_ns);
             return;
         };
         if fault != IoFault::Stopped {

@@ -296,36 +296,41 @@ impl Engine {
         })
     }
 
-    /// The device for a node's payloads: the one it has, or one by its hash, in proportion to
-    /// capacity, among those that take writes.
+    /// The device for a node's payloads: the one it has; else its parent's, unless they part here from
+    /// another branch; else one by its hash, in proportion to capacity, among those that take writes.
+    ///
+    /// A block is of use only together with what it stands on. So branches spread over the devices,
+    /// and each stays on one: a device that fails takes few blocks with it that lie on others.
     fn choose_disk(&mut self, id: NodeId) -> Option<usize> {
         let node = self.forest.node(id);
         let now_ns = self.now_ns;
         let takes = |disk: &crate::disk::Disk| disk.takes_writes(now_ns);
         if node.places_used[Tier::Disk as usize] > 0 {
-            Some(usize::from(node.device)).filter(|&device| takes(&self.disks[device]))
-        } else {
-            let total: u64 = self
-                .disks
-                .iter()
-                .filter(|disk| takes(disk))
-                .map(|disk| disk.slots.capacity() / disk.slots.page_bytes())
-                .sum();
-            let mut point = if total == 0 {
-                0
-            } else {
-                Self::fingerprint(&node.hash) % total
-            };
-            self.disks.iter().position(|disk| {
-                let share = disk.slots.capacity() / disk.slots.page_bytes();
-                if !takes(disk) {
-                    return false;
-                }
-                let here = point < share;
-                point = point.saturating_sub(share);
-                here
-            })
+            return Some(usize::from(node.device)).filter(|&device| takes(&self.disks[device]));
         }
+        if node.parent != NONE {
+            let parent = self.forest.node(node.parent);
+            let device = usize::from(parent.device);
+            if parent.children == 1
+                && parent.places_used[Tier::Disk as usize] > 0
+                && takes(&self.disks[device])
+            {
+                return Some(device);
+            }
+        }
+        let pages = |disk: &crate::disk::Disk| disk.slots.capacity() / disk.slots.page_bytes();
+        let takers = self.disks.iter().filter(|disk| takes(disk));
+        let total: u64 = takers.map(pages).sum();
+        let mut point = Self::fingerprint(&node.hash) % total.max(1);
+        self.disks.iter().position(|disk| {
+            let share = pages(disk);
+            if !takes(disk) {
+                return false;
+            }
+            let here = point < share;
+            point = point.saturating_sub(share);
+            here
+        })
     }
 
     fn take_disk(&mut self, id: NodeId, group: u8, device: usize) -> Option<u64> {
@@ -366,7 +371,7 @@ impl Engine {
                 self.counters.disk_writes += 1;
                 self.counters.disk_write_bytes += u64::from(payload);
                 self.counters.disk_write_ns += self.now_ns - started_ns;
-                self.disks[device].write_succeeded();
+                self.disks[device].write_succeeded(self.now_ns);
                 let node = self.forest.node_mut(id);
                 node.busy -= 1;
                 let place = node.place_mut(group);
@@ -459,7 +464,7 @@ impl Engine {
         let stopped = result == Err(IoFault::Stopped);
         self.disks[device].block_written(block, result.is_ok() || stopped);
         match result {
-            Ok(_) => self.disks[device].write_succeeded(),
+            Ok(_) => self.disks[device].write_succeeded(self.now_ns),
             Err(IoFault::Stopped) => {}
             Err(fault) => {
                 self.counters.write_failures += 1;

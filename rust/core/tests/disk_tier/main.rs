@@ -1,0 +1,11 @@
+//! The disk tier on real files: faults of the device, damage to the files, crashes, capacities,
+//! several models and several devices. Whatever happens, no wrong byte is served.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+mod child;
+mod crash;
+mod damage;
+mod faults;
+mod rig;
+mod stores;

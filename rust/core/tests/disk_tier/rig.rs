@@ -1,0 +1,373 @@
+//! An engine over real directories and a real IO engine, in one thread and in virtual time, with
+//! payloads that follow from their keys.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use undercroft_core::arena::Arena;
+use undercroft_core::disk::open::{self, DirectoryLock};
+use undercroft_core::engine::{Answer, Engine, EngineConfig, Recovery, SessionId, Transfer};
+use undercroft_core::error::StoreError;
+use undercroft_core::io::interpose::{Direct, Interpose};
+use undercroft_core::io::pool::ThreadPool;
+use undercroft_core::io::uring::Uring;
+use undercroft_core::io::{DeviceFiles, IoEngine, probe_io_uring};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+
+pub(crate) const GRANULE: u32 = 16;
+pub(crate) const DEPTH: usize = 8;
+pub(crate) const HOST: u64 = 4 << 20;
+/// The smallest store.
+pub(crate) const DISK: u64 = open::CAPACITY_MIN;
+pub(crate) const SECOND: u64 = 1_000_000_000;
+/// Never passes in a healthy run; a hang fails the test instead of blocking it.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Which IO engine, with what in between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Io {
+    Ring,
+    Pool,
+}
+
+impl Io {
+    /// Those that this machine allows.
+    pub(crate) fn all() -> Vec<Self> {
+        match probe_io_uring() {
+            Ok(()) => vec![Self::Ring, Self::Pool],
+            Err(reason) => {
+                eprintln!("without io_uring: {reason}");
+                vec![Self::Pool]
+            }
+        }
+    }
+
+    pub(crate) fn open(
+        self,
+        arena: Arc<Arena>,
+        devices: Vec<DeviceFiles>,
+        interpose: impl Interpose,
+    ) -> Box<dyn IoEngine> {
+        match self {
+            Self::Ring => {
+                Box::new(Uring::with_interpose(DEPTH, arena, devices, interpose).unwrap())
+            }
+            Self::Pool => {
+                Box::new(ThreadPool::with_interpose(DEPTH, arena, devices, interpose).unwrap())
+            }
+        }
+    }
+}
+
+/// A model: payloads of another one are other bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Model {
+    pub(crate) id: u64,
+    pub(crate) payload_bytes: u32,
+}
+
+/// Neither a multiple of 4096 nor small: several to a page.
+pub(crate) const MODEL: Model = Model {
+    id: 1,
+    payload_bytes: 12_000,
+};
+
+fn mix(position: u64) -> u64 {
+    let mut state = position.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    state = (state ^ (state >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    state ^ (state >> 31)
+}
+
+/// A generator of random numbers from a seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(1);
+        mix(self.0) % limit
+    }
+}
+
+impl Model {
+    pub(crate) fn spec(&self) -> NamespaceSpec {
+        NamespaceSpec {
+            description: format!("model {}", self.id),
+            hash_block_tokens: GRANULE,
+            alignment_tokens: GRANULE,
+            groups: vec![GroupSpec {
+                kind: GroupKind::Full,
+                block_tokens: GRANULE,
+                payload_bytes: self.payload_bytes,
+            }],
+        }
+    }
+
+    /// The hashes of a prompt of `len` blocks. Prompts are the same for all models.
+    pub(crate) fn hashes(prompt: u64, len: u32) -> Vec<BlockHash> {
+        (0..u64::from(len))
+            .map(|block| {
+                let mut bytes = [0; 32];
+                for (lane, word) in (0u64..).zip(bytes.chunks_exact_mut(8)) {
+                    word.copy_from_slice(&mix(mix(prompt) ^ (block << 8 | lane)).to_le_bytes());
+                }
+                BlockHash::new(&bytes).unwrap()
+            })
+            .collect()
+    }
+
+    pub(crate) fn payload(&self, hash: &BlockHash) -> Vec<u8> {
+        let mut head = [0; 8];
+        head.copy_from_slice(&hash.as_bytes()[..8]);
+        let seed = mix(u64::from_le_bytes(head) ^ self.id);
+        let words = u64::from(self.payload_bytes).div_ceil(8);
+        let mut bytes: Vec<u8> = (0..words)
+            .flat_map(|word| mix(seed.wrapping_add(word)).to_le_bytes())
+            .collect();
+        bytes.truncate(self.payload_bytes as usize);
+        bytes
+    }
+
+    /// Does a worker's part of a save.
+    pub(crate) fn fill(&self, arena: &Arena, hashes: &[BlockHash], transfer: &Transfer) {
+        for (hash, offset) in blocks(hashes, transfer) {
+            arena.write(offset, &self.payload(hash)).unwrap();
+        }
+    }
+
+    /// How many blocks a load gives.
+    ///
+    /// # Panics
+    /// If one byte of them is wrong.
+    pub(crate) fn verify(&self, arena: &Arena, hashes: &[BlockHash], transfer: &Transfer) -> u32 {
+        let mut count = 0;
+        for (hash, offset) in blocks(hashes, transfer) {
+            let found = arena.read(offset, u64::from(self.payload_bytes)).unwrap();
+            assert!(found == self.payload(hash), "wrong bytes for {hash:?}");
+            count += 1;
+        }
+        count
+    }
+}
+
+fn blocks<'a>(
+    hashes: &'a [BlockHash],
+    transfer: &'a Transfer,
+) -> impl Iterator<Item = (&'a BlockHash, u64)> {
+    let of_extents = transfer.extents.iter();
+    let all = of_extents.flat_map(|extent| {
+        hashes[extent.first_block as usize..]
+            .iter()
+            .zip(&extent.slots)
+    });
+    all.filter_map(|(hash, &offset)| Some((hash, u64::try_from(offset).ok()?)))
+}
+
+/// One life of an engine. Dropped, it ends like a killed process: nothing is flushed.
+pub(crate) struct Rig {
+    /// Dropped first: it waits for what is in flight.
+    pub(crate) io: Box<dyn IoEngine>,
+    pub(crate) engine: Engine,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) recovery: Recovery,
+    session: SessionId,
+    now_ns: u64,
+    locks: Vec<DirectoryLock>,
+}
+
+/// How to open one.
+pub(crate) struct Open<'a> {
+    pub(crate) dirs: &'a [PathBuf],
+    pub(crate) capacity: u64,
+    pub(crate) config: EngineConfig,
+}
+
+impl<'a> Open<'a> {
+    pub(crate) fn new(dirs: &'a [PathBuf]) -> Self {
+        let mut config = EngineConfig::new(HOST);
+        // Promotions may use all of it.
+        config.promotion_bytes = HOST;
+        Self {
+            dirs,
+            capacity: DISK,
+            config,
+        }
+    }
+
+    pub(crate) fn with(self, io: Io, interpose: impl Interpose) -> Rig {
+        self.open(|arena, devices| io.open(arena, devices, interpose))
+            .unwrap()
+    }
+
+    pub(crate) fn plain(self) -> Rig {
+        self.with(Io::Pool, Direct)
+    }
+
+    pub(crate) fn open(
+        self,
+        io: impl FnOnce(Arc<Arena>, Vec<DeviceFiles>) -> Box<dyn IoEngine>,
+    ) -> Result<Rig, StoreError> {
+        let (mut files, mut images, mut locks) = (Vec::new(), Vec::new(), Vec::new());
+        for dir in self.dirs {
+            let (of_device, image, lock) = open::open(dir, self.capacity, 1)?.into_parts();
+            files.push(of_device);
+            images.push(image);
+            locks.push(lock);
+        }
+        let arena = Arc::new(Arena::create(self.config.host_bytes).unwrap());
+        let io = io(Arc::clone(&arena), files);
+        let mut engine = Engine::new(self.config);
+        let recovery = engine.attach_disks(images);
+        let session = engine.open_session(MODEL.spec()).unwrap();
+        Ok(Rig {
+            io,
+            engine,
+            arena,
+            recovery,
+            session,
+            now_ns: 0,
+            locks,
+        })
+    }
+}
+
+impl Rig {
+    /// Lets time pass.
+    pub(crate) fn pass(&mut self, ns: u64) {
+        self.now_ns += ns;
+        self.engine.set_now(self.now_ns);
+    }
+
+    /// What the directories say of files that are no longer theirs.
+    pub(crate) fn missing_files(&self) -> Vec<String> {
+        self.locks
+            .iter()
+            .filter_map(DirectoryLock::missing_file)
+            .collect()
+    }
+
+    /// Hands the device what the engine wants to start now; how much that was.
+    pub(crate) fn start_io(&mut self) -> usize {
+        let mut requests = Vec::new();
+        let room = self.io.depth() - self.io.in_flight();
+        self.engine.next_io(room, &mut requests);
+        let count = requests.len();
+        requests
+            .drain(..)
+            .for_each(|request| self.io.submit(request));
+        count
+    }
+
+    /// Does all IO that can be done now.
+    pub(crate) fn pump(&mut self) {
+        loop {
+            let started = self.start_io();
+            if started == 0 && self.io.in_flight() == 0 {
+                return;
+            }
+            let (mut completions, start) = (Vec::new(), Instant::now());
+            while completions.is_empty() {
+                self.io.wait(Some(PATIENCE), &mut completions);
+                assert!(
+                    start.elapsed() < PATIENCE,
+                    "no completion within {PATIENCE:?}"
+                );
+            }
+            for completion in completions {
+                self.engine.complete(completion);
+            }
+        }
+    }
+
+    pub(crate) fn session(&mut self, model: &Model) -> SessionId {
+        if model.id == MODEL.id {
+            self.session
+        } else {
+            self.engine.open_session(model.spec()).unwrap()
+        }
+    }
+
+    /// Saves what is not here of a prompt, and writes it to disk as far as that goes.
+    pub(crate) fn save(&mut self, prompt: u64, len: u32) {
+        self.save_of(&MODEL, prompt, len);
+    }
+
+    pub(crate) fn save_of(&mut self, model: &Model, prompt: u64, len: u32) {
+        let hashes = Model::hashes(prompt, len);
+        let session = self.session(model);
+        // A request is looked up before its blocks are saved.
+        self.engine.submit(session, "save", &hashes, 0, 0);
+        let transfer = self
+            .engine
+            .begin_save(session, "save", &hashes, len * GRANULE, |_, _| true);
+        if let Some(transfer) = transfer {
+            model.fill(&self.arena, &hashes, &transfer);
+            self.engine.end_transfer(transfer.id, true);
+        }
+        self.engine.discard(session, "save");
+        self.pump();
+    }
+
+    /// Looks a prompt up, loads what is found, compares every byte; how many blocks that were.
+    pub(crate) fn hit(&mut self, prompt: u64, len: u32) -> u32 {
+        self.hit_of(&MODEL, prompt, len)
+    }
+
+    pub(crate) fn hit_of(&mut self, model: &Model, prompt: u64, len: u32) -> u32 {
+        let hashes = Model::hashes(prompt, len);
+        let session = self.session(model);
+        self.engine.submit(session, "hit", &hashes, 0, u32::MAX);
+        let tokens = loop {
+            self.pump();
+            match self.engine.poll(session, "hit", &hashes, 0, u32::MAX) {
+                Answer::Ready(tokens) => break tokens,
+                // Nothing moves any more: only time helps.
+                Answer::Pending => self.pass(SECOND / 10),
+            }
+        };
+        let found = self.load(model, &hashes, session, tokens);
+        self.engine.discard(session, "hit");
+        self.pump();
+        found
+    }
+
+    fn load(
+        &mut self,
+        model: &Model,
+        hashes: &[BlockHash],
+        session: SessionId,
+        tokens: u32,
+    ) -> u32 {
+        if tokens == 0 {
+            return 0;
+        }
+        let transfer = self.engine.begin_load(session, "hit", 0, tokens).unwrap();
+        let found = model.verify(&self.arena, hashes, &transfer);
+        self.engine.end_transfer(transfer.id, true);
+        assert_eq!(found * GRANULE, tokens, "a load gives what the answer said");
+        found
+    }
+}
+
+/// A directory on a real disk, for a store.
+pub(crate) fn dir() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let store = dir.path().join("store");
+    (dir, store)
+}
+
+/// Changes bytes of a file behind the engine's back.
+pub(crate) fn patch(path: &Path, offset: u64, change: impl FnOnce(&mut [u8]), len: usize) {
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(path)
+        .unwrap();
+    let mut bytes = vec![0; len];
+    file.read_exact_at(&mut bytes, offset).unwrap();
+    change(&mut bytes);
+    file.write_all_at(&bytes, offset).unwrap();
+}
