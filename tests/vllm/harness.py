@@ -17,6 +17,9 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    # One thread: the models are tiny, and threads that spin for each other cost more than they give.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Set by the conftest before vLLM is imported."""
 
