@@ -1,14 +1,14 @@
 """Decode-first routing: ask the decode instance, and prefill elsewhere only what it gives back.
 
-Both instances are vLLM servers that share one undercroft cache. Each request goes to the decode instance with a
-``cache_hit_threshold``. If enough of its prompt is cached there, it is answered at once. If not, the decode instance
-gives it back without having computed anything (finish reason ``cache_threshold``); the prefill instance then computes
-the prompt into the shared cache, and the decode instance loads it and answers.
+Each request goes to the decode instance with a ``cache_hit_threshold``. If enough of its prompt is cached there, it is
+answered at once. If not, the decode instance gives it back without having computed anything (finish reason
+``cache_threshold``), and the prefill instance answers it. With ``--shared-cache``, for instances that share one
+undercroft cache, the prefill instance only computes the prompt; the decode instance then loads it and answers.
 
     python examples/decode_first_proxy.py --decode http://127.0.0.1:8001 --prefill http://127.0.0.1:8002
 
-The response header ``x-route`` says which way a request went: ``decode`` or ``prefill,decode``. A request that brings
-its own ``cache_hit_threshold`` keeps it.
+The response header ``x-route`` says which way a request went: ``decode``, ``prefill`` or ``prefill,decode``. A request
+that brings its own ``cache_hit_threshold`` keeps it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ROUTES = ("/v1/completions", "/v1/chat/completions")
 class Router:
     """Sends requests to the two instances."""
 
-    def __init__(self, decode: str, prefill: str, threshold: float) -> None:
-        self.decode, self.prefill, self.threshold = decode, prefill, threshold
+    def __init__(self, decode: str, prefill: str, threshold: float, shared_cache: bool) -> None:
+        self.decode, self.prefill, self.threshold, self.shared_cache = decode, prefill, threshold, shared_cache
         self.http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
     async def whole(self, path: str, body: dict[str, Any]) -> Response:
@@ -41,14 +41,12 @@ class Router:
         answer = await self.http.post(self.decode + path, json={THRESHOLD: self.threshold} | body)
         if not (answer.is_success and is_rejected(answer.json())):
             return copy(answer, "decode")
-        filled = await self.fill(path, body)
-        if not filled.is_success:
-            return copy(filled, "prefill")
-        return copy(await self.http.post(self.decode + path, json=body | {THRESHOLD: 0}), "prefill,decode")
+        url, route = await self.elsewhere(path, body)
+        return copy(await self.http.post(url, json=body | {THRESHOLD: 0}), route)
 
     async def streamed(self, path: str, body: dict[str, Any]) -> Response:
         """Answer a streamed request: its first events say whether it was given back."""
-        answer = await self.open(path, {THRESHOLD: self.threshold} | body)
+        answer = await self.open(self.decode + path, {THRESHOLD: self.threshold} | body)
         events = answer.aiter_lines()
         first: list[str] = []
         if answer.is_success:
@@ -58,27 +56,33 @@ class Router:
                     continue
                 if is_rejected(event):
                     await answer.aclose()
-                    filled = await self.fill(path, body)
-                    if not filled.is_success:
-                        return copy(filled, "prefill")
-                    answer = await self.open(path, body | {THRESHOLD: 0})
-                    return pass_on(answer, [], answer.aiter_lines(), "prefill,decode")
+                    url, route = await self.elsewhere(path, body)
+                    answer = await self.open(url, body | {THRESHOLD: 0})
+                    return pass_on(answer, [], answer.aiter_lines(), route)
                 if has_output(event):
                     break
         return pass_on(answer, first, events, "decode")
 
-    async def open(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """A response of the decode instance whose body is still to be read."""
-        return await self.http.send(self.http.build_request("POST", self.decode + path, json=body), stream=True)
+    async def elsewhere(self, path: str, body: dict[str, Any]) -> tuple[str, str]:
+        """Where to send a request that was given back, and the route's name."""
+        if not self.shared_cache:
+            return self.prefill + path, "prefill"
+        # Should this fail, the decode instance computes the prompt itself.
+        await self.fill(path, body)
+        return self.decode + path, "prefill,decode"
 
-    async def fill(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def open(self, url: str, body: dict[str, Any]) -> httpx.Response:
+        """A response whose body is still to be read."""
+        return await self.http.send(self.http.build_request("POST", url, json=body), stream=True)
+
+    async def fill(self, path: str, body: dict[str, Any]) -> None:
         """Have the prefill instance compute the prompt into the shared cache."""
         changes = {"stream": False, "n": 1, THRESHOLD: 0, "max_tokens": 1}
         if "max_completion_tokens" in body:
             changes["max_completion_tokens"] = 1
         dropped = ("stream_options", "min_tokens", "best_of")
         prefill = {key: value for key, value in body.items() if key not in dropped} | changes
-        return await self.http.post(self.prefill + path, json=prefill)
+        await self.http.post(self.prefill + path, json=prefill)
 
 
 def is_rejected(answer: dict[str, Any]) -> bool:
@@ -149,8 +153,9 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.5, help="cached share that the decode instance asks for")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--shared-cache", action="store_true", help="both instances share one undercroft cache")
     arguments = parser.parse_args()
-    router = Router(arguments.decode, arguments.prefill, arguments.threshold)
+    router = Router(arguments.decode, arguments.prefill, arguments.threshold, arguments.shared_cache)
     uvicorn.run(make_app(router), host=arguments.host, port=arguments.port, log_level="warning")
 
 

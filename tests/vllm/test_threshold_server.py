@@ -190,19 +190,20 @@ def test_five_hundred_at_once_leave_nothing(fresh: Client) -> None:
     fresh.reset()
 
 
-@pytest.fixture(scope="module")
-def proxy(client: Client) -> Iterator[httpx.Client]:
-    """The example's proxy; the one server is decode and prefill instance, and so shares its cache with itself."""
+@pytest.fixture(scope="module", params=["--shared-cache", None], ids=["shared", "separate"])
+def proxy(client: Client, request: pytest.FixtureRequest) -> Iterator[tuple[httpx.Client, bool]]:
+    """The example's proxy, and whether it takes the cache for shared; one server is decode and prefill instance."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = client.server.url
     command = [sys.executable, str(EXAMPLE), "--decode", url, "--prefill", url, "--port", str(port)]
+    command += [request.param] if request.param else []
     process = subprocess.Popen(command)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
             wait_until_up(http, process)
-            yield http
+            yield http, request.param is not None
     finally:
         process.terminate()
         process.wait()
@@ -221,19 +222,20 @@ def wait_until_up(http: httpx.Client, process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_decode_first_example(fresh: Client, proxy: httpx.Client, path: str, stream: bool) -> None:
+def test_decode_first_example(fresh: Client, proxy: tuple[httpx.Client, bool], path: str, stream: bool) -> None:
+    http, shared = proxy
     text = "which of these two instances has seen me before " * 10
     said = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
     body = {"model": "m", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": stream} | said
     direct = fresh.http.post(path, json=body | {"cache_hit_threshold": 0})
     fresh.reset()
     served_before = fresh.metric("vllm:request_success_total")
-    cold, warm = proxy.post(path, json=body), proxy.post(path, json=body)
-    assert (cold.headers["x-route"], warm.headers["x-route"]) == ("prefill,decode", "decode")
+    cold, warm = http.post(path, json=body), http.post(path, json=body)
+    assert (cold.headers["x-route"], warm.headers["x-route"]) == ("prefill,decode" if shared else "prefill", "decode")
     assert output(cold.text, stream) == output(warm.text, stream) == output(direct.text, stream)
-    # Cold: prefill and decode; warm: decode. What was given back is not counted.
-    assert fresh.metric("vllm:request_success_total") - served_before == 3
-    own = proxy.post(path, json=body | {"cache_hit_threshold": 7})
+    # One for each instance on the route; what was given back is not counted.
+    assert fresh.metric("vllm:request_success_total") - served_before == (3 if shared else 2)
+    own = http.post(path, json=body | {"cache_hit_threshold": 7})
     assert (own.status_code, own.headers["x-route"]) == (400, "decode")
 
 
