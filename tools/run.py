@@ -48,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory or name of a model (default: a small one with random weights)")
     parser.add_argument("--host-memory", default="2GiB", help="host tier (%(default)s)")
-    parser.add_argument("--disk-capacity", default="8GiB", help="disk tier (%(default)s)")
+    parser.add_argument("--disk-capacity", default="2GiB", help="disk tier (%(default)s)")
     parser.add_argument("vllm_arguments", nargs="*", metavar="-- ARG", help="further arguments of the vLLM server")
     options = parser.parse_args()
     try:

@@ -17,22 +17,29 @@ class StoreError(UndercroftError):
 class Engine:
     """The engine, embedded: index, host arena, job table, disk tier, and the IO thread."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         *,
         host_memory: int,
         disks: list[tuple[str, int]] = ...,
         io_engine: str = "auto",
         io_depth: int = 32,
         runtime_dir: str | None = None,
-        **options: Any,
-    ) -> None:
+        promotion_memory: int | None = None,
+        promotion_wait_ms: tuple[float, float] | None = None,
+        min_load_tokens: int = 1,
+        eviction_policy: str = "lru",
+        disk_admission: str = "all",
+        disk_write_rate: int = 0,
+    ) -> Engine:
         """Open the engine.
 
         ``host_memory``: size of the arena in bytes. ``disks``: (directory, capacity in bytes) of each device.
         ``io_engine``: "auto", "io_uring" or "thread_pool". ``runtime_dir``: where the socket is made (default:
         $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>, mode 0700).
-        Further keyword options (all optional) are those of `undercroft.config`.
+        ``promotion_memory``: most bytes that reads from disk may hold at once (default: half of the arena).
+        ``promotion_wait_ms``: (base, per 1,000 tokens) after which a lookup answers with what is here; None waits for
+        all. The others are as in `undercroft.config`; ``disk_write_rate`` is in bytes per second, 0 for no limit.
 
         Raises ConfigError, StoreError.
         """
@@ -43,13 +50,20 @@ class Engine:
 
     @property
     def arena_generation(self) -> int: ...
-    def register(self, description: str, groups: list[tuple[str, int, int, int]], hash_block_tokens: int) -> Session:
+    def register(
+        self,
+        description: str,
+        groups: list[tuple[str, int, int, int]],
+        hash_block_tokens: int,
+        alignment_tokens: int | None = None,
+    ) -> Session:
         """A session for one namespace.
 
         ``description``: canonical JSON of all that must be equal for bytes to be interchangeable; its SHA-256 is the
         namespace. ``groups``: per KV cache group (kind, tokens per block, payload bytes of all ranks together, window
         in tokens or 0), kind one of "full", "sliding_window", "chunked_local", "state", "ignored".
         ``hash_block_tokens``: tokens per block hash; each group's tokens per block is a multiple of it.
+        ``alignment_tokens``: every answer is a multiple of it (default: ``hash_block_tokens``).
 
         Raises ConfigError if a payload does not fit the arena.
         """
@@ -59,6 +73,12 @@ class Engine:
 
     def info(self) -> dict[str, Any]:
         """What was configured and found: sizes, IO engine, O_DIRECT, blocks recovered, namespaces, messages."""
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until nothing is in flight or waits to be written, at most ``timeout_s`` seconds (GIL released).
+
+        Returns whether that is so.
+        """
 
     def close(self) -> None:
         """Finish writes under way (bounded), stop the IO thread, release the directories. Idempotent."""
@@ -71,15 +91,22 @@ class Session:
     def namespace(self) -> str:
         """Digest of the namespace, hexadecimal."""
 
-    def submit(self, request_id: str, hashes: list[bytes]) -> None:
-        """Start the lookup of a request, and the promotion of what lies on disk only. Idempotent."""
+    def submit(
+        self, request_id: str, hashes: list[bytes], num_computed_tokens: int = 0, max_tokens: int | None = None
+    ) -> None:
+        """Start the lookup of a request, and the promotion of what lies on disk only. Idempotent.
 
-    def poll(self, request_id: str, hashes: list[bytes], num_computed_tokens: int) -> int | None:
+        ``num_computed_tokens``, ``max_tokens``: as for `poll`.
+        """
+
+    def poll(
+        self, request_id: str, hashes: list[bytes], num_computed_tokens: int, max_tokens: int | None = None
+    ) -> int | None:
         """The deepest usable boundary in tokens, counted from the start of the prompt, or None while it is pending.
 
         ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched. An answer not
-        above it means that there is nothing to load. A request that was not submitted is submitted. The caller's
-        cap (a hit must stay below the number of tokens) is its own business.
+        above it means that there is nothing to load. ``max_tokens``: the deepest boundary of use (a hit must stay
+        below the number of tokens). A request that was not submitted is submitted.
         """
 
     def wait(self, request_id: str, timeout_s: float) -> bool:
@@ -159,7 +186,7 @@ class Copier:
     Loads go before saves. When it is dropped, it first finishes what was submitted.
     """
 
-    def __init__(self, arena: Arena, threads: int = 1) -> None: ...
+    def __new__(cls, arena: Arena, threads: int = 1) -> Copier: ...
     def submit(self, job_id: int, to_arena: bool, addresses: bytes, offsets: bytes, sizes: bytes) -> None:
         """Queue copies: little-endian int64 arrays of device addresses, arena offsets and sizes in bytes.
 
@@ -191,5 +218,6 @@ def bench_disk(directory: str, block_bytes: int, blocks: int, depth: int = 32) -
 def bench_recover(directory: str, blocks: int) -> dict[str, Any]:
     """How long opening a directory of ``blocks`` blocks takes.
 
-    ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench recover``. Raises UndercroftError.
+    ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench recover``. Raises
+    UndercroftError.
     """

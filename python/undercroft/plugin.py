@@ -26,7 +26,7 @@ def register() -> None:
         compat.recompute_failed_loads(is_ours)
     except Exception as error:
         logger.warning(
-            "undercroft: as a child of MultiConnector set kv_load_failure_policy to \"recompute\" yourself: %s", error
+            'undercroft: as a child of MultiConnector set kv_load_failure_policy to "recompute" yourself: %s', error
         )
 
 

@@ -112,9 +112,7 @@ class FakeSession:
     def tiers(self, request_id, num_computed_tokens, num_external_tokens):
         hashes = self.lookups[request_id]
         first, last = num_computed_tokens // self.hash_tokens, (num_computed_tokens + num_external_tokens)
-        promoted = sum(
-            (0, hashes[index]) in self.promoted for index in range(first, last // self.hash_tokens)
-        )
+        promoted = sum((0, hashes[index]) in self.promoted for index in range(first, last // self.hash_tokens))
         return num_external_tokens - promoted * self.hash_tokens, promoted * self.hash_tokens
 
     def begin_load(self, request_id, num_computed_tokens, num_external_tokens):

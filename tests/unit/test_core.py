@@ -41,9 +41,7 @@ class Client:
         self.engine = engine
         self.session = engine.register(DESCRIPTION, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
         self.arena = _core.Arena.attach(engine.socket_path)
-        self.memory = np.ctypeslib.as_array(
-            (ctypes.c_uint8 * self.arena.size).from_address(self.arena.address)
-        )
+        self.memory = np.ctypeslib.as_array((ctypes.c_uint8 * self.arena.size).from_address(self.arena.address))
 
     def save(self, hashes: list[bytes]) -> int:
         """Save a prefix; how many blocks were copied."""
@@ -194,7 +192,7 @@ def test_a_directory_in_use_is_refused_with_the_owner(tmp_path):
 
 def test_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     (tmp_path / "holiday.jpg").write_bytes(b"x")
-    with pytest.raises(_core.StoreError, match="holiday.jpg"), opened(tmp_path):
+    with pytest.raises(_core.StoreError, match=r"holiday\.jpg"), opened(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 

@@ -41,9 +41,7 @@ class Shape:
     max_positions: int = 4096
 
 
-def make_llama(
-    directory: Path, shape: Shape | None = None, tokenizer: bool = False
-) -> Path:
+def make_llama(directory: Path, shape: Shape | None = None, tokenizer: bool = False) -> Path:
     """A Llama model: one group of full attention. ``tokenizer`` adds one, with a chat template, for text over HTTP."""
 
     def write() -> None:
@@ -162,9 +160,7 @@ def _config(s: Shape, architecture: str, model_type: str) -> dict[str, Any]:
     }
 
 
-def _decoder_weights(
-    s: Shape, norms: dict[str, float], final_norm: float
-) -> dict[str, torch.Tensor]:
+def _decoder_weights(s: Shape, norms: dict[str, float], final_norm: float) -> dict[str, torch.Tensor]:
     """Embedding and layers of a Llama-like decoder. ``norms``: name of each layer's norms and their constant weight."""
     torch.manual_seed(0)
     tensors = {
@@ -184,9 +180,7 @@ def _decoder_weights(
     for layer in range(s.layers):
         prefix = f"model.layers.{layer}"
         for name, (rows, columns, scale) in projections.items():
-            tensors[f"{prefix}.{name}.weight"] = (
-                torch.randn(rows, columns) * scale / math.sqrt(columns)
-            )
+            tensors[f"{prefix}.{name}.weight"] = torch.randn(rows, columns) * scale / math.sqrt(columns)
         for name, weight in norms.items():
             tensors[f"{prefix}.{name}.weight"] = torch.full((s.hidden,), weight)
     return tensors
@@ -204,14 +198,9 @@ def _qwen3_next_weight(name: str, weight: torch.Tensor) -> torch.Tensor:
     return torch.randn_like(weight) * scale
 
 
-def _write(
-    directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> None:
+def _write(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     save_file(
-        {
-            name: tensor.to(torch.bfloat16).contiguous()
-            for name, tensor in tensors.items()
-        },
+        {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
         str(directory / "model.safetensors"),
         metadata={"format": "pt"},
     )
@@ -237,9 +226,7 @@ def _write_tokenizer(directory: Path, vocab_size: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in specials]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -20,9 +20,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "length", "cached"), CASES, ids=[case[0] for case in CASES]
-)
+@pytest.mark.parametrize(("name", "dtype", "length", "cached"), CASES, ids=[case[0] for case in CASES])
 def test_tokens_depend_on_the_kv_cache(
     engine: Callable[..., Engine],
     request: pytest.FixtureRequest,
