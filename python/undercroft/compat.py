@@ -52,8 +52,10 @@ __all__ = [
     "group_window",
     "hash_lookahead_tokens",
     "hash_seed",
+    "keeps_states",
     "layer_specs",
     "recompute_failed_loads",
+    "reconcile_local_hits",
     "vllm_release",
 ]
 
@@ -153,10 +155,37 @@ def group_window(spec: KVCacheSpec) -> int:
     """Window or chunk of a group in tokens; 0 where there is none."""
     first = next(layer_specs(spec))
     if isinstance(first, kv_cache_interface.SlidingWindowSpec):
-        return first.sliding_window
+        # Blocks below the window that vLLM keeps all the same must be filled by a load, too.
+        return first.sliding_window + getattr(first, "extra_retained_tokens", 0)
     if isinstance(first, kv_cache_interface.ChunkedLocalAttentionSpec):
         return first.attention_chunk_size
     return 0
+
+
+def keeps_states(spec: KVCacheSpec) -> bool:
+    """Whether a group of states keeps some of them at block boundaries, where a hit can end."""
+    return all(inner.mamba_cache_mode == "align" for inner in layer_specs(spec))
+
+
+def reconcile_local_hits(kv_cache_manager: KVCacheManager, usable: Callable[[Request, int], bool]) -> bool:
+    """Ask ``usable(request, tokens)`` before vLLM takes full attention's local hit for one that the connector completes.
+
+    vLLM asks for an external hit above that only, and where there is none it does not ask again for one above the
+    boundary that all groups hold. False if this vLLM has no such hits.
+    """
+    original = getattr(kv_cache_manager, "get_computed_blocks_for_connector", None)
+    if original is None:
+        return False
+
+    def get_computed_blocks_for_connector(request: Request) -> Any:
+        hit = original(request)
+        *_, tokens, _, diverged = hit
+        if diverged and not usable(request, tokens):
+            return (*kv_cache_manager.get_computed_blocks(request), False)
+        return hit
+
+    kv_cache_manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector  # type: ignore[method-assign]
+    return True
 
 
 def before_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) -> None:

@@ -198,6 +198,12 @@ OPTIONS: tuple[Option, ...] = (
         _choice("all", "prompt"), str,
     ),
     Option(
+        "state_interval_tokens", "number", 8192, "0 to 10000000",
+        "Sliding windows are saved where prompts and answers end and where prefixes part, and, so that a hit can end "
+        "between, every so many tokens; 0: not between. States are saved wherever vLLM keeps them.",
+        _integer(0, 10_000_000), _text_number,
+    ),
+    Option(
         "min_load_tokens", "number", 64, "0 to 1000000",
         "A hit that gains fewer tokens over what the device holds is not loaded: a load costs two engine steps.",
         _integer(0, 1_000_000), _text_number,
@@ -280,6 +286,7 @@ class UndercroftConfig:
     disk_path: tuple[str, ...]
     disk_capacity: Amount
     save: str
+    state_interval_tokens: int
     min_load_tokens: int
     lookup: str
     lookup_timeout_ms: float

@@ -118,7 +118,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         engine = open_engine(config)
         try:
             registration = groups.registration(payload_bytes)
-            session = engine.register(description, registration, groups.hash_tokens, groups.alignment)
+            session = engine.register(
+                description, registration, groups.unit, groups.alignment, groups.dropped_tokens
+            )
             self._scheduler = SchedulerConnector(
                 session,
                 groups,
@@ -153,6 +155,11 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A save that is lost is only a later miss."""
         return False
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """See `SchedulerConnector.completes_local_hits`."""
+        return self._scheduler is not None and self._scheduler.completes_local_hits
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -276,6 +283,18 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.update_connector_output`."""
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
+
+    @_fail_open(bool)
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """See `SchedulerConnector.register_finished_partial_tail`. Never keeps blocks from being freed."""
+        if self._scheduler is not None:
+            self._scheduler.register_finished_partial_tail(request, partial_tail_offloads)
+        return False
 
     @_fail_open(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

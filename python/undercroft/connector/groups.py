@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from undercroft import compat
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+PARTS_MAX = 32
+"""Groups that the engine can tell apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What the engine takes for a group: one block of a KV cache group in every unit."""
+
+    group: int
+    kind: str
+    window: int
+    block_tokens: int
+    """Tokens from one block to the next as the engine counts them; 0 if it is neither saved nor loaded."""
+    per_block: int = 1
+    """Blocks of the KV cache group in ``block_tokens``."""
+    index: int = 0
+    """Which of them this is."""
+
+    def position(self, block: int) -> int:
+        """The position in the KV cache group's block table of the engine's block ``block``."""
+        return block * self.per_block + self.index
+
+    def needed(self, boundary: int) -> range:
+        """The engine's blocks that a hit of ``boundary`` tokens needs, for groups that keep only some."""
+        end = boundary // self.block_tokens
+        if self.kind == "sliding_window":
+            return range(max(0, end - max(1, -(-(self.window - 1) // self.block_tokens))), end)
+        if self.kind == "chunked_local":
+            return range(boundary // self.window * self.window // self.block_tokens, end)
+        return range(end - 1, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +61,21 @@ class Groups:
     windows: tuple[int, ...]
     """Per group, tokens of its window or chunk; 0 where there is none."""
     dropped_tokens: int
-    """Tokens at the end of a hit that must be computed anew: a draft layer's KV there depends on the token after."""
+    """How far a hit must end before the end of what is cached: a draft layer's KV depends on the token after."""
+    unit: int = field(init=False)
+    """Tokens of one node of the engine's index: a block of every group ends with each, so that every node has all
+    that its chain needs to be found again after a restart."""
+    parts: tuple[Part, ...] = field(init=False)
+    """The engine's groups."""
+
+    def __post_init__(self) -> None:
+        unit = math.lcm(self.hash_tokens, *(tokens for tokens in self.block_tokens if tokens))
+        parts = tuple(self._split(unit))
+        if len(parts) > PARTS_MAX:
+            unit, parts = self.hash_tokens, tuple(self._split(0))
+        object.__setattr__(self, "unit", unit)
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "alignment", math.lcm(self.alignment, unit))
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
@@ -48,26 +96,50 @@ class Groups:
             alignment if eagle and not compat.hash_lookahead_tokens(vllm_config) else 0,
         )
 
+    def _split(self, unit: int) -> list[Part]:
+        """The parts for nodes of ``unit`` tokens; 0 leaves each group whole."""
+        parts = []
+        for group, (kind, tokens, window) in enumerate(zip(self.kinds, self.block_tokens, self.windows, strict=True)):
+            count = unit // tokens if unit and tokens else 1
+            for index in range(count):
+                # A block that ends before its unit does leaves the window so much sooner.
+                before = (count - 1 - index) * tokens
+                idle = (kind == "sliding_window" and before >= window - 1 > 0) or (kind == "state" and before)
+                if idle:
+                    continue
+                narrowed = window - before if kind == "sliding_window" else window
+                parts.append(Part(group, kind, narrowed, count * tokens, count, index))
+        return parts
+
     @property
     def loaded(self) -> tuple[int, ...]:
         """Indexes of the groups that a load fills."""
         return tuple(group for group, tokens in enumerate(self.block_tokens) if tokens)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some group gives up blocks that have left its window or chunk."""
+        return any(kind in ("sliding_window", "chunked_local") for kind in self.kinds)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some group carries a state."""
+        return "state" in self.kinds
+
     def align(self, tokens: int) -> int:
         """``tokens`` rounded down to where a hit may end."""
         return tokens // self.alignment * self.alignment
 
-    def usable(self, boundary: int) -> int:
-        """How much of a cached prefix of ``boundary`` tokens may be loaded."""
-        return max(0, self.align(boundary - self.dropped_tokens))
+    def hashes(self, block_hashes: list[bytes]) -> list[bytes]:
+        """The hashes of whole units; the list itself where each is one."""
+        step = self.unit // self.hash_tokens
+        return block_hashes if step == 1 else block_hashes[step - 1 :: step]
 
-    def registration(self, payload_bytes: list[int]) -> list[tuple[str, int, int, int]]:
-        """The groups as `_core.Engine.register` takes them; ``payload_bytes`` per group, all ranks together."""
+    def registration(self, payload_bytes: Sequence[int]) -> list[tuple[str, int, int, int]]:
+        """The parts as `_core.Engine.register` takes them; ``payload_bytes`` per group, all ranks together."""
         return [
-            (kind, tokens, size if tokens else 0, window)
-            for kind, tokens, size, window in zip(
-                self.kinds, self.block_tokens, payload_bytes, self.windows, strict=True
-            )
+            (part.kind, part.block_tokens, payload_bytes[part.group] if part.block_tokens else 0, part.window)
+            for part in self.parts
         ]
 
 
@@ -80,15 +152,26 @@ def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             return f"{name} = {size} is not supported (only tensor parallelism is)"
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"
+    kinds = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        names = sorted({type(inner).__name__ for inner in compat.layer_specs(spec)})
+        names = ", ".join(sorted({type(inner).__name__ for inner in compat.layer_specs(spec)}))
         kind = compat.group_kind(spec)
+        kinds.append(kind)
+        if kind == "ignored":
+            continue
         if group.host_resident or not group.enable_kv_transfer:
-            return f"KV cache group {index} ({', '.join(names)}) is not transferable"
-        if kind != "full":
+            return f"KV cache group {index} ({names}) is not transferable"
+        if kind is None:
             return (
-                f"KV cache group {index} is {', '.join(names)}; only models all of whose groups are full attention "
-                "or MLA are supported"
+                f"KV cache group {index} is {names}, which is not known here: what a hit needs of it cannot be told, "
+                "and the other groups alone would give wrong output"
             )
+        if kind == "state" and not compat.keeps_states(spec):
+            return (
+                f"KV cache group {index} ({names}) keeps no states at block boundaries; start vLLM with prefix caching "
+                'and mamba_cache_mode "align"'
+            )
+    if all(kind == "ignored" for kind in kinds):
+        return "no KV cache group of the model can be found again by its block hashes"
     return None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from undercroft._core import Session
+    from undercroft.connector.groups import Groups
 
 _NULL_BLOCK = 0
 
@@ -22,20 +23,19 @@ def plan_load(
     local_tokens: int,
     external_tokens: int,
     tables: Sequence[Sequence[int]],
-    block_tokens: Sequence[int],
+    groups: Groups,
 ) -> CopyJob | None:
     """Pin the payloads of ``external_tokens`` after ``local_tokens`` and pair them with device blocks by position.
 
-    ``tables``: per group, the request's device blocks. ``block_tokens``: per group, tokens in a block, 0 for groups
-    that are not loaded. None if a payload has gone, or if the plan would leave a block unfilled that vLLM takes for
-    filled.
+    ``tables``: per group, the request's device blocks. None if a payload has gone, or if the plan would leave a block
+    unfilled that vLLM takes for filled.
     """
     plan = session.begin_load(request_id, local_tokens, external_tokens)
     if plan is None:
         return None
-    job_id, groups = plan
+    job_id, extents = plan
     try:
-        copies = _pair(groups, local_tokens, local_tokens + external_tokens, tables, block_tokens)
+        copies = _pair(extents, local_tokens, local_tokens + external_tokens, tables, groups)
     except BaseException:
         session.end_load(job_id, False)
         raise
@@ -46,15 +46,14 @@ def plan_load(
 
 
 def _pair(
-    groups: Sequence[tuple[int, int, bytes]],
+    extents: Sequence[tuple[int, int, bytes]],
     begin: int,
     end: int,
     tables: Sequence[Sequence[int]],
-    block_tokens: Sequence[int],
+    groups: Groups,
 ) -> list[GroupCopy] | None:
-    plans = {group: (first, np.frombuffer(offsets, dtype="<i8")) for group, first, offsets in groups}
     copies = []
-    for group, tokens in enumerate(block_tokens):
+    for group, tokens in enumerate(groups.block_tokens):
         if not tokens:
             continue
         start, stop = begin // tokens, -(-end // tokens)
@@ -62,11 +61,14 @@ def _pair(
         if len(blocks) < stop - start:
             return None
         slots = np.full(stop - start, -1, dtype=np.int64)
-        if group in plans:
-            first, offsets = plans[group]
-            low, high = max(first, start), min(first + len(offsets), stop)
-            if low < high:
-                slots[low - start : high - start] = offsets[low - first : high - first]
+        for index, first, offsets in extents:
+            part = groups.parts[index]
+            if part.group != group:
+                continue
+            found = np.frombuffer(offsets, dtype="<i8")
+            places = part.position(first) - start + part.per_block * np.arange(len(found))
+            inside = (places >= 0) & (places < len(slots))
+            slots[places[inside]] = found[inside]
         real = blocks != _NULL_BLOCK
         if (slots[real] < 0).any():
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,7 +25,13 @@ class RequestState:
     lookup_failed: bool = False
     """A load failed or a lookup was given up: this request computes its prompt from now on."""
     saved_hashes: int = 0
-    """Block hashes up to which saves have been asked for."""
+    """Units up to which saves have been asked for."""
+    windows_kept: int = 0
+    """Tokens up to which the windows before boundaries have been offered."""
+    junction: int = 0
+    """Tokens of a prefix that others share, beyond what can be loaded of it; 0 if there is none."""
+    partial_tails: list[tuple[int, int, int]] = field(default_factory=list)
+    """(group, device block, boundary) of states that vLLM offered as the request ended."""
     save_refused: bool = False
     """The last save left blocks out for want of memory: worth asking again."""
     epoch: int = 0

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
     from undercroft._core import Session
+    from undercroft.connector.groups import Groups
     from undercroft.connector.metadata import UndercroftWorkerMetadata
 
 _NULL_BLOCK = 0
@@ -35,8 +36,9 @@ class Saves:
     finished request hands them to somebody else while they are being copied.
     """
 
-    def __init__(self, session: Session, world_size: int) -> None:
+    def __init__(self, session: Session, groups: Groups, world_size: int) -> None:
         self._session = session
+        self._groups = groups
         self._world_size = world_size
         self._pool: BlockPool | None = None
         self._saves: dict[int, _Save] = {}
@@ -49,18 +51,34 @@ class Saves:
         self._pool = pool
 
     def begin(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, tables: Sequence[Sequence[int]]
+        self,
+        request_id: str,
+        block_hashes: list[bytes],
+        num_tokens: int,
+        tables: Sequence[Sequence[int]],
+        boundaries: Iterable[int] = (),
+        states: Iterable[tuple[int, int, int]] = (),
     ) -> CopyJob | None:
         """Reserve slots for what of the first ``num_tokens`` is not here yet; None if there is nothing to copy.
 
-        ``tables``: per group, the request's device blocks by position.
+        ``tables``: per group, the request's device blocks by position. ``boundaries``: where the windows are kept.
+        ``states``: (group, device block, boundary) of states that the device holds.
         """
-        plan = self._session.begin_save(request_id, hashes, num_tokens)
+        groups = self._groups
+        offers = window_offers(groups, tables, boundaries)
+        state_blocks: dict[tuple[int, int], int] = {}
+        for index, part in enumerate(groups.parts):
+            for group, block_id, boundary in states:
+                if part.group == group and part.kind == "state" and boundary % groups.unit == 0:
+                    block = boundary // part.block_tokens - 1
+                    state_blocks[index, block] = block_id
+                    offers.append((index, block, block + 1))
+        plan = self._session.begin_save(request_id, groups.hashes(block_hashes), num_tokens, offers)
         if plan is None:
             return None
-        job_id, groups = plan
+        job_id, extents = plan
         try:
-            copies = [_group_copy(*group, tables) for group in groups]
+            copies = [_group_copy(groups, *extent, tables, state_blocks) for extent in extents]
             copies = [copy for copy in copies if len(copy.slots)]
             pinned = self._pin(copies)
         except BaseException:
@@ -112,16 +130,52 @@ class Saves:
             self._pool.free_blocks(reversed(pinned))
 
 
-def _group_copy(group: int, first: int, offsets: bytes, tables: Sequence[Sequence[int]]) -> GroupCopy:
+def window_offers(
+    groups: Groups, tables: Sequence[Sequence[int]], boundaries: Iterable[int]
+) -> list[tuple[int, int, int]]:
+    """What the device holds of the windows before ``boundaries``: (part, first block, block after the last)."""
+    ends = list(boundaries)
+    offers = []
+    for index, part in enumerate(groups.parts):
+        if part.kind not in ("sliding_window", "chunked_local"):
+            continue
+        table = tables[part.group]
+        held = {
+            block
+            for boundary in ends
+            for block in part.needed(boundary)
+            if part.position(block) < len(table) and table[part.position(block)] != _NULL_BLOCK
+        }
+        for block in sorted(held):
+            if offers and offers[-1][0] == index and offers[-1][2] == block:
+                offers[-1] = (index, offers[-1][1], block + 1)
+            else:
+                offers.append((index, block, block + 1))
+    return offers
+
+
+def _group_copy(
+    groups: Groups,
+    index: int,
+    first: int,
+    offsets: bytes,
+    tables: Sequence[Sequence[int]],
+    state_blocks: dict[tuple[int, int], int],
+) -> GroupCopy:
+    part = groups.parts[index]
     slots = np.frombuffer(offsets, dtype="<i8")
-    wanted = slots >= 0
-    table = tables[group][first : first + len(slots)]
-    if len(table) < len(slots):
+    wanted = np.flatnonzero(slots >= 0)
+    table = tables[part.group]
+    if part.kind == "state":
+        # Its table is not in the order of positions.
+        block_ids = np.array([state_blocks[index, first + at] for at in wanted.tolist()], dtype=np.int64)
+    elif len(wanted) and part.position(first + int(wanted[-1])) >= len(table):
         raise ValueError(
-            f"undercroft: a save wants blocks {first} to {first + len(slots) - 1} of group {group}, "
-            f"but the request has {len(tables[group])}"
+            f"undercroft: a save wants blocks {part.position(first)} to {part.position(first + int(wanted[-1]))} of "
+            f"group {part.group}, but the request has {len(table)}"
         )
-    block_ids = np.array(table, dtype=np.int64)[wanted]
+    else:
+        block_ids = np.array(table, dtype=np.int64)[part.position(first) + part.per_block * wanted]
     if (block_ids == _NULL_BLOCK).any():
-        raise ValueError(f"undercroft: a save wants null blocks of group {group}")
-    return GroupCopy(group, block_ids, slots[wanted])
+        raise ValueError(f"undercroft: a save wants null blocks of group {part.group}")
+    return GroupCopy(part.group, block_ids, slots[wanted])

@@ -16,7 +16,7 @@ from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -59,13 +59,15 @@ class SchedulerConnector:
         self._groups = groups
         self._config = config
         self._arena = arena
-        self._saves = Saves(session, world_size)
+        self._saves = Saves(session, groups, world_size)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, int] = {}
         """Loads that the workers have not reported yet, by request; -1 for one that failed before it began."""
         self._metadata = UndercroftMetadata()
         """What the next step's metadata already holds."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0
+        self.completes_local_hits = False
+        """Whether a local hit of full attention alone is welcome: the state at the loaded boundary completes it."""
         self._step = 0
         self._epoch = 0
         self._counts = counts
@@ -77,6 +79,8 @@ class SchedulerConnector:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Called once, when vLLM has built its own prefix cache."""
+        if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
+            self.completes_local_hits = compat.reconcile_local_hits(manager, self._completes)
         if self._config.disk_path:
             # Nothing is read from disk that the device holds already; without a disk the question is not worth asking.
             self._device_tokens = lambda request: compat.device_hit_tokens(manager, request)
@@ -91,7 +95,7 @@ class SchedulerConnector:
         limit = self._groups.align(request.num_tokens - 1)
         if limit > 0:
             local = self._device_tokens(request)
-            self._session.submit(request.request_id, request.block_hashes, local, limit)
+            self._session.submit(request.request_id, self._groups.hashes(request.block_hashes), local, limit)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``num_computed_tokens`` can be loaded; None while the disk still owes the answer.
@@ -108,12 +112,13 @@ class SchedulerConnector:
             return 0, False
         if state.asked_at is None:
             state.asked_at = time.perf_counter()
-        boundary = self._session.poll(request.request_id, request.block_hashes, num_computed_tokens, limit)
+        boundary = self._poll(request, num_computed_tokens, limit)
         if boundary is None and self._config.lookup == "blocking":
             boundary = self._wait(state, num_computed_tokens, limit)
         if boundary is None:
             return self._defer(state, state.asked_at)
-        gain = self._groups.usable(min(boundary, limit)) - num_computed_tokens
+        self._note_junction(state, max(boundary, num_computed_tokens), limit)
+        gain = min(boundary, limit) - num_computed_tokens
         if gain < max(1, self._config.min_load_tokens):
             gain = 0
         if state.counted_for != request.num_preemptions:
@@ -139,7 +144,7 @@ class SchedulerConnector:
                 state.local_tokens,
                 num_external_tokens,
                 blocks.get_block_ids(),
-                self._groups.block_tokens,
+                self._groups,
             )
         except BaseException:
             self._load_impossible(state)
@@ -173,16 +178,21 @@ class SchedulerConnector:
         metadata, self._metadata = self._metadata, UndercroftMetadata()
         metadata.arena_socket, metadata.arena_generation = self._arena()
         tables_of = scheduler_output.kv_connector_block_state
-        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+        states_of = getattr(tables_of, "boundary_state_offloads", None) or {}
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in {**scheduled, **states_of}:
             state = self._requests.get(request_id)
             if state is None or state.epoch != self._epoch:
                 continue
-            num_hashes = self._complete_hashes(state.request, state.request.num_computed_tokens + num_scheduled)
-            if num_hashes == state.saved_hashes and not (state.save_refused and self._step % _RETRY_STEPS == 0):
+            states = states_of.get(request_id, ())
+            computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
+            num_hashes = self._complete_hashes(state.request, computed)
+            retry = state.save_refused and self._step % _RETRY_STEPS == 0
+            if num_hashes == state.saved_hashes and not states and not retry:
                 continue
             tables = tables_of.get_block_ids(request_id)
             if tables is not None:
-                self._save(state, num_hashes, tables, metadata)
+                self._save(state, num_hashes, tables, metadata, states=states)
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -212,10 +222,17 @@ class SchedulerConnector:
             # request aborted while it loads counts its tokens as computed although they are not there yet.
             if state is not None and state.epoch == self._epoch and request_id not in self._loading:
                 num_hashes = self._complete_hashes(request, request.num_computed_tokens)
-                if num_hashes > state.saved_hashes or (state.save_refused and num_hashes):
-                    self._save(state, num_hashes, tables, self._metadata)
+                worth_it = num_hashes > state.saved_hashes or state.save_refused or self._groups.has_windows
+                if num_hashes and (worth_it or state.partial_tails):
+                    self._save(state, num_hashes, tables, self._metadata, states=state.partial_tails, finished=True)
         finally:
             self._session.discard(request_id)
+
+    def register_finished_partial_tail(self, request: Request, offered: list[tuple[int, int, int]]) -> None:
+        """States (group, device block, boundary) at the end of a request whose `request_finished` follows."""
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            state.partial_tails = list(offered)
 
     def has_pending_push_work(self) -> bool:
         """Whether workers still owe an answer, so that the engine must go on stepping to hear it."""
@@ -247,12 +264,16 @@ class SchedulerConnector:
             state = self._requests[request.request_id] = RequestState(request, epoch=self._epoch)
         return state
 
+    def _poll(self, request: Request, local_tokens: int, limit: int) -> int | None:
+        hashes = self._groups.hashes(request.block_hashes)
+        return self._session.poll(request.request_id, hashes, local_tokens, limit)
+
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> int:
         """Wait for the disk, woken by the answer; what is not there in time is not loaded."""
         request = state.request
         self._session.wait(request.request_id, self._config.lookup_timeout_ms / 1e3)
         state.deferred = True
-        boundary = self._session.poll(request.request_id, request.block_hashes, num_computed_tokens, limit)
+        boundary = self._poll(request, num_computed_tokens, limit)
         return self._give_up(state) if boundary is None else boundary
 
     def _defer(self, state: RequestState, asked_at: float) -> tuple[int | None, bool]:
@@ -274,31 +295,82 @@ class SchedulerConnector:
         self._loading[state.request.request_id] = -1
         self._metadata.failed_loads.append(state.request.request_id)
 
+    def _completes(self, request: Request, local_tokens: int) -> bool:
+        """Whether something can be loaded above a local hit of full attention, whose states are not all there."""
+        try:
+            state = self._state(request)
+            limit = self._groups.align(request.num_tokens - 1)
+            if state.lookup_failed or limit <= local_tokens:
+                return False
+            boundary = self._poll(request, local_tokens, limit)
+            return boundary is None or boundary - local_tokens >= max(1, self._config.min_load_tokens)
+        except Exception as error:
+            self._report("get_computed_blocks_for_connector", error)
+            return False
+
+    def _note_junction(self, state: RequestState, hit: int, limit: int) -> None:
+        """Where others share the prompt beyond the hit, because a window or a state is missing there: keep it."""
+        if not (self._groups.has_windows or self._groups.has_states):
+            return
+        request = state.request
+        shared = self._groups.align(min(self._session.shared_tokens(request.request_id), limit))
+        state.junction = shared if shared > hit else 0
+        if state.junction and self._groups.has_states and getattr(request, "shared_prefix_boundary", None) == 0:
+            # As for a junction on the device: vLLM ends a step there, so that the state comes to exist.
+            request.shared_prefix_boundary = state.junction
+
+    def _kept_boundaries(self, state: RequestState, end: int, finished: bool) -> set[int]:
+        """Boundaries up to ``end`` tokens whose windows a later request can reach, and that were not kept before."""
+        if not self._groups.has_windows:
+            return set()
+        request, align = state.request, self._groups.align
+        begin = state.windows_kept
+        # The same prompt again ends before its last token, a longer one may go on from there.
+        ends = {align(request.num_prompt_tokens - 1), align(request.num_prompt_tokens)}
+        ends |= {state.junction, align(getattr(request, "shared_prefix_boundary", 0)), align(state.local_tokens)}
+        if finished:
+            ends.add(align(end))
+        if interval := align(self._config.state_interval_tokens + self._groups.alignment - 1):
+            ends.update(range((begin // interval + 1) * interval, end + 1, interval))
+        kept = {boundary for boundary in ends if begin < boundary <= end}
+        return kept | {align(end)} if finished and align(end) else kept
+
     def _complete_hashes(self, request: Request, computed_tokens: int) -> int:
-        """Number of block hashes whose tokens all have their KV on the device after ``computed_tokens``.
+        """Number of units whose tokens all have their KV on the device after ``computed_tokens``.
 
         Drafts that were not accepted lie beyond ``num_tokens``; hashes that look ahead appear late.
         """
         tokens = min(computed_tokens, request.num_tokens)
         if self._config.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)
-        return min(tokens // self._groups.hash_tokens, len(request.block_hashes))
+        whole = len(request.block_hashes) * self._groups.hash_tokens
+        return min(tokens, whole) // self._groups.unit
 
     def _save(
-        self, state: RequestState, num_hashes: int, tables: tuple[list[int], ...], metadata: UndercroftMetadata
+        self,
+        state: RequestState,
+        num_hashes: int,
+        tables: tuple[list[int], ...],
+        metadata: UndercroftMetadata,
+        *,
+        states: Sequence[tuple[int, int, int]] = (),
+        finished: bool = False,
     ) -> None:
         state.saved_hashes = num_hashes
         state.save_refused = False
         if not num_hashes:
             return
         request = state.request
-        num_tokens = num_hashes * self._groups.hash_tokens
+        num_tokens = num_hashes * self._groups.unit
+        boundaries = self._kept_boundaries(state, num_tokens, finished)
         try:
-            job = self._saves.begin(request.request_id, request.block_hashes, num_tokens, tables)
+            job = self._saves.begin(request.request_id, request.block_hashes, num_tokens, tables, boundaries, states)
         except Exception as error:
             # One request's trouble must not lose the other requests' copies of this step.
             self._report("build_connector_meta", error)
             return
         state.save_refused = self._session.save_refused()
+        if not state.save_refused:
+            state.windows_kept = num_tokens
         if job is not None:
             metadata.saves.append(job)

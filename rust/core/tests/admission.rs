@@ -61,7 +61,7 @@ fn hit(engine: &mut Engine, session: SessionId, request: &str, prompt: &Vec<Bloc
 
 fn save(engine: &mut Engine, session: SessionId, request: &str, prompt: &Vec<BlockHash>) -> u32 {
     let tokens = prompt.len() as u32 * GRANULE;
-    let Some(save) = engine.begin_save(session, request, prompt, tokens, |_, _| true) else {
+    let Some(save) = engine.begin_save(session, request, prompt, tokens, &[]) else {
         return 0;
     };
     engine.end_transfer(save.id, true);

@@ -157,7 +157,7 @@ fn offsets(extents: &[Extent]) -> Vec<(usize, usize)> {
 fn save(machine: &mut Machine, engine: &mut Engine, session: SessionId, hashes: &Vec<BlockHash>) {
     let tokens = hashes.len() as u32 * GRANULE;
     let transfer = engine
-        .begin_save(session, "r", hashes, tokens, |_, _| true)
+        .begin_save(session, "r", hashes, tokens, &[])
         .unwrap();
     for (block, offset) in offsets(&transfer.extents) {
         machine.arena[offset..offset + PAYLOAD].copy_from_slice(&payload(block + 1));

@@ -158,13 +158,16 @@ impl PyEngine {
     }
 
     /// A session for one namespace. Raises ConfigError.
-    #[pyo3(signature = (description, groups, hash_block_tokens, alignment_tokens = None))]
+    #[pyo3(signature = (
+        description, groups, hash_block_tokens, alignment_tokens = None, dropped_tokens = 0,
+    ))]
     fn register(
         &self,
         description: String,
         groups: Vec<(String, u32, u32, u32)>,
         hash_block_tokens: u32,
         alignment_tokens: Option<u32>,
+        dropped_tokens: u32,
     ) -> PyResult<PySession> {
         let groups = groups
             .into_iter()
@@ -193,6 +196,7 @@ impl PyEngine {
         };
         let opened = self.shell.enter(|engine| {
             let session = engine.open_session(spec)?;
+            engine.set_dropped_tokens(session, dropped_tokens);
             Ok((session, engine.namespace_of(session)))
         });
         match opened {

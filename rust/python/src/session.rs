@@ -6,7 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use slotmap::{Key, KeyData};
-use undercroft_core::engine::{Answer, SessionId, Transfer, TransferId};
+use undercroft_core::engine::{Answer, Offer, SessionId, Transfer, TransferId};
 use undercroft_core::key::{BlockHash, HashSource};
 use undercroft_core::shell::Shell;
 
@@ -120,6 +120,13 @@ impl PySession {
         })
     }
 
+    /// How many tokens of the request's prompt its last lookup found a chain for, usable or not.
+    fn shared_tokens(&self, request_id: &str) -> u32 {
+        self.shell
+            .enter(|engine| engine.shared_tokens(self.id, request_id))
+            .unwrap_or(0)
+    }
+
     /// Of the tokens after `num_computed_tokens`, how many came from (host, disk).
     fn tiers(
         &self,
@@ -164,17 +171,25 @@ impl PySession {
     }
 
     /// Reserve slots for the blocks of the first `num_tokens` tokens that are not here yet.
+    #[pyo3(signature = (request_id, hashes, num_tokens, offers = Vec::new()))]
     fn begin_save<'py>(
         &self,
         py: Python<'py>,
         request_id: &str,
         hashes: &Bound<'py, PyList>,
         num_tokens: u32,
+        offers: Vec<(u8, u32, u32)>,
     ) -> Option<PyTransfer<'py>> {
-        let begun = self.shell.enter(|engine| {
-            engine.begin_save(self.id, request_id, &Hashes(hashes), num_tokens, |_, _| {
-                false
+        let offers: Vec<Offer> = offers
+            .into_iter()
+            .map(|(group, first_block, end_block)| Offer {
+                group,
+                first_block,
+                end_block,
             })
+            .collect();
+        let begun = self.shell.enter(|engine| {
+            engine.begin_save(self.id, request_id, &Hashes(hashes), num_tokens, &offers)
         });
         begun.flatten().map(|transfer| to_python(py, transfer))
     }

@@ -154,7 +154,7 @@ impl ReplayCache for EngineCache {
         };
         let save = self
             .engine
-            .begin_save(self.session, REQUEST, &self.hashes, tokens, |_, _| true);
+            .begin_save(self.session, REQUEST, &self.hashes, tokens, &[]);
         if let Some(save) = save {
             self.engine.end_transfer(save.id, true);
         }

@@ -40,6 +40,10 @@ pub(super) struct Request {
     /// A load failed: there is nothing for this request any more.
     pub(super) failed: bool,
     touched: bool,
+    /// See [`Engine::set_dropped_tokens`].
+    dropped_tokens: u32,
+    /// Tokens of the chain that the last look found, whether a hit may end there or not.
+    shared_tokens: u32,
     /// Tick of its arrival.
     tick: u64,
     /// Granules, from the first, that were offered to the policies to be saved.
@@ -154,6 +158,16 @@ impl Engine {
         (external_tokens - (to - from), to - from)
     }
 
+    /// How many tokens of a request's prompt its last lookup found a chain for. Above the answer, where
+    /// a window or a state was missing: others share that prefix, and a hit could end there.
+    pub fn shared_tokens(&self, session: SessionId, request: &str) -> u32 {
+        self.sessions
+            .get(session)
+            .and_then(|state| state.requests.get(request))
+            .and_then(|&id| self.requests.get(id))
+            .map_or(0, |state| state.shared_tokens)
+    }
+
     fn request_of(&mut self, session: SessionId, request: &str) -> Option<RequestId> {
         let state = self.sessions.get_mut(session)?;
         if let Some(&id) = state.requests.get(request) {
@@ -174,6 +188,8 @@ impl Engine {
             asked_ns: None,
             failed: false,
             touched: false,
+            dropped_tokens: state.dropped_tokens,
+            shared_tokens: 0,
         });
         state.requests.insert(request.into(), id);
         Some(id)
@@ -192,11 +208,13 @@ impl Engine {
         let granule = spec.hash_block_tokens;
         let local = local_tokens / granule;
         let found = self.forest.deepest(ns, hashes, |node| node.visible);
+        self.requests[id].shared_tokens = found.map_or(0, |(_, depth)| depth * granule);
         let Some((deepest, depth)) = found.filter(|&(_, depth)| depth > local) else {
             self.lease(id, NONE);
             return Answer::Ready(0);
         };
-        let limit = depth.min(max_tokens / granule);
+        let dropped = self.requests[id].dropped_tokens.div_ceil(granule);
+        let limit = depth.saturating_sub(dropped).min(max_tokens / granule);
         if limit <= local {
             self.lease(id, NONE);
             return Answer::Ready(0);

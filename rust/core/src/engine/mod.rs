@@ -33,7 +33,7 @@ mod writeback;
 
 pub use lookup::Answer;
 pub use recover::Recovery;
-pub use transfer::{Extent, Transfer};
+pub use transfer::{Extent, Offer, Transfer};
 
 slotmap::new_key_type! {
     /// One client's use of one namespace.
@@ -104,6 +104,8 @@ struct Session {
     requests: HashMap<Box<str>, RequestId>,
     /// The last save left blocks out for want of memory.
     save_refused: bool,
+    /// How far a hit must end before the end of what is here.
+    dropped_tokens: u32,
 }
 
 /// What an IO operation in flight is for. The node it works on is kept alive by `Node::busy`.
@@ -229,7 +231,16 @@ impl Engine {
             ns,
             requests: HashMap::new(),
             save_refused: false,
+            dropped_tokens: 0,
         }))
+    }
+
+    /// Sets how many tokens before the end of what is here each hit of a session must end, 0 at first.
+    /// What a draft model keeps for a token depends on the token after it.
+    pub fn set_dropped_tokens(&mut self, session: SessionId, tokens: u32) {
+        if let Some(state) = self.sessions.get_mut(session) {
+            state.dropped_tokens = tokens;
+        }
     }
 
     fn register(&mut self, spec: NamespaceSpec) -> Result<NsId, RegisterError> {

@@ -1,7 +1,8 @@
 //! Transfers: loads and saves that the workers carry out between device and arena.
 
-use crate::forest::{HostState, NONE, NodeId, Tier};
+use crate::forest::{DiskState, HostState, NONE, NodeId, NsId, Tier};
 use crate::key::HashSource;
+use crate::namespace::GroupKind;
 
 use super::places::{Loss, bytes};
 use super::{Engine, SessionId, TransferId};
@@ -25,6 +26,18 @@ pub struct Transfer {
     pub id: TransferId,
     /// Blocks by group.
     pub extents: Vec<Extent>,
+}
+
+/// Blocks of a group that a hit can do without (a window's, or a state) and that the device holds now:
+/// a save takes them too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// Index of the group.
+    pub group: u8,
+    /// Index of the first block in the request's block table of that group.
+    pub first_block: u32,
+    /// Index of the block after the last.
+    pub end_block: u32,
 }
 
 #[derive(Debug)]
@@ -159,15 +172,15 @@ impl Engine {
     ///
     /// `request`: the one whose blocks these are. A policy weighs each of its blocks once, however often
     /// its save is tried or continued.
-    /// `available(group, block)`: whether the device holds that block, for groups that are not full
-    /// attention.
+    /// `offers`: what the device holds of groups that are not full attention. It is added to blocks that
+    /// are here already, too.
     pub fn begin_save<H: HashSource + ?Sized>(
         &mut self,
         session: SessionId,
         request: &str,
         hashes: &H,
         num_tokens: u32,
-        available: impl Fn(u8, u32) -> bool,
+        offers: &[Offer],
     ) -> Option<Transfer> {
         let state = self.sessions.get(session)?;
         let (ns, request) = (state.ns, state.requests.get(request).copied());
@@ -192,6 +205,7 @@ impl Engine {
             self.pin(parent);
         }
         let anchor = parent;
+        self.add_to_chain(ns, &hashes, depth, offers, &mut places);
         let mut tail_generation = if parent == NONE {
             0
         } else {
@@ -226,7 +240,7 @@ impl Engine {
             state.last = self.tick;
             state.hit_class = hit_class;
             let start = places.len();
-            match self.fill_node(node, hit_class, &available, &mut places) {
+            match self.fill_node(node, hit_class, offers, &mut places) {
                 Ok(()) => offered = offered.max(depth),
                 Err(refusal) => {
                     for (node, group) in places.drain(start..) {
@@ -276,6 +290,43 @@ impl Engine {
         Some(Transfer { id, extents })
     }
 
+    /// Reserves slots for what is offered of the first `depth` nodes of a chain, all of which are here.
+    fn add_to_chain<H: HashSource + ?Sized>(
+        &mut self,
+        ns: NsId,
+        hashes: &Limited<'_, H>,
+        depth: u32,
+        offers: &[Offer],
+        places: &mut Vec<(NodeId, u8)>,
+    ) {
+        for offer in offers {
+            let group = usize::from(offer.group);
+            let spec = &self.namespaces[usize::from(ns)].spec;
+            if group >= spec.groups.len() || spec.groups[group].kind == GroupKind::Ignored {
+                continue;
+            }
+            let granules = spec.granules(group);
+            let end = offer.end_block.min(depth / granules);
+            for block in offer.first_block..end {
+                let at = (block + 1) * granules;
+                let found = hashes.get(at as usize - 1);
+                let Some(node) = found.and_then(|hash| self.forest.find(ns, &hash)) else {
+                    return;
+                };
+                let state = self.forest.node(node);
+                let place = state.place(offer.group);
+                let here = place.host != HostState::Empty || place.disk != DiskState::Empty;
+                if state.depth != at || state.requires(group) || here {
+                    continue;
+                }
+                match self.reserve(node, offer.group, state.hit_class) {
+                    Ok(()) => places.push((node, offer.group)),
+                    Err(_) => return,
+                }
+            }
+        }
+    }
+
     /// Offers a block that is nowhere to the policies; the hit class that it enters with.
     fn offer(&mut self, fingerprint: u64) -> u8 {
         let tick = self.tick;
@@ -295,7 +346,7 @@ impl Engine {
         &mut self,
         node: NodeId,
         hit_class: u8,
-        available: &impl Fn(u8, u32) -> bool,
+        offers: &[Offer],
         places: &mut Vec<(NodeId, u8)>,
     ) -> Result<(), Refusal> {
         let at = self.forest.node(node);
@@ -307,27 +358,32 @@ impl Engine {
             }
             let must = required >> group & 1 == 1;
             let block = depth / spec.granules(usize::from(group)) - 1;
-            if !must && !available(group, block) {
+            if !must && !offered(offers, group, block) {
                 continue;
             }
-            let class = self.host_class(node, group);
-            // The way to disk leads through the arena: there, the disk's policy decides.
-            let choosy = self.disks.is_empty() && self.host.is_full(class);
-            let refusal = if choosy && self.refuses(Tier::Host, 0, class, hit_class) {
-                self.counters.refused_admission += 1;
-                Refusal::NotAdmitted
-            } else if self.take_host(node, group, HostState::Filling) {
-                places.push((node, group));
-                continue;
-            } else {
-                self.counters.refused_host_full += 1;
-                Refusal::Full
-            };
-            if must {
-                return Err(refusal);
+            match self.reserve(node, group, hit_class) {
+                Ok(()) => places.push((node, group)),
+                Err(refusal) if must => return Err(refusal),
+                Err(_) => {}
             }
         }
         Ok(())
+    }
+
+    /// Reserves one slot of the arena for a payload that is to be saved.
+    fn reserve(&mut self, node: NodeId, group: u8, hit_class: u8) -> Result<(), Refusal> {
+        let class = self.host_class(node, group);
+        // The way to disk leads through the arena: there, the disk's policy decides.
+        let choosy = self.disks.is_empty() && self.host.is_full(class);
+        if choosy && self.refuses(Tier::Host, 0, class, hit_class) {
+            self.counters.refused_admission += 1;
+            Err(Refusal::NotAdmitted)
+        } else if self.take_host(node, group, HostState::Filling) {
+            Ok(())
+        } else {
+            self.counters.refused_host_full += 1;
+            Err(Refusal::Full)
+        }
     }
 
     /// Whether the session's last save left blocks out that may be tried again.
@@ -368,6 +424,7 @@ impl Engine {
                             self.counters.saved_blocks += 1;
                         }
                         self.host_filled(node, group);
+                        self.offer_late_to_disk(node, group);
                     } else {
                         self.forest.node_mut(node).busy -= 1;
                         self.drop_host(node, group, Loss::Dropped);
@@ -377,6 +434,12 @@ impl Engine {
             }
         }
     }
+}
+
+fn offered(offers: &[Offer], group: u8, block: u32) -> bool {
+    offers
+        .iter()
+        .any(|offer| offer.group == group && (offer.first_block..offer.end_block).contains(&block))
 }
 
 /// The first `len` hashes.

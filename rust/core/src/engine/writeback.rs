@@ -37,6 +37,14 @@ impl Engine {
         self.queue_writes(id);
     }
 
+    /// A payload that a hit can do without has come to a node that may have been visible before.
+    pub(super) fn offer_late_to_disk(&mut self, id: NodeId, group: u8) {
+        let node = self.forest.node(id);
+        if node.visible && !node.requires(usize::from(group)) {
+            self.offer_new_to_disk(id);
+        }
+    }
+
     /// A chain down to `id` was hit: what of it was not admitted to disk before is offered again.
     pub(super) fn offer_hit_to_disk(&mut self, id: NodeId) {
         let choosy = self.config.second_touch || self.host_policy.touches_every_block();
