@@ -56,6 +56,7 @@ class Engine:
         groups: list[tuple[str, int, int, int]],
         hash_block_tokens: int,
         alignment_tokens: int | None = None,
+        dropped_tokens: int = 0,
     ) -> Session:
         """A session for one namespace.
 
@@ -63,7 +64,8 @@ class Engine:
         namespace. ``groups``: per KV cache group (kind, tokens per block, payload bytes of all ranks together, window
         in tokens or 0), kind one of "full", "sliding_window", "chunked_local", "state", "ignored".
         ``hash_block_tokens``: tokens per block hash; each group's tokens per block is a multiple of it.
-        ``alignment_tokens``: every answer is a multiple of it (default: ``hash_block_tokens``).
+        ``alignment_tokens``: every hit is a multiple of this (default: of a block hash). ``dropped_tokens``: how far
+        before the end of what is cached every hit must end.
 
         Raises ConfigError if a payload does not fit the arena.
         """
@@ -115,6 +117,9 @@ class Session:
         Returns whether it is; the answer is then `poll`'s.
         """
 
+    def shared_tokens(self, request_id: str) -> int:
+        """How many tokens of the request's prompt its last lookup found a chain for, whether a hit may end there."""
+
     def tiers(self, request_id: str, num_computed_tokens: int, num_external_tokens: int) -> tuple[int, int]:
         """Of the tokens after ``num_computed_tokens``, how many came from (host, disk). For metrics."""
 
@@ -131,13 +136,14 @@ class Session:
         """All ranks have ended the copies of a load. After ``ok=False`` the request's later lookups answer 0."""
 
     def begin_save(
-        self, request_id: str, hashes: list[bytes], num_tokens: int
+        self, request_id: str, hashes: list[bytes], num_tokens: int, offers: list[tuple[int, int, int]] = ...
     ) -> tuple[int, list[tuple[int, int, bytes]]] | None:
         """Reserve slots for the blocks of the first ``num_tokens`` tokens that are not here yet.
 
         Returns (job id, per group (group, index of the first block, offsets)), -1 for a block that is here already or
         that is refused; None if there is nothing to copy. What was refused (arena full of data in use) can be asked for
-        again.
+        again. ``offers``: what the device holds of groups that are not full attention, as (group, first block, block
+        after the last); it is added to tokens that were saved before, too.
         """
 
     def save_refused(self) -> bool:

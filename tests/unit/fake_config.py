@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    RSWASpec,
     SlidingWindowSpec,
 )
 
@@ -25,6 +26,11 @@ def attention(**changes):
 def sliding(**changes):
     fields = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "sliding_window": 64}
     return SlidingWindowSpec(**{**fields, **changes})
+
+
+def unknown():
+    """A group of a kind that the connector knows nothing of."""
+    return RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, rswa_window=32)
 
 
 def kv_cache_config(specs=None, layers=2, **changes):

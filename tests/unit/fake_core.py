@@ -20,8 +20,11 @@ class FakeEngine:
         self.closed = False
         self.counters = {"saved_blocks": 0, "host_used_bytes": 0}
 
-    def register(self, description, groups, hash_block_tokens, alignment_tokens=None):
-        return FakeSession(self, description, groups, hash_block_tokens)
+    def register(self, description, groups, hash_block_tokens, alignment_tokens=None, dropped_tokens=0):
+        session = FakeSession(self, description, groups, hash_block_tokens)
+        session.alignment = alignment_tokens or hash_block_tokens
+        session.dropped = dropped_tokens
+        return session
 
     def stats(self):
         return dict(self.counters)
@@ -100,7 +103,8 @@ class FakeSession:
         if request_id in self.failed:
             return 0
         self.lookups[request_id] = list(hashes)
-        boundary = self._boundary(hashes)
+        boundary = max(0, min(self._boundary(hashes) - self.dropped, max_tokens or 1 << 30))
+        boundary = boundary // self.alignment * self.alignment
         owed = [
             self._payload(group, hashes, index)
             for group, (_, block, _, _) in enumerate(self.groups)
@@ -137,7 +141,10 @@ class FakeSession:
         if not ok:
             self.failed.add(request_id)
 
-    def begin_save(self, request_id, hashes, num_tokens):
+    def shared_tokens(self, request_id):
+        return self._boundary(self.lookups.get(request_id, []))
+
+    def begin_save(self, request_id, hashes, num_tokens, offers=()):
         self.calls.append(("begin_save", request_id, num_tokens))
         self.refused = False
         job, plan, taken = next(self.jobs), [], []

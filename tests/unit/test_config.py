@@ -80,6 +80,7 @@ BAD = {
     "disk_path": ["", 3, [1], ["/a", ""], ["/a", "/a"], {"a": 1}, "a\0b"],
     "disk_capacity": ["x", 0, False],
     "save": ["al", "", None, True, 1],
+    "state_interval_tokens": [-1, 1.5, "8k", True, 10**9],
     "min_load_tokens": [-1, 1.0, "64", True, 10**9],
     "lookup": ["sync", None],
     "lookup_timeout_ms": [-1, "5", True, float("inf"), 60_001],

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from fake_config import kv_cache_config, sliding, vllm_config
+from fake_config import kv_cache_config, unknown, vllm_config
 from fake_core import FakeEngine
 from fake_vllm import FakePool, Request, scheduler_output, worker_output
 from undercroft import plugin
@@ -165,7 +165,7 @@ def test_unsupported_model_runs_without_us(monkeypatch):
         raise AssertionError("no engine is needed")
 
     monkeypatch.setattr(module, "open_engine", never)
-    connector = make(kv_config=kv_cache_config([sliding()]))
+    connector = make(kv_config=kv_cache_config([unknown()]))
     one = request()
     connector.on_new_request(one)
     assert connector.get_num_new_matched_tokens(one, 0) == (0, False)
@@ -181,7 +181,7 @@ def test_payloads_hold_the_shards_of_all_ranks(engine, monkeypatch):
     register = engine.register
     monkeypatch.setattr(engine, "register", lambda *args: registered.append(args) or register(*args))
     make(vllm_config(tensor_parallel_size=2))
-    (_, groups, hash_tokens, alignment) = registered[0]
+    (_, groups, hash_tokens, alignment, _) = registered[0]
     page = kv_cache_config().kv_cache_groups[0].kv_cache_spec.page_size_bytes
     assert groups == [("full", 16, 2 * 2 * page, 0)]
     assert (hash_tokens, alignment) == (16, 16)

@@ -258,11 +258,11 @@ def test_kinds(spec, kind, window):
     assert compat.group_window(spec) == window
 
 
-def test_only_full_attention_is_served():
-    assert why_unsupported(vllm_config(), kv_cache_config()) is None
-    assert why_unsupported(vllm_config(), kv_cache_config([attention(), MLA])) is None
-    for spec in (sliding(), CHUNKED, MAMBA, RSWA):
-        assert type(spec).__name__ in why_unsupported(vllm_config(), kv_cache_config([attention(), spec]))
+def test_kinds_that_are_served():
+    for spec in (attention(), MLA, sliding(), CHUNKED, dataclasses.replace(MAMBA, mamba_cache_mode="align")):
+        assert why_unsupported(vllm_config(), kv_cache_config([attention(), spec])) is None
+    assert "RSWASpec, which is not known" in why_unsupported(vllm_config(), kv_cache_config([attention(), RSWA]))
+    assert "keeps no states" in why_unsupported(vllm_config(), kv_cache_config([attention(), MAMBA]))
     assert "no KV cache" in why_unsupported(vllm_config(), kv_cache_config(kv_cache_groups=[]))
 
 
@@ -280,7 +280,9 @@ def test_group_sizes():
     assert groups.block_tokens == (16, 32)
     assert groups.loaded == (0, 1)
     assert groups.dropped_tokens == 0
-    assert groups.registration([100, 200]) == [("full", 16, 100, 0), ("full", 32, 200, 0)]
+    assert (groups.unit, groups.alignment) == (32, 32)
+    assert groups.registration([100, 200]) == [("full", 32, 100, 0), ("full", 32, 100, 0), ("full", 32, 200, 0)]
+    assert groups.hashes([b"0", b"1", b"2", b"3", b"4"]) == [b"1", b"3"]
 
 
 def test_draft_groups_drop_tokens_unless_hashes_look_ahead():

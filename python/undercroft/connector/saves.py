@@ -79,7 +79,7 @@ class Saves:
         job_id, extents = plan
         try:
             copies = [_group_copy(groups, *extent, tables, state_blocks) for extent in extents]
-            copies = [copy for copy in copies if len(copy.slots)]
+            copies = _by_group(copy for copy in copies if len(copy.slots))
             pinned = self._pin(copies)
         except BaseException:
             self._session.end_save(job_id, False)
@@ -152,6 +152,18 @@ def window_offers(
             else:
                 offers.append((index, block, block + 1))
     return offers
+
+
+def _by_group(copies: Iterable[GroupCopy]) -> list[GroupCopy]:
+    """One copy for each group, of those of its parts."""
+    found: dict[int, GroupCopy] = {}
+    for copy in copies:
+        if (first := found.get(copy.group)) is None:
+            found[copy.group] = copy
+        else:
+            first.block_ids = np.concatenate([first.block_ids, copy.block_ids])
+            first.slots = np.concatenate([first.slots, copy.slots])
+    return list(found.values())
 
 
 def _group_copy(

@@ -200,8 +200,7 @@ impl DiskBench {
             // What waits to be written is bounded, in the engine too.
             while next < self.blocks && next < engine.counters().disk_writes + window {
                 let hashes = vec![hash(next)];
-                let save =
-                    engine.begin_save(rig.session, "save", &hashes, BLOCK_TOKENS, |_, _| true);
+                let save = engine.begin_save(rig.session, "save", &hashes, BLOCK_TOKENS, &[]);
                 let Some(save) = save else { break };
                 engine.end_transfer(save.id, true);
                 next += 1;

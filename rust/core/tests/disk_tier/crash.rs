@@ -127,9 +127,8 @@ fn child_works() {
             MODEL.verify(&arena, &hashes, &load);
             shell.enter(|engine| engine.end_transfer(load.id, true));
         }
-        let save = |engine: &mut Engine| {
-            engine.begin_save(session, "r", &hashes, len * GRANULE, |_, _| true)
-        };
+        let save =
+            |engine: &mut Engine| engine.begin_save(session, "r", &hashes, len * GRANULE, &[]);
         if let Some(save) = shell.enter(save).unwrap() {
             MODEL.fill(&arena, &hashes, &save);
             shell.enter(|engine| engine.end_transfer(save.id, true));

@@ -301,7 +301,7 @@ impl Rig {
         self.engine.submit(session, "save", &hashes, 0, 0);
         let transfer = self
             .engine
-            .begin_save(session, "save", &hashes, len * GRANULE, |_, _| true);
+            .begin_save(session, "save", &hashes, len * GRANULE, &[]);
         if let Some(transfer) = transfer {
             model.fill(&self.arena, &hashes, &transfer);
             self.engine.end_transfer(transfer.id, true);
