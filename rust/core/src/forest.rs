@@ -94,6 +94,8 @@ pub struct Node {
     pub detached: bool,
     /// Whether it is in the policy's set of leaves, by tier.
     pub leaf: [bool; 2],
+    /// Whether it is no leaf, but holds payloads that a hit can do without, by tier.
+    pub spare: [bool; 2],
     /// Places in use, by tier.
     pub places_used: [u8; 2],
     /// Children that are active in a tier (see [`Forest::is_active`]).
@@ -102,6 +104,8 @@ pub struct Node {
     pub depth: u32,
     /// Leases.
     pub pins: u32,
+    /// Leases of nodes below, whose hits need a payload here that others can do without.
+    pub holds: u32,
     /// Copies and IO operations in flight.
     pub busy: u32,
     /// Groups whose payload must be here for the node to be visible, one bit each.
@@ -318,10 +322,12 @@ impl Forest {
             host_chain: false,
             detached: false,
             leaf: [false; 2],
+            spare: [false; 2],
             places_used: [0; 2],
             tier_children: [0; 2],
             depth,
             pins: 0,
+            holds: 0,
             busy: 0,
             required,
             last: 0,

@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use crate::disk::format::RECORDS_PER_BLOCK;
 use crate::io::IoFault;
-use crate::policy::Policy;
+use crate::policy::{Policy, PolicyKind};
 use crate::slots::{Class, Owner, Slots};
 
 pub mod format;
@@ -58,6 +58,8 @@ pub struct DeviceImage {
 pub(crate) struct Disk {
     pub(crate) slots: Slots,
     pub(crate) policy: Policy,
+    /// Nodes that are no leaves, but hold payloads that a hit can do without.
+    pub(crate) spares: Policy,
     pub(crate) health: Health,
     /// Why it is not `Good`.
     pub(crate) fault: Option<IoFault>,
@@ -80,6 +82,7 @@ impl Disk {
         Self {
             slots,
             policy,
+            spares: Policy::new(PolicyKind::Lru, 0, 0),
             health: Health::Good,
             fault: None,
             namespace_entries,

@@ -288,10 +288,10 @@ impl Engine {
             return;
         }
         if node != NONE {
-            self.pin(node);
+            self.pin_hit(node);
         }
         if old != NONE {
-            self.unpin(old);
+            self.unpin_hit(old);
         }
     }
 
@@ -313,6 +313,9 @@ impl Engine {
             }
         } else {
             self.touch(node);
+            for above in self.window_above(node) {
+                self.renew(above);
+            }
         }
         self.offer_hit_to_disk(node);
     }

@@ -23,6 +23,7 @@ use crate::namespace::{GroupKind, Namespace, NamespaceSpec};
 use crate::policy::{Policy, PolicyKind, Seen};
 use crate::slots::{Slots, page_bytes_for};
 
+mod evict;
 mod lookup;
 mod places;
 mod promote;
@@ -141,6 +142,8 @@ pub struct Engine {
     forest: Forest,
     host: Slots,
     host_policy: Policy,
+    /// Nodes that are no leaves of the arena, but hold payloads there that a hit can do without.
+    host_spares: Policy,
     disks: Vec<Disk>,
     namespaces: Vec<Namespace>,
     sessions: SlotMap<SessionId, Session>,
@@ -183,6 +186,7 @@ impl Engine {
             .max(64);
         Self {
             host_policy: Policy::new(config.policy, capacity_blocks, config.seed),
+            host_spares: Policy::new(PolicyKind::Lru, 0, 0),
             forest: Forest::new(config.seed),
             seen: config.second_touch.then(|| Seen::new(SEEN_BLOCKS)),
             random: config.seed ^ 0x5DEE_CE66_D1CE_4E5B,

@@ -1,8 +1,9 @@
 //! Transitions of payload places: who holds what in which tier, what follows for visibility and
-//! leaf-hood, and eviction. Every change of a place goes through here.
+//! leaf-hood. Every change of a place goes through here.
 
 use crate::forest::{DiskState, HostState, NONE, NodeId, Tier};
-use crate::policy::{Leaf, Policy};
+use crate::namespace::GroupKind;
+use crate::policy::Policy;
 use crate::slots::{Class, Owner, SLOT_ALIGN};
 
 use super::Engine;
@@ -15,9 +16,6 @@ pub(super) enum Loss {
     /// For any other reason.
     Dropped,
 }
-
-/// Pages of other size classes that one allocation may drain: bounds its work.
-const DRAINS_MAX: u32 = 4;
 
 /// Offset in bytes of a place.
 pub(super) fn bytes(at: u32) -> u64 {
@@ -40,106 +38,7 @@ impl Engine {
         self.namespaces[ns].disk_class[device][usize::from(group)].unwrap_or(0)
     }
 
-    /// Size classes in which a node's payloads of a tier lie, without repetition.
-    fn classes(&self, id: NodeId, tier: Tier) -> Vec<Class> {
-        let node = self.forest.node(id);
-        let mut classes = Vec::with_capacity(1);
-        for (group, place) in (0u8..).zip(node.places()) {
-            let class = match tier {
-                Tier::Host if place.host != HostState::Empty => self.host_class(id, group),
-                Tier::Disk if matches!(place.disk, DiskState::Writing | DiskState::Present) => {
-                    self.disk_class(id, usize::from(node.device), group)
-                }
-                _ => continue,
-            };
-            if !classes.contains(&class) {
-                classes.push(class);
-            }
-        }
-        classes
-    }
-
-    /// Takes a node out of a tier's leaves. Called before anything that leaf-hood depends on changes.
-    pub(super) fn unleaf(&mut self, id: NodeId, tier: Tier) {
-        if !self.forest.node(id).leaf[tier as usize] {
-            return;
-        }
-        let classes = self.classes(id, tier);
-        let node = self.forest.node_mut(id);
-        node.leaf[tier as usize] = false;
-        let (last, device) = (node.last, usize::from(node.device));
-        let policy = match tier {
-            Tier::Host => &mut self.host_policy,
-            Tier::Disk => &mut self.disks[device].policy,
-        };
-        for class in classes {
-            let found = policy.remove_leaf(class, id, last);
-            debug_assert!(found, "leaf unknown to the policy");
-        }
-    }
-
-    fn unleaf_both(&mut self, id: NodeId) {
-        self.unleaf(id, Tier::Host);
-        self.unleaf(id, Tier::Disk);
-    }
-
-    /// Whether a node's payloads of a tier may be dropped for space.
-    fn evictable(&self, id: NodeId, tier: Tier) -> bool {
-        let node = self.forest.node(id);
-        if node.detached
-            || node.pins > 0
-            || node.places_used[tier as usize] == 0
-            || node.tier_children[tier as usize] > 0
-        {
-            return false;
-        }
-        let mut last_copy = false;
-        for (group, place) in node.places().iter().enumerate() {
-            let in_flight = matches!(place.host, HostState::Filling | HostState::Reading)
-                || matches!(place.disk, DiskState::Queued | DiskState::Writing);
-            if in_flight {
-                return false;
-            }
-            last_copy |= node.requires(group)
-                && match tier {
-                    Tier::Host => place.disk != DiskState::Present,
-                    Tier::Disk => place.host != HostState::Present,
-                };
-        }
-        !last_copy || node.children == 0
-    }
-
-    /// Puts a node into, or takes it out of, the leaves of both tiers, as it now deserves.
-    pub(super) fn refresh(&mut self, id: NodeId) {
-        for tier in [Tier::Host, Tier::Disk] {
-            let wanted = self.evictable(id, tier);
-            if wanted == self.forest.node(id).leaf[tier as usize] {
-                continue;
-            }
-            if !wanted {
-                self.unleaf(id, tier);
-                continue;
-            }
-            let classes = self.classes(id, tier);
-            let node = self.forest.node_mut(id);
-            node.leaf[tier as usize] = true;
-            let leaf = Leaf {
-                node: id,
-                last: node.last,
-                hit_class: node.hit_class,
-            };
-            let device = usize::from(node.device);
-            let policy = match tier {
-                Tier::Host => &mut self.host_policy,
-                Tier::Disk => &mut self.disks[device].policy,
-            };
-            for class in classes {
-                policy.insert_leaf(class, leaf);
-            }
-        }
-    }
-
-    fn policy(&mut self, id: NodeId, tier: Tier) -> &mut Policy {
+    pub(super) fn policy(&mut self, id: NodeId, tier: Tier) -> &mut Policy {
         match tier {
             Tier::Host => &mut self.host_policy,
             Tier::Disk => &mut self.disks[usize::from(self.forest.node(id).device)].policy,
@@ -214,6 +113,61 @@ impl Engine {
         debug_assert!(node.pins > 0, "lease ended twice");
         node.pins -= 1;
         self.settle(id);
+    }
+
+    /// Leases a node with all that a hit there needs of the nodes above it.
+    pub(super) fn pin_hit(&mut self, id: NodeId) {
+        self.pin(id);
+        for above in self.window_above(id) {
+            self.unleaf_both(above);
+            self.forest.node_mut(above).holds += 1;
+        }
+    }
+
+    /// Ends such a lease.
+    pub(super) fn unpin_hit(&mut self, id: NodeId) {
+        for above in self.window_above(id) {
+            let node = self.forest.node_mut(above);
+            debug_assert!(node.holds > 0, "hold ended twice");
+            node.holds -= 1;
+            if !node.detached {
+                self.refresh(above);
+            }
+        }
+        self.unpin(id);
+    }
+
+    /// The nodes above `id` with payloads of windows or chunks that a hit at `id` needs.
+    pub(super) fn window_above(&self, id: NodeId) -> Vec<NodeId> {
+        let top = self.forest.node(id);
+        let spec = &self.namespaces[usize::from(top.ns)].spec;
+        let kinds = spec.groups.iter().enumerate();
+        let windows = kinds.filter(|(_, of)| {
+            matches!(
+                of.kind,
+                GroupKind::SlidingWindow { .. } | GroupKind::ChunkedLocal { .. }
+            )
+        });
+        let lowest = windows
+            .map(|(group, _)| spec.needed_after(group, top.depth))
+            .min();
+        let mut above = Vec::new();
+        let mut at = top.parent;
+        while at != NONE && lowest.is_some_and(|lowest| self.forest.node(at).depth > lowest) {
+            above.push(at);
+            at = self.forest.node(at).parent;
+        }
+        above
+    }
+
+    /// Makes a node one of the current tick, without counting a hit.
+    pub(super) fn renew(&mut self, id: NodeId) {
+        // A policy that learns ages accounts for every change of one by itself.
+        if self.forest.node(id).last != self.tick && !self.host_policy.touches_every_block() {
+            self.unleaf_both(id);
+            self.forest.node_mut(id).last = self.tick;
+            self.refresh(id);
+        }
     }
 
     /// Notes a touch at the current tick.
@@ -469,137 +423,5 @@ impl Engine {
         }
         self.forest.release(id);
         (parent != NONE).then_some(parent)
-    }
-
-    /// Makes one slot's worth of room in a tier, or more. False if everything is in use.
-    ///
-    /// The oldest leaf goes, of whatever size class: so space moves between models by use.
-    pub(super) fn make_room(
-        &mut self,
-        tier: Tier,
-        device: usize,
-        class: Class,
-        drains: &mut u32,
-    ) -> bool {
-        let tick = self.tick;
-        let (slots, policy) = match tier {
-            Tier::Host => (&self.host, &mut self.host_policy),
-            Tier::Disk => {
-                let disk = &mut self.disks[device];
-                (&disk.slots, &mut disk.policy)
-            }
-        };
-        let own = policy.victim(class, tick);
-        let classes = Class::try_from(slots.class_count()).unwrap_or(Class::MAX);
-        let other = (0..classes)
-            .filter(|&other| other != class)
-            .filter_map(|other| Some((policy.victim(other, tick)?, other)))
-            .min_by_key(|(leaf, _)| leaf.last);
-        if let Some((leaf, other)) = other {
-            let older = own.as_ref().is_none_or(|own| leaf.last < own.last);
-            if older && (own.is_none() || *drains < DRAINS_MAX) {
-                *drains += 1;
-                if self.drain_page(tier, device, leaf.node, other) {
-                    return true;
-                }
-            }
-        }
-        let Some(own) = own else { return false };
-        self.evict(own.node, tier);
-        true
-    }
-
-    /// Whether the policy would rather keep every leaf of `class` than store a new block.
-    pub(super) fn refuses(
-        &mut self,
-        tier: Tier,
-        device: usize,
-        class: Class,
-        hit_class: u8,
-    ) -> bool {
-        let tick = self.tick;
-        let policy = match tier {
-            Tier::Host => &mut self.host_policy,
-            Tier::Disk => &mut self.disks[device].policy,
-        };
-        policy.touches_every_block()
-            && policy
-                .victim(class, tick)
-                .is_some_and(|victim| !policy.admit(hit_class, &victim, tick))
-    }
-
-    /// Drops a leaf's payloads of a tier.
-    fn evict(&mut self, id: NodeId, tier: Tier) {
-        let node = self.forest.node(id);
-        let (parent, last) = (node.parent, node.last);
-        self.drop_tier(id, tier);
-        // Under LRU only the deepest block of a hit is touched: its parent inherits that.
-        if parent != NONE
-            && self.forest.node(parent).last < last
-            && !self.policy(id, tier).touches_every_block()
-        {
-            self.unleaf_both(parent);
-            self.forest.node_mut(parent).last = last;
-            self.refresh(parent);
-        }
-        self.settle(id);
-    }
-
-    fn drop_tier(&mut self, id: NodeId, tier: Tier) {
-        for group in 0..u8::try_from(self.forest.node(id).places().len()).unwrap_or(0) {
-            let place = *self.forest.node(id).place(group);
-            match tier {
-                Tier::Host if place.host == HostState::Present => {
-                    self.counters.host_evictions += 1;
-                    self.drop_host(id, group, Loss::Evicted);
-                }
-                Tier::Disk if place.disk == DiskState::Present => {
-                    self.counters.disk_evictions += 1;
-                    self.drop_disk(id, group, Loss::Evicted);
-                }
-                _ => {}
-            }
-        }
-    }
-
-    /// Evicts what can be of the page that holds a leaf's payload of size class `class`.
-    fn drain_page(&mut self, tier: Tier, device: usize, leaf: NodeId, class: Class) -> bool {
-        let node = self.forest.node(leaf);
-        let at = (0u8..)
-            .zip(node.places())
-            .find_map(|(group, place)| match tier {
-                Tier::Host => (place.host == HostState::Present
-                    && self.host_class(leaf, group) == class)
-                    .then_some(place.host_at),
-                Tier::Disk => (place.disk == DiskState::Present
-                    && self.disk_class(leaf, device, group) == class)
-                    .then_some(place.disk_at),
-            });
-        let Some(offset) = at.map(bytes) else {
-            return false;
-        };
-        let slots = match tier {
-            Tier::Host => &self.host,
-            Tier::Disk => &self.disks[device].slots,
-        };
-        let mut owners: Vec<NodeId> = slots
-            .owners(slots.page_of(offset))
-            .map(|owner| owner.node)
-            .collect();
-        owners.dedup();
-        // Deepest first, so that each is a leaf when its turn comes, unless it is in use.
-        owners.sort_by_key(|&id| std::cmp::Reverse(self.forest.node(id).depth));
-        let generations: Vec<u32> = owners
-            .iter()
-            .map(|&id| self.forest.node(id).generation)
-            .collect();
-        let mut freed = false;
-        for (id, generation) in owners.into_iter().zip(generations) {
-            if self.forest.is_live(id, generation) && self.evictable(id, tier) {
-                self.evict(id, tier);
-                freed = true;
-            }
-        }
-        freed
     }
 }

@@ -60,6 +60,8 @@ impl Engine {
             }
             steps = self.steps(self.forest.ancestor(target, boundary), local);
         }
+        let target = self.forest.ancestor(target, boundary);
+        self.lease(id, target);
         self.requests[id].promotion = Some(Promotion {
             steps,
             next: 0,

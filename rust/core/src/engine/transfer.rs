@@ -116,7 +116,7 @@ impl Engine {
             return None;
         }
         let extents = self.extents(&steps);
-        self.pin(target);
+        self.pin_hit(target);
         // A promotion stands on the lease.
         self.end_promotion(id, false);
         self.lease(id, NONE);
@@ -319,7 +319,9 @@ impl Engine {
                 if state.depth != at || state.requires(group) || here {
                     continue;
                 }
-                match self.reserve(node, offer.group, state.hit_class) {
+                let hit_class = state.hit_class;
+                self.renew(node);
+                match self.reserve(node, offer.group, hit_class) {
                     Ok(()) => places.push((node, offer.group)),
                     Err(_) => return,
                 }
@@ -401,7 +403,7 @@ impl Engine {
         };
         match transfer.kind {
             Kind::Load { lease, request } => {
-                self.unpin(lease);
+                self.unpin_hit(lease);
                 if ok {
                     return;
                 }

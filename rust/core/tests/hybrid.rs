@@ -1,0 +1,212 @@
+//! Groups that a hit can do without: windows and states come to nodes that are there already, decide where
+//! a hit ends, and go before the chain that they stand on.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use undercroft_core::engine::{Answer, Engine, EngineConfig, Offer, SessionId};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+
+const GRANULE: u32 = 16;
+const FULL: usize = 0;
+const OPTIONAL: u8 = 1;
+
+fn spec(kind: GroupKind) -> NamespaceSpec {
+    let group = |kind, payload_bytes| GroupSpec {
+        kind,
+        block_tokens: GRANULE,
+        payload_bytes,
+    };
+    NamespaceSpec {
+        description: format!("{kind:?}"),
+        hash_block_tokens: GRANULE,
+        alignment_tokens: GRANULE,
+        groups: vec![group(GroupKind::Full, 1 << 16), group(kind, 1 << 16)],
+    }
+}
+
+fn chain(seed: u8, len: u32) -> Vec<BlockHash> {
+    (0..len)
+        .map(|depth| {
+            let mut hash = [seed; 32];
+            hash[..4].copy_from_slice(&depth.to_le_bytes());
+            hash[4..8].copy_from_slice(&(u32::from(seed) * 7919 + depth).to_le_bytes());
+            BlockHash::new(&hash).unwrap()
+        })
+        .collect()
+}
+
+fn offer(first_block: u32, end_block: u32) -> Offer {
+    Offer {
+        group: OPTIONAL,
+        first_block,
+        end_block,
+    }
+}
+
+/// Saves; how many payloads of (full attention, the other group) were asked for.
+fn save(
+    engine: &mut Engine,
+    session: SessionId,
+    hashes: &Vec<BlockHash>,
+    offers: &[Offer],
+) -> (usize, usize) {
+    let tokens = hashes.len() as u32 * GRANULE;
+    let Some(job) = engine.begin_save(session, "save", hashes, tokens, offers) else {
+        return (0, 0);
+    };
+    let count = |group: usize| {
+        let extents = job
+            .extents
+            .iter()
+            .filter(|extent| usize::from(extent.group) == group);
+        extents
+            .flat_map(|extent| &extent.slots)
+            .filter(|&&slot| slot >= 0)
+            .count()
+    };
+    let counts = (count(FULL), count(usize::from(OPTIONAL)));
+    engine.end_transfer(job.id, true);
+    counts
+}
+
+fn hit(engine: &mut Engine, session: SessionId, hashes: &Vec<BlockHash>, local: u32) -> u32 {
+    let most = hashes.len() as u32 * GRANULE;
+    let answer = engine.poll(session, "ask", hashes, local * GRANULE, most);
+    engine.discard(session, "ask");
+    match answer {
+        Answer::Ready(tokens) => tokens / GRANULE,
+        Answer::Pending => panic!("there is no disk"),
+    }
+}
+
+fn engine(bytes: u64, kind: GroupKind) -> (Engine, SessionId) {
+    let mut engine = Engine::new(EngineConfig::new(bytes));
+    let session = engine.open_session(spec(kind)).unwrap();
+    (engine, session)
+}
+
+#[test]
+fn a_state_is_added_to_a_chain_that_is_there_and_counts_only_at_its_boundary() {
+    let (mut engine, session) = engine(64 << 20, GroupKind::State);
+    let hashes = chain(1, 8);
+    assert_eq!(save(&mut engine, session, &hashes, &[offer(7, 8)]), (8, 1));
+    assert_eq!(hit(&mut engine, session, &hashes, 0), 8);
+    assert_eq!(hit(&mut engine, session, &chain(1, 5), 0), 0);
+    let shorter = chain(1, 5);
+    assert_eq!(save(&mut engine, session, &shorter, &[offer(3, 4)]), (0, 1));
+    assert_eq!(save(&mut engine, session, &shorter, &[offer(3, 4)]), (0, 0));
+    assert_eq!(hit(&mut engine, session, &chain(1, 5), 0), 4);
+    assert_eq!(hit(&mut engine, session, &chain(1, 5), 4), 0);
+}
+
+#[test]
+fn the_shared_prefix_is_told_although_no_hit_can_end_there() {
+    let (mut engine, session) = engine(64 << 20, GroupKind::State);
+    save(&mut engine, session, &chain(1, 8), &[offer(7, 8)]);
+    let other: Vec<BlockHash> = chain(1, 5).into_iter().chain(chain(2, 3)).collect();
+    let most = 8 * GRANULE;
+    assert_eq!(engine.poll(session, "r", &other, 0, most), Answer::Ready(0));
+    assert_eq!(engine.shared_tokens(session, "r"), 5 * GRANULE);
+    engine.discard(session, "r");
+    assert_eq!(engine.shared_tokens(session, "r"), 0);
+}
+
+#[test]
+fn a_draft_group_keeps_hits_away_from_the_end() {
+    let (mut engine, session) = engine(64 << 20, GroupKind::State);
+    engine.set_dropped_tokens(session, GRANULE);
+    let hashes = chain(1, 8);
+    save(&mut engine, session, &hashes, &[offer(6, 8)]);
+    assert_eq!(hit(&mut engine, session, &hashes, 0), 7);
+}
+
+#[test]
+fn a_load_takes_a_window_but_not_what_lies_before_it() {
+    let tokens = 2 * GRANULE + 1;
+    let (mut engine, session) = engine(64 << 20, GroupKind::SlidingWindow { tokens });
+    let hashes = chain(1, 8);
+    save(&mut engine, session, &hashes, &[offer(2, 4), offer(6, 8)]);
+    assert_eq!(hit(&mut engine, session, &hashes, 0), 8);
+    assert_eq!(hit(&mut engine, session, &chain(1, 7), 0), 4);
+    let most = 8 * GRANULE;
+    engine.poll(session, "r", &hashes, 0, most);
+    let load = engine.begin_load(session, "r", 0, most).unwrap();
+    let of = |group: u8| load.extents.iter().find(|extent| extent.group == group);
+    assert_eq!(
+        (of(0).unwrap().first_block, of(0).unwrap().slots.len()),
+        (0, 8)
+    );
+    assert_eq!(
+        (of(1).unwrap().first_block, of(1).unwrap().slots.len()),
+        (6, 2)
+    );
+}
+
+#[test]
+fn old_windows_go_before_the_chains_that_they_stand_on() {
+    let tokens = 2 * GRANULE + 1;
+    // Room for 64 payloads.
+    let (mut engine, session) = engine(4 << 20, GroupKind::SlidingWindow { tokens });
+    let long = chain(1, 20);
+    let windows: Vec<Offer> = (0..4)
+        .map(|turn| offer(4 * turn + 2, 4 * turn + 4))
+        .collect();
+    assert_eq!(save(&mut engine, session, &long, &windows), (20, 8));
+    let kept = [offer(18, 20)];
+    assert_eq!(save(&mut engine, session, &long, &kept), (0, 2));
+    // It is used again and again at its end, never between.
+    let mut seed = 2;
+    while engine.counters().host_evictions < 8 {
+        assert_eq!(
+            hit(&mut engine, session, &long, 0),
+            20,
+            "after {seed} others"
+        );
+        save(&mut engine, session, &chain(seed, 2), &[]);
+        seed += 1;
+    }
+    assert_eq!(hit(&mut engine, session, &long, 0), 20);
+    assert_eq!(hit(&mut engine, session, &chain(1, 17), 0), 0);
+    // What they stood on is still there.
+    assert_eq!(save(&mut engine, session, &long, &windows), (0, 8));
+}
+
+#[test]
+fn what_a_load_reads_stays_however_tight_it_gets() {
+    let tokens = 4 * GRANULE + 1;
+    let (mut engine, session) = engine(4 << 20, GroupKind::SlidingWindow { tokens });
+    let hashes = chain(1, 16);
+    save(&mut engine, session, &hashes, &[offer(8, 12)]);
+    let most = 12 * GRANULE;
+    assert_eq!(
+        engine.poll(session, "r", &hashes, 0, most),
+        Answer::Ready(most)
+    );
+    let press = |engine: &mut Engine, seeds: std::ops::Range<u8>| {
+        for seed in seeds {
+            let len = 30;
+            save(engine, session, &chain(seed, len), &[offer(0, len)]);
+        }
+    };
+    // The answer holds them, then the load does.
+    press(&mut engine, 2..12);
+    let load = engine.begin_load(session, "r", 0, most).unwrap();
+    press(&mut engine, 12..22);
+    let read: Vec<i64> = load
+        .extents
+        .iter()
+        .flat_map(|extent| extent.slots.clone())
+        .collect();
+    assert_eq!(read.len(), 16);
+    let tokens = 30 * GRANULE;
+    let busy = chain(30, 30);
+    let other = engine.begin_save(session, "other", &busy, tokens, &[]);
+    for extent in other.iter().flat_map(|job| &job.extents) {
+        assert!(extent.slots.iter().all(|slot| !read.contains(slot)));
+    }
+    engine.end_transfer(load.id, true);
+    engine.discard(session, "r");
+    press(&mut engine, 40..50);
+    assert_eq!(hit(&mut engine, session, &hashes, 0), 0);
+}
