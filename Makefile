@@ -81,9 +81,15 @@ test-python: build  ## Python tests, real vLLM engines included (TESTS=path::tes
 	$(BIN)/python -m pytest -q $(TESTS)
 
 .PHONY: lint
-lint: build  ## Formatting, clippy, ruff, and the stub against the module
+lint: lint-rust lint-python  ## Formatting, clippy, ruff, and the stub against the module
+
+.PHONY: lint-rust
+lint-rust: | cargo
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cargo clippy --workspace --all-targets --keep-going --quiet -- -D warnings
+
+.PHONY: lint-python
+lint-python: build
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --quiet --check
 	$(BIN)/python -m mypy.stubtest undercroft._core --allowlist tools/stubtest-allowlist.txt

@@ -1,5 +1,10 @@
 //! One life of an engine, on plain bytes: save, hit, write-back, restart, promotion, load.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "a helper that fails is a test that fails"
+)]
+
 use undercroft_core::checksum::checksum;
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
