@@ -265,6 +265,11 @@ OPTIONS: tuple[Option, ...] = (
         _integer(1, 1024), _text_number,
     ),
     Option(
+        "kv_layout", "text", "auto", '"auto" or "cross_layer"',
+        "Layout of the device's KV cache: vLLM's own choice, or all layers of a block side by side, if they can be.",
+        _choice("auto", "cross_layer"), str,
+    ),
+    Option(
         "namespace_salt", "text", "", "any text",
         "Keeps caches apart that look the same, e.g. of weights changed in place.",
         _text, str,
@@ -299,6 +304,7 @@ class UndercroftConfig:
     disk_write_rate: int
     io_engine: str
     io_depth: int
+    kv_layout: str
     namespace_salt: str
     socket_dir: str
 

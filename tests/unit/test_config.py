@@ -93,6 +93,7 @@ BAD = {
     "disk_write_rate": ["fast", -1, "10%"],
     "io_engine": ["uring", None],
     "io_depth": [0, 1025, 3.0, "32", True],
+    "kv_layout": ["LBHNC", None],
     "namespace_salt": [1, None],
     "socket_dir": [1, ["/tmp"]],
 }

@@ -145,6 +145,11 @@ def test_errors_are_logged_once_per_kind(engine, monkeypatch):
     assert [args[1] for args in logged] == ["on_new_request", "has_pending_push_work"]
 
 
+@pytest.mark.parametrize(("extra", "layout"), [({}, None), ({"kv_layout": "cross_layer"}, "BLHNC")])
+def test_a_layout_is_asked_for_only_if_configured(extra, layout):
+    assert UndercroftConnector.get_required_kvcache_layout(vllm_config(extra=extra)) == layout
+
+
 def test_bad_configuration_refuses_the_start(engine):
     with pytest.raises(ConfigError, match="did you mean 'host_memory'"):
         make(vllm_config(extra={"host_memmory": "1GiB"}))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from undercroft.cli import output
+from undercroft.device.layout import SUPPORTED_LAYOUTS
 from undercroft.units import parse_size
 
 
@@ -35,10 +36,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
     disk.add_argument("--depth", type=_positive, default=32, metavar="D", help="operations in flight (%(default)s)")
 
-    copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against memcpy", _copy)
-    copy.add_argument("--block-bytes", type=_size, default=2 << 20, metavar="B", help="bytes of a block (2MiB)")
-    copy.add_argument("--blocks", type=_positive, default=256, metavar="K", help="blocks of a job (%(default)s)")
-    copy.add_argument("--layers", type=_positive, default=32, metavar="L", help="layers of a block (%(default)s)")
+    copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against one plain copy", _copy)
+    copy.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the KV cache is (%(default)s)")
+    copy.add_argument(
+        "--block-bytes", type=_size, metavar="B", help="bytes of a block (cpu: 2MiB, cuda: 32KiB to 4MiB in turn)"
+    )
+    copy.add_argument(
+        "--layers", type=_positive, metavar="L", help="layers of a block (cpu: 32, cuda: 4 to 80 in turn)"
+    )
+    copy.add_argument(
+        "--layout", choices=SUPPORTED_LAYOUTS, help="KV cache layout (cpu: LBHNC, cuda: BLHNC and LBHNC in turn)"
+    )
+    copy.add_argument("--blocks", type=_positive, metavar="K", help="cpu: blocks of a job (256; on cuda always 64)")
+    copy.add_argument(
+        "--strategy",
+        choices=("auto", "direct", "gather"),
+        help="cuda: copy pages straight, or gather them on the device (auto: as their size suggests)",
+    )
 
     recover = _add(kinds, shared, "recover", "how long opening a full directory takes", _recover)
     recover.add_argument("--path", metavar="DIR", help="directory to make the store in (default: a temporary one)")
@@ -71,11 +85,21 @@ def _add(
 
     def run(args: argparse.Namespace) -> int:
         result = measure(args)
-        output.print_json(result) if args.json else output.print_fields(result)
+        if args.json:
+            output.print_json(result)
+        else:
+            output.print_fields(result)
+            _print_cases(result.get("cases", []))
         return 0
 
     parser.set_defaults(run=run)
     return parser
+
+
+def _print_cases(cases: list[dict[str, Any]]) -> None:
+    """A table of what was measured several times over."""
+    if cases:
+        output.print_table(list(cases[0]), (case.values() for case in cases))
 
 
 def _positive(value: str) -> int:
@@ -103,12 +127,30 @@ def _lookup(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _copy(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: value for name in ("block_bytes", "layers", "layout") if (value := getattr(args, name)) is not None}
+    try:
+        return _copy_on_cuda(args, given) if args.device == "cuda" else _copy_on_cpu(args, given)
+    except (RuntimeError, ValueError) as error:
+        raise output.CommandError(str(error)) from error
+
+
+def _copy_on_cpu(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    if args.strategy is not None:
+        raise output.CommandError("--strategy is for --device cuda: in host memory there is one way to copy")
     from undercroft.device.bench import run_copy_bench
 
-    try:
-        return run_copy_bench(block_bytes=args.block_bytes, blocks=args.blocks, layers=args.layers)
-    except ValueError as error:
-        raise output.CommandError(str(error)) from None
+    if args.blocks is not None:
+        given["blocks"] = args.blocks
+    return run_copy_bench(**given)
+
+
+def _copy_on_cuda(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    if args.blocks is not None:
+        raise output.CommandError("--blocks is for --device cpu: on cuda a job has 64 blocks")
+    from undercroft.device.bench_cuda import GRID, run_cuda_copy_bench
+
+    cases = list(dict.fromkeys(case._replace(**given) for case in GRID))
+    return run_cuda_copy_bench(cases, strategy=args.strategy or "auto")
 
 
 def _disk(args: argparse.Namespace) -> dict[str, Any]:

@@ -162,6 +162,19 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.completes_local_hits
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """A preference only: vLLM drops it, with a warning, where an attention backend cannot have it.
+
+        By default none. Small pages are gathered on the device, so every layout copies fast, and the layout that
+        attention reads from is worth more than the cache's own ease.
+        """
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None:
+            return None
+        config = UndercroftConfig.parse(transfer.kv_connector_extra_config)
+        return "BLHNC" if config.kv_layout == "cross_layer" else None
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         """The statistics that ``data`` stands for, in the frontend's process."""
         return UndercroftStats(data=data or {})
