@@ -38,9 +38,11 @@ class Workload:
         tick: Callable[[], None],
         seed: int,
         slot_bytes: int | None = None,
+        stage: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
+        """``stage``: puts a tensor where the device can copy it from without the caller waiting."""
         self.copier, self.cache, self.arena = copier, cache, arena
-        self.enqueue, self.tick = enqueue, tick
+        self.enqueue, self.tick, self.stage = enqueue, tick, stage
         self.random = random.Random(seed)
         group = cache.layout.groups[0]
         self.shard = group.shard_bytes
@@ -136,11 +138,11 @@ class Workload:
 
     def _write(self, block: int, content: bytes) -> None:
         layers = len(self.cache.pages)
-        rows = torch.frombuffer(bytearray(content), dtype=torch.int8).view(layers, -1)
+        rows = self.stage(torch.frombuffer(bytearray(content), dtype=torch.int8)).view(layers, -1)
 
         def write() -> None:
             for pages, row in zip(self.cache.pages, rows, strict=True):
-                pages[block].copy_(row)
+                pages[block].copy_(row, non_blocking=True)
 
         self.enqueue(write)
 

@@ -1,0 +1,228 @@
+"""The CUDA copier on a real device, slowed down by spinning kernels so that a missing dependency shows."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from copy_workload import Workload
+from undercroft._core import Arena
+from undercroft.device.copier import make_copier
+from undercroft.device.cuda import STRATEGIES, CudaCopier
+from undercroft.device.cuda_streams import CudaStreams, pin
+from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy
+from undercroft.device.memcpy import BatchedCopy, DriverBatch, DriverLoop, VllmCopy, driver_copy
+from undercroft.device.pinning import ArenaPinner
+from undercroft.device.synthetic import SyntheticCache, synthetic_cache
+
+ARENA = 4 << 20
+PAGE = 5000
+LAYERS = 4
+SLOT = 20480
+SPIN = 100_000
+"""Cycles of a spinning kernel: some tens of microseconds, longer than the copies here."""
+SEEDS = range(4)
+
+
+class SlowStreams(CudaStreams):
+    """Every copy starts late."""
+
+    def copy(self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SPIN)
+        super().copy(stream, destinations, sources, sizes)
+
+
+class WithoutWaits(SlowStreams):
+    def wait(self, stream: Any, event: Any) -> None:
+        pass
+
+
+class EventsTooEarly(SlowStreams):
+    def happened(self, event: Any) -> bool:
+        return True
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return 0.0
+
+
+class Fixed:
+    """Claims that so much of the arena is pinned, and pins nothing."""
+
+    def __init__(self, pinned_bytes: int) -> None:
+        self.pinned_bytes = pinned_bytes
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def driver() -> BatchedCopy:
+    return driver_copy(ctypes.CDLL("libcuda.so.1"))
+
+
+def pinned(device: torch.device, arena: Arena) -> ArenaPinner:
+    pinner = pin(device, arena.address, arena.size)
+    assert pinner.wait(60)
+    assert pinner.pinned_bytes == arena.size
+    return pinner
+
+
+def work(
+    streams: CudaStreams, device: torch.device, seed: int, layout: str, pinner: Any, arena: Arena, **more: Any
+) -> None:
+    cache: SyntheticCache = synthetic_cache(PAGE, 17, LAYERS, layout, device)
+    copier = CudaCopier(cache.layout, arena, 0, streams, pinner, staging_bytes=2 * PAGE * LAYERS, **more)
+
+    def enqueue(what: Callable[[], None]) -> None:
+        torch.cuda._sleep(SPIN)
+        what()
+
+    workload = Workload(
+        copier, cache, arena, enqueue, lambda: None, seed, slot_bytes=SLOT, stage=lambda tensor: tensor.pin_memory()
+    )
+    try:
+        workload.run(400)
+        torch.cuda.synchronize()
+        workload.check()
+    finally:
+        copier.close()
+        torch.cuda.synchronize()
+    assert min(workload.ended[what] for what in ("saved", "loaded", "cancelled")) > 0
+    assert workload.ended["failed"] == 0
+
+
+@pytest.mark.parametrize(("layout", "strategy"), list(itertools.product(SUPPORTED_LAYOUTS, STRATEGIES)))
+def test_bytes_are_right_on_slow_streams(device: torch.device, layout: str, strategy: str) -> None:
+    for seed in SEEDS:
+        arena = Arena.create(ARENA)
+        work(SlowStreams(device), device, seed, layout, pinned(device, arena), arena, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["direct", "gather"])
+def test_bytes_are_right_in_memory_that_is_not_pinned(device: torch.device, strategy: str) -> None:
+    for seed in SEEDS:
+        # Half of it looks pinned, so that jobs take both ways; none of it is.
+        work(SlowStreams(device), device, seed, "LBHNC", Fixed(ARENA // 2), Arena.create(ARENA), strategy=strategy)
+
+
+@pytest.mark.parametrize("broken", [WithoutWaits, EventsTooEarly])
+@pytest.mark.parametrize("strategy", ["direct", "gather"])
+def test_a_missing_dependency_is_found(device: torch.device, broken: type[SlowStreams], strategy: str) -> None:
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        for seed in SEEDS:
+            arena = Arena.create(ARENA)
+            work(broken(device), device, seed, "LBHNC", pinned(device, arena), arena, strategy=strategy)
+
+
+def test_the_driver_copies_in_batches() -> None:
+    torch.cuda.init()
+    assert isinstance(driver(), DriverBatch | DriverLoop)
+
+
+@pytest.mark.parametrize("name", ["batch", "loop", "vllm"])
+def test_every_way_to_copy_a_batch(device: torch.device, name: str) -> None:
+    torch.cuda.init()
+    if name == "vllm":
+        pytest.importorskip("vllm._custom_ops", reason="needs vLLM")
+        operator = getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
+        if operator is None:
+            pytest.skip("this vLLM has no swap_blocks_batch")
+        copy: BatchedCopy = VllmCopy(operator)
+    else:
+        copy = driver()
+        if name == "batch" and not isinstance(copy, DriverBatch):
+            pytest.skip("this driver is older than 12.8")
+        if name == "loop":
+            single = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+            single.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+            single.restype = ctypes.c_uint
+            copy = DriverLoop(single)
+    arena = Arena.create(ARENA)
+    work(CudaStreams(device, copy), device, 1, "LBNHC", pinned(device, arena), arena)
+
+
+def test_inside_and_outside_of_inference_mode(device: torch.device) -> None:
+    arena = Arena.create(ARENA)
+    cache = synthetic_cache(PAGE, 9, LAYERS, "LBHNC", device)
+    copier = CudaCopier(cache.layout, arena, 0, CudaStreams(device), pinned(device, arena), strategy="gather")
+    for pages in cache.pages:
+        pages.copy_(torch.randint(-128, 128, pages.shape, dtype=torch.int8, device=device))
+    expected = [pages[3].clone() for pages in cache.pages]
+    job = [GroupCopy(0, np.array([3]), np.array([0]))]
+    with torch.inference_mode():
+        copier.submit(1, True, job)
+    copier.submit(2, True, job)
+    copier.drain()
+    for pages in cache.pages:
+        pages.zero_()
+    with torch.inference_mode():
+        copier.submit(3, False, job)
+    copier.submit(4, False, job)
+    copier.drain()
+    assert all(ended.ok for ended in copier.poll())
+    assert all(torch.equal(pages[3], was) for pages, was in zip(cache.pages, expected, strict=True))
+    copier.close()
+
+
+def test_copies_beside_the_replay_of_a_graph(device: torch.device) -> None:
+    arena = Arena.create(ARENA)
+    cache = synthetic_cache(PAGE, 9, LAYERS, "BLHNC", device)
+    copier = CudaCopier(cache.layout, arena, 0, CudaStreams(device), pinned(device, arena))
+    counter = torch.zeros(1, dtype=torch.int8, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter.add_(1)
+        for pages in cache.pages:
+            pages[1].copy_(counter.expand(PAGE))
+    for step in range(1, 50):
+        torch.cuda._sleep(SPIN)
+        graph.replay()
+        copier.submit(step, True, [GroupCopy(0, np.array([1]), np.array([0]))])
+        copier.drain()
+        assert [ended.ticket for ended in copier.poll()] == [step]
+        assert ctypes.string_at(arena.address, PAGE * LAYERS) == bytes([step]) * PAGE * LAYERS
+    copier.close()
+
+
+def test_submitting_does_not_wait_for_the_device(device: torch.device) -> None:
+    arena = Arena.create(ARENA)
+    cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
+    copier = CudaCopier(cache.layout, arena, 0, CudaStreams(device), pinned(device, arena))
+    job = [GroupCopy(0, np.arange(1, 17), np.arange(16) * SLOT)]
+    for ticket in (1, 2):  # brings buffers into being
+        copier.submit(ticket, ticket == 1, job)
+    copier.drain()
+    copier.poll()
+    torch.cuda._sleep(4_000_000_000)
+    spinning = torch.cuda.Event()
+    spinning.record()
+    copier.submit(3, True, job)
+    copier.submit(4, False, job)
+    assert copier.poll() == []
+    assert not spinning.query(), "submit or poll waited for the model's stream"
+    copier.close()
+    assert {ended.ticket for ended in copier.poll()} == {3, 4}
+
+
+def test_the_device_chooses_the_copier(device: torch.device) -> None:
+    arena = Arena.create(ARENA)
+    copier = make_copier(DeviceLayout(device, {}), arena, 0)
+    assert isinstance(copier, CudaCopier)
+    copier.close()
+
+
+def test_pinning_registers_and_lets_go(device: torch.device) -> None:
+    arena = Arena.create(ARENA)
+    for _ in range(2):  # a second registration of what is still registered would be refused
+        pinned(device, arena).close()
