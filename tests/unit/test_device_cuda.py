@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from copy_workload import Workload
 from manual_streams import Event, LaterExecutor, ManualStreams, Queue
@@ -97,6 +98,20 @@ def test_a_job_that_fails_halfway_ends_only_when_its_copies_have(strategy: str) 
         streams = ManualStreams(seed)
         streams.fault_rate = 0.3
         assert work(streams, seed, strategy=strategy).ended["failed"] > 0
+
+
+class NoMemory(ManualStreams):
+    asked = 0
+
+    def buffer(self, stream: Queue, size: int) -> torch.Tensor:
+        self.asked += 1
+        raise torch.OutOfMemoryError
+
+
+def test_without_memory_for_staging_pages_are_copied_one_by_one() -> None:
+    streams = NoMemory(0)
+    assert work(streams, 0, strategy="gather").ended["failed"] == 0
+    assert streams.asked == 2, "once for each direction"
 
 
 class WithoutWaits(ManualStreams):

@@ -172,6 +172,18 @@ def test_attempts_become_rarer(host: Host) -> None:
     assert gaps.max() == 60.0
 
 
+def test_a_device_that_cannot_be_copied_is_not_tried_in_every_step(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr("undercroft.connector.worker.make_copier", refuse)
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    for _ in range(5):
+        assert one.step(meta(loads=[job(1, [3], [0])]))[:2] == ({"r"}, {"r"})
+    assert host.attempts == ["/a"]
+
+
 def test_another_arena_is_attached_anew(host: Host) -> None:
     one = Rank(host)
     one.worker.register_kv_caches(one.caches)

@@ -118,9 +118,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         engine = open_engine(config)
         try:
             registration = groups.registration(payload_bytes)
-            session = engine.register(
-                description, registration, groups.unit, groups.alignment, groups.dropped_tokens
-            )
+            session = engine.register(description, registration, groups.unit, groups.alignment, groups.dropped_tokens)
             self._scheduler = SchedulerConnector(
                 session,
                 groups,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from undercroft._core import Arena, UndercroftError
+from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
 from undercroft.connector.metadata import CopyJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.device.copier import DeviceCopier, make_copier
@@ -161,11 +161,11 @@ class WorkerConnector:
             self._attach_failures = 0
             self._attach_after = 0.0
         if self._copier is None:
-            self._copier = make_copier(self._layout, self._attached(key), self._rank)
+            self._copier = self._attached_copier(key, self._layout)
         return self._copier
 
-    def _attached(self, key: tuple[str, int]) -> Arena:
-        """The arena. A failure keeps the next attempt away: a frozen engine must not cost a wait in every step."""
+    def _attached_copier(self, key: tuple[str, int], layout: DeviceLayout) -> DeviceCopier:
+        """A failure keeps the next attempt away: a frozen engine must not cost a wait in every step."""
         socket, generation = key
         if self._clock() < self._attach_after:
             raise WorkerError(f"the arena at {socket} could not be attached; trying again later")
@@ -173,12 +173,12 @@ class WorkerConnector:
             arena = self._attach(socket)
             if arena.generation != generation:
                 raise WorkerError(f"{socket} hands out arena {arena.generation}, expected {generation}")
-        except (UndercroftError, WorkerError):
+            return make_copier(layout, arena, self._rank)
+        except Exception:
             wait = min(ATTACH_RETRY_S * 2**self._attach_failures, ATTACH_RETRY_MAX_S)
             self._attach_failures += 1
             self._attach_after = self._clock() + wait
             raise
-        return arena
 
     def _release_copier(self) -> None:
         """End all copies, and keep their results for the next report."""

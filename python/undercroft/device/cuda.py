@@ -13,6 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from undercroft._core import Arena
 from undercroft.device.copier import Ended
@@ -144,15 +145,15 @@ class CudaCopier:
     def _queue(self, lane: Lane, to_arena: bool, parts: Sequence[_Part]) -> None:
         for part in parts:
             gather = self._gathers[part.layout.group]
-            if gather is None:
+            staging = None if gather is None else lane.staging(part.layout.shard_bytes)
+            if gather is None or staging is None:
                 pieces = block_copies(part.layout, part.block_ids, part.offsets, rank=0)
                 self._copy(lane, to_arena, pieces.addresses, pieces.offsets, pieces.sizes)
             else:
-                self._staged(lane, to_arena, part, gather)
+                self._staged(lane, to_arena, part, gather, staging)
 
-    def _staged(self, lane: Lane, to_arena: bool, part: _Part, gather: Gather) -> None:
+    def _staged(self, lane: Lane, to_arena: bool, part: _Part, gather: Gather, staging: torch.Tensor) -> None:
         shard = part.layout.shard_bytes
-        staging = lane.staging(shard)
         for begin in range(0, part.block_ids.size, len(staging)):
             block_ids = part.block_ids[begin : begin + len(staging)]
             offsets = part.offsets[begin : begin + len(staging)]
@@ -165,7 +166,7 @@ class CudaCopier:
             if not to_arena:
                 self._streams.run(lane.stream, self._on_device(gather.scatter, block_ids, rows))
 
-    def _on_device(self, move: Callable[..., None], block_ids: np.ndarray, rows: object) -> Callable[[], None]:
+    def _on_device(self, move: Callable[..., None], block_ids: np.ndarray, rows: torch.Tensor) -> Callable[[], None]:
         return lambda: move(self._streams.upload(block_ids), rows)
 
     def _copy(self, lane: Lane, to_arena: bool, addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> None:

@@ -40,6 +40,7 @@ class Lane:
         self.stream = streams.create()
         self._staging_bytes = staging_bytes
         self._staging: torch.Tensor | None = None
+        self._refused: int | None = None
         self._background = background
         self._jobs: deque[_Job] = deque()
         self._reported: set[type] = set()
@@ -53,11 +54,25 @@ class Lane:
         else:
             self._background.submit(self._issue, job, ready, work)
 
-    def staging(self, row_bytes: int) -> torch.Tensor:
-        """Device memory as rows of ``row_bytes``, at least one; used by this stream's work alone, in its order."""
+    def staging(self, row_bytes: int) -> torch.Tensor | None:
+        """Device memory as rows of ``row_bytes``, at least one; used by this stream's work alone, in its order.
+
+        None if the device has no memory for it; it is asked once.
+        """
         size = max(self._staging_bytes, row_bytes)
+        if self._refused is not None and size >= self._refused:
+            return None
         if self._staging is None or self._staging.numel() < size:
-            self._staging = self.streams.buffer(self.stream, size)
+            try:
+                self._staging = self.streams.buffer(self.stream, size)
+            except torch.OutOfMemoryError:
+                self._refused = size
+                logger.warning(
+                    "undercroft: the device has no %d bytes free for a staging buffer; small pages are copied one by "
+                    "one, which is slower. Lower gpu_memory_utilization a little.",
+                    size,
+                )
+                return None
         rows = self._staging.numel() // row_bytes
         return self._staging[: rows * row_bytes].view(rows, row_bytes)
 
