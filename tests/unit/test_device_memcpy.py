@@ -94,8 +94,8 @@ def test_a_new_driver_takes_a_batch_in_one_call() -> None:
     assert isinstance(copy, DriverBatch)
     check(copy)
     assert driver.calls == 1
-    # Sources in stream order, no hints, no flags; the one entry holds from the first copy on.
-    assert driver.attributes == [(1, 0, 0, 0, 0, 0, 0, 1)]
+    # Sources in stream order, no places hinted at, beside compute if possible; the entry holds from the first copy on.
+    assert driver.attributes == [(1, 0, 0, 0, 0, 1, 0, 1)]
 
 
 def test_an_old_driver_copies_one_by_one() -> None:

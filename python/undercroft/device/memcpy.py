@@ -17,6 +17,9 @@ _BATCH_SINCE = 12080
 _ACCESS_IN_STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read when the stream comes to it, not earlier."""
 
+_PREFER_OVERLAP = 1
+"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, a hint."""
+
 
 class BatchedCopy(Protocol):
     """Queues copies on the current PyTorch stream, whose handle is ``stream``. The arrays are free afterwards."""
@@ -64,7 +67,7 @@ class DriverBatch:
 
     def __init__(self, function: Any) -> None:
         self._function = function
-        self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
+        self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER, flags=_PREFER_OVERLAP)
         self._attributes_begin = ctypes.c_size_t(0)
 
     def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
