@@ -122,6 +122,20 @@ impl NamespaceSpec {
         self.groups[group].kind != GroupKind::Ignored && depth.is_multiple_of(self.granules(group))
     }
 
+    /// Whether a hit may end at `boundary` granules: a block of every group does.
+    pub fn may_end(&self, boundary: u32) -> bool {
+        (0..self.groups.len()).all(|group| {
+            self.groups[group].kind == GroupKind::Ignored || self.ends_block(group, boundary)
+        })
+    }
+
+    /// Whether any group needs every block of a prefix.
+    pub fn has_full(&self) -> bool {
+        self.groups
+            .iter()
+            .any(|group| group.kind == GroupKind::Full)
+    }
+
     /// Groups whose payload a node at `depth` cannot do without, one bit each.
     pub fn required(&self, depth: u32) -> u32 {
         (0..self.groups.len())

@@ -255,6 +255,15 @@ impl Slots {
         self.pages[page as usize].owners.iter().flatten().copied()
     }
 
+    /// Who uses the slot at `offset`.
+    #[cfg(feature = "check")]
+    pub(crate) fn owner_at(&self, class: Class, offset: u64) -> Option<Owner> {
+        let page = self.pages.get(self.page_of(offset) as usize)?;
+        let slot = offset % self.page_bytes / self.slot_bytes(class);
+        let owner = page.owners.get(usize::try_from(slot).ok()?).copied();
+        owner.flatten().filter(|_| page.class == Some(class))
+    }
+
     /// The class a page belongs to now.
     pub fn page_class(&self, page: u32) -> Option<Class> {
         self.pages.get(page as usize)?.class

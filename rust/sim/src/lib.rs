@@ -1,1 +1,140 @@
-//! The simulator: whole lives of the engine from a seed.
+//! Whole lives of the engine, from a seed.
+//!
+//! A world has a virtual clock, virtual devices that tear, reorder, lose, corrupt and delay, and
+//! clients that look up, load, save, abort, vanish and come back. Everything follows from the seed.
+//! The engine is real; what it does is compared with a plain model at every step ([`run`]):
+//!
+//! - every byte that a load copies is what the client's own prefix, namespace and weights produce;
+//! - a load gets exactly the blocks that the kinds of its groups need, and an answer can be loaded;
+//! - no slot, of the arena or of a device, is in two hands; no payload is read twice at once;
+//! - every lookup is answered in bounded time, whatever the device does;
+//! - after a reset nothing from before it is found, also after a crash once the reset was durable;
+//! - with room and without faults, everything that was saved is found, also after a restart;
+//! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+mod arena;
+mod client;
+mod content;
+mod device;
+mod disks;
+mod model;
+mod random;
+mod settings;
+mod transfers;
+mod world;
+
+/// What happened in a run, so that a test can tell that it tested something.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Runs.
+    pub seeds: u64,
+    /// Ends of a process without warning.
+    pub crashes: u64,
+    /// Of these, with loss of power.
+    pub power_losses: u64,
+    /// Orderly restarts.
+    pub restarts: u64,
+    /// Answers that promised a hit.
+    pub hits: u64,
+    /// Payloads compared with the model when a load copied them.
+    pub blocks_checked: u64,
+    /// Payloads read from disk.
+    pub disk_reads: u64,
+    /// Payloads saved.
+    pub blocks_saved: u64,
+    /// Payloads evicted from the arena.
+    pub evictions: u64,
+    /// Payloads found on disk by an engine that starts.
+    pub recovered: u64,
+    /// Resets.
+    pub resets: u64,
+    /// Checksum mismatches that the device's faults caused.
+    pub corruptions: u64,
+}
+
+impl Stats {
+    /// Adds another run's numbers.
+    pub fn add(&mut self, other: &Self) {
+        self.seeds += other.seeds;
+        self.crashes += other.crashes;
+        self.power_losses += other.power_losses;
+        self.restarts += other.restarts;
+        self.hits += other.hits;
+        self.blocks_checked += other.blocks_checked;
+        self.disk_reads += other.disk_reads;
+        self.blocks_saved += other.blocks_saved;
+        self.evictions += other.evictions;
+        self.recovered += other.recovered;
+        self.resets += other.resets;
+        self.corruptions += other.corruptions;
+    }
+}
+
+/// A property that did not hold.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// What makes it happen again.
+    pub seed: u64,
+    /// What was found.
+    pub message: String,
+    /// The last steps before it.
+    pub trace: Vec<String>,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for line in &self.trace {
+            writeln!(f, "  {line}")?;
+        }
+        writeln!(f, "seed {}: {}", self.seed, self.message)?;
+        write!(
+            f,
+            "replay: UNDERCROFT_SIM_SEED={} cargo test -p undercroft-sim replay -- --nocapture",
+            self.seed
+        )
+    }
+}
+
+/// Steps that a failure shows, unless `UNDERCROFT_SIM_LINES` says otherwise.
+const TRACE_LINES: usize = 80;
+
+/// Runs a seed; if it fails, once more with a trace and the invariants checked at every step.
+///
+/// # Errors
+/// The first property that did not hold.
+pub fn run(seed: u64) -> Result<Stats, Box<Failure>> {
+    match attempt(seed, false) {
+        Ok(stats) => Ok(stats),
+        Err(first) => match attempt(seed, true) {
+            Err(second) => Err(second),
+            Ok(_) => Err(first),
+        },
+    }
+}
+
+fn attempt(seed: u64, traced: bool) -> Result<Stats, Box<Failure>> {
+    let mut world = world::World::new(seed, traced);
+    let result = catch_unwind(AssertUnwindSafe(|| world.run()));
+    let message = match result {
+        Ok(Ok(())) => return Ok(world.stats),
+        Ok(Err(message)) => message,
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+            format!("the engine panicked: {}", text.unwrap_or("no message"))
+        }
+    };
+    let lines = std::env::var("UNDERCROFT_SIM_LINES");
+    let lines = lines.ok().and_then(|lines| lines.parse().ok());
+    let from = world
+        .trace
+        .len()
+        .saturating_sub(lines.unwrap_or(TRACE_LINES));
+    Err(Box::new(Failure {
+        seed,
+        message,
+        trace: world.trace.split_off(from),
+    }))
+}

@@ -157,10 +157,15 @@ impl NamespaceEntry {
     }
 }
 
-/// One payload on disk.
+/// In place of a group: the record is of a node that may be without payloads and has some below it.
+pub const LINK: u8 = u8::MAX;
+/// There is at most one link for so many slots of the least size.
+pub const LINKS_SHARE: u64 = 16;
+
+/// One payload on disk, or a link between payloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// KV cache group.
+    /// KV cache group, or [`LINK`]; then slot, bytes and checksum of the payload are 0.
     pub group: u8,
     /// Hits since first sight (policy).
     pub hit_class: u8,

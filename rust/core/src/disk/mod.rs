@@ -3,10 +3,10 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::disk::format::RECORDS_PER_BLOCK;
+use crate::disk::format::{LINK, LINKS_SHARE, RECORDS_PER_BLOCK};
 use crate::io::IoFault;
 use crate::policy::{Policy, PolicyKind};
-use crate::slots::{Class, Owner, Slots};
+use crate::slots::{Class, Owner, SLOT_ALIGN, Slots};
 
 pub mod format;
 pub mod open;
@@ -21,6 +21,9 @@ const WRITE_PAUSE_NS: u64 = 30_000_000_000;
 /// [`FAILED_DOUBLINGS_MAX`] times (about an hour).
 const FAILED_PAUSE_NS: u64 = 60_000_000_000;
 const FAILED_DOUBLINGS_MAX: u32 = 6;
+
+/// Links that even the smallest directory may have.
+const LINKS_MIN: u64 = open::CAPACITY_MIN / SLOT_ALIGN / LINKS_SHARE;
 
 /// Whether a directory is usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,6 +75,8 @@ pub(crate) struct Disk {
     /// Record of each slot, by page: fixed while the page keeps its class.
     page_records: HashMap<u32, Vec<u32>>,
     record_owner: Vec<Option<Owner>>,
+    /// Records of nodes that may be without payloads.
+    links: HashMap<u32, u32>,
     free_records: BTreeSet<u32>,
     dirty: BTreeSet<u32>,
     blocks_in_flight: BTreeSet<u32>,
@@ -91,6 +96,7 @@ impl Disk {
             given_up: 0,
             page_records: HashMap::new(),
             record_owner: Vec::new(),
+            links: HashMap::new(),
             free_records: BTreeSet::new(),
             dirty: BTreeSet::new(),
             blocks_in_flight: BTreeSet::new(),
@@ -206,6 +212,48 @@ impl Disk {
         true
     }
 
+    /// Takes the record of a link, as a store on disk says. False if it is taken, or there is one.
+    pub(crate) fn claim_link(&mut self, node: u32, record: u32) -> bool {
+        let at = record as usize;
+        if self.record_owner.len() <= at {
+            self.record_owner.resize(at + 1, None);
+        }
+        if self.record_owner[at].is_some() || self.links.contains_key(&node) || self.has_all_links()
+        {
+            return false;
+        }
+        self.record_owner[at] = Some(Owner { node, group: LINK });
+        self.links.insert(node, record);
+        true
+    }
+
+    /// Whether there are as many links as there may be: the table stays within its share.
+    pub(crate) fn has_all_links(&self) -> bool {
+        let slots = self.slots.capacity() / SLOT_ALIGN;
+        self.links.len() as u64 >= (slots / LINKS_SHARE).max(LINKS_MIN)
+    }
+
+    /// Gives a node a record of its own, so that what stands on it is found again. False if it has one,
+    /// or cannot.
+    pub(crate) fn add_link(&mut self, node: u32) -> bool {
+        if self.links.contains_key(&node) || self.has_all_links() {
+            return false;
+        }
+        let record = self.take_record();
+        self.record_owner[record as usize] = Some(Owner { node, group: LINK });
+        self.links.insert(node, record);
+        self.dirty.insert(record / RECORDS_PER_BLOCK as u32);
+        true
+    }
+
+    /// Gives up a node's own record, if it has one.
+    pub(crate) fn remove_link(&mut self, node: u32) {
+        if let Some(record) = self.links.remove(&node) {
+            self.record_owner[record as usize] = None;
+            self.free_records.insert(record);
+        }
+    }
+
     /// Names the owner of a slot that was claimed.
     pub(crate) fn set_owner(&mut self, class: Class, offset: u64, owner: Owner) {
         let record = self.record_of(class, offset);
@@ -278,6 +326,30 @@ impl Disk {
     pub(crate) fn block_owners(&self, block: u32) -> impl Iterator<Item = Option<Owner>> + '_ {
         let first = block as usize * RECORDS_PER_BLOCK;
         (first..first + RECORDS_PER_BLOCK).map(|i| self.record_owner.get(i).copied().flatten())
+    }
+
+    /// The record of a slot in use, and whose it is.
+    #[cfg(feature = "check")]
+    pub(crate) fn record_at(&self, class: Class, offset: u64) -> Option<(u32, Option<Owner>)> {
+        let (page, slot) = self.slot_of(class, offset);
+        let record = *self.page_records.get(&page)?.get(slot)?;
+        Some((record, *self.record_owner.get(record as usize)?))
+    }
+
+    /// How many records are in use for payloads and links, and whether each link has one.
+    #[cfg(feature = "check")]
+    pub(crate) fn records_in_use(&self) -> (usize, bool) {
+        let linked = self.links.iter().all(|(&node, &record)| {
+            self.record_owner[record as usize] == Some(Owner { node, group: LINK })
+        });
+        let used = self.record_owner.iter().flatten().count();
+        (used - self.links.len(), linked)
+    }
+
+    /// Whether a node has a record of its own.
+    #[cfg(feature = "check")]
+    pub(crate) fn has_link(&self, node: u32) -> bool {
+        self.links.contains_key(&node)
     }
 
     fn slot_of(&self, class: Class, offset: u64) -> (u32, usize) {

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, FlockOperation};
 
-use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, RECORD_BYTES, namespace_offset};
-use super::format::{Record, Superblock, SuperblockError};
+use super::format::{BLOCK_BYTES, FORMAT_VERSION, LINK, LINKS_SHARE, NAMESPACES_MAX};
+use super::format::{RECORD_BYTES, Record, Superblock, SuperblockError, namespace_offset};
 use crate::disk::DeviceImage;
 use crate::error::StoreError;
 use crate::io::{DeviceFiles, open_file};
@@ -424,7 +424,8 @@ fn size_data(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
 /// Packs the records of what still fits, if the table is longer than a data file of this size can
 /// need: after the capacity was lowered. A crash leaves the old table or the new one.
 fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
-    let most = data_bytes / SLOT_ALIGN * RECORD_BYTES as u64;
+    let slots = data_bytes / SLOT_ALIGN;
+    let most = (slots + slots / LINKS_SHARE) * RECORD_BYTES as u64;
     let action = failed;
     let old = fs::read(path.join(TABLE)).map_err(action(path, "read the table"))?;
     if old.len() as u64 <= most {
@@ -432,10 +433,15 @@ fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
     }
     // Of two records of the same slot, the later one.
     let mut kept: BTreeMap<u32, (u64, &[u8])> = BTreeMap::new();
+    let mut links: Vec<&[u8]> = Vec::new();
     for bytes in old.chunks_exact(RECORD_BYTES) {
         let Some(record) = Record::decode(bytes) else {
             continue;
         };
+        if record.group == LINK {
+            links.push(bytes);
+            continue;
+        }
         let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
         let later = kept
             .get(&record.slot)
@@ -446,7 +452,9 @@ fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
     }
     let mut new: Vec<u8> = kept
         .values()
-        .flat_map(|(_, bytes)| *bytes)
+        .map(|(_, bytes)| *bytes)
+        .chain(links)
+        .flatten()
         .copied()
         .collect();
     new.resize(new.len().next_multiple_of(BLOCK_BYTES), 0);

@@ -15,7 +15,7 @@ const DRAINS_MAX: u32 = 4;
 
 /// What of a node may be dropped for space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Standing {
+pub(super) enum Standing {
     /// Nothing.
     Kept,
     /// What a hit can do without.
@@ -33,7 +33,7 @@ fn is_readable(place: &Place, tier: Tier) -> bool {
 
 impl Engine {
     /// Size classes in which a node's payloads of a tier lie, without repetition.
-    fn classes(&self, id: NodeId, tier: Tier) -> Vec<Class> {
+    pub(super) fn classes(&self, id: NodeId, tier: Tier) -> Vec<Class> {
         let node = self.forest.node(id);
         let mut classes = Vec::with_capacity(1);
         for (group, place) in (0u8..).zip(node.places()) {
@@ -52,7 +52,7 @@ impl Engine {
     }
 
     /// Size classes in which payloads of a tier lie that a hit can do without, without repetition.
-    fn spare_classes(&self, id: NodeId, tier: Tier) -> Vec<Class> {
+    pub(super) fn spare_classes(&self, id: NodeId, tier: Tier) -> Vec<Class> {
         let node = self.forest.node(id);
         let mut classes = Vec::new();
         for (group, place) in (0u8..).zip(node.places()) {
@@ -129,7 +129,7 @@ impl Engine {
         !last_copy || node.children == 0
     }
 
-    fn standing(&self, id: NodeId, tier: Tier) -> Standing {
+    pub(super) fn standing(&self, id: NodeId, tier: Tier) -> Standing {
         if self.evictable(id, tier) {
             return Standing::Leaf;
         }

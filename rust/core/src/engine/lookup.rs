@@ -35,7 +35,7 @@ pub(super) struct Request {
     pub(super) from_disk: Option<(u32, u32)>,
     /// The scheduler has asked: no longer a prefetch, its turn is before those.
     pub(super) hastened: bool,
-    /// When it asked first.
+    /// Since when it waits for an answer.
     asked_ns: Option<u64>,
     /// A load failed: there is nothing for this request any more.
     pub(super) failed: bool,
@@ -90,29 +90,35 @@ impl Engine {
         let now_ns = self.now_ns;
         let asked_ns = *self.requests[id].asked_ns.get_or_insert(now_ns);
         let state = &self.requests[id];
-        if let Some(promotion) = &state.promotion {
-            let granule = self.namespaces[usize::from(state.ns)]
-                .spec
-                .hash_block_tokens;
-            let boundary = promotion.boundary.saturating_mul(granule);
-            let gain = boundary.saturating_sub(local_tokens);
-            let late = now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
-                || self
-                    .config
-                    .promotion_wait_ns
-                    .is_some_and(|(base, per_thousand)| {
-                        let part = u128::from(per_thousand) * u128::from(gain) / 1000;
-                        u128::from(now_ns - asked_ns) >= u128::from(base) + part
-                    });
-            if !late && gain > 0 {
-                return Answer::Pending;
-            }
-            self.end_promotion(id, late);
-            if late {
-                self.requests[id].promotions_started = PROMOTIONS_MAX;
-            }
+        let granule = self.namespaces[usize::from(state.ns)]
+            .spec
+            .hash_block_tokens;
+        let boundary = state.promotion.as_ref().map_or(max_tokens, |promotion| {
+            promotion.boundary.saturating_mul(granule)
+        });
+        let gain = boundary.saturating_sub(local_tokens);
+        let waited = self
+            .config
+            .promotion_wait_ns
+            .is_some_and(|(base, per_thousand)| {
+                let part = u128::from(per_thousand) * u128::from(gain) / 1000;
+                now_ns > asked_ns && u128::from(now_ns - asked_ns) >= u128::from(base) + part
+            });
+        let stalled = state.promotion.as_ref().is_some_and(|promotion| {
+            now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
+        });
+        if state.promotion.is_some() && !waited && !stalled && gain > 0 {
+            return Answer::Pending;
         }
-        self.look(id, hashes, local_tokens, max_tokens)
+        self.end_promotion(id, waited || stalled);
+        if waited || stalled {
+            self.requests[id].promotions_started = PROMOTIONS_MAX;
+        }
+        let answer = self.look(id, hashes, local_tokens, max_tokens);
+        if answer != Answer::Pending {
+            self.requests[id].asked_ns = None;
+        }
+        answer
     }
 
     /// Whether the disk still owes a request's answer.

@@ -6,8 +6,8 @@
 //! (`crate::shell`) gives it threads; the simulator (`rust/sim`) gives it whole lives from a seed.
 //!
 //! The three paths: `lookup` (submit, poll, discard), `promote` (disk to arena), `transfer`
-//! (loads and saves by the workers), with `writeback` (arena to disk) behind the save.
-//! `places` holds the transitions of payload places that all of them share.
+//! (loads and saves by the workers), with `writeback` and `records` (arena to disk) behind the save.
+//! `places` holds the transitions of payload places that all of them share, `evict` makes room.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -23,10 +23,13 @@ use crate::namespace::{GroupKind, Namespace, NamespaceSpec};
 use crate::policy::{Policy, PolicyKind, Seen};
 use crate::slots::{Slots, page_bytes_for};
 
+#[cfg(feature = "check")]
+mod check;
 mod evict;
 mod lookup;
 mod places;
 mod promote;
+mod records;
 mod recover;
 mod reset;
 mod transfer;

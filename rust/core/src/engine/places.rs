@@ -221,8 +221,14 @@ impl Engine {
         let node = self.forest.node_mut(id);
         node.place_mut(group).host = HostState::Present;
         node.busy -= 1;
-        if !node.detached {
+        let is_new = node.place(group).disk == DiskState::Empty;
+        let (detached, was_visible) = (node.detached, node.visible);
+        if !detached {
             self.rise(id);
+        }
+        if was_visible && is_new {
+            // What the node cannot do without came first: this was not there when it was offered.
+            self.offer_new_to_disk(id);
         }
         self.settle(id);
     }
@@ -259,7 +265,7 @@ impl Engine {
     }
 
     /// Whether all required payloads of a node are readable in some tier.
-    fn is_complete(&self, id: NodeId) -> bool {
+    pub(super) fn is_complete(&self, id: NodeId) -> bool {
         let node = self.forest.node(id);
         node.places().iter().enumerate().all(|(group, place)| {
             !node.requires(group)
@@ -420,6 +426,9 @@ impl Engine {
             if matches!(place.disk, DiskState::Writing | DiskState::Present) {
                 self.drop_disk(id, group, Loss::Dropped);
             }
+        }
+        if self.forest.node(id).required == 0 {
+            self.disks.iter_mut().for_each(|disk| disk.remove_link(id));
         }
         self.forest.release(id);
         (parent != NONE).then_some(parent)

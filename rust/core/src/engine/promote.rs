@@ -18,14 +18,22 @@ pub(super) struct Promotion {
     steps: Vec<(NodeId, u8)>,
     next: usize,
     /// Reads that this request waits for.
-    waiting: u32,
+    pub(super) waiting: u32,
     /// Leased node, or `NONE`.
-    reached: NodeId,
+    pub(super) reached: NodeId,
     /// The boundary, in granules, if all goes well.
     pub(super) boundary: u32,
     started_ns: u64,
     /// When it was started, or a read for it ended last.
     pub(super) progress_ns: u64,
+}
+
+#[cfg(feature = "check")]
+impl Promotion {
+    /// Whether it has no more reads to start.
+    pub(super) fn is_issued(&self) -> bool {
+        self.next == self.steps.len()
+    }
 }
 
 /// Who waits for a read: a request, and which of its promotions.

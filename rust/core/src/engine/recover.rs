@@ -1,11 +1,11 @@
 //! Recovery: from the table of each directory to the forest. No payload is read.
 
 use crate::disk::format::{
-    NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
+    LINK, NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
 };
 use crate::disk::{DeviceImage, Disk};
-use crate::forest::{DiskState, NONE, NsId, Tier};
-use crate::policy::Policy;
+use crate::forest::{DiskState, NONE, NodeId, NsId, Tier};
+use crate::policy::{HIT_CLASSES, Policy};
 use crate::slots::{Class, Owner, Slots};
 
 use super::Engine;
@@ -63,15 +63,18 @@ impl Engine {
         drop(images);
         let claimed = self.claim_slots(&found);
         self.forest.reserve(claimed.len());
-        let mut orphans = Vec::new();
+        let (mut orphans, mut links) = (Vec::new(), 0);
         for &at in &claimed {
-            if self.adopt(&found[at as usize]) {
+            let found = &found[at as usize];
+            if found.record.group == LINK {
+                links += u64::from(self.adopt_link(found));
+            } else if self.adopt(found) {
                 recovery.blocks += 1
             } else {
                 orphans.push(at);
             }
         }
-        recovery.dropped += found.len() as u64 - recovery.blocks;
+        recovery.dropped += found.len() as u64 - recovery.blocks - links;
         self.disks.iter_mut().for_each(Disk::finish_claims);
         for at in orphans {
             let Found { device, record, .. } = &found[at as usize];
@@ -180,7 +183,9 @@ impl Engine {
                 node: NONE,
                 group: record.group,
             };
-            if let Some((class, offset)) = self.slot_of(&found[at as usize])
+            if record.group == LINK {
+                claimed.push(at);
+            } else if let Some((class, offset)) = self.slot_of(&found[at as usize])
                 && self.disks[usize::from(*device)].claim(class, offset, *index, owner)
             {
                 claimed.push(at);
@@ -190,55 +195,74 @@ impl Engine {
         claimed
     }
 
+    /// The node of a record, if its parent is there; made if it is new.
+    fn node_of(&mut self, found: &Found) -> Option<NodeId> {
+        let (ns, record) = (found.ns, &found.record);
+        let parent = match &record.parent {
+            None => NONE,
+            Some(parent) => self.forest.find(ns, parent)?,
+        };
+        let above = match parent {
+            NONE => 0,
+            parent => self.forest.node(parent).depth,
+        };
+        if above + 1 != record.depth {
+            return None;
+        }
+        if let Some(id) = self.forest.find(ns, &record.hash) {
+            return (self.forest.node(id).parent == parent).then_some(id);
+        }
+        let spec = &self.namespaces[usize::from(ns)].spec;
+        let (groups, required) = (spec.groups.len(), spec.required(record.depth));
+        let id = self
+            .forest
+            .insert(ns, parent, record.hash, groups, required);
+        let node = self.forest.node_mut(id);
+        node.device = found.device;
+        node.last = record.last;
+        node.hit_class = record.hit_class.min(HIT_CLASSES - 1);
+        Some(id)
+    }
+
     /// Takes over a record that has its slot, if its parent is there. Of several of one payload, the
     /// latest comes first.
     fn adopt(&mut self, found: &Found) -> bool {
-        let Found {
-            ns, device, record, ..
-        } = found;
-        let (ns, at) = (*ns, usize::from(*device));
+        let record = &found.record;
         let Some((class, offset)) = self.slot_of(found) else {
             return false;
         };
-        let spec = &self.namespaces[usize::from(ns)].spec;
-        let (groups, required) = (spec.groups.len(), spec.required(record.depth));
-        let parent = match &record.parent {
-            None if record.depth == 1 => NONE,
-            None => return false,
-            Some(parent) => match self.forest.find(ns, parent) {
-                Some(id) if self.forest.node(id).depth + 1 == record.depth => id,
-                _ => return false,
-            },
-        };
-        let existing = self.forest.find(ns, &record.hash);
-        if let Some(id) = existing {
+        let id = self.node_of(found).filter(|&id| {
             let node = self.forest.node(id);
-            if node.device != *device
-                || node.parent != parent
-                || node.place(record.group).disk != DiskState::Empty
-            {
-                return false;
-            }
-        }
-        let id = existing.unwrap_or_else(|| {
-            self.forest
-                .insert(ns, parent, record.hash, groups, required)
+            let elsewhere =
+                node.device != found.device && node.places_used[Tier::Disk as usize] > 0;
+            !elsewhere && node.place(record.group).disk == DiskState::Empty
         });
+        let Some(id) = id else {
+            return false;
+        };
         let owner = Owner {
             node: id,
             group: record.group,
         };
-        self.disks[at].set_owner(class, offset, owner);
+        self.disks[usize::from(found.device)].set_owner(class, offset, owner);
         let node = self.forest.node_mut(id);
-        node.device = *device;
-        node.last = node.last.max(record.last);
-        node.hit_class = record.hit_class;
+        node.device = found.device;
         let place = node.place_mut(record.group);
         place.disk = DiskState::Present;
         place.disk_at = record.slot;
         place.checksum = record.checksum;
         self.place_taken(id, Tier::Disk);
         true
+    }
+
+    /// Takes over the record of a node that may be without payloads.
+    fn adopt_link(&mut self, found: &Found) -> bool {
+        let namespace = &self.namespaces[usize::from(found.ns)];
+        if found.record.depth == 0 || namespace.spec.required(found.record.depth) != 0 {
+            return false;
+        }
+        let id = self.node_of(found);
+        id.is_some_and(|id| self.disks[usize::from(found.device)].claim_link(id, found.index))
     }
 
     /// Makes visible what stands on complete ground, and lets go of the rest.
@@ -253,6 +277,7 @@ impl Engine {
             for &root in &stack {
                 self.rise(root);
             }
+            let mut order = Vec::new();
             while let Some(id) = stack.pop() {
                 if !self.forest.node(id).visible {
                     let before = self.disk_blocks();
@@ -262,12 +287,24 @@ impl Engine {
                     recovery.dropped += lost;
                     continue;
                 }
-                self.refresh(id);
+                order.push((id, self.forest.node(id).generation));
                 let mut child = self.forest.first_child(id);
                 while child != NONE {
                     stack.push(child);
                     child = self.forest.next_sibling(child);
                 }
+            }
+            // Children first: a link to nothing goes, and its parent may be one.
+            for (id, generation) in order.into_iter().rev() {
+                if !self.forest.is_live(id, generation) {
+                    continue;
+                }
+                let node = self.forest.node(id);
+                if node.places_used[Tier::Disk as usize] > 0 {
+                    // Links that were lost are written anew.
+                    self.add_links(id, usize::from(node.device));
+                }
+                self.settle(id);
             }
         }
     }

@@ -62,7 +62,7 @@ pub(super) struct TransferState {
     pub(super) session: SessionId,
     /// Of the slots that it copies from or to.
     pub(super) bytes: u64,
-    kind: Kind,
+    pub(super) kind: Kind,
 }
 
 impl TransferState {
@@ -101,9 +101,15 @@ impl Engine {
         if lease == NONE || self.forest.node(lease).detached {
             return None;
         }
-        let granule = self.namespaces[ns].spec.hash_block_tokens;
-        let boundary = local_tokens.checked_add(external_tokens)? / granule;
-        let local = local_tokens / granule;
+        let spec = &self.namespaces[ns].spec;
+        let end = local_tokens.checked_add(external_tokens)?;
+        let (boundary, local) = (
+            end / spec.hash_block_tokens,
+            local_tokens / spec.hash_block_tokens,
+        );
+        if end % spec.hash_block_tokens != 0 || !spec.may_end(boundary) {
+            return None;
+        }
         if boundary > self.forest.node(lease).depth || boundary <= local {
             return None;
         }
@@ -281,6 +287,8 @@ impl Engine {
         if places.is_empty() {
             return None;
         }
+        // Offers may come in any order.
+        places.sort_by_key(|&(node, _)| self.forest.node(node).depth);
         let extents = self.extents(&places);
         let id = self.transfers.insert(TransferState {
             session,

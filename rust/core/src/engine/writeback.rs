@@ -1,16 +1,13 @@
 //! Write-back: arena to disk, payload first, then record. Nothing waits for it, and it never goes
 //! before a read.
 
-use crate::disk::format::{BLOCK_BYTES, RECORD_BYTES, Record};
 use crate::forest::{DiskState, HostState, NONE, NodeId, Tier};
-use crate::io::{FileKind, IoFault, IoRequest};
+use crate::io::{IoFault, IoRequest};
 use crate::slots::Owner;
 
 use super::places::{Loss, bytes, units};
 use super::{Engine, Op};
 
-/// Blocks of the table are written together: when so many wait, or nothing else does.
-const DIRTY_BLOCKS_MAX: usize = 8;
 /// The write budget may be saved up for this long, in nanoseconds.
 const BURST_NS: u64 = 250_000_000;
 
@@ -20,8 +17,10 @@ pub(super) struct Queued {
     node: NodeId,
     generation: u32,
     group: u8,
-    /// Group of the parent's payload that was to be written first.
+    /// Group of the payload that it stands on and that was to be written first.
     after: Option<u8>,
+    /// Children of the node are on disk: it is written whatever the policy thinks of it.
+    rescued: bool,
 }
 
 impl Engine {
@@ -53,7 +52,9 @@ impl Engine {
         }
         let mut chain = Vec::new();
         let mut at = id;
-        while at != NONE && self.writable_place(at).is_some() {
+        while at != NONE
+            && (self.forest.node(at).required == 0 || self.writable_place(at).is_some())
+        {
             chain.push(at);
             at = self.forest.node(at).parent;
         }
@@ -67,9 +68,12 @@ impl Engine {
         if !self.forest.node(id).visible {
             return;
         }
-        for group in 0..u8::try_from(self.forest.node(id).places().len()).unwrap_or(0) {
-            let node = self.forest.node(id);
-            let place = node.place(group);
+        let groups = u8::try_from(self.forest.node(id).places().len()).unwrap_or(0);
+        // First what the node cannot do without.
+        let (required, others): (Vec<u8>, Vec<u8>) =
+            (0..groups).partition(|&group| self.forest.node(id).requires(usize::from(group)));
+        for group in required.into_iter().chain(others) {
+            let place = self.forest.node(id).place(group);
             if place.host != HostState::Present || place.disk != DiskState::Empty {
                 continue;
             }
@@ -95,6 +99,7 @@ impl Engine {
             generation,
             group,
             after: None,
+            rescued: false,
         };
         if front {
             self.write_queue.push_front(queued);
@@ -170,44 +175,53 @@ impl Engine {
             generation,
             group,
             after,
+            rescued,
         } = queued;
         if !self.forest.is_live(id, generation) {
             return None;
         }
         let node = self.forest.node(id);
-        let (parent, ns) = (node.parent, usize::from(node.ns));
+        let ns = usize::from(node.ns);
         if node.detached || node.place(group).disk != DiskState::Queued {
             return None;
         }
         let slot = self.host.slot_bytes(self.host_class(id, group));
         self.queued_bytes -= slot;
-        if parent != NONE
-            && !self.is_on_disk(parent)
-            && let Some(missing) = self.writable_place(parent)
+        if !self.forest.node(id).requires(usize::from(group)) && !self.is_on_disk(id) {
+            // Alone it is of no use after a restart.
+            self.refuse_write(id, group);
+            return None;
+        }
+        let ground = self.ground(id);
+        if ground != NONE
+            && !self.is_on_disk(ground)
+            && let Some(missing) = self.writable_place(ground)
         {
-            if after == Some(missing) || self.host_policy.touches_every_block() {
+            let choosy = self.host_policy.touches_every_block() && !rescued;
+            if after == Some(missing) || choosy {
                 // It was offered first, and was refused.
                 self.refuse_write(id, group);
                 return None;
             }
-            // What stands on it would be lost at a restart: the parent goes first.
+            // What stands on it would be lost at a restart: it goes first.
             self.write_queue.push_front(Queued {
                 after: Some(missing),
                 ..queued
             });
             self.queued_bytes += slot;
-            self.enqueue(parent, missing, true);
+            self.enqueue(ground, missing, true);
             return None;
         }
         let device = self.choose_disk(id);
         self.counters.refused_disk_degraded += u64::from(device.is_none());
         // Room must not be made at the cost of what this stands on.
-        if parent != NONE {
-            self.pin(parent);
+        if ground != NONE {
+            self.pin(ground);
         }
-        let offset = device.and_then(|device| Some((device, self.take_disk(id, group, device)?)));
-        if parent != NONE {
-            self.unpin(parent);
+        let offset =
+            device.and_then(|device| Some((device, self.take_disk(id, group, device, rescued)?)));
+        if ground != NONE {
+            self.unpin(ground);
         }
         let Some((device, offset)) = offset else {
             self.refuse_write(id, group);
@@ -228,6 +242,7 @@ impl Engine {
         place.disk_at = units(offset);
         let arena_offset = bytes(place.host_at);
         self.place_taken(id, Tier::Disk);
+        self.add_links(id, device);
         Some(IoRequest::WritePayload {
             token,
             device: u16::try_from(device).unwrap_or(u16::MAX),
@@ -236,6 +251,19 @@ impl Engine {
             len: u32::try_from(slot).unwrap_or(u32::MAX),
             payload_len: self.namespaces[ns].spec.groups[usize::from(group)].payload_bytes,
         })
+    }
+
+    /// The nearest ancestor that cannot do without a payload, or `NONE`.
+    fn ground(&self, id: NodeId) -> NodeId {
+        let ns = usize::from(self.forest.node(id).ns);
+        if !self.namespaces[ns].spec.has_full() {
+            return NONE;
+        }
+        let mut at = self.forest.node(id).parent;
+        while at != NONE && self.forest.node(at).required == 0 {
+            at = self.forest.node(at).parent;
+        }
+        at
     }
 
     /// Leaves a queued payload in the arena only.
@@ -273,15 +301,31 @@ impl Engine {
         }
         if let Some((id, generation)) = self.stranded.pop_front()
             && self.forest.is_live(id, generation)
+            && !self.forest.node(id).detached
         {
-            for group in 0..u8::try_from(self.forest.node(id).places().len()).unwrap_or(0) {
-                let place = self.forest.node(id).place(group);
-                if place.host == HostState::Present && place.disk == DiskState::Empty {
-                    self.enqueue(id, group, false);
-                }
+            let mut chain = Vec::new();
+            let mut at = id;
+            while at != NONE && self.writable_place(at).is_some() {
+                chain.push(at);
+                at = self.ground(at);
             }
-            self.refresh(id);
+            for id in chain.into_iter().rev() {
+                while let Some(group) = self.writable_place(id) {
+                    self.enqueue(id, group, false);
+                    if let Some(queued) = self.write_queue.back_mut() {
+                        queued.rescued = true;
+                    }
+                }
+                self.refresh(id);
+            }
         }
+    }
+
+    /// The write queue, front to back.
+    #[cfg(feature = "check")]
+    pub(super) fn queued(&self) -> impl Iterator<Item = (NodeId, u32, u8)> {
+        let entries = self.write_queue.iter();
+        entries.map(|queued| (queued.node, queued.generation, queued.group))
     }
 
     /// Whether every required payload of a node is on disk or on its way there.
@@ -341,10 +385,11 @@ impl Engine {
         })
     }
 
-    fn take_disk(&mut self, id: NodeId, group: u8, device: usize) -> Option<u64> {
+    fn take_disk(&mut self, id: NodeId, group: u8, device: usize, rescued: bool) -> Option<u64> {
         let class = self.disk_class(id, device, group);
         let hit_class = self.forest.node(id).hit_class;
-        if self.disks[device].slots.is_full(class)
+        if !rescued
+            && self.disks[device].slots.is_full(class)
             && self.refuses(Tier::Disk, device, class, hit_class)
         {
             self.counters.refused_admission += 1;
@@ -374,6 +419,11 @@ impl Engine {
         let ns = usize::from(self.forest.node(id).ns);
         let class = self.disk_class(id, device, group);
         match result {
+            Ok(_) if self.is_given_up(device) => {
+                // Given up meanwhile.
+                self.forest.node_mut(id).busy -= 1;
+                self.drop_disk(id, group, Loss::Dropped);
+            }
             Ok(checksum) => {
                 let payload = self.namespaces[ns].spec.groups[usize::from(group)].payload_bytes;
                 self.counters.disk_writes += 1;
@@ -401,84 +451,10 @@ impl Engine {
         self.settle(id);
     }
 
-    fn next_table_writes(&mut self, limit: usize, most: usize, out: &mut Vec<IoRequest>) {
-        for device in 0..self.disks.len() {
-            while out.len() < limit && self.writes_in_flight < most {
-                let disk = &mut self.disks[device];
-                let wait = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.write_queue.is_empty();
-                if wait || !disk.takes_writes(self.now_ns) {
-                    break;
-                }
-                let Some(block) = disk.take_dirty_block() else {
-                    break;
-                };
-                let bytes = self.encode_block(device, block);
-                let token = self.start_op(Op::Table { device, block });
-                out.push(IoRequest::WriteMeta {
-                    token,
-                    device: u16::try_from(device).unwrap_or(u16::MAX),
-                    file: FileKind::Table,
-                    file_offset: u64::from(block) * BLOCK_BYTES as u64,
-                    bytes,
-                    sync: false,
-                });
-            }
-        }
-    }
-
-    /// The records of a block of the table as they are now; empty where there is no payload.
-    fn encode_block(&mut self, device: usize, block: u32) -> Box<[u8]> {
-        let mut out = vec![0; BLOCK_BYTES];
-        self.record_generation += 1;
-        let written_s = self.config.unix_at_zero_s + self.now_ns / 1_000_000_000;
-        for (owner, record) in self.disks[device]
-            .block_owners(block)
-            .zip(out.chunks_exact_mut(RECORD_BYTES))
-        {
-            let Some(Owner { node, group }) = owner else {
-                continue;
-            };
-            let node = self.forest.node(node);
-            let place = node.place(group);
-            if place.disk != DiskState::Present || node.detached {
-                continue;
-            }
-            let ns = &self.namespaces[usize::from(node.ns)];
-            Record {
-                group,
-                hit_class: node.hit_class,
-                generation: self.record_generation,
-                instance: ns.instance,
-                slot: place.disk_at,
-                payload_bytes: ns.spec.groups[usize::from(group)].payload_bytes,
-                checksum: place.checksum,
-                depth: node.depth,
-                last: node.last,
-                written_s: u32::try_from(written_s).unwrap_or(u32::MAX),
-                hash: node.hash,
-                parent: (node.parent != NONE).then(|| self.forest.node(node.parent).hash),
-            }
-            .encode(record);
-        }
-        out.into()
-    }
-
-    pub(super) fn table_write_ended(
-        &mut self,
-        device: usize,
-        block: u32,
-        result: Result<u64, IoFault>,
-    ) {
-        let stopped = result == Err(IoFault::Stopped);
-        self.disks[device].block_written(block, result.is_ok() || stopped);
-        match result {
-            Ok(_) => self.disks[device].write_succeeded(self.now_ns),
-            Err(IoFault::Stopped) => {}
-            Err(fault) => {
-                self.counters.write_failures += 1;
-                self.disks[device].write_failed(fault, self.now_ns);
-            }
-        }
+    /// Whether a directory was given up, and is not to be tried again yet.
+    fn is_given_up(&self, device: usize) -> bool {
+        let disk = &self.disks[device];
+        !disk.is_alive() && !disk.takes_writes(self.now_ns)
     }
 
     /// Gives a directory up: what only it holds is gone.

@@ -1,0 +1,102 @@
+//! The arena: contents, and who has which slot in hand, as seen from outside the engine.
+
+use std::collections::BTreeMap;
+
+use undercroft_core::io::IO_ALIGN;
+
+use crate::content::{SECTOR, Token, sectors};
+
+/// How somebody uses a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hand {
+    /// Its contents change.
+    Write,
+    /// Its contents must not change.
+    Read,
+}
+
+#[derive(Debug)]
+pub(crate) struct Arena {
+    tokens: Vec<Token>,
+    /// By 4 KiB: -1 is a writer, above 0 are readers.
+    hands: Vec<i32>,
+    /// Who holds ranges, for the message.
+    holders: BTreeMap<u64, String>,
+}
+
+impl Arena {
+    pub(crate) fn new(bytes: u64) -> Self {
+        Self {
+            tokens: vec![0; sectors(bytes)],
+            hands: vec![0; (bytes / IO_ALIGN) as usize],
+            holders: BTreeMap::new(),
+        }
+    }
+
+    /// Somebody takes a slot in hand. `Err` if that must not be.
+    pub(crate) fn take(
+        &mut self,
+        offset: u64,
+        len: u64,
+        hand: Hand,
+        who: &str,
+    ) -> Result<(), String> {
+        if !offset.is_multiple_of(IO_ALIGN) {
+            return Err(format!("{who}: arena offset {offset} is not aligned"));
+        }
+        let (from, to) = units(offset, len);
+        let Some(units) = self.hands.get_mut(from..to) else {
+            return Err(format!("{who}: {offset}+{len} is beyond the arena"));
+        };
+        let conflict = match hand {
+            Hand::Write => units.iter().any(|&unit| unit != 0),
+            Hand::Read => units.iter().any(|&unit| unit < 0),
+        };
+        if conflict {
+            let before = self.holders.range(..offset + len).next_back();
+            let held = before.map_or("somebody", |(_, holder)| holder);
+            return Err(format!(
+                "{who} ({hand:?}) of {offset}+{len}, which is in the hand of {held}"
+            ));
+        }
+        for unit in units {
+            match hand {
+                Hand::Write => *unit = -1,
+                Hand::Read => *unit += 1,
+            }
+        }
+        self.holders.insert(offset, format!("{who} ({hand:?})"));
+        Ok(())
+    }
+
+    /// They let it go.
+    pub(crate) fn release(&mut self, offset: u64, len: u64, hand: Hand) {
+        let (from, to) = units(offset, len);
+        for unit in &mut self.hands[from..to] {
+            match hand {
+                Hand::Write => *unit = 0,
+                Hand::Read => *unit -= 1,
+            }
+        }
+    }
+
+    /// Whether nobody holds anything.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.hands.iter().all(|&unit| unit == 0)
+    }
+
+    pub(crate) fn at(&self, offset: u64, len: u64) -> &[Token] {
+        let from = (offset / SECTOR) as usize;
+        &self.tokens[from..from + sectors(len)]
+    }
+
+    pub(crate) fn at_mut(&mut self, offset: u64, len: u64) -> &mut [Token] {
+        let from = (offset / SECTOR) as usize;
+        &mut self.tokens[from..from + sectors(len)]
+    }
+}
+
+fn units(offset: u64, len: u64) -> (usize, usize) {
+    let to = (offset + len).div_ceil(IO_ALIGN);
+    ((offset / IO_ALIGN) as usize, to as usize)
+}

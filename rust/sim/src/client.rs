@@ -1,0 +1,323 @@
+//! Clients: what a scheduler does with the engine, in any order that it may.
+
+use undercroft_core::engine::{Answer, SessionId};
+use undercroft_core::key::BlockHash;
+
+use crate::content::{PrefixKey, hash_of};
+use crate::model::GRANULE;
+use crate::transfers::{Load, Save};
+use crate::world::World;
+
+/// Promotions that one lookup may start.
+const PROMOTIONS_MAX: u32 = 3;
+
+/// One request of a client.
+#[derive(Debug)]
+pub(crate) struct Request {
+    pub(crate) name: String,
+    pub(crate) keys: Vec<PrefixKey>,
+    pub(crate) hashes: Vec<BlockHash>,
+    pub(crate) tokens: u32,
+    /// When it was told last that the disk owes something.
+    pending_ns: Option<u64>,
+    /// Since when it waits for an answer.
+    asked_ns: Option<u64>,
+    /// How often it was pending although no read had ended for the engine's limit.
+    stalls: u32,
+    pub(crate) ready: Option<Ready>,
+    /// Tokens that it has asked to be saved.
+    pub(crate) saved_tokens: u32,
+    /// A load of it failed: there is nothing for it any more.
+    pub(crate) failed: bool,
+}
+
+/// An answer that promised something.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ready {
+    pub(crate) local: u32,
+    pub(crate) tokens: u32,
+}
+
+/// One client.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) id: SessionId,
+    pub(crate) namespace: usize,
+    pub(crate) requests: Vec<Request>,
+    pub(crate) loads: Vec<Load>,
+    pub(crate) saves: Vec<Save>,
+}
+
+impl World {
+    pub(crate) fn open_session(&mut self) -> Result<(), String> {
+        let namespace = self.random.index(self.models.len());
+        let spec = self.models[namespace].spec.clone();
+        let id = self
+            .engine
+            .open_session(spec)
+            .map_err(|error| error.to_string())?;
+        self.note(|| format!("open session on namespace {namespace}"));
+        self.sessions.push(Session {
+            id,
+            namespace,
+            requests: Vec::new(),
+            loads: Vec::new(),
+            saves: Vec::new(),
+        });
+        if self.models[namespace].must_reset {
+            self.models[namespace].must_reset = false;
+            self.reset(self.sessions.len() - 1);
+        }
+        Ok(())
+    }
+
+    /// A client does something.
+    pub(crate) fn client_step(&mut self) -> Result<(), String> {
+        if self.sessions.is_empty() || self.sessions.len() < 5 && self.random.chance(10) {
+            return self.open_session();
+        }
+        let session = self.random.index(self.sessions.len());
+        match self.random.below(1000) {
+            0..=3 => self.close_session(session),
+            4..=7 => {
+                self.reset(session);
+                Ok(())
+            }
+            8..=29 => self.repeat_acknowledgement(),
+            30..=399 => self.transfer_step(session),
+            _ => self.request_step(session),
+        }
+    }
+
+    fn request_step(&mut self, session: usize) -> Result<(), String> {
+        let count = self.sessions[session].requests.len();
+        if count == 0 || count < 6 && self.random.chance(200) {
+            self.new_request(session);
+            return Ok(());
+        }
+        let request = self.random.index(count);
+        match self.random.below(100) {
+            0..=14 => self.submit(session, request),
+            15..=54 => self.poll(session, request)?,
+            55..=69 => self.load(session, request)?,
+            70..=91 => self.save(session, request)?,
+            _ => self.discard(session, request),
+        }
+        Ok(())
+    }
+
+    fn new_request(&mut self, session: usize) {
+        let namespace = self.sessions[session].namespace;
+        let keys = self.prompts.draw(&mut self.random);
+        let len = self.models[namespace].hash_bytes;
+        let hashes: Vec<BlockHash> = keys.iter().filter_map(|&key| hash_of(key, len)).collect();
+        let rest = self.random.below(u64::from(GRANULE)) as u32;
+        self.names += 1;
+        let request = Request {
+            name: format!("r{}", self.names),
+            tokens: keys.len() as u32 * GRANULE + rest,
+            keys,
+            hashes,
+            pending_ns: None,
+            asked_ns: None,
+            stalls: 0,
+            ready: None,
+            saved_tokens: 0,
+            failed: false,
+        };
+        self.note(|| {
+            format!(
+                "new request {} of {} granules in namespace {namespace}",
+                request.name,
+                request.keys.len()
+            )
+        });
+        self.sessions[session].requests.push(request);
+        if self.random.chance(500) {
+            let last = self.sessions[session].requests.len() - 1;
+            self.submit(session, last);
+        }
+    }
+
+    /// What the device holds, and the deepest boundary of use, as of now.
+    fn limits(&mut self, session: usize, request: usize) -> (u32, u32) {
+        let tokens = self.sessions[session].requests[request].tokens;
+        let most = match self.random.below(10) {
+            0 => self.random.below(u64::from(tokens) + 40) as u32,
+            1 => tokens,
+            _ => tokens - 1,
+        };
+        let local = match self.random.below(10) {
+            0 => self.random.below(u64::from(tokens)) as u32,
+            1..=3 => self.random.below(u64::from(tokens / GRANULE)) as u32 * GRANULE,
+            _ => 0,
+        };
+        (local, most)
+    }
+
+    fn submit(&mut self, session: usize, request: usize) {
+        let (local, most) = self.limits(session, request);
+        let session = &self.sessions[session];
+        let request = &session.requests[request];
+        self.engine
+            .submit(session.id, &request.name, &request.hashes, local, most);
+        let name = request.name.clone();
+        self.note(|| format!("submit {name} local {local} most {most}"));
+    }
+
+    pub(crate) fn poll(&mut self, session: usize, request: usize) -> Result<(), String> {
+        let (local, most) = self.limits(session, request);
+        let now_ns = self.now_ns;
+        let of = &mut self.sessions[session];
+        let id = of.id;
+        let state = &mut of.requests[request];
+        let asked_ns = *state.asked_ns.get_or_insert(now_ns);
+        let answer = self
+            .engine
+            .poll(id, &state.name, &state.hashes, local, most);
+        let name = state.name.clone();
+        self.note(|| format!("poll {name} local {local} most {most}: {answer:?}"));
+        let state = &mut self.sessions[session].requests[request];
+        match answer {
+            Answer::Pending => {
+                state.ready = None;
+                let before = state.pending_ns.replace(now_ns);
+                let config = &self.settings.engine;
+                let since = before.unwrap_or(now_ns).max(self.last_read_ns);
+                // One that ended without a read may have been followed by another.
+                state.stalls += u32::from(now_ns - since > config.stall_ns);
+                if state.stalls > PROMOTIONS_MAX {
+                    return Err(format!("{name} waits for a device that answers no more"));
+                }
+                if let Some((base, per_thousand)) = config.promotion_wait_ns {
+                    let most_ns = base + per_thousand * u64::from(state.tokens) / 1000;
+                    if now_ns - asked_ns > most_ns {
+                        return Err(format!("{name} waits for longer than {most_ns} ns"));
+                    }
+                }
+                Ok(())
+            }
+            Answer::Ready(tokens) => {
+                state.pending_ns = None;
+                state.asked_ns = None;
+                self.answered(session, request, local, most, tokens)
+            }
+        }
+    }
+
+    fn answered(
+        &mut self,
+        session: usize,
+        request: usize,
+        local: u32,
+        most: u32,
+        tokens: u32,
+    ) -> Result<(), String> {
+        let namespace = self.sessions[session].namespace;
+        let model = &self.models[namespace];
+        let state = &mut self.sessions[session].requests[request];
+        let name = state.name.clone();
+        state.ready = None;
+        let min_load = self.settings.engine.min_load_tokens;
+        if self.settings.roomy && !self.roomy_broken && !state.failed {
+            let boundary = model.deepest(namespace, &state.keys, local / GRANULE, most / GRANULE);
+            let gain = (boundary * GRANULE).saturating_sub(local);
+            let expected = if boundary > local / GRANULE && gain >= min_load {
+                boundary * GRANULE
+            } else {
+                0
+            };
+            if tokens != expected {
+                return Err(format!(
+                    "{name}: hit of {tokens} tokens, and {expected} were saved"
+                ));
+            }
+        }
+        if tokens == 0 {
+            return Ok(());
+        }
+        let sound = tokens.is_multiple_of(model.spec.alignment_tokens)
+            && tokens <= most
+            && tokens > local
+            && tokens - local >= min_load
+            && !state.failed;
+        if !sound {
+            return Err(format!("{name}: an impossible hit of {tokens} tokens"));
+        }
+        self.stats.hits += 1;
+        state.ready = Some(Ready { local, tokens });
+        if self.random.chance(400) {
+            // The device may have gained blocks, never lost them.
+            let more = self.random.below(u64::from(tokens - local)) as u32;
+            let local = if self.random.chance(200) {
+                local + more
+            } else {
+                local
+            };
+            return self.begin_load(session, request, local, tokens - local, true);
+        }
+        Ok(())
+    }
+
+    fn load(&mut self, session: usize, request: usize) -> Result<(), String> {
+        let Some(ready) = self.sessions[session].requests[request].ready else {
+            if self.random.chance(50) {
+                // Nothing was promised: a refusal or the right bytes.
+                let (local, _) = self.limits(session, request);
+                let external = self.random.below(300) as u32;
+                return self.begin_load(session, request, local, external, false);
+            }
+            return Ok(());
+        };
+        let mut external = ready.tokens - ready.local;
+        if self.random.chance(100) {
+            external = self.random.below(u64::from(external)) as u32;
+        }
+        self.begin_load(session, request, ready.local, external, false)
+    }
+
+    fn discard(&mut self, session: usize, request: usize) {
+        let state = &mut self.sessions[session];
+        let request = state.requests.swap_remove(request);
+        self.engine.discard(state.id, &request.name);
+        if self.random.chance(100) {
+            self.engine.discard(state.id, &request.name);
+        }
+        self.note(|| format!("discard {}", request.name));
+    }
+
+    pub(crate) fn reset(&mut self, session: usize) {
+        let Session { id, namespace, .. } = self.sessions[session];
+        self.engine.reset(id);
+        self.models[namespace].advance();
+        self.undurable.push(namespace);
+        self.stats.resets += 1;
+        for session in self
+            .sessions
+            .iter_mut()
+            .filter(|session| session.namespace == namespace)
+        {
+            session
+                .requests
+                .iter_mut()
+                .for_each(|request| request.ready = None);
+        }
+        self.note(|| format!("reset namespace {namespace}"));
+    }
+
+    pub(crate) fn close_session(&mut self, session: usize) -> Result<(), String> {
+        if self.settings.roomy && !self.sessions[session].saves.is_empty() {
+            return Ok(());
+        }
+        let session = self.sessions.swap_remove(session);
+        for load in &session.loads {
+            self.let_go_of_load(load);
+        }
+        for save in &session.saves {
+            self.let_go_of_save(save);
+        }
+        self.engine.close_session(session.id);
+        self.note(|| "close a session".to_owned());
+        Ok(())
+    }
+}

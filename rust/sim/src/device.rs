@@ -1,0 +1,203 @@
+//! One directory on a device that keeps, loses, tears and corrupts what is written to it.
+
+use undercroft_core::disk::DeviceImage;
+use undercroft_core::disk::format::Superblock;
+use undercroft_core::io::FileKind;
+
+use crate::content::{SECTOR, Token, sectors};
+use crate::random::Random;
+
+/// Writes that a device holds back at most.
+const UNSYNCED_MAX: usize = 256;
+
+/// Contents of the three files.
+#[derive(Clone, Debug)]
+struct Files {
+    data: Vec<Token>,
+    table: Vec<u8>,
+    super_file: Vec<u8>,
+}
+
+/// One write, of whole sectors.
+#[derive(Clone, Debug)]
+pub(crate) enum Write {
+    Data {
+        offset: u64,
+        tokens: Vec<Token>,
+    },
+    Meta {
+        file: FileKind,
+        offset: u64,
+        bytes: Box<[u8]>,
+    },
+}
+
+/// How much of a write takes place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extent {
+    Whole,
+    Nothing,
+    /// Any of its sectors.
+    Torn,
+}
+
+impl Write {
+    fn file(&self) -> FileKind {
+        match self {
+            Self::Data { .. } => FileKind::Data,
+            Self::Meta { file, .. } => *file,
+        }
+    }
+}
+
+impl Files {
+    fn apply(&mut self, write: &Write, extent: Extent, random: &mut Random) {
+        let mut lands = |_| match extent {
+            Extent::Whole => true,
+            Extent::Nothing => false,
+            Extent::Torn => random.chance(500),
+        };
+        match write {
+            Write::Data { offset, tokens } => {
+                let first = (offset / SECTOR) as usize;
+                for (at, &token) in (first..).zip(tokens) {
+                    if lands(at) {
+                        self.data[at] = token;
+                    }
+                }
+            }
+            Write::Meta {
+                file,
+                offset,
+                bytes,
+            } => {
+                let target = match file {
+                    FileKind::Super => &mut self.super_file,
+                    _ => &mut self.table,
+                };
+                let end = *offset as usize + bytes.len();
+                if target.len() < end {
+                    target.resize(end, 0);
+                }
+                let target = &mut target[*offset as usize..end];
+                let sectors = target.chunks_mut(SECTOR as usize);
+                for (at, (to, from)) in sectors.zip(bytes.chunks(SECTOR as usize)).enumerate() {
+                    if lands(at) {
+                        to.copy_from_slice(from);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) capacity: u64,
+    pub(crate) page_bytes: u64,
+    now: Files,
+    /// What a loss of power leaves, before the writes that were not synced.
+    stable: Files,
+    unsynced: Vec<Write>,
+}
+
+impl Device {
+    pub(crate) fn new(capacity: u64, page_bytes: u64) -> Self {
+        let superblock = Superblock {
+            store_id: 7,
+            page_bytes,
+        };
+        let files = Files {
+            data: vec![0; sectors(capacity)],
+            table: Vec::new(),
+            super_file: superblock.encode().into(),
+        };
+        Self {
+            capacity,
+            page_bytes,
+            stable: files.clone(),
+            now: files,
+            unsynced: Vec::new(),
+        }
+    }
+
+    /// What opening the directory reads.
+    pub(crate) fn image(&self) -> DeviceImage {
+        DeviceImage {
+            capacity: self.capacity,
+            page_bytes: self.page_bytes,
+            super_bytes: self.now.super_file.clone(),
+            table_bytes: self.now.table.clone(),
+        }
+    }
+
+    /// `disk_capacity` has been changed while the store was closed.
+    pub(crate) fn resize(&mut self, capacity: u64) {
+        self.capacity = capacity;
+        self.now.data.resize(sectors(capacity), 0);
+        self.stable = self.now.clone();
+        self.unsynced.clear();
+    }
+
+    pub(crate) fn at(&self, offset: u64, len: u64) -> &[Token] {
+        let from = (offset / SECTOR) as usize;
+        &self.now.data[from..from + sectors(len)]
+    }
+
+    /// A bit flips for good, somewhere in a payload.
+    pub(crate) fn corrupt(&mut self, offset: u64, len: u64, random: &mut Random) {
+        let at = (offset / SECTOR) as usize + random.index(sectors(len));
+        self.now.data[at] ^= 1 << random.below(64);
+        self.stable.data[at] = self.now.data[at];
+    }
+
+    /// A bit flips for good, somewhere in the table.
+    pub(crate) fn corrupt_table(&mut self, random: &mut Random) {
+        let len = self.now.table.len();
+        if len > 0 {
+            self.now.table[random.index(len)] ^= 1 << random.below(8);
+        }
+    }
+
+    /// A write takes place, as far as `extent` says.
+    pub(crate) fn write(&mut self, write: Write, extent: Extent, random: &mut Random) {
+        self.now.apply(&write, extent, random);
+        if extent == Extent::Nothing {
+            return;
+        }
+        self.unsynced.push(write);
+        if self.unsynced.len() > UNSYNCED_MAX {
+            for write in self.unsynced.drain(..UNSYNCED_MAX / 2) {
+                self.stable.apply(&write, Extent::Whole, random);
+            }
+        }
+    }
+
+    /// All writes to a file so far are durable.
+    pub(crate) fn sync(&mut self, file: FileKind, random: &mut Random) {
+        for write in &self.unsynced {
+            if write.file() == file {
+                self.stable.apply(write, Extent::Whole, random);
+            }
+        }
+        self.unsynced.retain(|write| write.file() != file);
+    }
+
+    /// The process ends, and perhaps the power goes: of what was not synced, anything may be gone.
+    pub(crate) fn crash(&mut self, power_loss: bool, random: &mut Random) {
+        if power_loss {
+            for write in &self.unsynced {
+                let extent = match random.below(10) {
+                    0 | 1 => Extent::Nothing,
+                    2 => Extent::Torn,
+                    _ => Extent::Whole,
+                };
+                self.stable.apply(write, extent, random);
+            }
+            self.now = self.stable.clone();
+        } else {
+            self.stable = self.now.clone();
+        }
+        self.unsynced.clear();
+    }
+}

@@ -1,0 +1,366 @@
+//! The virtual IO engine: operations in flight, which end in any order, late, badly, or never.
+
+use undercroft_core::io::{FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest};
+
+use crate::arena::{Arena, Hand};
+use crate::content::{SECTOR, checksum, sectors};
+use crate::device::{Device, Extent, Write};
+use crate::random::Random;
+
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+
+/// How often something goes wrong, in a thousand operations.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Faults {
+    pub(crate) read_error: u64,
+    /// A bit of a payload flips on the medium, before it is read.
+    pub(crate) corrupt: u64,
+    /// A bit flips on the way.
+    pub(crate) transient: u64,
+    /// EIO, after which any part may have been written.
+    pub(crate) write_error: u64,
+    pub(crate) full: u64,
+    /// The device says that it wrote, and did not, or in part.
+    pub(crate) lost: u64,
+    /// It takes 10 seconds.
+    pub(crate) slow: u64,
+    /// It never ends.
+    pub(crate) hang: u64,
+}
+
+impl Faults {
+    pub(crate) fn is_none(&self) -> bool {
+        let Self {
+            read_error,
+            corrupt,
+            transient,
+            write_error,
+            full,
+            lost,
+            slow,
+            hang,
+        } = self;
+        read_error + corrupt + transient + write_error + full + lost + slow + hang == 0
+    }
+}
+
+#[derive(Debug)]
+struct Flight {
+    request: IoRequest,
+    due_ns: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Disks {
+    pub(crate) devices: Vec<Device>,
+    pub(crate) faults: Faults,
+    flights: Vec<Flight>,
+    depth: usize,
+    latency_ns: u64,
+}
+
+impl Disks {
+    pub(crate) fn new(devices: Vec<Device>, depth: usize, latency_ns: u64) -> Self {
+        Self {
+            devices,
+            faults: Faults::default(),
+            flights: Vec::new(),
+            depth,
+            latency_ns,
+        }
+    }
+
+    pub(crate) fn room(&self) -> usize {
+        self.depth - self.flights.len().min(self.depth)
+    }
+
+    pub(crate) fn in_flight(&self) -> usize {
+        self.flights.len()
+    }
+
+    /// When the next operation may end.
+    pub(crate) fn next_due_ns(&self) -> Option<u64> {
+        let due = self.flights.iter().map(|flight| flight.due_ns);
+        due.min().filter(|&due| due < u64::MAX)
+    }
+
+    /// Takes a request, if it makes sense.
+    pub(crate) fn submit(
+        &mut self,
+        request: IoRequest,
+        now_ns: u64,
+        arena: &mut Arena,
+        random: &mut Random,
+    ) -> Result<(), String> {
+        let (device, file, offset, len) = target(&request);
+        if device >= self.devices.len()
+            || !offset.is_multiple_of(IO_ALIGN)
+            || !len.is_multiple_of(IO_ALIGN)
+        {
+            return Err(format!("impossible request {request:?}"));
+        }
+        if file == FileKind::Data && offset + len > self.devices[device].capacity {
+            return Err(format!(
+                "beyond the capacity of device {device}: {request:?}"
+            ));
+        }
+        for other in &self.flights {
+            let (device_2, file_2, offset_2, len_2) = target(&other.request);
+            let apart = device != device_2
+                || file != file_2
+                || offset + len <= offset_2
+                || offset_2 + len_2 <= offset;
+            if !apart {
+                return Err(format!(
+                    "two operations at once on the same bytes: {request:?} and {:?}",
+                    other.request
+                ));
+            }
+        }
+        match &request {
+            IoRequest::ReadPayload {
+                arena_offset, len, ..
+            } => {
+                arena.take(*arena_offset, u64::from(*len), Hand::Write, "a read")?;
+                for token in arena.at_mut(*arena_offset, u64::from(*len)) {
+                    *token = random.next();
+                }
+            }
+            IoRequest::WritePayload {
+                arena_offset, len, ..
+            } => {
+                arena.take(*arena_offset, u64::from(*len), Hand::Read, "a write")?;
+            }
+            IoRequest::WriteMeta { .. } => {}
+        }
+        let due_ns = if random.chance(self.faults.hang) {
+            u64::MAX
+        } else if random.chance(self.faults.slow) {
+            now_ns + 10_000_000_000
+        } else {
+            now_ns + random.range(1, self.latency_ns)
+        };
+        self.flights.push(Flight { request, due_ns });
+        Ok(())
+    }
+
+    /// Ends one of the operations that are due.
+    pub(crate) fn complete(
+        &mut self,
+        now_ns: u64,
+        arena: &mut Arena,
+        random: &mut Random,
+    ) -> Option<(IoRequest, IoCompletion)> {
+        let due = self
+            .flights
+            .iter()
+            .enumerate()
+            .filter(|(_, flight)| flight.due_ns <= now_ns);
+        let due: Vec<usize> = due.map(|(at, _)| at).collect();
+        if due.is_empty() {
+            return None;
+        }
+        let request = self.flights.swap_remove(random.pick(&due)).request;
+        let result = match &request {
+            IoRequest::ReadPayload { .. } => self.read(&request, arena, random),
+            _ => self.write(&request, arena, random),
+        };
+        release(&request, arena);
+        let token = request.token();
+        Some((request, IoCompletion { token, result }))
+    }
+
+    fn read(
+        &mut self,
+        request: &IoRequest,
+        arena: &mut Arena,
+        random: &mut Random,
+    ) -> Result<u64, IoFault> {
+        let IoRequest::ReadPayload {
+            device,
+            file_offset,
+            arena_offset,
+            len,
+            payload_len,
+            checksum: expected,
+            ..
+        } = *request
+        else {
+            return Err(IoFault::Stopped);
+        };
+        if random.chance(self.faults.read_error) {
+            return Err(IoFault::Os(EIO));
+        }
+        let device = &mut self.devices[usize::from(device)];
+        if random.chance(self.faults.corrupt) {
+            device.corrupt(file_offset, u64::from(payload_len), random);
+        }
+        let len = u64::from(len);
+        arena
+            .at_mut(arena_offset, len)
+            .copy_from_slice(device.at(file_offset, len));
+        let payload = arena.at_mut(arena_offset, u64::from(payload_len));
+        if random.chance(self.faults.transient) {
+            payload[random.index(sectors(u64::from(payload_len)))] ^= 1 << random.below(64);
+        }
+        let found = checksum(payload);
+        if found != expected {
+            return Err(IoFault::Corrupt);
+        }
+        Ok(found)
+    }
+
+    fn write(
+        &mut self,
+        request: &IoRequest,
+        arena: &Arena,
+        random: &mut Random,
+    ) -> Result<u64, IoFault> {
+        let device = &mut self.devices[target(request).0];
+        let (write, result) = intended(request, arena);
+        if random.chance(self.faults.full) {
+            return Err(IoFault::Os(ENOSPC));
+        }
+        if random.chance(self.faults.write_error) {
+            device.write(
+                write,
+                random.pick(&[Extent::Whole, Extent::Nothing, Extent::Torn]),
+                random,
+            );
+            return Err(IoFault::Os(EIO));
+        }
+        let sync = matches!(request, IoRequest::WriteMeta { sync: true, .. });
+        // A device that lies about a sync is beyond help.
+        let extent = if !sync && random.chance(self.faults.lost) {
+            random.pick(&[Extent::Nothing, Extent::Torn])
+        } else {
+            Extent::Whole
+        };
+        device.write(write, extent, random);
+        if sync {
+            device.sync(target(request).1, random);
+        }
+        Ok(result)
+    }
+
+    /// The process ends: operations in flight have taken place, or not, or in part.
+    pub(crate) fn crash(&mut self, power_loss: bool, arena: &Arena, random: &mut Random) {
+        while !self.flights.is_empty() {
+            let flight = self.flights.swap_remove(random.index(self.flights.len()));
+            if !flight.request.is_read() {
+                let (write, _) = intended(&flight.request, arena);
+                let extent = random.pick(&[Extent::Whole, Extent::Nothing, Extent::Torn]);
+                self.devices[target(&flight.request).0].write(write, extent, random);
+            }
+        }
+        for device in &mut self.devices {
+            device.crash(power_loss, random);
+        }
+    }
+
+    /// From now on nothing goes wrong, and what hung goes on.
+    pub(crate) fn heal(&mut self, now_ns: u64) {
+        self.faults = Faults::default();
+        for flight in &mut self.flights {
+            flight.due_ns = flight.due_ns.min(now_ns + self.latency_ns);
+        }
+    }
+}
+
+/// What a write means to write, and its checksum.
+fn intended(request: &IoRequest, arena: &Arena) -> (Write, u64) {
+    match request {
+        IoRequest::WriteMeta {
+            file,
+            file_offset,
+            bytes,
+            ..
+        } => {
+            let (file, offset, bytes) = (*file, *file_offset, bytes.clone());
+            (
+                Write::Meta {
+                    file,
+                    offset,
+                    bytes,
+                },
+                0,
+            )
+        }
+        IoRequest::WritePayload {
+            file_offset,
+            arena_offset,
+            len,
+            payload_len,
+            ..
+        }
+        | IoRequest::ReadPayload {
+            file_offset,
+            arena_offset,
+            len,
+            payload_len,
+            ..
+        } => {
+            let tokens = arena.at(*arena_offset, u64::from(*len)).to_vec();
+            let sum = checksum(&tokens[..u64::from(*payload_len).div_ceil(SECTOR) as usize]);
+            (
+                Write::Data {
+                    offset: *file_offset,
+                    tokens,
+                },
+                sum,
+            )
+        }
+    }
+}
+
+fn release(request: &IoRequest, arena: &mut Arena) {
+    match request {
+        IoRequest::ReadPayload {
+            arena_offset, len, ..
+        } => {
+            arena.release(*arena_offset, u64::from(*len), Hand::Write);
+        }
+        IoRequest::WritePayload {
+            arena_offset, len, ..
+        } => {
+            arena.release(*arena_offset, u64::from(*len), Hand::Read);
+        }
+        IoRequest::WriteMeta { .. } => {}
+    }
+}
+
+/// Device, file, offset and length.
+fn target(request: &IoRequest) -> (usize, FileKind, u64, u64) {
+    match request {
+        IoRequest::ReadPayload {
+            device,
+            file_offset,
+            len,
+            ..
+        }
+        | IoRequest::WritePayload {
+            device,
+            file_offset,
+            len,
+            ..
+        } => (
+            usize::from(*device),
+            FileKind::Data,
+            *file_offset,
+            u64::from(*len),
+        ),
+        IoRequest::WriteMeta {
+            device,
+            file,
+            file_offset,
+            bytes,
+            ..
+        } => (
+            usize::from(*device),
+            *file,
+            *file_offset,
+            bytes.len() as u64,
+        ),
+    }
+}

@@ -1,0 +1,201 @@
+//! What must be true, in plain terms: namespaces, prompts, and which blocks a hit needs.
+
+use std::collections::HashSet;
+
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+
+use crate::content::{Payload, PrefixKey, extend};
+use crate::random::Random;
+
+/// Tokens of one granule, in every namespace.
+pub(crate) const GRANULE: u32 = 16;
+/// Granules of the longest prompt.
+const DEPTH_MAX: u64 = 24;
+
+/// A namespace as its clients know it.
+#[derive(Debug)]
+pub(crate) struct Model {
+    pub(crate) spec: NamespaceSpec,
+    pub(crate) hash_bytes: usize,
+    /// Counts the weights: payloads of different epochs differ.
+    pub(crate) epoch: u64,
+    /// A reset was not durable when the engine ended: it is repeated before anything else.
+    pub(crate) must_reset: bool,
+    /// There was a reset since the engine started: nothing survives its end.
+    pub(crate) was_reset: bool,
+    /// Payloads saved under the present weights.
+    pub(crate) stored: HashSet<Payload>,
+}
+
+/// Depths at which blocks end, of each group, that a load of `(local, boundary]` granules needs;
+/// `None` if no hit may end there.
+pub(crate) fn needs(spec: &NamespaceSpec, local: u32, boundary: u32) -> Option<Vec<(u8, u32)>> {
+    let mut needs = Vec::new();
+    let end = boundary * GRANULE;
+    for (group, of) in (0u8..).zip(&spec.groups) {
+        let block = of.block_tokens;
+        let first_token = match of.kind {
+            GroupKind::Ignored => continue,
+            GroupKind::Full => 0,
+            GroupKind::SlidingWindow { tokens } => end.saturating_sub(tokens - 1),
+            GroupKind::ChunkedLocal { tokens } => end / tokens * tokens,
+            GroupKind::State => end.saturating_sub(block),
+        };
+        if !end.is_multiple_of(block) {
+            return None;
+        }
+        for index in first_token / block..end / block {
+            let depth = (index + 1) * (block / GRANULE);
+            if depth > local {
+                needs.push((group, depth));
+            }
+        }
+    }
+    Some(needs)
+}
+
+impl Model {
+    pub(crate) fn random(index: usize, small: bool, random: &mut Random) -> Self {
+        let payload_bytes = |random: &mut Random| {
+            let sizes: &[u32] = if small {
+                &[700, 4096, 6000]
+            } else {
+                &[700, 4096, 10_000, 20_000, 40_000, 70_000, 131_072]
+            };
+            random.pick(sizes)
+        };
+        let kinds: Vec<(GroupKind, u32)> = match random.below(8) {
+            0..=2 => vec![(GroupKind::Full, random.pick(&[1, 1, 2]))],
+            3 => vec![(GroupKind::Full, 1), (window(random), random.pick(&[1, 2]))],
+            4 => vec![(GroupKind::Full, 2), (window(random), 1)],
+            5 => vec![
+                (GroupKind::Full, random.pick(&[1, 2])),
+                (GroupKind::State, random.pick(&[2, 4])),
+            ],
+            6 => vec![
+                (GroupKind::Full, 1),
+                (
+                    GroupKind::ChunkedLocal {
+                        tokens: random.pick(&[64, 96]),
+                    },
+                    random.pick(&[1, 2]),
+                ),
+                (GroupKind::Ignored, 1),
+            ],
+            _ => vec![(window(random), 1), (GroupKind::State, 1)],
+        };
+        let groups: Vec<GroupSpec> = kinds
+            .into_iter()
+            .map(|(kind, granules)| GroupSpec {
+                kind,
+                block_tokens: granules * GRANULE,
+                payload_bytes: payload_bytes(random),
+            })
+            .collect();
+        let widest = groups
+            .iter()
+            .map(|group| group.block_tokens)
+            .max()
+            .unwrap_or(GRANULE);
+        let spec = NamespaceSpec {
+            description: format!("simulated namespace {index}"),
+            hash_block_tokens: GRANULE,
+            alignment_tokens: widest * random.pick(&[1, 1, 1, 2]),
+            groups,
+        };
+        Self {
+            spec,
+            hash_bytes: random.pick(&[16, 32]),
+            epoch: 0,
+            must_reset: false,
+            was_reset: false,
+            stored: HashSet::new(),
+        }
+    }
+
+    pub(crate) fn payload(&self, namespace: usize, key: PrefixKey, group: u8) -> Payload {
+        Payload {
+            namespace,
+            epoch: self.epoch,
+            key,
+            group,
+        }
+    }
+
+    /// The deepest boundary of a hit, in granules, of all that was saved: `local` if none is deeper.
+    pub(crate) fn deepest(
+        &self,
+        namespace: usize,
+        keys: &[PrefixKey],
+        local: u32,
+        most: u32,
+    ) -> u32 {
+        let has = |group: u8, depth: u32| {
+            let payload = self.payload(namespace, keys[depth as usize - 1], group);
+            self.stored.contains(&payload)
+        };
+        let align = self.spec.alignment_tokens / GRANULE;
+        let deepest = (keys.len() as u32).min(most);
+        let boundaries = (local + 1..=deepest)
+            .rev()
+            .filter(|boundary| boundary % align == 0);
+        let usable = |boundary: u32| {
+            // A prefix is findable only if all of its full attention is there, also where the device has it.
+            let whole = needs(&self.spec, 0, boundary)?;
+            let full = |group: u8| self.spec.groups[usize::from(group)].kind == GroupKind::Full;
+            let ground = whole
+                .iter()
+                .all(|&(group, depth)| !full(group) || has(group, depth));
+            let load = needs(&self.spec, local, boundary)?;
+            (ground && load.iter().all(|&(group, depth)| has(group, depth))).then_some(boundary)
+        };
+        boundaries.into_iter().find_map(usable).unwrap_or(local)
+    }
+
+    /// The weights change.
+    pub(crate) fn advance(&mut self) {
+        self.epoch += 1;
+        self.was_reset = true;
+        self.stored.clear();
+    }
+}
+
+fn window(random: &mut Random) -> GroupKind {
+    let tokens = random.pick(&[2, 17, 33, 40, 64]);
+    GroupKind::SlidingWindow { tokens }
+}
+
+/// Prompts that share prefixes.
+#[derive(Debug, Default)]
+pub(crate) struct Prompts {
+    known: Vec<Vec<PrefixKey>>,
+}
+
+impl Prompts {
+    /// A prompt, as the prefix at each of its granules.
+    pub(crate) fn draw(&mut self, random: &mut Random) -> Vec<PrefixKey> {
+        let mut prompt = Vec::new();
+        if !self.known.is_empty() && random.chance(800) {
+            let known = &self.known[random.index(self.known.len())];
+            let shared = random.index(known.len()) + 1;
+            prompt.extend_from_slice(&known[..shared]);
+        }
+        if prompt.is_empty() || random.chance(600) {
+            let more = random
+                .range(1, 8)
+                .min(DEPTH_MAX - (prompt.len() as u64).min(DEPTH_MAX - 1));
+            for _ in 0..more {
+                let parent = prompt.last().copied().unwrap_or(0);
+                prompt.push(extend(parent, random.below(3)));
+            }
+        }
+        prompt.truncate(DEPTH_MAX as usize);
+        if self.known.len() < 24 {
+            self.known.push(prompt.clone());
+        } else {
+            let at = random.index(self.known.len());
+            self.known[at] = prompt.clone();
+        }
+        prompt
+    }
+}

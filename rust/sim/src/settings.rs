@@ -1,0 +1,109 @@
+//! The configuration of a simulated world, drawn from its seed.
+
+use undercroft_core::engine::EngineConfig;
+use undercroft_core::policy::PolicyKind;
+
+use crate::disks::Faults;
+use crate::model::Model;
+use crate::random::Random;
+
+const PAGE: u64 = 256 << 10;
+const MILLISECOND: u64 = 1_000_000;
+
+#[derive(Debug)]
+pub(crate) struct Settings {
+    pub(crate) engine: EngineConfig,
+    /// Capacity and page size of each directory.
+    pub(crate) devices: Vec<(u64, u64)>,
+    pub(crate) faults: Faults,
+    /// There is room and time for everything, and nothing goes wrong: what was saved must be found.
+    pub(crate) roomy: bool,
+    pub(crate) lives: u64,
+    pub(crate) steps: u64,
+    pub(crate) depth: usize,
+    pub(crate) latency_ns: u64,
+}
+
+impl Settings {
+    pub(crate) fn random(random: &mut Random) -> (Self, Vec<Model>) {
+        let roomy = random.chance(200);
+        let count = random.range(1, 3) as usize;
+        let models = (0..count)
+            .map(|index| Model::random(index, roomy, random))
+            .collect();
+        let mut engine = EngineConfig::new(random.range(2, 6) * PAGE);
+        engine.policy = random.pick(&[PolicyKind::Lru, PolicyKind::LeafHd]);
+        engine.seed = random.below(3);
+        engine.unix_at_zero_s = 1_700_000_000;
+        engine.promotion_bytes = match random.below(4) {
+            0 => random.below(engine.host_bytes),
+            1 => 16 << 10,
+            2 => engine.host_bytes,
+            _ => engine.host_bytes / 2,
+        };
+        engine.min_load_tokens = random.pick(&[1, 1, 16, 40]);
+        engine.stall_ns = random.range(1, 200) * MILLISECOND;
+        if random.chance(300) {
+            engine.promotion_wait_ns = Some((
+                random.below(20 * MILLISECOND),
+                random.below(50 * MILLISECOND),
+            ));
+        }
+        if random.chance(200) {
+            engine.write_rate = random.range(1, 200) << 20;
+        }
+        engine.second_touch = random.chance(150);
+        engine.writes_beside_reads = random.below(4) as usize;
+        let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
+            .map(|_| (random.range(1, 10) * PAGE, PAGE))
+            .collect();
+        if random.chance(100) {
+            devices
+                .iter_mut()
+                .for_each(|device| *device = (device.0 * 2, PAGE * 2));
+        }
+        let mut faults = Faults::default();
+        if roomy {
+            engine.host_bytes = 64 * PAGE;
+            engine.promotion_bytes = engine.host_bytes;
+            engine.stall_ns = 60_000 * MILLISECOND;
+            engine.promotion_wait_ns = None;
+            engine.write_rate = 0;
+            engine.second_touch = false;
+            devices.iter_mut().for_each(|device| device.0 = 64 * PAGE);
+        } else if random.chance(600) {
+            faults = random_faults(random);
+        }
+        let settings = Self {
+            engine,
+            devices,
+            faults,
+            roomy,
+            lives: random.range(1, 6),
+            steps: random.range(100, 500),
+            depth: random.range(1, 16) as usize,
+            latency_ns: random.pick(&[1, 1, 5]) * random.range(1, 2 * MILLISECOND),
+        };
+        (settings, models)
+    }
+}
+
+fn random_faults(random: &mut Random) -> Faults {
+    let mut rate = |most: u64| {
+        if random.chance(350) {
+            random.range(1, most)
+        } else {
+            0
+        }
+    };
+    Faults {
+        read_error: rate(200),
+        corrupt: rate(60),
+        transient: rate(60),
+        write_error: rate(200),
+        full: rate(60),
+        lost: rate(60),
+        slow: rate(60),
+        hang: rate(30),
+    }
+}

@@ -1,0 +1,346 @@
+//! What workers do: copies between device and arena, which take their time.
+
+use undercroft_core::engine::{Extent, Offer, TransferId};
+use undercroft_core::namespace::GroupKind;
+
+use crate::arena::Hand;
+use crate::content::Payload;
+use crate::model::{GRANULE, needs};
+use crate::world::World;
+
+/// A block and its slot.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block {
+    payload: Payload,
+    offset: u64,
+}
+
+/// A load under way.
+#[derive(Debug)]
+pub(crate) struct Load {
+    id: TransferId,
+    request: String,
+    blocks: Vec<Block>,
+    copied: usize,
+}
+
+/// A save under way.
+#[derive(Debug)]
+pub(crate) struct Save {
+    id: TransferId,
+    blocks: Vec<Block>,
+    filled: usize,
+}
+
+impl World {
+    /// Asks for a load; `promised`: it was answered just now that this can be had.
+    pub(crate) fn begin_load(
+        &mut self,
+        session: usize,
+        request: usize,
+        local: u32,
+        external: u32,
+        promised: bool,
+    ) -> Result<(), String> {
+        let state = &self.sessions[session];
+        let name = state.requests[request].name.clone();
+        let transfer = self.engine.begin_load(state.id, &name, local, external);
+        let got = transfer.is_some();
+        self.note(|| format!("load of {name}, {external} tokens after {local}: {got}"));
+        self.sessions[session].requests[request].ready = None;
+        let Some(transfer) = transfer else {
+            if promised {
+                return Err(format!(
+                    "{name}: {external} tokens after {local} were promised and cannot be loaded"
+                ));
+            }
+            return Ok(());
+        };
+        let blocks = self.blocks(session, request, &transfer.extents)?;
+        let spec = &self.models[self.sessions[session].namespace].spec;
+        let end = local + external;
+        let needed = needs(spec, local / GRANULE, end / GRANULE);
+        let Some(needed) = needed.filter(|_| end.is_multiple_of(GRANULE)) else {
+            return Err(format!(
+                "{name}: a load that ends at {end} tokens, within a block"
+            ));
+        };
+        let keys = &self.sessions[session].requests[request].keys;
+        let mut needed: Vec<_> = needed
+            .into_iter()
+            .map(|(group, depth)| (group, keys[depth as usize - 1]))
+            .collect();
+        let mut given: Vec<_> = blocks
+            .iter()
+            .map(|block| (block.payload.group, block.payload.key))
+            .collect();
+        needed.sort_unstable();
+        given.sort_unstable();
+        if needed != given {
+            return Err(format!(
+                "{name}: a load of {external} tokens after {local} gets other blocks than it needs: {:?}",
+                transfer.extents
+            ));
+        }
+        for block in &blocks {
+            let bytes = self.payload_bytes(&block.payload);
+            self.arena.take(block.offset, bytes, Hand::Read, "a load")?;
+        }
+        self.sessions[session].loads.push(Load {
+            id: transfer.id,
+            request: name,
+            blocks,
+            copied: 0,
+        });
+        Ok(())
+    }
+
+    pub(crate) fn save(&mut self, session: usize, request: usize) -> Result<(), String> {
+        let state = &self.sessions[session];
+        let of = &state.requests[request];
+        let more = self.random.range(1, u64::from(of.tokens)) as u32;
+        let tokens = if self.random.chance(500) {
+            of.tokens
+        } else {
+            of.tokens.min(of.saved_tokens + more)
+        };
+        let offers = self.offers(session, tokens);
+        let state = &self.sessions[session];
+        let of = &state.requests[request];
+        let there = |group: u8, block: u32| {
+            let mut of_group = offers.iter().filter(|offer| offer.group == group);
+            of_group.any(|offer| (offer.first_block..offer.end_block).contains(&block))
+        };
+        let transfer = self
+            .engine
+            .begin_save(state.id, &of.name, &of.hashes, tokens, &offers);
+        let count = transfer.as_ref().map(|transfer| {
+            transfer
+                .extents
+                .iter()
+                .map(|extent| extent.slots.len())
+                .sum::<usize>()
+        });
+        let (name, namespace) = (of.name.clone(), state.namespace);
+        self.note(|| format!("save {tokens} tokens of {name}: {count:?} blocks"));
+        self.sessions[session].requests[request].saved_tokens = tokens;
+        let Some(transfer) = transfer else {
+            return Ok(());
+        };
+        let blocks = self.blocks(session, request, &transfer.extents)?;
+        let model = &self.models[namespace];
+        for block in &blocks {
+            let group = usize::from(block.payload.group);
+            let depth = self.sessions[session].requests[request]
+                .keys
+                .iter()
+                .position(|&key| key == block.payload.key)
+                .map_or(0, |at| at as u32 + 1);
+            let granules = model.spec.granules(group);
+            let full = model.spec.groups[group].kind == GroupKind::Full;
+            if !full && !there(block.payload.group, depth / granules - 1)
+                || depth * GRANULE > tokens
+            {
+                return Err(format!(
+                    "{name}: asked to save a block that the device does not have"
+                ));
+            }
+            if model.stored.contains(&block.payload) && self.settings.roomy && !self.roomy_broken {
+                return Err(format!("{name}: {:?} is saved twice", block.payload));
+            }
+        }
+        for block in &blocks {
+            let bytes = self.payload_bytes(&block.payload);
+            self.arena
+                .take(block.offset, bytes, Hand::Write, "a save")?;
+            for token in self.arena.at_mut(block.offset, bytes) {
+                *token = self.random.next();
+            }
+        }
+        self.sessions[session].saves.push(Save {
+            id: transfer.id,
+            blocks,
+            filled: 0,
+        });
+        Ok(())
+    }
+
+    /// Blocks that the device holds of groups that are not full attention.
+    fn offers(&mut self, session: usize, tokens: u32) -> Vec<Offer> {
+        let spec = &self.models[self.sessions[session].namespace].spec;
+        let mut offers = Vec::new();
+        for (group, of) in (0u8..).zip(&spec.groups) {
+            let blocks = u64::from(tokens / of.block_tokens);
+            if of.kind == GroupKind::Full || blocks == 0 {
+                continue;
+            }
+            for _ in 0..self.random.below(4) {
+                let first = self.random.below(blocks) as u32;
+                let count = self.random.range(1, 8) as u32;
+                offers.push(Offer {
+                    group,
+                    first_block: first,
+                    end_block: first + count,
+                });
+            }
+        }
+        offers
+    }
+
+    /// The blocks that extents name.
+    fn blocks(
+        &self,
+        session: usize,
+        request: usize,
+        extents: &[Extent],
+    ) -> Result<Vec<Block>, String> {
+        let session = &self.sessions[session];
+        let (namespace, request) = (session.namespace, &session.requests[request]);
+        let model = &self.models[namespace];
+        let mut blocks = Vec::new();
+        for extent in extents {
+            let granules = model.spec.granules(usize::from(extent.group)) as usize;
+            for (block, &offset) in (extent.first_block as usize..).zip(&extent.slots) {
+                let Ok(offset) = u64::try_from(offset) else {
+                    continue;
+                };
+                let Some(&key) = request.keys.get((block + 1) * granules - 1) else {
+                    return Err(format!(
+                        "{}: block {block} is beyond the prompt",
+                        request.name
+                    ));
+                };
+                let payload = model.payload(namespace, key, extent.group);
+                blocks.push(Block { payload, offset });
+            }
+        }
+        Ok(blocks)
+    }
+
+    fn payload_bytes(&self, payload: &Payload) -> u64 {
+        let spec = &self.models[payload.namespace].spec;
+        u64::from(spec.groups[usize::from(payload.group)].payload_bytes)
+    }
+
+    /// Some transfer of a session goes on.
+    pub(crate) fn transfer_step(&mut self, session: usize) -> Result<(), String> {
+        let state = &self.sessions[session];
+        let (loads, saves) = (state.loads.len(), state.saves.len());
+        if loads + saves == 0 {
+            return Ok(());
+        }
+        let at = self.random.index(loads + saves);
+        if at < loads {
+            self.load_step(session, at)
+        } else {
+            self.save_step(session, at - loads)
+        }
+    }
+
+    fn load_step(&mut self, session: usize, at: usize) -> Result<(), String> {
+        let left =
+            self.sessions[session].loads[at].blocks.len() - self.sessions[session].loads[at].copied;
+        let fails = self.random.chance(40);
+        if left > 0 && !fails {
+            return self.copy(session, at, left);
+        }
+        let load = self.sessions[session].loads.swap_remove(at);
+        self.let_go_of_load(&load);
+        if fails {
+            let requests = &mut self.sessions[session].requests;
+            let of = requests
+                .iter_mut()
+                .find(|request| request.name == load.request);
+            if let Some(request) = of {
+                request.failed = true;
+                request.ready = None;
+            }
+        }
+        self.end_transfer(load.id, !fails);
+        Ok(())
+    }
+
+    /// Copies some of what is left, and looks at it.
+    fn copy(&mut self, session: usize, at: usize, left: usize) -> Result<(), String> {
+        let count = self.random.index(left) + 1;
+        let load = &self.sessions[session].loads[at];
+        let blocks = load.blocks[load.copied..load.copied + count].to_vec();
+        let name = load.request.clone();
+        for Block { payload, offset } in blocks {
+            let bytes = self.payload_bytes(&payload);
+            for (index, &found) in self.arena.at(offset, bytes).iter().enumerate() {
+                if found != payload.sector(index) {
+                    return Err(format!(
+                        "WRONG BYTES for {name}: sector {index} of {payload:?} at {offset}"
+                    ));
+                }
+            }
+            self.stats.blocks_checked += 1;
+        }
+        self.sessions[session].loads[at].copied += count;
+        Ok(())
+    }
+
+    fn save_step(&mut self, session: usize, at: usize) -> Result<(), String> {
+        let save = &mut self.sessions[session].saves[at];
+        let left = save.blocks.len() - save.filled;
+        let fails = !self.settings.roomy && self.random.chance(40);
+        if left > 0 && !fails {
+            let count = self.random.index(left) + 1;
+            let blocks = save.blocks[save.filled..save.filled + count].to_vec();
+            save.filled += count;
+            for Block { payload, offset } in blocks {
+                let bytes = self.payload_bytes(&payload);
+                for (index, token) in self.arena.at_mut(offset, bytes).iter_mut().enumerate() {
+                    *token = payload.sector(index);
+                }
+            }
+            return Ok(());
+        }
+        let save = self.sessions[session].saves.swap_remove(at);
+        self.let_go_of_save(&save);
+        if !fails {
+            self.stats.blocks_saved += save.blocks.len() as u64;
+            let model = &mut self.models[self.sessions[session].namespace];
+            let now = save.blocks.iter().map(|block| block.payload);
+            model
+                .stored
+                .extend(now.filter(|payload| payload.epoch == model.epoch));
+        }
+        self.end_transfer(save.id, !fails);
+        Ok(())
+    }
+
+    fn end_transfer(&mut self, id: TransferId, ok: bool) {
+        self.engine.end_transfer(id, ok);
+        self.note(|| format!("end transfer {id:?}: {ok}"));
+        self.ended.push(id);
+        if self.ended.len() > 32 {
+            self.ended.swap_remove(0);
+        }
+    }
+
+    /// An acknowledgement comes again.
+    pub(crate) fn repeat_acknowledgement(&mut self) -> Result<(), String> {
+        if !self.ended.is_empty() {
+            let id = self.ended[self.random.index(self.ended.len())];
+            let ok = self.random.chance(500);
+            self.engine.end_transfer(id, ok);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn let_go_of_load(&mut self, load: &Load) {
+        for block in &load.blocks {
+            let bytes = self.payload_bytes(&block.payload);
+            self.arena.release(block.offset, bytes, Hand::Read);
+        }
+    }
+
+    pub(crate) fn let_go_of_save(&mut self, save: &Save) {
+        for block in &save.blocks {
+            let bytes = self.payload_bytes(&block.payload);
+            self.arena.release(block.offset, bytes, Hand::Write);
+        }
+    }
+}

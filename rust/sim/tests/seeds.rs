@@ -1,0 +1,60 @@
+//! Thousands of lives in every test run; one of them again by its seed.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use undercroft_sim::{Stats, run};
+
+const SEEDS: u64 = 6000;
+
+/// Runs seeds on two threads; stops at the first failure.
+fn run_all(seeds: std::ops::Range<u64>) -> Stats {
+    let next = AtomicU64::new(seeds.start);
+    let total = Mutex::new(Stats::default());
+    let failure = Mutex::new(None);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds.end {
+                        return;
+                    }
+                    match run(seed) {
+                        Ok(stats) => total.lock().unwrap().add(&stats),
+                        Err(found) => {
+                            next.store(seeds.end, Ordering::Relaxed);
+                            failure.lock().unwrap().get_or_insert(found);
+                        }
+                    }
+                }
+            });
+        }
+    });
+    if let Some(failure) = failure.into_inner().unwrap() {
+        panic!("\n{failure}\n");
+    }
+    total.into_inner().unwrap()
+}
+
+#[test]
+fn lives() {
+    let stats = run_all(0..SEEDS);
+    println!("{stats:?}");
+    assert!(stats.crashes >= 10_000, "too few crashes: {stats:?}");
+    assert!(stats.blocks_checked > 100_000, "too few loads: {stats:?}");
+    assert!(stats.corruptions > 100, "too few faults: {stats:?}");
+}
+
+/// `UNDERCROFT_SIM_SEED=N cargo test -p undercroft-sim replay -- --nocapture`
+#[test]
+fn replay() {
+    let seed = std::env::var("UNDERCROFT_SIM_SEED");
+    let seed = seed.map_or(0, |seed| {
+        seed.parse().expect("UNDERCROFT_SIM_SEED is a number")
+    });
+    match run(seed) {
+        Ok(stats) => println!("{stats:?}"),
+        Err(failure) => panic!("\n{failure}\n"),
+    }
+}
