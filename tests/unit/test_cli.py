@@ -102,3 +102,36 @@ def test_table_columns_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_sizes(size: int, shown: str) -> None:
     assert output.bytes_text(size) == shown
+
+
+def test_bench_lookup_reports_the_fields_of_an_embedded_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run_json(capsys, "bench", "lookup", "--keys", "64", "--rounds", "20")
+    assert code == 0
+    times = {name: value for name, value in report.items() if name.endswith(("_us", "_ns"))}
+    assert set(times) == {"submit_p50_us", "submit_p99_us", "poll_p50_ns", "ready_p50_us", "ready_p99_us"}
+    assert all(value > 0 for value in times.values())
+
+
+def test_bench_disk_measures_below_the_directory_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine").touch()
+    arguments = ["--block-bytes", "64KiB", "--blocks", "16", "--depth", "4"]
+    code, report = run_json(capsys, "bench", "disk", "--path", str(tmp_path), *arguments)
+    assert code == 0
+    assert {"write_gbps", "read_gbps", "raw_write_gbps", "raw_read_gbps", "write_share", "read_share"} <= set(report)
+    assert {"read_p50_ms", "read_p99_ms", "cpu_s_per_gb", "io_engine"} <= set(report)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_bench_recover_finds_every_block(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, report = run_json(capsys, "bench", "recover", "--path", str(tmp_path), "--blocks", "10000")
+    assert code == 0
+    assert report["blocks"] == 10_000
+    assert report["bytes_read"] < 10_000 * 4096
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_argument_of_the_core_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.main(["bench", "disk", "--path", str(tmp_path), "--block-bytes", "1000"]) == 1
+    assert "block_bytes is 1000" in capsys.readouterr().err
