@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from checks import Reference
 from harness import Engine, set_environment
 
 set_environment()
@@ -49,6 +50,14 @@ def qwen3_next(model_root: Path) -> Path:
     from models import make_qwen3_next
 
     return make_qwen3_next(model_root / "qwen3_next")
+
+
+@pytest.fixture(scope="session")
+def reference(llama: Path) -> Iterator[Reference]:
+    """What the Llama model generates without undercroft."""
+    plain = Reference(llama)
+    yield plain
+    plain.close()
 
 
 @pytest.fixture

@@ -70,6 +70,7 @@ class Engine:
         set_environment()
         from vllm import LLM
         from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
         if undercroft is not None or connector is not None:
             engine_args["kv_transfer_config"] = KVTransferConfig(
@@ -81,17 +82,22 @@ class Engine:
             )
         if blocks is not None:
             engine_args["num_gpu_blocks_override"] = blocks
-        self.llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            disable_log_stats=False,
-            distributed_executor_backend=executor,
-            **engine_args,
-        )
+        try:
+            self.llm = LLM(
+                model=str(model),
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                disable_log_stats=False,
+                distributed_executor_backend=executor,
+                **engine_args,
+            )
+        except BaseException:
+            # vLLM leaves the worker's connector behind, and the next engine would find it.
+            ensure_kv_transfer_shutdown()
+            raise
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.steps = 0
@@ -124,6 +130,7 @@ class Engine:
         cache_salt: str | None = None,
         logprobs: int | None = None,
         extra_args: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
         **sampling: Any,
     ) -> list[Generation]:
         """Run prompts together. ``params``: ``kv_transfer_params`` of the requests. ``sampling``: `SamplingParams`."""
@@ -143,7 +150,7 @@ class Engine:
         if cache_salt is not None:
             for prompt in inputs:
                 prompt["cache_salt"] = cache_salt
-        outputs = self.llm.generate(inputs, sampling_params, use_tqdm=False)
+        outputs = self.llm.generate(inputs, sampling_params, use_tqdm=False, lora_request=lora_request)
         return [
             Generation(
                 tokens=list(o.outputs[0].token_ids),

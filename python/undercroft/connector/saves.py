@@ -91,8 +91,12 @@ class Saves:
         self._saves[job_id] = _Save(pinned)
         return CopyJob(job_id, request_id, copies)
 
-    def acknowledge(self, answer: UndercroftWorkerMetadata) -> None:
-        """Take the ranks' answers; a save that all ranks have ended becomes visible, or is dropped if any failed."""
+    def acknowledge(self, answer: UndercroftWorkerMetadata) -> list[tuple[int, bool]]:
+        """Take the ranks' answers, and let go of the blocks of saves that all ranks have ended.
+
+        Returns these, each with whether it may become visible: not if any rank failed. The engine must be told.
+        """
+        ended = []
         for job_id in answer.saves_failed:
             if job_id in self._saves:
                 self._saves[job_id].failed = True
@@ -104,7 +108,8 @@ class Saves:
             if save.ranks_ended >= self._world_size:
                 del self._saves[job_id]
                 self._unpin(save)
-                self._session.end_save(job_id, not save.failed)
+                ended.append((job_id, not save.failed))
+        return ended
 
     def abandon(self) -> None:
         """Let go of all device blocks at once. What is being copied from them is dropped when it is acknowledged."""

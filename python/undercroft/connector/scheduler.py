@@ -175,8 +175,17 @@ class SchedulerConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """What the workers copy in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
+        # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
+        arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
-        metadata.arena_socket, metadata.arena_generation = self._arena()
+        metadata.arena_socket, metadata.arena_generation = arena
+        try:
+            self._collect_saves(scheduler_output, metadata)
+        except Exception as error:
+            self._report("build_connector_meta", error)
+        return metadata
+
+    def _collect_saves(self, scheduler_output: SchedulerOutput, metadata: UndercroftMetadata) -> None:
         tables_of = scheduler_output.kv_connector_block_state
         states_of = getattr(tables_of, "boundary_state_offloads", None) or {}
         scheduled = scheduler_output.num_scheduled_tokens
@@ -193,25 +202,25 @@ class SchedulerConnector:
             tables = tables_of.get_block_ids(request_id)
             if tables is not None:
                 self._save(state, num_hashes, tables, metadata, states=states)
-        return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The workers' reports of a step."""
+        # Each on its own: what is reported here is reported once, so one's trouble must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             job_id = self._loading.pop(request_id, None)
             if job_id is None:
                 continue
             ok = request_id not in failed
-            if job_id >= 0:
-                self._session.end_load(job_id, ok)
-            state = self._requests.get(request_id)
             if not ok:
                 self._counts.add("failed_loads")
-                if state is not None:
+                if (state := self._requests.get(request_id)) is not None:
                     state.lookup_failed = True
+            if job_id >= 0:
+                self._tell(self._session.end_load, job_id, ok)
         if isinstance(output.kv_connector_worker_meta, UndercroftWorkerMetadata):
-            self._saves.acknowledge(output.kv_connector_worker_meta)
+            for job_id, ok in self._saves.acknowledge(output.kv_connector_worker_meta):
+                self._tell(self._session.end_save, job_id, ok)
 
     def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
         """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
@@ -257,6 +266,12 @@ class SchedulerConnector:
         self._session.close()
 
     # Parts
+
+    def _tell(self, end: Callable[[int, bool], None], job_id: int, ok: bool) -> None:
+        try:
+            end(job_id, ok)
+        except Exception as error:
+            self._report("update_connector_output", error)
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -362,15 +377,15 @@ class SchedulerConnector:
             return
         request = state.request
         num_tokens = num_hashes * self._groups.unit
-        boundaries = self._kept_boundaries(state, num_tokens, finished)
         try:
+            boundaries = self._kept_boundaries(state, num_tokens, finished)
             job = self._saves.begin(request.request_id, request.block_hashes, num_tokens, tables, boundaries, states)
+            if job is not None:
+                metadata.saves.append(job)
+            state.save_refused = self._session.save_refused()
         except Exception as error:
             # One request's trouble must not lose the other requests' copies of this step.
             self._report("build_connector_meta", error)
             return
-        state.save_refused = self._session.save_refused()
         if not state.save_refused:
             state.windows_kept = num_tokens
-        if job is not None:
-            metadata.saves.append(job)

@@ -1,0 +1,79 @@
+"""A vLLM of another version for tests on the CPU: its Python files over the installed vLLM's compiled extension.
+
+No CPU wheel of that version is needed. It proves how the connector's contract changes from one version to the next, not
+how that version performs. Prints the folder to put first on PYTHONPATH; made once, kept under ~/.cache/undercroft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+COMPLETE = ".complete"
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("version", help="such as 0.33.0")
+    version = parser.parse_args().version
+    target = cache_root() / f"vllm-{version}-on-{installed_version()}"
+    if not (target / COMPLETE).exists():
+        make(version, target)
+    print(target)
+    return 0
+
+
+def cache_root() -> Path:
+    """Where overlays are kept, outside the checkout."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "undercroft"
+
+
+def installed_version() -> str:
+    """Version of the vLLM whose compiled extension is used."""
+    namespace: dict[str, object] = {}
+    exec((installed_package() / "_version.py").read_text(encoding="utf-8"), namespace)
+    return str(namespace["__version__"]).partition("+")[0]
+
+
+def installed_package() -> Path:
+    """Folder of the installed vLLM, whatever PYTHONPATH puts before it."""
+    finder = importlib.util.find_spec("torch")
+    if finder is None or finder.origin is None:
+        sys.exit("error: no torch in this environment: run `make build` first")
+    package = Path(finder.origin).parents[1] / "vllm"
+    if not package.is_dir():
+        sys.exit(f"error: no vLLM beside torch in {package.parent}: run `make build` first")
+    return package
+
+
+def make(version: str, target: Path) -> None:
+    """Put the overlay together next to its final place, and move it there once it is whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        new, wheels = Path(scratch, "overlay"), Path(scratch, "wheel")
+        print(f"Downloading the wheel of vllm {version} (about 340 MB), for its Python files", file=sys.stderr)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*command, "--dest", str(wheels), f"vllm=={version}"], check=True)
+        shutil.copytree(
+            installed_package(), new / "vllm", ignore=shutil.ignore_patterns("*.py", "__pycache__"), symlinks=True
+        )
+        [wheel] = wheels.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            members = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
+            archive.extractall(new, members)
+        (new / COMPLETE).touch()
+        shutil.rmtree(target, ignore_errors=True)
+        new.rename(target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
