@@ -13,6 +13,20 @@ class ConfigError(UndercroftError):
 class StoreError(UndercroftError):
     """A disk directory is foreign, damaged, of another format version, or in use."""
 
+def resolve(
+    groups: list[tuple[str, int, int, int]],
+    hash_block_tokens: int,
+    alignment_tokens: int,
+    present: list[list[bool]],
+    max_tokens: int,
+    local_tokens: int = 0,
+) -> int:
+    """Where a hit may end, in tokens: for tests and tools.
+
+    ``groups``, ``hash_block_tokens``, ``alignment_tokens``: as for `Engine.register`. ``present``: per group and block,
+    whether its payload can be had. ``max_tokens``: the deepest boundary of use. ``local_tokens``: what the device holds.
+    """
+
 @final
 class Engine:
     """The engine, embedded: index, host arena, job table, disk tier, and the IO thread."""

@@ -11,7 +11,7 @@ from typing import Any
 from connector_engine import core, settled
 from harness import Engine, Generation, prompt
 
-HOST = "32MiB"
+HOST = "64MiB"
 TOKENS = 16
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from connector_engine import core, settled
-from hybrid_engine import HOST, TOKENS, Crowd, Model, ask, same
+from hybrid_engine import HOST, Crowd, Model, ask, same
 from harness import Engine, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -42,7 +42,7 @@ Start = Callable[..., Engine]
 
 
 def disk(tmp_path: Path) -> dict[str, Any]:
-    return {"host_memory": HOST, "disk_path": str(tmp_path / "cache"), "disk_capacity": "1GiB"}
+    return {"host_memory": HOST, "disk_path": str(tmp_path / "cache"), "disk_capacity": "2GiB"}
 
 
 def test_from_host_memory_turn_by_turn_and_where_prefixes_part(model: Model, start: Start) -> None:
@@ -172,14 +172,23 @@ def test_abort_while_loading(model: Model, start: Start) -> None:
 
 
 def test_preempted_requests_resume(model: Model, start: Start) -> None:
-    prompts = [model.ids(2, extra=10 * seed + 20, seed=seed) for seed in range(3)]
-    length = 40 if model.name == "qwen3_next" else 150
-    alone = start({"host_memory": HOST}, blocks=96)
+    # Each needs one more block of every group while it generates, and there are not enough for all.
+    length, blocks, longest = (150, 14, 768) if model.name == "gemma2" else (40, 12, 2048)
+    prompts = [model.ids(2, extra=model.block - 10 - seed, seed=seed) for seed in range(3)]
+    alone = start({"host_memory": HOST})
     expected = [ask(alone, ids, length).tokens for ids in prompts]
     alone.close()
-    blocks = 14 if model.name == "gemma2" else 12
-    crowded = start({"host_memory": HOST}, blocks=blocks, max_model_len=1024 if model.name == "gemma2" else 2048)
+    crowded = start({"host_memory": HOST}, blocks=blocks, max_model_len=longest)
+    preempted: list[str] = []
+    allocated = crowded.connector.update_state_after_alloc
+
+    def listening(request: Any, blocks: Any, external: int) -> None:
+        if request.num_preemptions:
+            preempted.append(request.request_id)
+        allocated(request, blocks, external)
+
+    crowded.connector.update_state_after_alloc = listening
     answers = crowded.generate_all(prompts, length)
     settled(crowded)
+    assert preempted
     assert [answer.tokens for answer in answers] == expected
-    assert TOKENS < length

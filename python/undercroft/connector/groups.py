@@ -104,8 +104,7 @@ class Groups:
             for index in range(count):
                 # A block that ends before its unit does leaves the window so much sooner.
                 before = (count - 1 - index) * tokens
-                idle = (kind == "sliding_window" and before >= window - 1 > 0) or (kind == "state" and before)
-                if idle:
+                if before and (kind == "state" or (kind == "sliding_window" and before >= window - 1)):
                     continue
                 narrowed = window - before if kind == "sliding_window" else window
                 parts.append(Part(group, kind, narrowed, count * tokens, count, index))

@@ -152,7 +152,7 @@ impl NamespaceSpec {
         match self.groups[group].kind {
             GroupKind::Full => 0,
             GroupKind::SlidingWindow { tokens } => {
-                boundary.saturating_sub(in_granules(tokens.saturating_sub(1)))
+                boundary.saturating_sub(in_granules(tokens.saturating_sub(1)).max(granules))
             }
             GroupKind::ChunkedLocal { tokens } => {
                 let start = boundary * self.hash_block_tokens / tokens.max(1) * tokens.max(1);

@@ -19,37 +19,61 @@ pub fn resolve(
 ) -> u32 {
     let align = spec.alignment_tokens / spec.hash_block_tokens;
     let mut boundary = limit / align * align;
-    while boundary > local && !is_usable(spec, boundary, local, &mut has) {
-        boundary -= align;
+    while boundary > local {
+        match missing(spec, boundary, local, &mut has) {
+            None => return boundary,
+            // Every boundary from that block on needs it, too.
+            Some(depth) => boundary = depth.saturating_sub(1) / align * align,
+        }
     }
-    boundary.max(local)
+    local
 }
 
-fn is_usable(
+/// The end of the deepest block that a hit at `boundary` needs and cannot have.
+fn missing(
     spec: &NamespaceSpec,
     boundary: u32,
     local: u32,
     has: &mut impl FnMut(u32, usize) -> bool,
-) -> bool {
-    spec.groups
-        .iter()
-        .enumerate()
-        .all(|(group, of)| match of.kind {
-            GroupKind::Ignored => true,
-            _ if !spec.ends_block(group, boundary) => false,
-            GroupKind::Full => true,
-            _ => {
-                let granules = spec.granules(group);
-                let after = spec
-                    .needed_after(group, boundary)
-                    .max(local / granules * granules);
-                let mut depth = boundary;
-                while depth > after && has(depth, group) {
-                    depth -= granules;
-                }
-                depth <= after
+) -> Option<u32> {
+    for (group, of) in spec.groups.iter().enumerate() {
+        if of.kind == GroupKind::Ignored {
+            continue;
+        }
+        if !spec.ends_block(group, boundary) {
+            return Some(boundary);
+        }
+        if of.kind == GroupKind::Full {
+            continue;
+        }
+        let granules = spec.granules(group);
+        let after = spec
+            .needed_after(group, boundary)
+            .max(local / granules * granules);
+        let mut depth = boundary;
+        while depth > after {
+            if !has(depth, group) {
+                return Some(depth);
             }
-        })
+            depth -= granules;
+        }
+    }
+    None
+}
+
+/// How far every block of full attention can be had, at most `limit` granules; and from there what
+/// [`resolve`] says, of a chain that `has` tells everything about.
+pub fn resolve_all(
+    spec: &NamespaceSpec,
+    limit: u32,
+    local: u32,
+    has: impl Fn(u32, usize) -> bool,
+) -> u32 {
+    let gap = (local + 1..=limit).find(|&depth| {
+        let required = spec.required(depth);
+        (0..spec.groups.len()).any(|group| required >> group & 1 == 1 && !has(depth, group))
+    });
+    resolve(spec, gap.map_or(limit, |gap| gap - 1), local, has)
 }
 
 #[cfg(test)]
@@ -105,21 +129,6 @@ mod tests {
                 })
             })
             .unwrap_or(local)
-    }
-
-    /// What the caller computes: how far full attention reaches without a gap.
-    fn full_limit(
-        spec: &NamespaceSpec,
-        limit: u32,
-        local: u32,
-        has: &dyn Fn(u32, usize) -> bool,
-    ) -> u32 {
-        (local + 1..=limit)
-            .find(|&depth| {
-                (0..spec.groups.len())
-                    .any(|group| spec.required(depth) >> group & 1 == 1 && !has(depth, group))
-            })
-            .map_or(limit, |gap| gap - 1)
     }
 
     #[test]
@@ -181,8 +190,7 @@ mod tests {
                 let mask = if dense { missing[group] & missing[(group + 1) % 4] & missing[(group + 2) % 4] } else { missing[group] };
                 mask >> (depth % 64) & 1 == 0
             };
-            let reach = full_limit(&spec, limit, local, &has);
-            prop_assert_eq!(resolve(&spec, reach, local, has), naive(&spec, limit, local, &has));
+            prop_assert_eq!(resolve_all(&spec, limit, local, has), naive(&spec, limit, local, &has));
         }
     }
 }

@@ -77,6 +77,33 @@ fn choice(name: &str) -> PyResult<IoEngineChoice> {
     }
 }
 
+/// Groups as Python describes them: (kind, tokens per block, payload bytes, window in tokens or 0).
+pub(crate) fn group_specs(groups: Vec<(String, u32, u32, u32)>) -> PyResult<Vec<GroupSpec>> {
+    groups
+        .into_iter()
+        .map(|(kind, block_tokens, payload_bytes, tokens)| {
+            let kind = match kind.as_str() {
+                "full" => GroupKind::Full,
+                "sliding_window" => GroupKind::SlidingWindow { tokens },
+                "chunked_local" => GroupKind::ChunkedLocal { tokens },
+                "state" => GroupKind::State,
+                "ignored" => GroupKind::Ignored,
+                _ => {
+                    return Err(ConfigError::new_err(format!(
+                        "KV cache group of kind {kind:?}; allowed: \"full\", \"sliding_window\", \
+                             \"chunked_local\", \"state\", \"ignored\""
+                    )));
+                }
+            };
+            Ok(GroupSpec {
+                kind,
+                block_tokens,
+                payload_bytes,
+            })
+        })
+        .collect()
+}
+
 #[pymethods]
 impl PyEngine {
     /// Open the engine. Raises ConfigError, StoreError.
@@ -169,30 +196,11 @@ impl PyEngine {
         alignment_tokens: Option<u32>,
         dropped_tokens: u32,
     ) -> PyResult<PySession> {
-        let groups = groups
-            .into_iter()
-            .map(|(kind, block_tokens, payload_bytes, tokens)| {
-                let kind = match kind.as_str() {
-                    "full" => GroupKind::Full,
-                    "sliding_window" => GroupKind::SlidingWindow { tokens },
-                    "chunked_local" => GroupKind::ChunkedLocal { tokens },
-                    "state" => GroupKind::State,
-                    "ignored" => GroupKind::Ignored,
-                    _ => {
-                        return Err(ConfigError::new_err(format!(
-                            "KV cache group of kind {kind:?}; allowed: \"full\", \"sliding_window\", \
-                             \"chunked_local\", \"state\", \"ignored\""
-                        )));
-                    }
-                };
-                Ok(GroupSpec { kind, block_tokens, payload_bytes })
-            })
-            .collect::<PyResult<Vec<_>>>()?;
         let spec = NamespaceSpec {
             description,
             hash_block_tokens,
             alignment_tokens: alignment_tokens.unwrap_or(hash_block_tokens),
-            groups,
+            groups: group_specs(groups)?,
         };
         let opened = self.shell.enter(|engine| {
             let session = engine.open_session(spec)?;

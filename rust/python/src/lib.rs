@@ -6,6 +6,7 @@ mod copier;
 mod engine;
 mod errors;
 mod replay;
+mod resolve;
 mod session;
 
 /// The Rust core.
@@ -23,6 +24,8 @@ mod _core {
     use crate::errors::{ConfigError, StoreError, UndercroftError};
     #[pymodule_export]
     use crate::replay::bench_replay;
+    #[pymodule_export]
+    use crate::resolve::resolve;
     #[pymodule_export]
     use crate::session::PySession;
 

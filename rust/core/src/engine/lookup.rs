@@ -263,8 +263,8 @@ impl Engine {
         };
         let mut chain = Chain {
             engine: self,
-            top,
-            at: top,
+            top: self.forest.node(top).depth,
+            nodes: vec![top],
             host_only,
         };
         resolve(spec, reach, local, |depth, group| chain.has(depth, group))
@@ -342,22 +342,22 @@ impl Engine {
     }
 }
 
-/// Reads a chain from its deepest node upwards.
+/// Reads a chain from its deepest node upwards, and remembers what it has passed.
 struct Chain<'a> {
     engine: &'a Engine,
-    top: NodeId,
-    at: NodeId,
+    top: u32,
+    nodes: Vec<NodeId>,
     host_only: bool,
 }
 
 impl Chain<'_> {
     fn has(&mut self, depth: u32, group: usize) -> bool {
         let forest = &self.engine.forest;
-        if forest.node(self.at).depth < depth {
-            self.at = self.top;
+        let index = (self.top - depth) as usize;
+        while let Some(&last) = self.nodes.last().filter(|_| self.nodes.len() <= index) {
+            self.nodes.push(forest.node(last).parent);
         }
-        self.at = forest.ancestor(self.at, depth);
-        let place = forest.node(self.at).places()[group];
+        let place = forest.node(self.nodes[index]).places()[group];
         place.host == HostState::Present || !self.host_only && place.disk == DiskState::Present
     }
 }
