@@ -24,7 +24,7 @@ def resolve(
     """Where a hit may end, in tokens: for tests and tools.
 
     ``groups``, ``hash_block_tokens``, ``alignment_tokens``: as for `Engine.register`. ``present``: per group and block,
-    whether its payload can be had. ``max_tokens``: the deepest boundary of use. ``local_tokens``: what the device holds.
+    whether its payload can be had. ``max_tokens``: the deepest boundary of use. ``local_tokens``: what the device has.
     """
 
 @final

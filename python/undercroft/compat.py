@@ -168,7 +168,7 @@ def keeps_states(spec: KVCacheSpec) -> bool:
 
 
 def reconcile_local_hits(kv_cache_manager: KVCacheManager, usable: Callable[[Request, int], bool]) -> bool:
-    """Ask ``usable(request, tokens)`` before vLLM takes full attention's local hit for one that the connector completes.
+    """Ask ``usable(request, tokens)`` before vLLM takes full attention's local hit for one that we complete.
 
     vLLM asks for an external hit above that only, and where there is none it does not ask again for one above the
     boundary that all groups hold. False if this vLLM has no such hits.

@@ -89,9 +89,7 @@ def random_specs(draw: random.Random) -> list[KVCacheSpec]:
             lambda: MLAAttentionSpec(block_size=block, **{**sizes, "num_kv_heads": 1}),
             lambda: SlidingWindowSpec(block_size=block, sliding_window=window, **sizes),
             lambda: SlidingWindowMLASpec(block_size=block, sliding_window=window, **{**sizes, "num_kv_heads": 1}),
-            lambda: MambaSpec(
-                block_size=block, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
-            ),
+            lambda: MambaSpec(block_size=block, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"),
         ]
         if not mixed:
             chunk = block * draw.randint(1, 4)
@@ -112,7 +110,7 @@ def random_cache(draw: random.Random, specs: list[KVCacheSpec], hashes: int) -> 
         present = [draw.random() < chance for _ in range(blocks)]
         if isinstance(spec, FullAttentionSpec) and draw.random() < 0.8:
             reach = draw.randint(0, blocks)
-            present = [block < reach or alone and draw.random() < 0.5 for block, alone in enumerate(present)]
+            present = [block < reach or (alone and draw.random() < 0.5) for block, alone in enumerate(present)]
         held |= {(group, (block + 1) * step - 1) for block, here in enumerate(present) if here}
     return held
 

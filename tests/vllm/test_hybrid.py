@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from connector_engine import core, settled
-from hybrid_engine import HOST, Crowd, Model, ask, same
 from harness import Engine, prompt
+from hybrid_engine import HOST, Crowd, Model, ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -53,14 +53,14 @@ def test_from_host_memory_turn_by_turn_and_where_prefixes_part(model: Model, sta
     assert cold.cached == 0
     warm = ask(running, ids)
     assert warm.cached == 3 * block
-    assert same(warm, cold)
+    assert model.same(warm, cold)
 
     # The next turn goes on from this one's end.
     turn = ids + cold.tokens + prompt(block, seed=5)
     second = ask(running, turn)
     assert second.cached == 3 * block
     assert running.reset_device_cache(connector=True)
-    assert same(ask(running, turn), second)
+    assert model.same(ask(running, turn), second)
 
     # Nothing had asked for a boundary where these prompts part: it comes to be when the first of them is computed.
     parts = 2 * block
@@ -73,7 +73,7 @@ def test_from_host_memory_turn_by_turn_and_where_prefixes_part(model: Model, sta
     assert first.cached == 0
     shared = ask(running, siblings[1])
     assert shared.cached == parts
-    assert same(shared, alone[0])
+    assert model.same(shared, alone[0])
     assert core(running).stats()["load_failures"] == 0
 
 
@@ -87,7 +87,7 @@ def test_after_a_restart_and_from_every_mixture_of_tiers(model: Model, start: St
     crowd = Crowd(running)
     warm = ask(running, model.ids(blocks))
     assert warm.cached == blocks * model.block
-    assert same(warm, cold[-1])
+    assert model.same(warm, cold[-1])
     assert core(running).stats()["disk_reads"] > blocks
     full = model.ids(blocks)
     for host in range(blocks + 1):
@@ -101,7 +101,7 @@ def test_after_a_restart_and_from_every_mixture_of_tiers(model: Model, start: St
             answer = ask(running, full)
             split = f"{device} blocks on the device, {host - device} in host memory, {blocks - host} on disk"
             assert answer.cached == blocks * model.block, split
-            assert same(answer, cold[-1]), split
+            assert model.same(answer, cold[-1]), split
             assert (core(running).stats()["disk_reads"] > reads) == (host < blocks), split
     stats = core(running).stats()
     assert (stats["load_failures"], stats["checksum_failures"]) == (0, 0)
@@ -111,16 +111,14 @@ def test_a_shorter_prompt_than_the_device_computed(model: Model, start: Start) -
     running = start({"host_memory": HOST})
     cold = [ask(running, model.ids(count)) for count in (1, 2, 3)]
     # The device holds all blocks of full attention, and window or state at the end only.
-    assert same(ask(running, model.ids(3), reset=False), cold[2])
+    assert model.same(ask(running, model.ids(3), reset=False), cold[2])
     for count in (2, 1):
         answer = ask(running, model.ids(count), reset=False)
         assert answer.cached == count * model.block
-        assert same(answer, cold[count - 1])
+        assert model.same(answer, cold[count - 1])
 
 
-def test_bytes_of_another_prompt_would_be_noticed(
-    model: Model, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_of_another_prompt_would_be_noticed(model: Model, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     from undercroft.connector import scheduler
 
     running = start({"host_memory": HOST})
@@ -146,9 +144,9 @@ def test_bytes_of_another_prompt_would_be_noticed(
     monkeypatch.setattr(scheduler, "plan_load", swapped)
     wrong = ask(running, model.ids(3))
     assert wrong.cached == 3 * model.block
-    assert not same(wrong, cold, tolerance=0.01)
+    assert not model.same(wrong, cold)
     monkeypatch.setattr(scheduler, "plan_load", plan)
-    assert same(ask(running, model.ids(3)), cold)
+    assert model.same(ask(running, model.ids(3)), cold)
 
 
 def test_abort_while_loading(model: Model, start: Start) -> None:
@@ -168,7 +166,7 @@ def test_abort_while_loading(model: Model, start: Start) -> None:
         settled(running)
     warm = ask(running, model.ids(3))
     assert warm.cached == 3 * model.block
-    assert same(warm, cold)
+    assert model.same(warm, cold)
 
 
 def test_preempted_requests_resume(model: Model, start: Start) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from undercroft import compat
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_Hash = TypeVar("_Hash", bound=bytes)
 
 PARTS_MAX = 32
 """Groups that the engine can tell apart."""
@@ -129,7 +131,7 @@ class Groups:
         """``tokens`` rounded down to where a hit may end."""
         return tokens // self.alignment * self.alignment
 
-    def hashes(self, block_hashes: list[bytes]) -> list[bytes]:
+    def hashes(self, block_hashes: list[_Hash]) -> list[_Hash]:
         """The hashes of whole units; the list itself where each is one."""
         step = self.unit // self.hash_tokens
         return block_hashes if step == 1 else block_hashes[step - 1 :: step]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Saves:
     def begin(
         self,
         request_id: str,
-        block_hashes: list[bytes],
+        block_hashes: list[Any],
         num_tokens: int,
         tables: Sequence[Sequence[int]],
         boundaries: Iterable[int] = (),
