@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use rustc_hash::FxHashMap;
+
 use crate::disk::format::{LINK, LINKS_SHARE, RECORDS_PER_BLOCK};
 use crate::io::IoFault;
 use crate::policy::{Policy, PolicyKind};
@@ -73,7 +75,7 @@ pub(crate) struct Disk {
     /// How often it was given up since a read succeeded last.
     given_up: u32,
     /// Record of each slot, by page: fixed while the page keeps its class.
-    page_records: HashMap<u32, Vec<u32>>,
+    page_records: FxHashMap<u32, Vec<u32>>,
     record_owner: Vec<Option<Owner>>,
     /// Records of nodes that may be without payloads.
     links: HashMap<u32, u32>,
@@ -94,7 +96,7 @@ impl Disk {
             write_failures: 0,
             read_failures: 0,
             given_up: 0,
-            page_records: HashMap::new(),
+            page_records: FxHashMap::default(),
             record_owner: Vec::new(),
             links: HashMap::new(),
             free_records: BTreeSet::new(),
@@ -254,9 +256,8 @@ impl Disk {
         }
     }
 
-    /// Names the owner of a slot that was claimed.
-    pub(crate) fn set_owner(&mut self, class: Class, offset: u64, owner: Owner) {
-        let record = self.record_of(class, offset);
+    /// Names the owner of a slot that was claimed with a record.
+    pub(crate) fn set_owner(&mut self, class: Class, offset: u64, record: u32, owner: Owner) {
         self.record_owner[record as usize] = Some(owner);
         self.slots.set_owner(class, offset, owner);
     }

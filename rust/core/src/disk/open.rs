@@ -427,10 +427,11 @@ fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
     let slots = data_bytes / SLOT_ALIGN;
     let most = (slots + slots / LINKS_SHARE) * RECORD_BYTES as u64;
     let action = failed;
-    let old = fs::read(path.join(TABLE)).map_err(action(path, "read the table"))?;
-    if old.len() as u64 <= most {
+    let table = fs::metadata(path.join(TABLE)).map_err(action(path, "measure the table"))?;
+    if table.len() <= most {
         return Ok(());
     }
+    let old = fs::read(path.join(TABLE)).map_err(action(path, "read the table"))?;
     // Of two records of the same slot, the later one.
     let mut kept: BTreeMap<u32, (u64, &[u8])> = BTreeMap::new();
     let mut links: Vec<&[u8]> = Vec::new();

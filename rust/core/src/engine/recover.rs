@@ -165,13 +165,14 @@ impl Engine {
     /// in the table, but was written before its slot was used again. Returns the records that have
     /// their slot, parents first.
     fn claim_slots(&mut self, found: &[Found]) -> Vec<u32> {
-        let mut order: Vec<(u64, u32)> = (0..)
+        let mut by_age: Vec<(u64, u32)> = (0..)
             .zip(found)
             .map(|(at, found)| (u64::MAX - found.record.generation, at))
             .collect();
-        order.sort_unstable();
-        let mut claimed = Vec::with_capacity(order.len());
-        for (_, at) in order {
+        by_age.sort_unstable();
+        // By depth, and among equals still by age.
+        let mut claimed: Vec<(u32, u32, u32)> = Vec::with_capacity(by_age.len());
+        for (rank, (_, at)) in (0..).zip(by_age) {
             let Found {
                 device,
                 index,
@@ -184,15 +185,15 @@ impl Engine {
                 group: record.group,
             };
             if record.group == LINK {
-                claimed.push(at);
+                claimed.push((record.depth, rank, at));
             } else if let Some((class, offset)) = self.slot_of(&found[at as usize])
                 && self.disks[usize::from(*device)].claim(class, offset, *index, owner)
             {
-                claimed.push(at);
+                claimed.push((record.depth, rank, at));
             }
         }
-        claimed.sort_by_key(|&at| found[at as usize].record.depth);
-        claimed
+        claimed.sort_unstable();
+        claimed.into_iter().map(|(_, _, at)| at).collect()
     }
 
     /// The node of a record, if its parent is there; made if it is new.
@@ -244,7 +245,7 @@ impl Engine {
             node: id,
             group: record.group,
         };
-        self.disks[usize::from(found.device)].set_owner(class, offset, owner);
+        self.disks[usize::from(found.device)].set_owner(class, offset, found.index, owner);
         let node = self.forest.node_mut(id);
         node.device = found.device;
         let place = node.place_mut(record.group);
