@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::time::{ClockId, clock_gettime};
 use undercroft_core::arena::{Arena, ArenaError};
 use undercroft_core::disk::open::{self, DirectoryLock};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery, SessionId};
@@ -66,22 +67,23 @@ pub(crate) struct Rig {
     pub(crate) session: SessionId,
     pub(crate) io_engine: &'static str,
     pub(crate) recovery: Recovery,
-    pub(crate) arena: Arc<Arena>,
+    pub(crate) registered_buffers: bool,
     _lock: DirectoryLock,
 }
 
 impl Rig {
-    /// Opens `dir` with `capacity` bytes and an arena of `host_bytes`.
+    /// Opens `dir` with `capacity` bytes.
     pub(crate) fn open(
         dir: &Path,
         capacity: u64,
-        host_bytes: u64,
+        arena: Arc<Arena>,
         depth: usize,
         block_bytes: u32,
+        choice: IoEngineChoice,
     ) -> Result<Self, BenchError> {
         let (files, image, lock) = open::open(dir, capacity, STORE_ID)?.into_parts();
-        let arena = Arc::new(Arena::create(host_bytes)?);
-        let (io, _) = open_io_engine(IoEngineChoice::Auto, depth, Arc::clone(&arena), vec![files])
+        let host_bytes = arena.size();
+        let (io, features) = open_io_engine(choice, depth, arena, vec![files])
             .map_err(failed("starting the IO engine"))?;
         let io_engine = io.name();
         let mut engine = Engine::new(EngineConfig::new(host_bytes));
@@ -92,10 +94,19 @@ impl Rig {
             shell,
             session,
             io_engine,
+            registered_buffers: features.registered_buffers,
             recovery,
-            arena,
             _lock: lock,
         })
+    }
+
+    /// Ends it well: what waits to be written is written.
+    pub(crate) fn close(self) -> Result<(), BenchError> {
+        self.shell.stop(PATIENCE);
+        match self.shell.enter(|engine| engine.is_quiet()) {
+            Some(true) => Ok(()),
+            _ => Err(BenchError::Engine("did not come to rest".to_owned())),
+        }
     }
 }
 
@@ -129,4 +140,10 @@ pub(crate) fn mix(position: u64) -> u64 {
     state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     state = (state ^ (state >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     state ^ (state >> 31)
+}
+
+/// Processor time of this process so far, in seconds.
+pub(crate) fn process_time() -> f64 {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }

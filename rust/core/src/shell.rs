@@ -150,7 +150,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         for completion in completions.drain(..) {
             state.engine.complete(completion);
         }
-        let room = io.depth() - io.in_flight();
+        let room = io.room();
         state.engine.next_io(room, &mut requests);
         let waiting = state.engine.has_io();
         let stopping = state.stop_at;

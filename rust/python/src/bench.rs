@@ -14,18 +14,20 @@ use crate::errors::UndercroftError;
 /// `directory` must be empty and is left so. Keys of the result: `undercroft bench disk`. Raises
 /// UndercroftError.
 #[pyfunction]
-#[pyo3(signature = (directory, block_bytes, blocks, depth = 32))]
-pub(crate) fn bench_disk(
-    py: Python<'_>,
+#[pyo3(signature = (directory, block_bytes, blocks, depth = 32, io_engine = "auto"))]
+pub(crate) fn bench_disk<'py>(
+    py: Python<'py>,
     directory: PathBuf,
     block_bytes: u32,
     blocks: u64,
     depth: u32,
-) -> PyResult<Bound<'_, PyAny>> {
+    io_engine: &str,
+) -> PyResult<Bound<'py, PyAny>> {
     let bench = DiskBench {
         block_bytes,
         blocks,
         depth,
+        io_engine: crate::engine::choice(io_engine)?,
     };
     as_dict(py, py.detach(|| bench.run(&directory)))
 }

@@ -66,7 +66,7 @@ fn runtime_dir(given: Option<PathBuf>, from_env: Option<PathBuf>) -> PathBuf {
     })
 }
 
-fn choice(name: &str) -> PyResult<IoEngineChoice> {
+pub(crate) fn choice(name: &str) -> PyResult<IoEngineChoice> {
     match name {
         "auto" => Ok(IoEngineChoice::Auto),
         "io_uring" => Ok(IoEngineChoice::IoUring),

@@ -140,7 +140,12 @@ pub trait IoEngine: Send + std::fmt::Debug {
     fn depth(&self) -> usize;
     /// Operations submitted and not yet completed.
     fn in_flight(&self) -> usize;
-    /// Starts an operation. The caller keeps `in_flight() < depth()`.
+    /// How many operations may be submitted now. What the device has done and is still to be verified
+    /// need not count.
+    fn room(&self) -> usize {
+        self.depth().saturating_sub(self.in_flight())
+    }
+    /// Starts an operation. The caller does so only while there is `room()`.
     fn submit(&mut self, request: IoRequest);
     /// Pushes completions to `out`. Blocks until there is at least one, [`Waker::wake`] was called,
     /// or `timeout` has passed (`None`: no limit; zero: only what is there already).

@@ -27,7 +27,7 @@ pub struct RawLoop {
     pub split: u32,
     /// Whether to register the memory.
     pub register_buffers: bool,
-    /// Seed of the order in which the blocks are moved.
+    /// Seed of the order in which the blocks are moved; 0: from the first to the last.
     pub seed: u64,
 }
 
@@ -182,12 +182,13 @@ impl Run {
     }
 }
 
-/// The numbers below `count` in an order that depends on `seed` alone; for whoever compares with the
+/// The numbers below `count` in an order that depends on `seed` alone (0: their own); for whoever compares with the
 /// loop, since the order matters to the device.
 pub fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
     let mut order: Vec<u64> = (0..count).collect();
     let mut state = seed;
-    for last in (1..order.len()).rev() {
+    let swapped = if seed == 0 { 1 } else { order.len() };
+    for last in (1..swapped).rev() {
         // SplitMix64.
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

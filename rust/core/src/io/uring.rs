@@ -24,7 +24,7 @@ const ENTRIES_PER_OPERATION: usize = 4;
 
 /// How many bytes one `wait` verifies before it returns, so that the caller can keep the device busy
 /// meanwhile.
-const VERIFY_BYTES: u64 = 4 << 20;
+const VERIFY_BYTES: u64 = 512 << 10;
 
 /// The ring counts as broken when the kernel has refused it this often in a row.
 const REFUSALS_MAX: u32 = 100;
@@ -48,6 +48,7 @@ pub struct Uring<I: Interpose = Direct> {
     interpose: I,
     depth: usize,
     in_flight: usize,
+    /// Twice the depth: what waits to be verified must not keep the device waiting.
     slots: Vec<Slot>,
     free: Vec<u16>,
     /// Pieces that wait for room in the ring.
@@ -156,8 +157,8 @@ impl<I: Interpose> Uring<I> {
             interpose,
             depth,
             in_flight: 0,
-            slots: (0..depth).map(|_| Slot::default()).collect(),
-            free: (0..depth as u16).rev().collect(),
+            slots: (0..2 * depth).map(|_| Slot::default()).collect(),
+            free: (0..2 * depth as u16).rev().collect(),
             ready: VecDeque::new(),
             ended: VecDeque::new(),
             refused: Vec::new(),
@@ -433,15 +434,22 @@ impl<I: Interpose> IoEngine for Uring<I> {
         self.in_flight
     }
 
+    fn room(&self) -> usize {
+        let moving = self.in_flight - self.ended.len() - self.refused.len();
+        self.depth.saturating_sub(moving).min(self.free.len())
+    }
+
     fn submit(&mut self, request: IoRequest) {
         let token = request.token();
+        let has_room = self.room() > 0;
         self.in_flight += 1;
         let refusal = if self.is_broken() {
             Errno::IO
         } else {
             Errno::BUSY
         };
-        let index = self.free.pop().filter(|_| !self.is_broken());
+        let takes = has_room && !self.is_broken();
+        let index = if takes { self.free.pop() } else { None };
         let operation = match index {
             Some(_) => Operation::new(request, &self.arena, self.devices.len()),
             None => Err(IoFault::Os(refusal.raw_os_error())),

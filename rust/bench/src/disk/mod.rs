@@ -1,0 +1,372 @@
+//! The disk tier through the whole engine, checksums on, against the bare O_DIRECT loop of
+//! [`undercroft_core::io::raw`] at the same depth and block size, alternating in the same run.
+
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::fs::FallocateFlags;
+use serde::Serialize;
+use undercroft_core::arena::{Arena, prefault_in_background};
+use undercroft_core::io::raw::{RawLoop, shuffled};
+use undercroft_core::io::{IoEngineChoice, open_file};
+
+mod cold;
+mod load;
+
+use crate::rig::{BenchError, Rig, failed, mix, process_time};
+use load::{Reader, Writer, run};
+
+pub use cold::ColdReport;
+
+/// Rounds of which the median is taken.
+const ROUNDS: usize = 5;
+/// Lookups or saves under way for each operation in flight, so that the IO thread never lacks work
+/// between two steps.
+const WINDOW: u32 = 4;
+/// Arena, in blocks for each operation in flight: blocks being moved, waiting, and being looked up.
+const ARENA_BLOCKS: u64 = 8;
+/// Writes for each read of the mixed part, as a fraction: 30 to 70.
+const MIXED: (u64, u64) = (3, 7);
+
+/// What to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct DiskBench {
+    /// Payload of one block, in bytes; a multiple of 4096.
+    pub block_bytes: u32,
+    /// Blocks written, then read, in each round.
+    pub blocks: u64,
+    /// Operations in flight.
+    pub depth: u32,
+    /// Which IO engine.
+    pub io_engine: IoEngineChoice,
+}
+
+/// Medians over the rounds. Speeds in 10^9 bytes a second, times in milliseconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct DiskReport {
+    /// As asked for.
+    pub block_bytes: u32,
+    /// As asked for.
+    pub blocks: u64,
+    /// As asked for.
+    pub depth: u32,
+    /// Through the engine: from the first save to the last block on disk.
+    pub write_gbps: f64,
+    /// Through the engine: from the first lookup to the last answer.
+    pub read_gbps: f64,
+    /// The bare loop.
+    pub raw_write_gbps: f64,
+    /// The bare loop.
+    pub raw_read_gbps: f64,
+    /// The engine's part of the bare loop's speed in the same round.
+    pub write_share: f64,
+    /// The engine's part of the bare loop's speed in the same round.
+    pub read_share: f64,
+    /// From a lookup to its answer, with four times `depth` lookups under way.
+    pub read_p50_ms: f64,
+    /// The same, of the slowest hundredth.
+    pub read_p99_ms: f64,
+    /// The same while blocks are written, three for seven that are read.
+    pub mixed_read_p99_ms: f64,
+    /// That, as a multiple of the same round's without writes.
+    pub mixed_p99_ratio: f64,
+    /// Reads and writes together, meanwhile.
+    pub mixed_gbps: f64,
+    /// Processor time of the whole process for each 10^9 bytes written by the engine.
+    pub write_cpu_s_per_gb: f64,
+    /// The same for bytes read.
+    pub read_cpu_s_per_gb: f64,
+    /// The same for bytes read by the bare loop.
+    pub raw_read_cpu_s_per_gb: f64,
+    /// "io_uring" or "thread_pool".
+    pub io_engine: &'static str,
+    /// Whether the page cache was bypassed.
+    pub o_direct: bool,
+    /// Whether transfers use registered memory.
+    pub registered_buffers: bool,
+    /// Requests that come at once for prefixes of six blocks on disk.
+    pub cold: Vec<ColdReport>,
+}
+
+#[derive(Default)]
+struct Round {
+    write_s: f64,
+    read_s: f64,
+    raw_write_s: f64,
+    raw_read_s: f64,
+    write_cpu_s: f64,
+    read_cpu_s: f64,
+    raw_read_cpu_s: f64,
+    p50_ms: f64,
+    p99_ms: f64,
+    mixed_s: f64,
+    mixed_p99_ms: f64,
+    io_engine: &'static str,
+    o_direct: bool,
+    registered_buffers: bool,
+}
+
+impl DiskBench {
+    /// Measures in `dir`, an empty directory, and leaves nothing behind there.
+    ///
+    /// # Errors
+    /// If the directory, the memory or the device cannot be used as asked.
+    pub fn run(&self, dir: &Path) -> Result<DiskReport, BenchError> {
+        self.check()?;
+        let arena = self.arena()?;
+        let mut rounds = Vec::new();
+        for index in 0..ROUNDS {
+            let mut round = Round::default();
+            // Neither always goes first: the first may find the device's caches empty.
+            if index % 2 == 0 {
+                self.raw(dir, &arena, &mut round)?;
+                self.engine(dir, &arena, &mut round)?;
+            } else {
+                self.engine(dir, &arena, &mut round)?;
+                self.raw(dir, &arena, &mut round)?;
+            }
+            rounds.push(round);
+        }
+        Ok(self.report(&rounds, cold::measure(self, dir, &arena)?))
+    }
+
+    fn check(&self) -> Result<(), BenchError> {
+        if self.block_bytes == 0 || !self.block_bytes.is_multiple_of(4096) {
+            let value = u64::from(self.block_bytes);
+            return Err(BenchError::Argument {
+                name: "block_bytes",
+                value,
+                allowed: "a multiple of 4096",
+            });
+        }
+        if self.blocks < u64::from(self.depth) || self.depth == 0 {
+            let value = self.blocks;
+            return Err(BenchError::Argument {
+                name: "blocks",
+                value,
+                allowed: "at least the depth",
+            });
+        }
+        Ok(())
+    }
+
+    fn bytes(&self, blocks: u64) -> u64 {
+        blocks * u64::from(self.block_bytes)
+    }
+
+    fn raw(&self, dir: &Path, arena: &Arc<Arena>, round: &mut Round) -> Result<(), BenchError> {
+        let path = dir.join("raw");
+        let (file, o_direct) = open_file(&path, true).map_err(failed("making the raw file"))?;
+        round.o_direct = o_direct;
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, self.bytes(self.blocks))
+            .map_err(|errno| failed("preallocating the raw file")(errno.into()))?;
+        for reading in [false, true] {
+            let mut raw = RawLoop::new(reading, self.block_bytes, self.blocks, self.depth);
+            // The engine fills a fresh data file from its beginning.
+            raw.seed = if reading { READ_ORDER } else { 0 };
+            let cpu = process_time();
+            let result = raw
+                .run(file.as_fd(), arena)
+                .map_err(failed("the bare loop"))?;
+            let (seconds, cpu) = (result.elapsed.as_secs_f64(), process_time() - cpu);
+            if reading {
+                (round.raw_read_s, round.raw_read_cpu_s) = (seconds, cpu);
+            } else {
+                round.raw_write_s = seconds;
+            }
+        }
+        std::fs::remove_file(&path).map_err(failed("removing the raw file"))
+    }
+
+    /// The memory of all parts. What the kernel has not given yet is no part of the device's speed.
+    fn arena(&self) -> Result<Arc<Arena>, BenchError> {
+        let size = self.bytes(ARENA_BLOCKS * u64::from(self.depth)) + (64 << 20);
+        let arena = Arc::new(Arena::create(size)?);
+        prefault_in_background(Arc::clone(&arena))
+            .map_err(failed("starting the prefault"))?
+            .join();
+        fill(&arena)?;
+        Ok(arena)
+    }
+
+    fn open(&self, store: &Path, capacity: u64, arena: &Arc<Arena>) -> Result<Rig, BenchError> {
+        Rig::open(
+            store,
+            capacity,
+            Arc::clone(arena),
+            self.depth as usize,
+            self.block_bytes,
+            self.io_engine,
+        )
+    }
+
+    fn engine(&self, dir: &Path, arena: &Arc<Arena>, round: &mut Round) -> Result<(), BenchError> {
+        let store = dir.join("store");
+        let more = self.blocks * MIXED.0 / MIXED.1;
+        // Beside the payloads, the capacity holds tables and partly used pages.
+        let capacity = self.bytes(self.blocks + more) * 5 / 4 + (256 << 20);
+        let window = u64::from(WINDOW * self.depth);
+        let (all, added) = (0..self.blocks, self.blocks..self.blocks + more);
+
+        let rig = self.open(&store, capacity, arena)?;
+        (round.io_engine, round.registered_buffers) = (rig.io_engine, rig.registered_buffers);
+        let mut writer = Writer::new(&rig, all, 1, window);
+        let cpu = process_time();
+        let elapsed = run(&rig, "saving", |engine| writer.step(&rig, engine, u64::MAX))?;
+        (round.write_s, round.write_cpu_s) = (elapsed.as_secs_f64(), process_time() - cpu);
+        rig.close()?;
+
+        // Opened anew, the host tier is empty: every block comes from the device.
+        let open = |blocks| {
+            let rig = self.open(&store, capacity, arena)?;
+            let found = rig.recovery.blocks;
+            match found == blocks {
+                true => Ok(rig),
+                false => Err(BenchError::Engine(format!(
+                    "recovered {found} of {blocks} blocks"
+                ))),
+            }
+        };
+        let order: Vec<u64> = shuffled(self.blocks, READ_ORDER).collect();
+        let rig = open(self.blocks)?;
+        let mut reader = Reader::new(order.clone(), 1, window as usize);
+        let cpu = process_time();
+        let elapsed = run(&rig, "reading", |engine| reader.step(&rig, engine))?;
+        (round.read_s, round.read_cpu_s) = (elapsed.as_secs_f64(), process_time() - cpu);
+        reader.check()?;
+        (round.p50_ms, round.p99_ms) = percentiles(&reader.latencies);
+        rig.close()?;
+
+        let rig = open(self.blocks)?;
+        let mut reader = Reader::new(order, 1, window as usize);
+        let mut writer = Writer::new(&rig, added, 1, window);
+        let elapsed = run(&rig, "reading and writing", |engine| {
+            let all_read = reader.step(&rig, engine);
+            let most = reader.latencies.len() as u64 * MIXED.0 / MIXED.1 + 1;
+            writer.step(&rig, engine, most) && all_read
+        })?;
+        reader.check()?;
+        round.mixed_s = elapsed.as_secs_f64();
+        (_, round.mixed_p99_ms) = percentiles(&reader.latencies);
+        rig.close()?;
+        std::fs::remove_dir_all(&store).map_err(failed("removing the store"))
+    }
+
+    fn report(&self, rounds: &[Round], cold: Vec<ColdReport>) -> DiskReport {
+        let gb = self.bytes(self.blocks) as f64 / 1e9;
+        let mixed_gb = gb * (1.0 + MIXED.0 as f64 / MIXED.1 as f64);
+        let median = |of: &dyn Fn(&Round) -> f64| middle(rounds.iter().map(of).collect());
+        let last = &rounds[rounds.len() - 1];
+        DiskReport {
+            block_bytes: self.block_bytes,
+            blocks: self.blocks,
+            depth: self.depth,
+            write_gbps: median(&|round| gb / round.write_s),
+            read_gbps: median(&|round| gb / round.read_s),
+            raw_write_gbps: median(&|round| gb / round.raw_write_s),
+            raw_read_gbps: median(&|round| gb / round.raw_read_s),
+            write_share: median(&|round| round.raw_write_s / round.write_s),
+            read_share: median(&|round| round.raw_read_s / round.read_s),
+            read_p50_ms: median(&|round| round.p50_ms),
+            read_p99_ms: median(&|round| round.p99_ms),
+            mixed_read_p99_ms: median(&|round| round.mixed_p99_ms),
+            mixed_p99_ratio: median(&|round| round.mixed_p99_ms / round.p99_ms),
+            mixed_gbps: median(&|round| mixed_gb / round.mixed_s),
+            write_cpu_s_per_gb: median(&|round| round.write_cpu_s / gb),
+            read_cpu_s_per_gb: median(&|round| round.read_cpu_s / gb),
+            raw_read_cpu_s_per_gb: median(&|round| round.raw_read_cpu_s / gb),
+            io_engine: last.io_engine,
+            o_direct: last.o_direct,
+            registered_buffers: last.registered_buffers,
+            cold,
+        }
+    }
+}
+
+/// Fixes the order in which both read.
+const READ_ORDER: u64 = 1;
+
+/// Median and 99th percentile, in milliseconds.
+fn percentiles(latencies: &[Duration]) -> (f64, f64) {
+    let mut sorted: Vec<f64> = latencies
+        .iter()
+        .map(|latency| latency.as_secs_f64() * 1e3)
+        .collect();
+    sorted.sort_by(f64::total_cmp);
+    let at = |percent: usize| sorted.get(sorted.len() * percent / 100);
+    (
+        at(50).copied().unwrap_or(0.0),
+        at(99).copied().unwrap_or(0.0),
+    )
+}
+
+/// Fills the memory with bytes that no device can compress or leave out.
+fn fill(arena: &Arena) -> Result<(), BenchError> {
+    let mut page = vec![0; 1 << 20];
+    for (index, word) in (0u64..).zip(page.chunks_exact_mut(8)) {
+        word.copy_from_slice(&mix(index).to_le_bytes());
+    }
+    let mut offset = 0;
+    while offset < arena.size() {
+        page[..8].copy_from_slice(&offset.to_le_bytes());
+        let len = usize::try_from(arena.size() - offset)
+            .unwrap_or(usize::MAX)
+            .min(page.len());
+        arena
+            .write(offset, &page[..len])
+            .map_err(|error| failed("filling the arena")(std::io::Error::other(error)))?;
+        offset += len as u64;
+    }
+    Ok(())
+}
+
+/// The median; of two in the middle, the upper.
+fn middle(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_run_writes_and_reads_every_block_and_leaves_nothing() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let report = DiskBench {
+            block_bytes: 64 << 10,
+            blocks: 40,
+            depth: 4,
+            io_engine: IoEngineChoice::Auto,
+        }
+        .run(dir.path())
+        .unwrap();
+        assert!(
+            report.write_gbps > 0.0
+                && report.read_gbps > 0.0
+                && report.read_p99_ms >= report.read_p50_ms
+        );
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn arguments_that_make_no_sense_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let refused = |block_bytes, blocks| {
+            DiskBench {
+                block_bytes,
+                blocks,
+                depth: 4,
+                io_engine: IoEngineChoice::Auto,
+                io_engine: IoEngineChoice::Auto,
+            }
+            .run(dir.path())
+            .unwrap_err()
+            .to_string()
+        };
+        assert!(refused(1000, 40).contains("block_bytes is 1000"));
+        assert!(refused(4096, 3).contains("blocks is 3"));
+    }
+}
