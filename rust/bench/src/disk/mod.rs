@@ -26,7 +26,7 @@ const ROUNDS: usize = 5;
 /// between two steps.
 const WINDOW: u32 = 4;
 /// Arena, in blocks for each operation in flight: blocks being moved, waiting, and being looked up.
-const ARENA_BLOCKS: u64 = 8;
+const ARENA_BLOCKS: u64 = 16;
 /// Writes for each read of the mixed part, as a fraction: 30 to 70.
 const MIXED: (u64, u64) = (3, 7);
 
@@ -78,8 +78,6 @@ pub struct DiskReport {
     pub write_cpu_s_per_gb: f64,
     /// The same for bytes read.
     pub read_cpu_s_per_gb: f64,
-    /// The same for bytes read by the bare loop.
-    pub raw_read_cpu_s_per_gb: f64,
     /// "io_uring" or "thread_pool".
     pub io_engine: &'static str,
     /// Whether the page cache was bypassed.
@@ -98,7 +96,6 @@ struct Round {
     raw_read_s: f64,
     write_cpu_s: f64,
     read_cpu_s: f64,
-    raw_read_cpu_s: f64,
     p50_ms: f64,
     p99_ms: f64,
     mixed_s: f64,
@@ -119,14 +116,22 @@ impl DiskBench {
         let mut rounds = Vec::new();
         for index in 0..ROUNDS {
             let mut round = Round::default();
-            // Neither always goes first: the first may find the device's caches empty.
+            let (file, store) = (dir.join("raw"), dir.join("store"));
+            // Neither always goes first.
             if index % 2 == 0 {
-                self.raw(dir, &arena, &mut round)?;
-                self.engine(dir, &arena, &mut round)?;
+                self.raw_write(&file, &arena, &mut round)?;
+                self.write(&store, &arena, &mut round)?;
+                self.raw_read(&file, &arena, &mut round)?;
+                self.read(&store, &arena, &mut round)?;
             } else {
-                self.engine(dir, &arena, &mut round)?;
-                self.raw(dir, &arena, &mut round)?;
+                self.write(&store, &arena, &mut round)?;
+                self.raw_write(&file, &arena, &mut round)?;
+                self.read(&store, &arena, &mut round)?;
+                self.raw_read(&file, &arena, &mut round)?;
             }
+            self.mixed(&store, &arena, &mut round)?;
+            std::fs::remove_file(&file).map_err(failed("removing the raw file"))?;
+            std::fs::remove_dir_all(&store).map_err(failed("removing the store"))?;
             rounds.push(round);
         }
         Ok(self.report(&rounds, cold::measure(self, dir, &arena)?))
@@ -156,28 +161,40 @@ impl DiskBench {
         blocks * u64::from(self.block_bytes)
     }
 
-    fn raw(&self, dir: &Path, arena: &Arc<Arena>, round: &mut Round) -> Result<(), BenchError> {
-        let path = dir.join("raw");
-        let (file, o_direct) = open_file(&path, true).map_err(failed("making the raw file"))?;
+    fn raw_write(
+        &self,
+        path: &Path,
+        arena: &Arc<Arena>,
+        round: &mut Round,
+    ) -> Result<(), BenchError> {
+        let (file, o_direct) = open_file(path, true).map_err(failed("making the raw file"))?;
         round.o_direct = o_direct;
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, self.bytes(self.blocks))
             .map_err(|errno| failed("preallocating the raw file")(errno.into()))?;
-        for reading in [false, true] {
-            let mut raw = RawLoop::new(reading, self.block_bytes, self.blocks, self.depth);
-            // The engine fills a fresh data file from its beginning.
-            raw.seed = if reading { READ_ORDER } else { 0 };
-            let cpu = process_time();
-            let result = raw
-                .run(file.as_fd(), arena)
-                .map_err(failed("the bare loop"))?;
-            let (seconds, cpu) = (result.elapsed.as_secs_f64(), process_time() - cpu);
-            if reading {
-                (round.raw_read_s, round.raw_read_cpu_s) = (seconds, cpu);
-            } else {
-                round.raw_write_s = seconds;
-            }
-        }
-        std::fs::remove_file(&path).map_err(failed("removing the raw file"))
+        let mut raw = RawLoop::new(false, self.block_bytes, self.blocks, self.depth);
+        // The engine fills a fresh data file from its beginning.
+        raw.seed = 0;
+        let result = raw
+            .run(file.as_fd(), arena)
+            .map_err(failed("the bare loop"))?;
+        round.raw_write_s = result.elapsed.as_secs_f64();
+        Ok(())
+    }
+
+    fn raw_read(
+        &self,
+        path: &Path,
+        arena: &Arc<Arena>,
+        round: &mut Round,
+    ) -> Result<(), BenchError> {
+        let (file, _) = open_file(path, false).map_err(failed("opening the raw file"))?;
+        let mut raw = RawLoop::new(true, self.block_bytes, self.blocks, self.depth);
+        raw.seed = READ_ORDER;
+        let result = raw
+            .run(file.as_fd(), arena)
+            .map_err(failed("the bare loop"))?;
+        round.raw_read_s = result.elapsed.as_secs_f64();
+        Ok(())
     }
 
     /// The memory of all parts. What the kernel has not given yet is no part of the device's speed.
@@ -202,46 +219,58 @@ impl DiskBench {
         )
     }
 
-    fn engine(&self, dir: &Path, arena: &Arc<Arena>, round: &mut Round) -> Result<(), BenchError> {
-        let store = dir.join("store");
-        let more = self.blocks * MIXED.0 / MIXED.1;
-        // Beside the payloads, the capacity holds tables and partly used pages.
-        let capacity = self.bytes(self.blocks + more) * 5 / 4 + (256 << 20);
-        let window = u64::from(WINDOW * self.depth);
-        let (all, added) = (0..self.blocks, self.blocks..self.blocks + more);
+    /// Beside the payloads, the capacity holds tables and partly used pages.
+    fn capacity(&self) -> u64 {
+        self.bytes(self.blocks + self.more()) * 5 / 4 + (256 << 20)
+    }
 
-        let rig = self.open(&store, capacity, arena)?;
+    /// Blocks that the mixed part adds.
+    fn more(&self) -> u64 {
+        self.blocks * MIXED.0 / MIXED.1
+    }
+
+    fn window(&self) -> u64 {
+        u64::from(WINDOW * self.depth)
+    }
+
+    fn write(&self, store: &Path, arena: &Arc<Arena>, round: &mut Round) -> Result<(), BenchError> {
+        let rig = self.open(store, self.capacity(), arena)?;
         (round.io_engine, round.registered_buffers) = (rig.io_engine, rig.registered_buffers);
-        let mut writer = Writer::new(&rig, all, 1, window);
+        let mut writer = Writer::new(&rig, 0..self.blocks, 1, self.window());
         let cpu = process_time();
         let elapsed = run(&rig, "saving", |engine| writer.step(&rig, engine, u64::MAX))?;
         (round.write_s, round.write_cpu_s) = (elapsed.as_secs_f64(), process_time() - cpu);
-        rig.close()?;
+        rig.close()
+    }
 
-        // Opened anew, the host tier is empty: every block comes from the device.
-        let open = |blocks| {
-            let rig = self.open(&store, capacity, arena)?;
-            let found = rig.recovery.blocks;
-            match found == blocks {
-                true => Ok(rig),
-                false => Err(BenchError::Engine(format!(
-                    "recovered {found} of {blocks} blocks"
-                ))),
-            }
-        };
-        let order: Vec<u64> = shuffled(self.blocks, READ_ORDER).collect();
-        let rig = open(self.blocks)?;
-        let mut reader = Reader::new(order.clone(), 1, window as usize);
+    /// Opened anew, the host tier is empty: every block comes from the device.
+    fn reopen(&self, store: &Path, arena: &Arc<Arena>) -> Result<(Rig, Reader), BenchError> {
+        let rig = self.open(store, self.capacity(), arena)?;
+        let found = rig.recovery.blocks;
+        if found != self.blocks {
+            let blocks = self.blocks;
+            return Err(BenchError::Engine(format!(
+                "recovered {found} of {blocks} blocks"
+            )));
+        }
+        let order = shuffled(self.blocks, READ_ORDER).collect();
+        Ok((rig, Reader::new(order, 1, self.window() as usize)))
+    }
+
+    fn read(&self, store: &Path, arena: &Arc<Arena>, round: &mut Round) -> Result<(), BenchError> {
+        let (rig, mut reader) = self.reopen(store, arena)?;
         let cpu = process_time();
         let elapsed = run(&rig, "reading", |engine| reader.step(&rig, engine))?;
         (round.read_s, round.read_cpu_s) = (elapsed.as_secs_f64(), process_time() - cpu);
         reader.check()?;
         (round.p50_ms, round.p99_ms) = percentiles(&reader.latencies);
-        rig.close()?;
+        rig.close()
+    }
 
-        let rig = open(self.blocks)?;
-        let mut reader = Reader::new(order, 1, window as usize);
-        let mut writer = Writer::new(&rig, added, 1, window);
+    fn mixed(&self, store: &Path, arena: &Arc<Arena>, round: &mut Round) -> Result<(), BenchError> {
+        let (rig, mut reader) = self.reopen(store, arena)?;
+        let added = self.blocks..self.blocks + self.more();
+        let mut writer = Writer::new(&rig, added, 1, self.window());
         let elapsed = run(&rig, "reading and writing", |engine| {
             let all_read = reader.step(&rig, engine);
             let most = reader.latencies.len() as u64 * MIXED.0 / MIXED.1 + 1;
@@ -250,8 +279,7 @@ impl DiskBench {
         reader.check()?;
         round.mixed_s = elapsed.as_secs_f64();
         (_, round.mixed_p99_ms) = percentiles(&reader.latencies);
-        rig.close()?;
-        std::fs::remove_dir_all(&store).map_err(failed("removing the store"))
+        rig.close()
     }
 
     fn report(&self, rounds: &[Round], cold: Vec<ColdReport>) -> DiskReport {
@@ -276,7 +304,6 @@ impl DiskBench {
             mixed_gbps: median(&|round| mixed_gb / round.mixed_s),
             write_cpu_s_per_gb: median(&|round| round.write_cpu_s / gb),
             read_cpu_s_per_gb: median(&|round| round.read_cpu_s / gb),
-            raw_read_cpu_s_per_gb: median(&|round| round.raw_read_cpu_s / gb),
             io_engine: last.io_engine,
             o_direct: last.o_direct,
             registered_buffers: last.registered_buffers,
