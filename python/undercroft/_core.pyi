@@ -1,5 +1,6 @@
 """The Rust core. Types are documented here and checked against the module."""
 
+from collections.abc import Callable
 from typing import Any, final
 
 __version__: str
@@ -229,7 +230,9 @@ def bench_replay(
     replay``. Raises UndercroftError.
     """
 
-def bench_disk(directory: str, block_bytes: int, blocks: int, depth: int = 32) -> dict[str, Any]:
+def bench_disk(
+    directory: str, block_bytes: int, blocks: int, depth: int = 32, io_engine: str = "auto"
+) -> dict[str, Any]:
     """The disk tier through the whole engine, against a bare O_DIRECT loop in the same run.
 
     ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench disk``. Raises UndercroftError.
@@ -240,4 +243,25 @@ def bench_recover(directory: str, blocks: int) -> dict[str, Any]:
 
     ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench recover``. Raises
     UndercroftError.
+    """
+
+def inspect(directory: str) -> dict[str, Any]:
+    """What a cache directory holds. Changes nothing.
+
+    Keys: format_version, capacity_bytes, used_bytes, records, damaged_records, namespaces (a list of digest,
+    description, blocks, bytes, and the age of the oldest and newest block, oldest_s and newest_s, in seconds). Raises
+    StoreError.
+    """
+
+def verify(directory: str, progress: Callable[[int, int], object]) -> dict[str, Any]:
+    """Reads every payload of a cache directory and compares its checksum. Changes nothing.
+
+    ``progress(done, total)`` is called now and then. Keys of the result: checked, corrupt, bytes. Of a directory in
+    use, blocks may be replaced meanwhile and count as corrupt. Raises StoreError.
+    """
+
+def drop_namespace(directory: str, digest: str) -> int:
+    """Remove namespaces from a cache directory that is not in use: how many whose digest starts with ``digest``.
+
+    At least eight hexadecimal digits. Raises StoreError.
     """

@@ -36,6 +36,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
     disk.add_argument("--depth", type=_positive, default=32, metavar="D", help="operations in flight (%(default)s)")
 
+    disk.add_argument("--depth", type=_positive, default=32, metavar="D", help="operations in flight (%(default)s)")
+    disk.add_argument(
+        "--io-engine", choices=("auto", "io_uring", "thread_pool"), default="auto", help="as the option (%(default)s)"
+    )
+
     copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against one plain copy", _copy)
     copy.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the KV cache is (%(default)s)")
     copy.add_argument(
@@ -100,6 +105,14 @@ def _print_cases(cases: list[dict[str, Any]]) -> None:
     """A table of what was measured several times over."""
     if cases:
         output.print_table(list(cases[0]), (case.values() for case in cases))
+
+
+def _print(result: dict[str, Any]) -> None:
+    output.print_fields(result)
+    for rows in result.values():
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+            print()
+            output.print_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _positive(value: str) -> int:

@@ -1,4 +1,5 @@
-"""``undercroft inspect DIR``: what a cache directory holds; ``--verify`` reads and checks every payload."""
+"""``undercroft inspect DIR``: what a cache directory holds; ``--verify`` reads and checks every payload, ``--drop``
+removes a namespace."""
 
 from __future__ import annotations
 
@@ -17,11 +18,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "inspect",
         parents=[shared],
         help="show what a cache directory holds",
-        description="Shows namespaces, blocks, bytes and age of a cache directory. Changes nothing. "
-        "Exit code 1 if --verify finds a corrupt payload.",
+        description="Shows namespaces, blocks, bytes and age of a cache directory. Changes nothing "
+        "without --drop. Exit code 1 if --verify finds a corrupt payload.",
     )
     parser.add_argument("directory", metavar="DIR", help="the disk_path of an engine")
     parser.add_argument("--verify", action="store_true", help="read every payload and compare its checksum")
+    parser.add_argument(
+        "--drop",
+        metavar="NAMESPACE",
+        help="first remove the namespace with this digest (eight digits or more); the directory must not be in use",
+    )
     parser.set_defaults(run=run)
 
 
@@ -29,7 +35,16 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary, and the result of the verification."""
     from undercroft import _core
 
+    dropped = None
+    if args.drop is not None:
+        dropped = _core.drop_namespace(args.directory, args.drop)
+        if not dropped:
+            raise output.CommandError(
+                f"{args.directory} holds no namespace {args.drop}; undercroft inspect lists those it holds"
+            )
     found: dict[str, Any] = _core.inspect(args.directory)
+    if dropped is not None:
+        found["dropped_namespaces"] = dropped
     if args.verify:
         found["verify"] = _verify(args.directory, quiet=args.json)
     if args.json:
@@ -53,6 +68,8 @@ def _verify(directory: str, *, quiet: bool) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
+    if "dropped_namespaces" in found:
+        print(f"removed namespaces: {found['dropped_namespaces']}")
     used, capacity = found["used_bytes"], found["capacity_bytes"]
     print(f"format version {found['format_version']}, {found['records']} blocks")
     print(f"{output.bytes_text(used)} used of {output.bytes_text(capacity)}")

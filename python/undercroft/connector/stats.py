@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
+from undercroft.connector.health import DiskHealth
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -179,6 +180,7 @@ class EngineStats:
         self._last: dict[str, float] = {}
         self._due = 0.0
         self._io_engine = str(engine.info().get("io_engine", ""))
+        self._health = DiskHealth(engine)
 
     def take(self, now: float, force: bool = False) -> dict[str, Any]:
         """What changed since the last reading, as the data of `UndercroftStats`; empty if it is too soon.
@@ -189,6 +191,7 @@ class EngineStats:
             return {}
         self._due = now + self._interval
         stats = self._engine.stats()
+        self._health.check(stats.get("disk_degraded", 0))
         counters = {
             name: stats[name] - self._last.get(name, 0)
             for name in STATS_KEYS

@@ -5,6 +5,7 @@ mod bench;
 mod copier;
 mod engine;
 mod errors;
+mod inspect;
 mod replay;
 mod resolve;
 mod session;
@@ -22,6 +23,8 @@ mod _core {
     use crate::engine::PyEngine;
     #[pymodule_export]
     use crate::errors::{ConfigError, StoreError, UndercroftError};
+    #[pymodule_export]
+    use crate::inspect::{drop_namespace, inspect, verify};
     #[pymodule_export]
     use crate::replay::bench_replay;
     #[pymodule_export]

@@ -387,7 +387,6 @@ mod tests {
                 blocks,
                 depth: 4,
                 io_engine: IoEngineChoice::Auto,
-                io_engine: IoEngineChoice::Auto,
             }
             .run(dir.path())
             .unwrap_err()

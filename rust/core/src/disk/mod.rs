@@ -11,6 +11,7 @@ use crate::policy::{Policy, PolicyKind};
 use crate::slots::{Class, Owner, SLOT_ALIGN, Slots};
 
 pub mod format;
+pub mod inspect;
 pub mod open;
 
 /// Failed writes in a row after which a directory takes no writes for a while.

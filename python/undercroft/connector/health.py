@@ -1,0 +1,40 @@
+"""Says in the log when a disk directory stops or starts to work."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from undercroft._core import Engine
+
+logger = logging.getLogger(__name__)
+
+_MEANING = {
+    "no_writes": "takes no writes; what it holds is still read, and writes are tried again",
+    "failed": "is given up and its blocks are dropped; it is tried again later",
+}
+
+
+class DiskHealth:
+    """Logs each change once. Costs nothing while all is well."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._said: dict[str, str] = {}
+
+    def check(self, degraded: int) -> None:
+        """``degraded``: the engine's gauge ``disk_degraded``."""
+        if not degraded and not self._said:
+            return
+        for disk in self._engine.info().get("disks", ()):
+            path, health = disk["path"], disk["health"]
+            if health == self._said.get(path, "good"):
+                continue
+            if health == "good":
+                del self._said[path]
+                logger.warning("undercroft: disk %s works again", path)
+                continue
+            self._said[path] = health
+            meaning = _MEANING.get(health, health)
+            logger.error("undercroft: disk %s %s (%s). Host memory goes on.", path, meaning, disk["fault"])

@@ -1,0 +1,111 @@
+//! What a directory holds, without an engine: for operators.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use crate::checksum::checksum;
+use crate::namespace::NamespaceSpec;
+use crate::slots::SLOT_ALIGN;
+
+use super::format::{
+    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
+};
+use super::open::Contents;
+
+/// A namespace and what its records say.
+#[derive(Clone, Debug)]
+pub struct NamespaceSummary {
+    /// Description and groups.
+    pub spec: NamespaceSpec,
+    /// Payloads.
+    pub blocks: u64,
+    /// Bytes of these.
+    pub bytes: u64,
+    /// When the first of them was written, in seconds since 1970; 0 if there is none.
+    pub oldest_s: u32,
+    /// When the last of them was written.
+    pub newest_s: u32,
+}
+
+/// What the tables of a directory say.
+#[derive(Clone, Debug, Default)]
+pub struct Summary {
+    /// By entry of the namespace table.
+    pub namespaces: Vec<NamespaceSummary>,
+    /// Records that may be believed and whose slot no later record claims.
+    pub records: Vec<Record>,
+    /// Records that are torn or damaged.
+    pub damaged: u64,
+}
+
+impl Summary {
+    /// Reads the tables. Some records may lead nowhere when an engine opens the directory: where a
+    /// block is missing that they stand on.
+    pub fn of(contents: &Contents) -> Self {
+        let mut spaces: BTreeMap<u64, NamespaceSummary> = BTreeMap::new();
+        for index in 0..NAMESPACES_MAX {
+            let at = usize::try_from(namespace_offset(index)).unwrap_or(usize::MAX);
+            let end = contents.super_bytes.len().min(at + NAMESPACE_BYTES);
+            let entry = contents.super_bytes.get(at..end);
+            if let Some(entry) = entry.and_then(NamespaceEntry::decode) {
+                let (blocks, bytes, oldest_s, newest_s) = (0, 0, 0, 0);
+                let summary = NamespaceSummary {
+                    spec: entry.spec,
+                    blocks,
+                    bytes,
+                    oldest_s,
+                    newest_s,
+                };
+                spaces.insert(entry.instance, summary);
+            }
+        }
+        let mut damaged = 0;
+        let mut by_slot: BTreeMap<u32, Record> = BTreeMap::new();
+        for bytes in contents.table_bytes.chunks_exact(RECORD_BYTES) {
+            let Some(record) = Record::decode(bytes) else {
+                damaged += u64::from(!Record::is_blank(bytes));
+                continue;
+            };
+            let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
+            let later = by_slot
+                .get(&record.slot)
+                .is_none_or(|other| other.generation < record.generation);
+            if later && end <= contents.data_bytes && spaces.contains_key(&record.instance) {
+                by_slot.insert(record.slot, record);
+            }
+        }
+        for record in by_slot.values() {
+            if let Some(space) = spaces.get_mut(&record.instance) {
+                let first = space.blocks == 0 || record.written_s < space.oldest_s;
+                space.oldest_s = if first {
+                    record.written_s
+                } else {
+                    space.oldest_s
+                };
+                space.newest_s = space.newest_s.max(record.written_s);
+                space.blocks += 1;
+                space.bytes += u64::from(record.payload_bytes);
+            }
+        }
+        Self {
+            namespaces: spaces.into_values().collect(),
+            records: by_slot.into_values().collect(),
+            damaged,
+        }
+    }
+}
+
+/// Whether a record's payload is what it says.
+///
+/// # Errors
+/// If the file cannot be read; one that ends too early is a payload that is wrong.
+pub fn is_intact(record: &Record, data: &File) -> io::Result<bool> {
+    let mut payload = vec![0; record.payload_bytes as usize];
+    match data.read_exact_at(&mut payload, u64::from(record.slot) * SLOT_ALIGN) {
+        Ok(()) => Ok(checksum(&payload) == record.checksum),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(error) => Err(error),
+    }
+}

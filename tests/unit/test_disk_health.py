@@ -1,0 +1,45 @@
+"""The log on directories that stop or start to work."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from undercroft.connector.health import DiskHealth
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self.asked = 0
+        self.disks: list[dict[str, Any]] = [{"path": "/a", "health": "good", "fault": None}]
+
+    def info(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"disks": self.disks}
+
+
+def test_each_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = _Engine()
+    health = DiskHealth(engine)  # type: ignore[arg-type]
+    caplog.set_level(logging.INFO, logger="undercroft")
+    logging.getLogger("undercroft").addHandler(caplog.handler)
+    try:
+        health.check(0)
+        assert engine.asked == 0
+        engine.disks[0].update(health="no_writes", fault="No space left on device")
+        for _ in range(3):
+            health.check(1)
+        engine.disks[0].update(health="failed", fault="Input/output error")
+        for _ in range(3):
+            health.check(1)
+        engine.disks[0].update(health="good", fault=None)
+        for _ in range(3):
+            health.check(0)
+    finally:
+        logging.getLogger("undercroft").removeHandler(caplog.handler)
+    said = list(dict.fromkeys(record.getMessage() for record in caplog.records))
+    assert ["no writes" in said[0], "given up" in said[1], "works again" in said[2]] == [True] * 3
+    assert len(said) == 3
+    assert "No space left" in said[0]
+    assert "/a" in said[0]
