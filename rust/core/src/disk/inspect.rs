@@ -10,7 +10,7 @@ use crate::namespace::NamespaceSpec;
 use crate::slots::SLOT_ALIGN;
 
 use super::format::{
-    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
+    LINK, NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
 };
 use super::open::Contents;
 
@@ -68,6 +68,9 @@ impl Summary {
                 damaged += u64::from(!Record::is_blank(bytes));
                 continue;
             };
+            if record.group == LINK {
+                continue;
+            }
             let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
             let later = by_slot
                 .get(&record.slot)
