@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+
 from undercroft.connector.health import DiskHealth
 
 

@@ -35,8 +35,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     )
 
     disk.add_argument("--depth", type=_positive, default=32, metavar="D", help="operations in flight (%(default)s)")
-
-    disk.add_argument("--depth", type=_positive, default=32, metavar="D", help="operations in flight (%(default)s)")
     disk.add_argument(
         "--io-engine", choices=("auto", "io_uring", "thread_pool"), default="auto", help="as the option (%(default)s)"
     )
@@ -170,7 +168,7 @@ def _disk(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft import _core
 
     with _directory(args.path) as path:
-        return _core.bench_disk(path, args.block_bytes, args.blocks, args.depth)
+        return _core.bench_disk(path, args.block_bytes, args.blocks, args.depth, args.io_engine)
 
 
 def _recover(args: argparse.Namespace) -> dict[str, Any]:
