@@ -78,7 +78,7 @@ def test_from_host_memory_turn_by_turn_and_where_prefixes_part(model: Model, sta
 
 
 def test_after_a_restart_and_from_every_mixture_of_tiers(model: Model, start: Start, tmp_path: Path) -> None:
-    blocks = 5 if model.name == "gemma2" else 4
+    blocks = 5
     first = start(disk(tmp_path))
     cold = [ask(first, model.ids(count)) for count in range(1, blocks + 1)]
     assert core(first).flush(30.0)
