@@ -1,0 +1,36 @@
+"""What is offered of windows: the blocks before a boundary, never null ones."""
+
+from __future__ import annotations
+
+from undercroft.connector.groups import Groups
+from undercroft.connector.saves import window_offers
+
+WINDOW = Groups(16, 16, ("sliding_window", "full"), (16, 16), (33, 0), 0)
+MIXED = Groups(16, 32, ("sliding_window", "full"), (16, 32), (33, 0), 0)
+CHUNKS = Groups(16, 16, ("chunked_local", "full"), (16, 16), (64, 0), 0)
+
+
+def test_the_blocks_before_each_boundary() -> None:
+    table = list(range(1, 11))
+    assert window_offers(WINDOW, (table, table), [64, 160]) == [(0, 2, 4), (0, 8, 10)]
+    assert window_offers(WINDOW, (table, table), [64, 80]) == [(0, 2, 5)]
+    assert window_offers(WINDOW, (table, table), []) == []
+
+
+def test_null_blocks_and_blocks_past_the_table_are_left_out() -> None:
+    assert window_offers(WINDOW, ([0, 0, 0, 7], [1, 2, 3, 4]), [64]) == [(0, 3, 4)]
+    assert window_offers(WINDOW, ([0, 0, 6], [1, 2, 3]), [64]) == [(0, 2, 3)]
+
+
+def test_chunks_begin_anew() -> None:
+    table = list(range(1, 11))
+    assert window_offers(CHUNKS, (table, table), [64]) == []
+    assert window_offers(CHUNKS, (table, table), [96]) == [(0, 4, 6)]
+
+
+def test_smaller_blocks_are_parts_of_a_unit() -> None:
+    first, second, full = MIXED.parts
+    assert (first.index, second.index, full.index) == (0, 1, 0)
+    # The window of 32 tokens before 64 is the second unit, both halves; a null half is left out.
+    assert window_offers(MIXED, ([0, 0, 3, 4], [1, 2]), [64]) == [(0, 1, 2), (1, 1, 2)]
+    assert window_offers(MIXED, ([0, 0, 0, 4], [1, 2]), [64]) == [(1, 1, 2)]
