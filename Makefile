@@ -107,6 +107,13 @@ bench: build  ## What this machine reaches, as tables (`undercroft bench`), then
 	$(BIN)/undercroft bench recover --path .run/bench
 	cargo bench --workspace
 
+# `make soak CRASHES=10000`: the tests that gain from more rounds.
+CRASHES ?= 500
+
+.PHONY: soak
+soak: | cargo  ## Kill the engine's process under load CRASHES times, checking every block after each
+	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-core --test disk_tier -- crash:: --nocapture
+
 .PHONY: clean
 clean:  ## Remove what make made
 	rm -rf $(VENV) .run dist target python/undercroft/_core*.so

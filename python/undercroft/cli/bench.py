@@ -92,7 +92,7 @@ def _add(
             output.print_json(result)
         else:
             output.print_fields(result)
-            _print_cases(result.get("cases", []))
+            _print_cases(result.get("cases", []) or result.get("cold", []))
         return 0
 
     parser.set_defaults(run=run)
@@ -103,14 +103,6 @@ def _print_cases(cases: list[dict[str, Any]]) -> None:
     """A table of what was measured several times over."""
     if cases:
         output.print_table(list(cases[0]), (case.values() for case in cases))
-
-
-def _print(result: dict[str, Any]) -> None:
-    output.print_fields(result)
-    for rows in result.values():
-        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
-            print()
-            output.print_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _positive(value: str) -> int:

@@ -74,7 +74,9 @@ pub struct DiskReport {
     pub mixed_p99_ratio: f64,
     /// Reads and writes together, meanwhile.
     pub mixed_gbps: f64,
-    /// Processor time of the whole process for each 10^9 bytes written by the engine.
+    /// Processor time of the whole process for each 10^9 bytes written or read by the engine.
+    pub cpu_s_per_gb: f64,
+    /// The same for bytes written.
     pub write_cpu_s_per_gb: f64,
     /// The same for bytes read.
     pub read_cpu_s_per_gb: f64,
@@ -302,6 +304,7 @@ impl DiskBench {
             mixed_read_p99_ms: median(&|round| round.mixed_p99_ms),
             mixed_p99_ratio: median(&|round| round.mixed_p99_ms / round.p99_ms),
             mixed_gbps: median(&|round| mixed_gb / round.mixed_s),
+            cpu_s_per_gb: median(&|round| (round.write_cpu_s + round.read_cpu_s) / (2.0 * gb)),
             write_cpu_s_per_gb: median(&|round| round.write_cpu_s / gb),
             read_cpu_s_per_gb: median(&|round| round.read_cpu_s / gb),
             io_engine: last.io_engine,
