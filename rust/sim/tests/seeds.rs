@@ -21,20 +21,23 @@ fn run_all(seeds: std::ops::Range<u64>) -> Stats {
                         return;
                     }
                     match run(seed) {
-                        Ok(stats) => total.lock().unwrap().add(&stats),
+                        Ok(stats) => total.lock().expect("no thread panicked").add(&stats),
                         Err(found) => {
                             next.store(seeds.end, Ordering::Relaxed);
-                            failure.lock().unwrap().get_or_insert(found);
+                            failure
+                                .lock()
+                                .expect("no thread panicked")
+                                .get_or_insert(found);
                         }
                     }
                 }
             });
         }
     });
-    if let Some(failure) = failure.into_inner().unwrap() {
+    if let Some(failure) = failure.into_inner().expect("no thread panicked") {
         panic!("\n{failure}\n");
     }
-    total.into_inner().unwrap()
+    total.into_inner().expect("no thread panicked")
 }
 
 #[test]
