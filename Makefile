@@ -36,7 +36,7 @@ build: $(STAMPS)/wheel  ## Set up .venv: vLLM, test tools, and undercroft itself
 cargo:
 	@command -v cargo >/dev/null || { \
 	  echo "error: cargo was not found on PATH. undercroft's core is written in Rust (1.88 or newer)." >&2; \
-	  echo "Install it with rustup (https://rustup.rs) or your distribution's packages, then run make again." >&2; exit 1; }
+	  echo "Install it with rustup or your distribution's packages, then run make again." >&2; exit 1; }
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
