@@ -33,6 +33,12 @@ impl Arena {
         }
     }
 
+    /// All processes have ended: nobody holds anything, and the contents mean nothing.
+    pub(crate) fn abandon(&mut self) {
+        self.hands.fill(0);
+        self.holders.clear();
+    }
+
     /// Somebody takes a slot in hand. `Err` if that must not be.
     pub(crate) fn take(
         &mut self,

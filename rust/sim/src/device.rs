@@ -11,7 +11,7 @@ use crate::random::Random;
 const UNSYNCED_MAX: usize = 256;
 
 /// Contents of the three files.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Files {
     data: Vec<Token>,
     table: Vec<u8>,
@@ -47,6 +47,23 @@ impl Write {
             Self::Data { .. } => FileKind::Data,
             Self::Meta { file, .. } => *file,
         }
+    }
+}
+
+impl Clone for Files {
+    fn clone(&self) -> Self {
+        Self {
+            data: self.data.clone(),
+            table: self.table.clone(),
+            super_file: self.super_file.clone(),
+        }
+    }
+
+    /// Without new memory, which a derived one would take.
+    fn clone_from(&mut self, from: &Self) {
+        self.data.clone_from(&from.data);
+        self.table.clone_from(&from.table);
+        self.super_file.clone_from(&from.super_file);
     }
 }
 
@@ -194,9 +211,9 @@ impl Device {
                 };
                 self.stable.apply(write, extent, random);
             }
-            self.now = self.stable.clone();
+            self.now.clone_from(&self.stable);
         } else {
-            self.stable = self.now.clone();
+            self.stable.clone_from(&self.now);
         }
         self.unsynced.clear();
     }

@@ -64,13 +64,13 @@ impl Settings {
         }
         let mut faults = Faults::default();
         if roomy {
-            engine.host_bytes = 64 * PAGE;
+            engine.host_bytes = 24 * PAGE;
             engine.promotion_bytes = engine.host_bytes;
             engine.stall_ns = 60_000 * MILLISECOND;
             engine.promotion_wait_ns = None;
             engine.write_rate = 0;
             engine.second_touch = false;
-            devices.iter_mut().for_each(|device| device.0 = 64 * PAGE);
+            devices.iter_mut().for_each(|device| device.0 = 24 * PAGE);
         } else if random.chance(600) {
             faults = random_faults(random);
         }

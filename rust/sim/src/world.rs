@@ -123,7 +123,7 @@ impl World {
         self.last_read_ns = 0;
         self.sessions.clear();
         self.ended.clear();
-        self.arena = Arena::new(config.host_bytes);
+        self.arena.abandon();
         self.engine = Engine::new(config);
         let images = self.disks.devices.iter().map(Device::image).collect();
         let recovery = self.engine.attach_disks(images);
