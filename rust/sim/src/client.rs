@@ -292,16 +292,6 @@ impl World {
         self.models[namespace].advance();
         self.undurable.push(namespace);
         self.stats.resets += 1;
-        for session in self
-            .sessions
-            .iter_mut()
-            .filter(|session| session.namespace == namespace)
-        {
-            session
-                .requests
-                .iter_mut()
-                .for_each(|request| request.ready = None);
-        }
         self.note(|| format!("reset namespace {namespace}"));
     }
 

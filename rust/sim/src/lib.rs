@@ -48,6 +48,8 @@ pub struct Stats {
     pub evictions: u64,
     /// Payloads found on disk by an engine that starts.
     pub recovered: u64,
+    /// Stops after which all that was saved had to be on disk.
+    pub complete_stops: u64,
     /// Resets.
     pub resets: u64,
     /// Checksum mismatches that the device's faults caused.
@@ -67,6 +69,7 @@ impl Stats {
         self.blocks_saved += other.blocks_saved;
         self.evictions += other.evictions;
         self.recovered += other.recovered;
+        self.complete_stops += other.complete_stops;
         self.resets += other.resets;
         self.corruptions += other.corruptions;
     }

@@ -359,6 +359,7 @@ impl World {
         }
         let stored: usize = self.models.iter().map(|model| model.stored.len()).sum();
         let complete = self.settings.roomy && !self.roomy_broken && !self.disks.devices.is_empty();
+        self.stats.complete_stops += u64::from(complete);
         if complete && on_disk != stored as u64 {
             return Err(format!(
                 "{stored} payloads were saved, {on_disk} are on disk"

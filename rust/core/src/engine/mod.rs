@@ -170,6 +170,8 @@ pub struct Engine {
     write_tokens_at_ns: u64,
     /// Nodes that could not be written although children of them are on disk.
     stranded: VecDeque<(NodeId, u32)>,
+    /// There was no room for one of them, and nothing has left since.
+    rescue_waits: bool,
     entry_writes: VecDeque<reset::EntryWrite>,
     entries_in_flight: Vec<reset::EntryWrite>,
     /// Instances of namespaces that are or were in use: never given to another.
@@ -215,6 +217,7 @@ impl Engine {
             write_tokens: 0,
             write_tokens_at_ns: 0,
             stranded: VecDeque::new(),
+            rescue_waits: false,
             entry_writes: VecDeque::new(),
             entries_in_flight: Vec::new(),
             instances: HashSet::new(),
@@ -362,7 +365,7 @@ impl Engine {
             || !self.turns[1].is_empty()
             || self.has_entry_writes()
             || !self.write_queue.is_empty()
-            || !self.stranded.is_empty() && self.disks.iter().any(Disk::is_alive)
+            || self.has_stranded()
             || self
                 .disks
                 .iter()

@@ -63,6 +63,7 @@ impl Engine {
 
     /// One place of `tier` fewer is in use at a node.
     fn place_left(&mut self, id: NodeId, tier: Tier, loss: Loss) {
+        self.rescue_waits = false;
         let node = self.forest.node_mut(id);
         node.places_used[tier as usize] -= 1;
         if node.places_used[tier as usize] == 0 {
@@ -221,14 +222,8 @@ impl Engine {
         let node = self.forest.node_mut(id);
         node.place_mut(group).host = HostState::Present;
         node.busy -= 1;
-        let is_new = node.place(group).disk == DiskState::Empty;
-        let (detached, was_visible) = (node.detached, node.visible);
-        if !detached {
+        if !node.detached {
             self.rise(id);
-        }
-        if was_visible && is_new {
-            // What the node cannot do without came first: this was not there when it was offered.
-            self.offer_new_to_disk(id);
         }
         self.settle(id);
     }

@@ -212,18 +212,15 @@ impl Engine {
             self.enqueue(ground, missing, true);
             return None;
         }
-        let device = self.choose_disk(id);
-        self.counters.refused_disk_degraded += u64::from(device.is_none());
         // Room must not be made at the cost of what this stands on.
         if ground != NONE {
             self.pin(ground);
         }
-        let offset =
-            device.and_then(|device| Some((device, self.take_disk(id, group, device, rescued)?)));
+        let taken = self.take_disk(id, group, rescued);
         if ground != NONE {
             self.unpin(ground);
         }
-        let Some((device, offset)) = offset else {
+        let Some((device, offset)) = taken else {
             self.refuse_write(id, group);
             return None;
         };
@@ -292,11 +289,17 @@ impl Engine {
         }
     }
 
+    /// Whether a stranded node may be written, now or after a pause.
+    pub(super) fn has_stranded(&self) -> bool {
+        let alive = self.disks.iter().any(crate::disk::Disk::is_alive);
+        !self.stranded.is_empty() && !self.rescue_waits && alive
+    }
+
     /// Queues one stranded node again.
     fn rescue(&mut self) {
         let now_ns = self.now_ns;
-        if !self.write_queue.is_empty() || !self.disks.iter().any(|disk| disk.takes_writes(now_ns))
-        {
+        let writable = self.disks.iter().any(|disk| disk.takes_writes(now_ns));
+        if self.rescue_waits || !self.write_queue.is_empty() || !writable {
             return;
         }
         if let Some((id, generation)) = self.stranded.pop_front()
@@ -385,23 +388,47 @@ impl Engine {
         })
     }
 
-    fn take_disk(&mut self, id: NodeId, group: u8, device: usize, rescued: bool) -> Option<u64> {
+    /// A slot on disk for a payload, and where: on another device if the chosen one holds nothing that
+    /// could go.
+    fn take_disk(&mut self, id: NodeId, group: u8, rescued: bool) -> Option<(usize, u64)> {
+        let Some(chosen) = self.choose_disk(id) else {
+            self.counters.refused_disk_degraded += 1;
+            return None;
+        };
+        let bound = self.forest.node(id).places_used[Tier::Disk as usize] > 0;
+        let others = (0..self.disks.len()).filter(|&device| device != chosen && !bound);
+        for device in std::iter::once(chosen).chain(others) {
+            if !self.disks[device].takes_writes(self.now_ns) {
+                continue;
+            }
+            if !rescued && !self.is_admitted(id, group, device) {
+                self.counters.refused_admission += 1;
+                return None;
+            }
+            if let Some(offset) = self.take_slot(id, group, device) {
+                return Some((device, offset));
+            }
+        }
+        self.counters.refused_disk_full += 1;
+        self.rescue_waits |= rescued;
+        None
+    }
+
+    fn is_admitted(&mut self, id: NodeId, group: u8, device: usize) -> bool {
         let class = self.disk_class(id, device, group);
         let hit_class = self.forest.node(id).hit_class;
-        if !rescued
-            && self.disks[device].slots.is_full(class)
-            && self.refuses(Tier::Disk, device, class, hit_class)
-        {
-            self.counters.refused_admission += 1;
-            return None;
-        }
+        !self.disks[device].slots.is_full(class)
+            || !self.refuses(Tier::Disk, device, class, hit_class)
+    }
+
+    fn take_slot(&mut self, id: NodeId, group: u8, device: usize) -> Option<u64> {
+        let class = self.disk_class(id, device, group);
         let mut drains = 0;
         loop {
             if let Some(offset) = self.disks[device].alloc(class, Owner { node: id, group }) {
                 return Some(offset);
             }
             if !self.make_room(Tier::Disk, device, class, &mut drains) {
-                self.counters.refused_disk_full += 1;
                 return None;
             }
         }
