@@ -16,11 +16,11 @@ from checks import Reference
 from harness import prompt
 from threshold_http import Client, start_server, the_choice
 
-pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TOKENS = 8
 FIRST = [prompt(897, seed=seed) for seed in range(4)]
-TRAFFIC = [prompt(640, seed=20 + seed) + prompt(60, seed=40 + seed) for seed in range(12)]
+TRAFFIC = [prompt(640, seed=20 + seed) + prompt(60, seed=40 + seed) for seed in range(8)]
 HIT = 896
 TWO_RANKS = ("--tensor-parallel-size", "2", "--num-gpu-blocks-override", "256", "--max-num-seqs", "8")
 
