@@ -25,7 +25,7 @@ def _options() -> str:
 
 
 def _metrics() -> str:
-    from undercroft.connector.prometheus import METRICS, PREFIX
+    from undercroft.metrics import METRICS, PREFIX
 
     lines = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
     for metric in METRICS:

@@ -1,114 +1,18 @@
-"""Prometheus metrics, exported by vLLM's frontend beside its own.
-
-The names begin with ``vllm:undercroft_``: vLLM drops metrics of its own prefix when an engine is made anew in the same
-process, and any other prefix would then be registered twice. Counters get the suffix ``_total`` when they are exposed.
-"""
+"""Prometheus metrics, exported by vLLM's frontend beside its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from undercroft.compat import KVConnectorPromMetrics
+from undercroft.metrics import METRICS, PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-PREFIX = "vllm:undercroft_"
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric: where its values come from in the data of `UndercroftStats`."""
-
-    name: str
-    kind: str
-    """counter, gauge or histogram."""
-    help: str
-    labels: tuple[str, ...] = ()
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Key of the statistics -> the labels' values."""
-
-
-def _one(name: str, kind: str, help_text: str, key: str | None = None) -> Metric:
-    return Metric(name, kind, help_text, (), {key or name: ()})
-
-
-_TIERS = ("host", "disk")
-
-# fmt: off
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        "lookups", "counter", "Lookups by outcome.", ("outcome",),
-        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "miss", "timed_out")},
-    ),
-    _one("lookup_seconds", "histogram", "Time from the scheduler's first question to the answer."),
-    _one("wait_seconds", "histogram", "The same, of lookups that had to wait for the disk."),
-    Metric(
-        "hit_tokens", "counter", "Tokens loaded, by the tier that held them.", ("tier",),
-        {f"hit_tokens_{tier}": (tier,) for tier in _TIERS},
-    ),
-    Metric(
-        "transfer_bytes", "counter", "Bytes moved, by tier and direction; host load and save are device copies.",
-        ("tier", "direction"),
-        {
-            "load_bytes": ("host", "load"), "save_bytes": ("host", "save"),
-            "disk_read_bytes": ("disk", "load"), "disk_write_bytes": ("disk", "save"),
-        },
-    ),
-    Metric(
-        "transfer_seconds", "counter", "Time of these transfers, summed over transfers that may overlap.",
-        ("tier", "direction"),
-        {
-            "load_seconds": ("host", "load"), "save_seconds": ("host", "save"),
-            "disk_read_seconds": ("disk", "load"), "disk_write_seconds": ("disk", "save"),
-        },
-    ),
-    Metric(
-        "transfers", "counter", "Number of these transfers.", ("tier", "direction"),
-        {
-            "loads_done": ("host", "load"), "saves_done": ("host", "save"),
-            "disk_reads": ("disk", "load"), "disk_writes": ("disk", "save"),
-        },
-    ),
-    _one("promotions", "counter", "Lookups that read from disk."),
-    _one("promotion_time_seconds", "counter", "Time from the first read to the last of these, summed.",
-         "promotion_seconds"),
-    _one("promotions_cancelled", "counter", "Reads from disk that nobody wanted any more."),
-    _one("promotion_queue_bytes", "gauge", "Bytes that wait to be read from disk."),
-    Metric("capacity_bytes", "gauge", "Capacity of a tier.", ("tier",),
-           {f"{tier}_capacity_bytes": (tier,) for tier in _TIERS}),
-    Metric("used_bytes", "gauge", "Bytes of a tier in use.", ("tier",),
-           {f"{tier}_used_bytes": (tier,) for tier in _TIERS}),
-    Metric("blocks", "gauge", "Blocks that a tier holds.", ("tier",), {f"{tier}_blocks": (tier,) for tier in _TIERS}),
-    Metric("evictions", "counter", "Blocks evicted from a tier.", ("tier",),
-           {f"{tier}_evictions": (tier,) for tier in _TIERS}),
-    _one("host_pinned_bytes", "gauge", "Host memory that loads, saves, reads and leases keep from eviction."),
-    _one("saved_blocks", "counter", "Blocks saved."),
-    _one("deduplicated_blocks", "counter", "Blocks not saved because they were here already."),
-    Metric(
-        "refused_saves", "counter", "Blocks not saved to host memory (host_full) or not written to disk (the others).",
-        ("reason",),
-        {
-            f"refused_{reason}": (reason,)
-            for reason in ("host_full", "disk_full", "write_rate", "admission", "disk_degraded")
-        },
-    ),
-    _one("checksum_failures", "counter", "Blocks or records whose checksum did not match; they were dropped."),
-    Metric("io_failures", "counter", "Operations that the disk failed.", ("direction",),
-           {"read_failures": ("load",), "write_failures": ("save",)}),
-    _one("degraded_disks", "gauge", "Directories that no longer take writes.", "disk_degraded"),
-    _one("load_failures", "counter", "Loads that failed; their requests computed the tokens.", "failed_loads"),
-    _one("save_failures", "counter", "Saves that failed; they were dropped."),
-    Metric("rejected_requests", "counter", "Requests given back by the hit threshold, by where it came from.",
-           ("source",), {"rejected_request": ("request",), "rejected_global": ("global",)}),
-    _one("hook_errors", "counter", "Errors caught in the connector's hooks."),
-)
-
-
 
 
 class UndercroftPromMetrics(KVConnectorPromMetrics):
