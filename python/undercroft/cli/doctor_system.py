@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import platform
+import re
 import resource
 import shutil
 import tempfile
@@ -22,6 +23,8 @@ IO_URING_PARAMS_BYTES = 120
 # Smallest transfer that O_DIRECT takes on every common device.
 DIRECT_BYTES = 4096
 LOW_MEMORY_BYTES = 4 << 30
+# The first with MADV_COLLAPSE for shared memory.
+LINUX_COLLAPSE = (6, 1)
 
 
 def checks(disk_path: str | None) -> list[Check]:
@@ -69,15 +72,20 @@ def memlock() -> Check:
 
 
 def huge_pages() -> Check:
-    """Huge pages for the arena: reserved ones, or transparent ones for shared memory."""
+    """Huge pages for the arena: reserved ones, or transparent ones, which Linux 6.1 gives on request."""
     meminfo = _meminfo()
     free = meminfo.get("HugePages_Free", 0) * meminfo.get("Hugepagesize", 0)
     shmem = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = shmem.partition("[")[2].partition("]")[0]
     found = f"{bytes_text(free)} reserved and free; transparent for shared memory: {chosen or 'not offered'}"
-    if free or chosen in ("always", "advise", "within_size", "force"):
-        return Check("huge pages", "ok", found)
-    advice = "Small pages work, with more TLB misses. Set /sys/kernel/mm/transparent_hugepage/shmem_enabled to advise."
+    version = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
+    on_request = chosen == "never" and version >= LINUX_COLLAPSE
+    if free or on_request or chosen in ("always", "advise", "within_size", "force"):
+        return Check("huge pages", "ok", found + (" unless asked for, which the engine does" if on_request else ""))
+    advice = (
+        "Small pages work, with more TLB misses and slower transfers to disk. Set "
+        "/sys/kernel/mm/transparent_hugepage/shmem_enabled to advise."
+    )
     return Check("huge pages", "warn", found, advice)
 
 

@@ -12,11 +12,10 @@
     reason = "maps shared memory and lends slices of it for single calls"
 )]
 
+use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -25,11 +24,15 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use crate::checksum::checksum;
 use crate::memory;
 
+mod populate;
+
+pub use populate::{Prefault, prefault_in_background};
+
 /// The size of an arena is a multiple of this, in bytes.
 pub const ARENA_ALIGN: u64 = 4096;
 
-/// How much the background thread populates in one step, in bytes.
-const PREFAULT_STEP: u64 = 64 << 20;
+/// The size of a transparent huge page, in bytes, to which a mapping has to be aligned to have any.
+const HUGE_PAGE: u64 = 2 << 20;
 
 /// Why an arena could not be made or mapped.
 #[derive(Debug, thiserror::Error)]
@@ -164,13 +167,19 @@ impl Arena {
     fn map(fd: OwnedFd, size: u64, huge_pages: bool) -> Result<Self, ArenaError> {
         let os = |step| move |source| ArenaError::Os { size, step, source };
         let len = usize::try_from(size).map_err(|_| ArenaError::Size { size })?;
-        // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is touched.
+        let (place, fixed) = if huge_pages {
+            (std::ptr::null_mut(), MapFlags::empty())
+        } else {
+            (reserve(len).map_err(os("mmap"))?, MapFlags::FIXED)
+        };
+        // SAFETY: a new mapping, at an address that the kernel chooses or over a reservation that nobody
+        // else knows of; no memory in use is touched.
         let base = unsafe {
             rustix::mm::mmap(
-                std::ptr::null_mut(),
+                place,
                 len,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
+                MapFlags::SHARED | fixed,
                 &fd,
                 0,
             )
@@ -293,19 +302,45 @@ impl Arena {
         )
     }
 
-    /// Puts memory behind the range, so that later accesses do not fault. Fails with EINVAL before
-    /// Linux 5.14, and with ENOMEM or EFAULT when the memory is not there.
-    pub fn prefault(&self, offset: u64, len: u64) -> Result<(), Errno> {
-        self.check(offset, len).map_err(|_| Errno::INVAL)?;
-        self.advise(offset, len, Advice::LinuxPopulateWrite)
-    }
-
     fn advise(&self, offset: u64, len: u64, advice: Advice) -> Result<(), Errno> {
         let start = self.pointer(offset, len).map_err(|_| Errno::INVAL)?;
         // SAFETY: the range lies inside the mapping, and none of the advices used here changes what
         // memory reads as.
         unsafe { rustix::mm::madvise(start.cast(), len as usize, advice) }
     }
+
+    /// Has the kernel put huge pages behind the range now, with what is there copied to them.
+    fn collapse(&self, offset: u64, len: u64) -> std::io::Result<()> {
+        let start = self.pointer(offset, len).map_err(std::io::Error::other)?;
+        // SAFETY: the range lies inside the mapping, and its bytes stay what they are.
+        match unsafe { libc::madvise(start.cast(), len as usize, libc::MADV_COLLAPSE) } {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    }
+}
+
+/// Address space for `len` bytes, aligned to huge pages.
+fn reserve(len: usize) -> Result<*mut c_void, Errno> {
+    let spare = HUGE_PAGE as usize;
+    let whole = len.checked_add(spare).ok_or(Errno::NOMEM)?;
+    // SAFETY: a new mapping at an address that the kernel chooses.
+    let start = unsafe {
+        rustix::mm::mmap_anonymous(
+            std::ptr::null_mut(),
+            whole,
+            ProtFlags::empty(),
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
+    }?;
+    let before = start.addr().next_multiple_of(spare) - start.addr();
+    let place = start.wrapping_byte_add(before);
+    // Parts of no use. That they stay reserved would be harmless.
+    // SAFETY: the beginning of what was mapped above.
+    let _ = unsafe { rustix::mm::munmap(start, before) };
+    // SAFETY: its end.
+    let _ = unsafe { rustix::mm::munmap(place.wrapping_byte_add(len), spare - before) };
+    Ok(place)
 }
 
 impl Drop for Arena {
@@ -323,58 +358,6 @@ fn sealed_memfd(size: u64, flags: MemfdFlags) -> Result<OwnedFd, ArenaError> {
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
         .map_err(os("sealing"))?;
     Ok(fd)
-}
-
-/// Puts memory behind the whole arena, from its start on, in a thread of its own. Stopped and joined
-/// on drop.
-#[derive(Debug)]
-pub struct Prefault {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-/// Starts populating `arena` in the background. Where the kernel cannot, pages come on first use.
-pub fn prefault_in_background(arena: Arc<Arena>) -> std::io::Result<Prefault> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let stopped = Arc::clone(&stop);
-    let thread = std::thread::Builder::new()
-        .name("undercroft-prefault".into())
-        .spawn(move || prefault_steps(&arena, &stopped))?;
-    Ok(Prefault {
-        stop,
-        thread: Some(thread),
-    })
-}
-
-fn prefault_steps(arena: &Arena, stop: &AtomicBool) {
-    let mut done = arena.populated();
-    while done < arena.size && !stop.load(Ordering::Relaxed) {
-        let step = PREFAULT_STEP.min(arena.size - done);
-        match arena.prefault(done, step) {
-            Ok(()) => done += step,
-            Err(Errno::INTR | Errno::AGAIN) => {}
-            Err(_) => return,
-        }
-        arena.populated.store(done, Ordering::Release);
-    }
-}
-
-impl Prefault {
-    /// Waits until the thread has ended by itself.
-    pub fn join(mut self) {
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for Prefault {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
 }
 
 #[cfg(test)]
@@ -462,34 +445,5 @@ mod tests {
             assert_eq!(arena.prefault(offset, len), Err(Errno::INVAL));
         }
         assert!(arena.write(8190, b"abc").is_err());
-    }
-
-    #[test]
-    fn the_background_thread_populates_everything() {
-        let size = PREFAULT_STEP + 8192;
-        let arena = Arc::new(Arena::create(size).unwrap());
-        arena.write(0, b"kept").unwrap();
-        prefault_in_background(Arc::clone(&arena)).unwrap().join();
-        assert_eq!(arena.populated(), size);
-        assert_eq!(arena.read(0, 4).unwrap(), b"kept");
-        let blocks = rustix::fs::fstat(arena.fd())
-            .unwrap()
-            .st_blocks
-            .cast_unsigned();
-        assert!(
-            blocks * 512 >= size,
-            "{blocks} blocks of 512 bytes behind {size} bytes"
-        );
-    }
-
-    #[test]
-    fn dropping_the_prefault_stops_it() {
-        let arena = Arc::new(Arena::create(PREFAULT_STEP).unwrap());
-        drop(prefault_in_background(Arc::clone(&arena)).unwrap());
-        assert_eq!(
-            Arc::strong_count(&arena),
-            1,
-            "the thread has let go of the arena"
-        );
     }
 }

@@ -1,0 +1,152 @@
+//! Putting memory behind the arena before it is used, in huge pages where the kernel has them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+use rustix::io::Errno;
+use rustix::mm::Advice;
+
+use super::{Arena, HUGE_PAGE};
+
+/// How much the background thread populates in one step, in bytes.
+const PREFAULT_STEP: u64 = 64 << 20;
+
+impl Arena {
+    /// Puts memory behind the range, so that later accesses do not fault. Fails with EINVAL before
+    /// Linux 5.14, and with ENOMEM or EFAULT when the memory is not there.
+    pub fn prefault(&self, offset: u64, len: u64) -> Result<(), Errno> {
+        self.check(offset, len).map_err(|_| Errno::INVAL)?;
+        if !self.huge_pages {
+            self.gather(offset, len);
+        }
+        self.advise(offset, len, Advice::LinuxPopulateWrite)
+    }
+
+    /// Asks for transparent huge pages behind the range at once. Shared memory has them otherwise only
+    /// where the system's `shmem_enabled` allows it, and contiguous memory is what keeps a transfer one
+    /// piece for the device. A wish: what the kernel (6.1 or newer) refuses stays on plain pages.
+    fn gather(&self, offset: u64, len: u64) {
+        let first = offset.next_multiple_of(HUGE_PAGE);
+        let end = (offset + len) / HUGE_PAGE * HUGE_PAGE;
+        // A range without any page is not gathered.
+        let touch = |at| self.advise(at, super::ARENA_ALIGN, Advice::LinuxPopulateWrite);
+        if first < end
+            && (first..end)
+                .step_by(HUGE_PAGE as usize)
+                .all(|at| touch(at).is_ok())
+        {
+            let _ = self.collapse(first, end - first);
+        }
+    }
+}
+
+/// Puts memory behind the whole arena, from its start on, in a thread of its own. Stopped and joined
+/// on drop.
+#[derive(Debug)]
+pub struct Prefault {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Starts populating `arena` in the background. Where the kernel cannot, pages come on first use.
+pub fn prefault_in_background(arena: Arc<Arena>) -> std::io::Result<Prefault> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::clone(&stop);
+    let thread = std::thread::Builder::new()
+        .name("undercroft-prefault".into())
+        .spawn(move || prefault_steps(&arena, &stopped))?;
+    Ok(Prefault {
+        stop,
+        thread: Some(thread),
+    })
+}
+
+fn prefault_steps(arena: &Arena, stop: &AtomicBool) {
+    let mut done = arena.populated();
+    while done < arena.size && !stop.load(Ordering::Relaxed) {
+        let step = PREFAULT_STEP.min(arena.size - done);
+        match arena.prefault(done, step) {
+            Ok(()) => done += step,
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(_) => return,
+        }
+        arena.populated.store(done, Ordering::Release);
+    }
+}
+
+impl Prefault {
+    /// Waits until the thread has ended by itself.
+    pub fn join(mut self) {
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Prefault {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_background_thread_populates_everything() {
+        let size = PREFAULT_STEP + 8192;
+        let arena = Arc::new(Arena::create(size).unwrap());
+        arena.write(0, b"kept").unwrap();
+        prefault_in_background(Arc::clone(&arena)).unwrap().join();
+        assert_eq!(arena.populated(), size);
+        assert_eq!(arena.read(0, 4).unwrap(), b"kept");
+        let blocks = rustix::fs::fstat(arena.fd())
+            .unwrap()
+            .st_blocks
+            .cast_unsigned();
+        assert!(
+            blocks * 512 >= size,
+            "{blocks} blocks of 512 bytes behind {size} bytes"
+        );
+    }
+
+    #[test]
+    fn populated_memory_is_in_huge_pages_whatever_the_system_does_by_default() {
+        let arena = Arena::create(3 * HUGE_PAGE).unwrap();
+        assert!((arena.address() as u64).is_multiple_of(HUGE_PAGE));
+        arena.write(HUGE_PAGE, b"kept").unwrap();
+        arena.prefault(0, 2 * HUGE_PAGE).unwrap();
+        assert_eq!(arena.read(HUGE_PAGE, 4).unwrap(), b"kept");
+        arena.write(2 * HUGE_PAGE, b"there").unwrap();
+        if let Err(error) = arena.collapse(2 * HUGE_PAGE, HUGE_PAGE) {
+            return eprintln!("not shown: this kernel has none for shared memory ({error})");
+        }
+        let found = mapped_in_huge_pages(arena.address());
+        assert!(found >= 2 * HUGE_PAGE || arena.huge_pages, "{found} bytes");
+    }
+
+    /// Bytes of the mapping at `address` that the kernel maps in transparent huge pages.
+    fn mapped_in_huge_pages(address: usize) -> u64 {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mapping = maps.split_once(&format!("\n{address:x}-")).unwrap().1;
+        let line = mapping.split_once("ShmemPmdMapped:").unwrap().1;
+        let kib: u64 = line.split_whitespace().next().unwrap().parse().unwrap();
+        kib * 1024
+    }
+
+    #[test]
+    fn dropping_the_prefault_stops_it() {
+        let arena = Arc::new(Arena::create(PREFAULT_STEP).unwrap());
+        drop(prefault_in_background(Arc::clone(&arena)).unwrap());
+        assert_eq!(
+            Arc::strong_count(&arena),
+            1,
+            "the thread has let go of the arena"
+        );
+    }
+}
