@@ -114,6 +114,7 @@ format:  ## Format Rust and Python
 .PHONY: bench
 bench: build  ## What this machine reaches, as tables (`undercroft bench`), then cargo bench
 	$(BIN)/undercroft bench lookup --keys 8192
+	$(BIN)/undercroft bench lookup --pending 1000
 	$(BIN)/undercroft bench copy
 	$(BIN)/undercroft bench disk --path .run/bench
 	$(BIN)/undercroft bench recover --path .run/bench

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from undercroft.cli import doctor_system, main, output
+from undercroft.cli import bench_pending, doctor_system, main, output
 from undercroft.cli.doctor import Check
 
 
@@ -110,6 +110,16 @@ def test_bench_lookup_reports_the_fields_of_an_embedded_engine(capsys: pytest.Ca
     times = {name: value for name, value in report.items() if name.endswith(("_us", "_ns"))}
     assert set(times) == {"submit_p50_us", "submit_p99_us", "poll_p50_ns", "ready_p50_us", "ready_p99_us"}
     assert all(value > 0 for value in times.values())
+
+
+def test_bench_lookup_asks_for_a_crowd_that_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_pending, "CROWD_S", 0.05)
+    code, report = run_json(capsys, "bench", "lookup", "--mode", "embedded", "--pending", "8")
+    assert code == 0
+    assert report["pending"] == 8
+    assert 0 < report["step_ms"] <= report["step_p99_ms"]
 
 
 def test_bench_disk_measures_below_the_directory_and_leaves_nothing(

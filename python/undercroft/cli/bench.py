@@ -26,6 +26,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--keys", type=_positive, default=8192, metavar="N", help="block hashes of the prompt (%(default)s)"
     )
     lookup.add_argument("--rounds", type=_positive, default=2000, metavar="R", help="lookups measured (%(default)s)")
+    lookup.add_argument(
+        "--pending", type=_positive, metavar="N", help="instead: steps that ask for N requests that wait for the disk"
+    )
 
     disk = _add(kinds, shared, "disk", "the disk tier through the whole engine, against a bare O_DIRECT loop", _disk)
     disk.add_argument("--path", metavar="DIR", help="directory on the device to measure (default: a temporary one)")
@@ -124,6 +127,10 @@ def _size(value: str) -> int:
 
 
 def _lookup(args: argparse.Namespace) -> dict[str, Any]:
+    if args.pending is not None:
+        from undercroft.cli import bench_pending
+
+        return bench_pending.measure(args.pending)
     from undercroft.cli.bench_lookup import measure
 
     return measure(args.keys, args.rounds)

@@ -237,22 +237,27 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
-    @_fail_open(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and given
         back at the end of the step."""
-        gain, asynchronous = self._matched(request, num_computed_tokens)
-        if gain is None or self._threshold is None:
-            return gain, asynchronous
-        # Also without a cache (it is off, or failed): then only what the device holds counts.
-        rejected = self._threshold.check(request, num_computed_tokens, gain)
-        return (None, False) if rejected else (gain, asynchronous)
+        # Guarded here: each step asks for each waiting request, and the wrapper would cost as much as the question.
+        answer: tuple[int | None, bool] = 0, False
+        try:
+            if self._scheduler is not None:
+                answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        except Exception as error:
+            self._report("get_num_new_matched_tokens", error)
+        if answer[0] is None or self._threshold is None:
+            return answer
+        return self._judged(request, num_computed_tokens, *answer)
 
     @_fail_open(lambda: (0, False))
-    def _matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is None:
-            return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+    def _judged(self, request: Request, local_tokens: int, gain: int, asynchronous: bool) -> tuple[int | None, bool]:
+        """The final answer of a lookup, or "later" for a request below its threshold."""
+        # Also without a cache (it is off, or failed): then only what the device holds counts.
+        assert self._threshold is not None
+        rejected = self._threshold.check(request, local_tokens, gain)
+        return (None, False) if rejected else (gain, asynchronous)
 
     @_fail_open(list)
     def take_threshold_rejects(self) -> list[Rejection]:

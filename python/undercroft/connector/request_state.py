@@ -18,6 +18,8 @@ class RequestState:
     """Tokens the device itself held when the scheduler last asked."""
     asked_at: float | None = None
     """When the question that is still open was asked first (monotonic seconds); None when answered."""
+    limit: int = 0
+    """Deepest boundary of use to it, in tokens, when the question was opened."""
     deferred: bool = False
     """Whether the open question was answered with "later" at least once."""
     counted_for: int = -1

@@ -107,18 +107,23 @@ class SchedulerConnector:
         state.epoch = self._epoch
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
-        limit = self._groups.align(request.num_tokens - 1)
-        if limit <= num_computed_tokens:
-            return 0, False
         if state.asked_at is None:
-            state.asked_at = time.perf_counter()
+            limit = self._groups.align(request.num_tokens - 1)
+            if limit <= num_computed_tokens:
+                return 0, False
+            state.asked_at, state.limit = time.perf_counter(), limit
+        limit = state.limit
         boundary = self._poll(request, num_computed_tokens, limit)
         if boundary is None and self._config.lookup == "blocking":
             boundary = self._wait(state, num_computed_tokens, limit)
         if boundary is None:
-            return self._defer(state, state.asked_at)
+            if time.perf_counter() - state.asked_at < LOOKUP_DEADLINE_S:
+                state.deferred = True
+                return None, False
+            return self._give_up(state), False
         self._note_junction(state, max(boundary, num_computed_tokens), limit)
-        gain = min(boundary, limit) - num_computed_tokens
+        # The limit is of when it was asked first.
+        gain = min(boundary, limit, self._groups.align(request.num_tokens - 1)) - num_computed_tokens
         if gain < max(1, self._config.min_load_tokens):
             gain = 0
         if state.counted_for != request.num_preemptions:
@@ -290,13 +295,6 @@ class SchedulerConnector:
         state.deferred = True
         boundary = self._poll(request, num_computed_tokens, limit)
         return self._give_up(state) if boundary is None else boundary
-
-    def _defer(self, state: RequestState, asked_at: float) -> tuple[int | None, bool]:
-        waited = time.perf_counter() - asked_at
-        if waited < LOOKUP_DEADLINE_S:
-            state.deferred = True
-            return None, False
-        return self._give_up(state), False
 
     def _give_up(self, state: RequestState) -> int:
         state.lookup_failed = True

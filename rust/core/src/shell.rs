@@ -92,6 +92,12 @@ impl Shell {
         Some(result)
     }
 
+    /// Looks at the engine. Unlike [`Shell::enter`] it never wakes the IO thread, since a look makes no
+    /// work: what waits for memory or budget would be tried again each time. `None` if it is broken.
+    pub fn look<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
+        self.shared.lock().map(|state| work(&state.engine))
+    }
+
     /// Enters the engine now and after each completion until `done` says so, at most for `timeout`.
     pub fn wait_until(&self, timeout: Duration, mut done: impl FnMut(&mut Engine) -> bool) -> bool {
         let deadline = Instant::now() + timeout;

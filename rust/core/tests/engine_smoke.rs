@@ -245,8 +245,13 @@ fn a_flipped_bit_is_a_miss() {
         .position(|window| window == &start[..64])
         .unwrap();
     machine.data[at + 9_000] ^= 4;
+    engine.submit(session, "r", &hashes, 0, all);
+    assert!(!engine.waits(session, "r", 0), "nobody has asked yet");
     assert_eq!(engine.poll(session, "r", &hashes, 0, all), Answer::Pending);
+    assert!(engine.waits(session, "r", 0));
+    assert!(!engine.waits(session, "r", all), "the device has it all");
     machine.run(&mut engine);
+    assert!(!engine.waits(session, "r", 0));
     let before_it = 3 * GRANULE;
     assert_eq!(
         engine.poll(session, "r", &hashes, 0, all),

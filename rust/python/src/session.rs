@@ -6,7 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use slotmap::{Key, KeyData};
-use undercroft_core::engine::{Answer, Offer, SessionId, Transfer, TransferId};
+use undercroft_core::engine::{Answer, Engine, Offer, SessionId, Transfer, TransferId};
 use undercroft_core::key::{BlockHash, HashSource};
 use undercroft_core::shell::Shell;
 
@@ -93,6 +93,10 @@ impl PySession {
         num_computed_tokens: u32,
         max_tokens: Option<u32>,
     ) -> Option<u32> {
+        let waits = |engine: &Engine| engine.waits(self.id, request_id, num_computed_tokens);
+        if self.shell.look(waits) == Some(true) {
+            return None;
+        }
         let max = max_tokens.unwrap_or(u32::MAX);
         let answer = self.shell.enter(|engine| {
             engine.poll(
@@ -123,7 +127,7 @@ impl PySession {
     /// How many tokens of the request's prompt its last lookup found a chain for, usable or not.
     fn shared_tokens(&self, request_id: &str) -> u32 {
         self.shell
-            .enter(|engine| engine.shared_tokens(self.id, request_id))
+            .look(|engine| engine.shared_tokens(self.id, request_id))
             .unwrap_or(0)
     }
 
@@ -135,7 +139,7 @@ impl PySession {
         num_external_tokens: u32,
     ) -> (u32, u32) {
         self.shell
-            .enter(|engine| {
+            .look(|engine| {
                 engine.sources(
                     self.id,
                     request_id,
@@ -197,7 +201,7 @@ impl PySession {
     /// Whether the last `begin_save` left out blocks for want of memory.
     fn save_refused(&self) -> bool {
         self.shell
-            .enter(|engine| engine.save_refused(self.id))
+            .look(|engine| engine.save_refused(self.id))
             .unwrap_or(false)
     }
 

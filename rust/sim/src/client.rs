@@ -172,10 +172,16 @@ impl World {
         let id = of.id;
         let state = &mut of.requests[request];
         let asked_ns = *state.asked_ns.get_or_insert(now_ns);
+        let waits = self.engine.waits(id, &state.name, local);
         let answer = self
             .engine
             .poll(id, &state.name, &state.hashes, local, most);
         let name = state.name.clone();
+        if waits && answer != Answer::Pending {
+            return Err(format!(
+                "{name} was said to wait, but is answered {answer:?}"
+            ));
+        }
         self.note(|| format!("poll {name} local {local} most {most}: {answer:?}"));
         let state = &mut self.sessions[session].requests[request];
         match answer {

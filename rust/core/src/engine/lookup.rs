@@ -87,31 +87,17 @@ impl Engine {
             return Answer::Ready(0);
         }
         self.hasten(id);
-        let now_ns = self.now_ns;
-        let asked_ns = *self.requests[id].asked_ns.get_or_insert(now_ns);
+        self.requests[id].asked_ns.get_or_insert(self.now_ns);
         let state = &self.requests[id];
-        let granule = self.namespaces[usize::from(state.ns)]
-            .spec
-            .hash_block_tokens;
-        let boundary = state.promotion.as_ref().map_or(max_tokens, |promotion| {
-            promotion.boundary.saturating_mul(granule)
-        });
-        let gain = boundary.saturating_sub(local_tokens);
-        let waited = self
-            .config
-            .promotion_wait_ns
-            .is_some_and(|(base, per_thousand)| {
-                let part = u128::from(per_thousand) * u128::from(gain) / 1000;
-                now_ns > asked_ns && u128::from(now_ns - asked_ns) >= u128::from(base) + part
-            });
-        let stalled = state.promotion.as_ref().is_some_and(|promotion| {
-            now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
-        });
-        if state.promotion.is_some() && !waited && !stalled && gain > 0 {
+        let gain = self
+            .promised(state, max_tokens)
+            .saturating_sub(local_tokens);
+        let late = self.is_late(state, gain);
+        if state.promotion.is_some() && gain > 0 && !late {
             return Answer::Pending;
         }
-        self.end_promotion(id, waited || stalled);
-        if waited || stalled {
+        self.end_promotion(id, late);
+        if late {
             self.requests[id].promotions_started = PROMOTIONS_MAX;
         }
         let answer = self.look(id, hashes, local_tokens, max_tokens);
@@ -121,12 +107,44 @@ impl Engine {
         answer
     }
 
+    /// Whether [`Engine::poll`] was asked before and would say "pending" again. A look at the engine:
+    /// so that a crowd that waits costs little.
+    pub fn waits(&self, session: SessionId, request: &str, local_tokens: u32) -> bool {
+        self.request(session, request).is_some_and(|state| {
+            let gain = self.promised(state, 0).saturating_sub(local_tokens);
+            let asked = state.asked_ns.is_some() && !state.failed;
+            asked && state.promotion.is_some() && gain > 0 && !self.is_late(state, gain)
+        })
+    }
+
+    /// Where a request's promotion ends if all goes well; `otherwise` without one. In tokens.
+    fn promised(&self, state: &Request, otherwise: u32) -> u32 {
+        let spec = &self.namespaces[usize::from(state.ns)].spec;
+        state.promotion.as_ref().map_or(otherwise, |promotion| {
+            promotion.boundary.saturating_mul(spec.hash_block_tokens)
+        })
+    }
+
+    /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
+    fn is_late(&self, state: &Request, gain: u32) -> bool {
+        let asked_ns = state.asked_ns.unwrap_or(self.now_ns);
+        let waited = self
+            .config
+            .promotion_wait_ns
+            .is_some_and(|(base, per_thousand)| {
+                let part = u128::from(per_thousand) * u128::from(gain) / 1000;
+                let since = self.now_ns.saturating_sub(asked_ns);
+                since > 0 && u128::from(since) >= u128::from(base) + part
+            });
+        let stalled = state.promotion.as_ref().is_some_and(|promotion| {
+            self.now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
+        });
+        waited || stalled
+    }
+
     /// Whether the disk still owes a request's answer.
     pub fn is_pending(&self, session: SessionId, request: &str) -> bool {
-        self.sessions
-            .get(session)
-            .and_then(|state| state.requests.get(request))
-            .and_then(|&id| self.requests.get(id))
+        self.request(session, request)
             .is_some_and(|state| state.promotion.is_some())
     }
 
@@ -149,10 +167,7 @@ impl Engine {
         external_tokens: u32,
     ) -> (u32, u32) {
         let from_disk = self
-            .sessions
-            .get(session)
-            .and_then(|state| state.requests.get(request))
-            .and_then(|&id| self.requests.get(id))
+            .request(session, request)
             .and_then(|state| Some((state.from_disk?, state.ns)));
         let Some(((after, to), ns)) = from_disk else {
             return (external_tokens, 0);
@@ -167,11 +182,13 @@ impl Engine {
     /// How many tokens of a request's prompt its last lookup found a chain for. Above the answer, where
     /// a window or a state was missing: others share that prefix, and a hit could end there.
     pub fn shared_tokens(&self, session: SessionId, request: &str) -> u32 {
-        self.sessions
-            .get(session)
-            .and_then(|state| state.requests.get(request))
-            .and_then(|&id| self.requests.get(id))
+        self.request(session, request)
             .map_or(0, |state| state.shared_tokens)
+    }
+
+    fn request(&self, session: SessionId, request: &str) -> Option<&Request> {
+        let &id = self.sessions.get(session)?.requests.get(request)?;
+        self.requests.get(id)
     }
 
     fn request_of(&mut self, session: SessionId, request: &str) -> Option<RequestId> {
