@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
 use undercroft_core::arena::{Arena, ArenaError};
 use undercroft_core::disk::open::{self, DirectoryLock};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery, SessionId};
@@ -144,6 +143,5 @@ pub(crate) fn mix(position: u64) -> u64 {
 
 /// Processor time of this process so far, in seconds.
 pub(crate) fn process_time() -> f64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+    undercroft_core::io::raw::process_time().as_secs_f64()
 }

@@ -80,6 +80,10 @@ pub struct DiskReport {
     pub write_cpu_s_per_gb: f64,
     /// The same for bytes read.
     pub read_cpu_s_per_gb: f64,
+    /// The same for bytes written by the bare loop.
+    pub raw_write_cpu_s_per_gb: f64,
+    /// The same for bytes read by the bare loop.
+    pub raw_read_cpu_s_per_gb: f64,
     /// "io_uring" or "thread_pool".
     pub io_engine: &'static str,
     /// Whether the page cache was bypassed.
@@ -98,6 +102,8 @@ struct Round {
     raw_read_s: f64,
     write_cpu_s: f64,
     read_cpu_s: f64,
+    raw_write_cpu_s: f64,
+    raw_read_cpu_s: f64,
     p50_ms: f64,
     p99_ms: f64,
     mixed_s: f64,
@@ -180,6 +186,7 @@ impl DiskBench {
             .run(file.as_fd(), arena)
             .map_err(failed("the bare loop"))?;
         round.raw_write_s = result.elapsed.as_secs_f64();
+        round.raw_write_cpu_s = result.cpu.as_secs_f64();
         Ok(())
     }
 
@@ -196,6 +203,7 @@ impl DiskBench {
             .run(file.as_fd(), arena)
             .map_err(failed("the bare loop"))?;
         round.raw_read_s = result.elapsed.as_secs_f64();
+        round.raw_read_cpu_s = result.cpu.as_secs_f64();
         Ok(())
     }
 
@@ -307,6 +315,8 @@ impl DiskBench {
             cpu_s_per_gb: median(&|round| (round.write_cpu_s + round.read_cpu_s) / (2.0 * gb)),
             write_cpu_s_per_gb: median(&|round| round.write_cpu_s / gb),
             read_cpu_s_per_gb: median(&|round| round.read_cpu_s / gb),
+            raw_write_cpu_s_per_gb: median(&|round| round.raw_write_cpu_s / gb),
+            raw_read_cpu_s_per_gb: median(&|round| round.raw_read_cpu_s / gb),
             io_engine: last.io_engine,
             o_direct: last.o_direct,
             registered_buffers: last.registered_buffers,

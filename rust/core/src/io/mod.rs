@@ -161,6 +161,7 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 /// Longer transfers go to the ring in pieces of this size in bytes.
 const SPLIT: u32 = 512 << 10;
 
+mod batch;
 pub mod fault;
 mod features;
 mod files;

@@ -155,6 +155,10 @@ impl Operation {
         matches!(self.body, Body::Read { .. })
     }
 
+    pub(super) fn is_payload_write(&self) -> bool {
+        matches!(self.body, Body::Write { .. })
+    }
+
     /// Whether an fdatasync follows the transfer.
     pub(super) fn syncs(&self) -> bool {
         matches!(self.body, Body::Meta { sync: true, .. })

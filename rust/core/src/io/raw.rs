@@ -7,7 +7,10 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
+
 use super::SPLIT;
+use super::batch::BATCH_BYTES;
 use super::operation::{Next, Progress};
 use super::ring::{Buffer, Ring, Transfer};
 use crate::arena::Arena;
@@ -36,6 +39,8 @@ pub struct RawLoop {
 pub struct RawResult {
     /// Wall-clock time.
     pub elapsed: Duration,
+    /// Processor time of the whole process.
+    pub cpu: Duration,
     /// Bytes moved.
     pub bytes: u64,
 }
@@ -54,8 +59,10 @@ impl RawLoop {
         }
     }
 
-    /// Moves the blocks between `file`, opened with O_DIRECT and long enough for reads, and the
-    /// first `depth` blocks of `arena`. Fails with the first error of any transfer.
+    /// Moves the blocks between `file`, opened with O_DIRECT and long enough for reads, and the whole of
+    /// `arena` in turn, as the engine does: a few buffers used again and again would stay in the
+    /// processor's caches, and be faster than any cache of blocks can be. Fails with the first error of
+    /// any transfer.
     pub fn run(&self, file: BorrowedFd<'_>, arena: &Arc<Arena>) -> io::Result<RawResult> {
         let pieces = self.block_bytes.div_ceil(self.split);
         let ring = Ring::new(
@@ -64,23 +71,28 @@ impl RawLoop {
             Arc::clone(arena),
             self.register_buffers,
         )?;
-        arena
-            .check(0, u64::from(self.depth) * u64::from(self.block_bytes))
-            .map_err(io::Error::other)?;
+        let buffers = arena.size() / u64::from(self.block_bytes);
+        if buffers < u64::from(self.depth) {
+            return Err(io::Error::other(
+                "the arena is smaller than what is in flight",
+            ));
+        }
         let mut run = Run {
             options: *self,
             pieces,
             ring,
             blocks: Vec::new(),
             ready: VecDeque::new(),
+            free: (0..buffers).collect(),
         };
         while run.ring.register_more() {}
         let order = shuffled(self.blocks, self.seed);
-        let start = Instant::now();
+        let (start, cpu) = (Instant::now(), process_time());
         run.run(order)?;
         let bytes = self.blocks * u64::from(self.block_bytes);
         Ok(RawResult {
             elapsed: start.elapsed(),
+            cpu: process_time() - cpu,
             bytes,
         })
     }
@@ -92,11 +104,14 @@ struct Run {
     ring: Ring,
     blocks: Vec<Block>,
     ready: VecDeque<(u32, u32)>,
+    /// Buffers, the one that was used longest ago first.
+    free: VecDeque<u64>,
 }
 
-/// A block in flight; its index is also its place in the arena.
+/// A block in flight.
 struct Block {
     slot: u64,
+    buffer: u64,
     unfinished: u32,
     pieces: Vec<Progress>,
 }
@@ -105,15 +120,12 @@ impl Run {
     fn run(&mut self, mut order: impl Iterator<Item = u64>) -> io::Result<()> {
         for index in 0..self.options.depth {
             let Some(slot) = order.next() else { break };
-            self.blocks.push(Block {
-                slot,
-                unfinished: 0,
-                pieces: Vec::new(),
-            });
             self.begin(index, slot);
         }
         while !self.ready.is_empty() || self.ring.pending() > 0 {
-            self.push_ready();
+            if !self.waits_for_more() {
+                self.push_ready();
+            }
             self.ring.enter(None)?;
             while let Some((user_data, outcome)) = self.ring.reap() {
                 let (index, piece) = ((user_data >> 32) as u32, user_data as u32);
@@ -126,10 +138,11 @@ impl Run {
                     }
                     Next::Done => {
                         block.unfinished -= 1;
-                        if block.unfinished == 0
-                            && let Some(slot) = order.next()
-                        {
-                            self.begin(index, slot);
+                        if block.unfinished == 0 {
+                            self.free.push_back(block.buffer);
+                            if let Some(slot) = order.next() {
+                                self.begin(index, slot);
+                            }
                         }
                     }
                 }
@@ -144,13 +157,32 @@ impl Run {
         } = self.options;
         let pieces =
             (0..self.pieces).map(|piece| Progress::new(split.min(block_bytes - piece * split)));
-        self.blocks[index as usize] = Block {
+        let block = Block {
             slot,
+            buffer: self.free.pop_front().unwrap_or(0),
             unfinished: self.pieces,
             pieces: pieces.collect(),
         };
+        match self.blocks.get_mut(index as usize) {
+            Some(ended) => *ended = block,
+            None => self.blocks.push(block),
+        }
         self.ready
             .extend((0..self.pieces).map(|piece| (index, piece)));
+    }
+
+    /// Whether writes are held back for the device to get several at once, as the engine does.
+    fn waits_for_more(&self) -> bool {
+        let RawLoop {
+            reading,
+            block_bytes,
+            split,
+            ..
+        } = self.options;
+        let bytes = |pieces: usize| pieces as u64 * u64::from(split.min(block_bytes));
+        !reading
+            && bytes(self.ready.len()) < BATCH_BYTES
+            && bytes(self.ring.pending()) >= BATCH_BYTES
     }
 
     fn push_ready(&mut self) {
@@ -165,7 +197,7 @@ impl Run {
                 reading: self.options.reading,
                 file: 0,
                 file_offset: block.slot * block_bytes + within,
-                buffer: Buffer::Arena(u64::from(index) * block_bytes + within),
+                buffer: Buffer::Arena(block.buffer * block_bytes + within),
                 len: progress.remaining(),
             };
             self.ring
@@ -180,6 +212,15 @@ impl Run {
         }
         Ok(())
     }
+}
+
+/// Processor time of this process so far.
+pub fn process_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(
+        time.tv_sec.unsigned_abs(),
+        time.tv_nsec.unsigned_abs() as u32,
+    )
 }
 
 /// The numbers below `count` in an order that depends on `seed` alone (0: their own); for whoever compares with the
@@ -214,7 +255,7 @@ mod tests {
         let arena = Arc::new(Arena::create(4 << 20).unwrap());
         arena.write(0, &[7; 4 << 20]).unwrap();
         let (block_bytes, blocks) = (96 << 10, 37);
-        let mut raw = RawLoop::new(false, block_bytes, blocks, 8);
+        let mut raw = RawLoop::new(false, block_bytes, blocks, 16);
         raw.split = 40 << 10;
         let written = raw.run(std::os::fd::AsFd::as_fd(&file), &arena).unwrap();
         assert_eq!(written.bytes, blocks * u64::from(block_bytes));
@@ -223,13 +264,14 @@ mod tests {
         arena.write(0, &[0; 4 << 20]).unwrap();
         raw.reading = true;
         raw.run(std::os::fd::AsFd::as_fd(&file), &arena).unwrap();
-        let used = 8 * u64::from(block_bytes);
-        assert!(arena.read(0, used).unwrap().iter().all(|byte| *byte == 7));
-        assert_eq!(
-            arena.read(used, 4096).unwrap(),
-            [0; 4096],
-            "no more than the depth is used"
+        let used = blocks * u64::from(block_bytes);
+        let read = arena.read(0, 4 << 20).unwrap();
+        let (used, rest) = read.split_at(used as usize);
+        assert!(
+            used.iter().all(|byte| *byte == 7),
+            "each buffer in its turn"
         );
+        assert!(rest.iter().all(|byte| *byte == 0), "and no other");
         rustix::fs::ftruncate(&file, 1 << 20).unwrap();
         assert!(
             raw.run(std::os::fd::AsFd::as_fd(&file), &arena).is_err(),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+use super::batch::Batch;
 use super::interpose::{Call, CallKind, Direct, Interpose, Verdict};
 use super::operation::{Body, Next, Operation, Progress};
 use super::ring::{Buffer, Ring, Transfer, WAKE};
@@ -53,6 +54,8 @@ pub struct Uring<I: Interpose = Direct> {
     free: Vec<u16>,
     /// Pieces that wait for room in the ring.
     ready: VecDeque<(u16, u16)>,
+    /// Pieces of payload writes that wait for more of them.
+    batch: Batch,
     /// Operations whose transfers have ended.
     ended: VecDeque<u16>,
     /// Requests that were refused.
@@ -160,6 +163,7 @@ impl<I: Interpose> Uring<I> {
             slots: (0..2 * depth).map(|_| Slot::default()).collect(),
             free: (0..2 * depth as u16).rev().collect(),
             ready: VecDeque::new(),
+            batch: Batch::default(),
             ended: VecDeque::new(),
             refused: Vec::new(),
             entries_max: depth * ENTRIES_PER_OPERATION,
@@ -191,8 +195,12 @@ impl<I: Interpose> Uring<I> {
             })
             .collect();
         let unfinished = pieces.len();
-        self.ready
-            .extend((0..unfinished as u16).map(|piece| (index, piece)));
+        let numbered = (0..unfinished as u16).map(|piece| (index, piece));
+        if operation.is_payload_write() {
+            self.batch.push(numbered, len);
+        } else {
+            self.ready.extend(numbered);
+        }
         let active = Active {
             operation,
             source,
@@ -206,6 +214,7 @@ impl<I: Interpose> Uring<I> {
 
     /// Moves pieces to the ring while it has room.
     fn push_ready(&mut self) {
+        self.batch.release(&mut self.ready);
         while self.ring.pending() < self.entries_max
             && let Some((index, piece)) = self.ready.pop_front()
         {
@@ -335,6 +344,9 @@ impl<I: Interpose> Uring<I> {
             active.unfinished = 1;
             self.ready.push_back((index, SYNC));
         } else {
+            if active.operation.is_payload_write() {
+                self.batch.ended(active.operation.len);
+            }
             self.ended.push_back(index);
         }
     }
@@ -391,6 +403,7 @@ impl<I: Interpose> Uring<I> {
             Some(&REFUSAL_PAUSE),
         );
         if let (Some(errno), true) = (outcome.err(), self.is_broken()) {
+            self.batch.release_all(&mut self.ready);
             for (index, piece) in std::mem::take(&mut self.ready) {
                 self.advance(index, piece, Err(errno));
             }
@@ -456,12 +469,11 @@ impl<I: Interpose> IoEngine for Uring<I> {
         };
         match (operation, index) {
             (Ok(operation), Some(index)) => {
-                let reading = operation.is_read();
                 self.start(index, operation);
+                let full = self.batch.is_full();
                 self.push_ready();
-                if !reading {
-                    // The device works while the caller prepares the next write, whose checksum
-                    // takes time.
+                if full {
+                    // The device works while the checksum of the next write is computed.
                     self.submit_queued();
                 }
             }
