@@ -92,6 +92,14 @@ def step(one: Engine, times: int = 1) -> None:
         one.llm.llm_engine.step()
 
 
+def begun(one: Engine) -> bool:
+    """Whether the scheduler has taken up its only request: it computes, or its load is on the way."""
+    from vllm.v1.request import RequestStatus
+
+    [request] = one.scheduler.requests.values()
+    return request.status is not RequestStatus.WAITING
+
+
 def step_until(one: Engine, condition: Callable[[], bool], limit: int = 5000) -> None:
     """Step until something holds."""
     for _ in range(limit):

@@ -166,7 +166,7 @@ class Engine:
         """Empty the device's prefix cache, and with ``connector`` undercroft's too. False if blocks are in use."""
         return self.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=connector)
 
-    def idle_steps(self, limit: int = 2000) -> int:
+    def idle_steps(self, limit: int = 200_000) -> int:
         """Step without requests while the connector has work that only steps can end, as vLLM's own loop does.
 
         Returns the steps that it took. More than ``limit`` is a failure: vLLM would spin for ever.

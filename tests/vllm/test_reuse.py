@@ -64,33 +64,6 @@ def test_tiers_smaller_than_the_working_set(
         assert all(answer.cached == HIT for answer in answers)
 
 
-def test_a_miss_costs_no_step(engine: Make, llama: Path) -> None:
-    """Neither for one request nor for several, with a disk tier that has nothing."""
-    several = [prompt(500, seed=90 + i) for i in range(3)]
-
-    def steps(one: Engine) -> tuple[int, int]:
-        before = one.steps
-        one.generate(LONG, 4)
-        between = one.steps
-        one.generate_all(several, 4)
-        return between - before, one.steps - between
-
-    plain = engine(llama, blocks=64)
-    expected = steps(plain)
-    plain.close()
-    assert steps(engine(llama, MEMORY, blocks=64)) == expected
-
-
-def test_a_miss_costs_no_step_with_a_disk(engine: Make, llama: Path, tmp_path: Path) -> None:
-    one = engine(llama, disk(tmp_path), blocks=64)
-    add(one, "miss", LONG, 4)
-    step(one)
-    [request] = one.scheduler.requests.values()
-    assert request.num_computed_tokens == len(LONG)
-    finish(one)
-    nothing_left(one)
-
-
 def test_a_hit_in_host_memory_loads_in_the_step_that_asks(
     engine: Make, llama: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,76 @@
+"""What the benchmarks on real vLLM engines share: several engines in one process, and one request's time to its first
+token with the steps that it takes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
+
+from checks import add, begun
+from harness import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """One request until its first token."""
+
+    seconds: float
+    steps: int
+    """Engine steps up to the one that gave it."""
+    steps_before: int
+    """Of these, the steps before the one that computed something of it, or began to load it."""
+
+
+class Runner:
+    """One of several engines: vLLM keeps one worker's connector in a process, so it is put in place to run one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Start it; arguments of `harness.Engine`."""
+        _set_agent(None)
+        self.engine = Engine(*args, **kwargs)
+        self._agent = _set_agent(None)
+        self._names = 0
+
+    def __enter__(self) -> Engine:
+        _set_agent(self._agent)
+        return self.engine
+
+    def __exit__(self, *_: object) -> None:
+        _set_agent(None)
+
+    def first_token(self, ids: Sequence[int], *, forget: bool = False) -> FirstToken:
+        """Run a request of one token alone, then whatever it leaves to do; ``forget``: empty the device's cache."""
+        self._names += 1
+        with self as engine:
+            before = engine.steps
+            start = time.perf_counter()
+            add(engine, str(self._names), ids, 1)
+            steps_before = -1
+            while not engine.llm.llm_engine.step():
+                if steps_before < 0 and begun(engine):
+                    steps_before = engine.steps - before - 1
+            seconds = time.perf_counter() - start
+            steps = engine.steps - before
+            steps_before = steps - 1 if steps_before < 0 else steps_before
+            engine.idle_steps()
+            if forget and not engine.reset_device_cache():
+                raise RuntimeError("the device's cache is in use")
+            return FirstToken(seconds, steps, steps_before)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        with self as engine:
+            engine.close()
+
+
+def _set_agent(agent: Any) -> Any:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, agent
+    return before
