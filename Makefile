@@ -78,9 +78,7 @@ endif
 
 .PHONY: test-python
 test-python: build  ## Python tests, real vLLM engines included (TESTS=path::test for some of them)
-# Engines in one process share vLLM's global state: what failed is run once more in a process of its own, and must pass.
-	$(BIN)/python -m pytest -q $(TESTS) || \
-	  { echo "Once more, in a process of its own: what failed"; $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none $(TESTS); }
+	$(BIN)/python -m pytest -q $(TESTS)
 
 .PHONY: test-vllm-033
 test-vllm-033: build  ## Engine tests on vLLM 0.33 (its Python files over the CPU build of 0.32; 340 MB once)

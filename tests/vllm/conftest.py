@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from checks import Reference
-from harness import Engine, set_environment
-
-set_environment()
+from harness import Engine
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Set by the conftest before vLLM is imported."""
+"""Set by the conftest before torch and vLLM are imported."""
 
 
 def set_environment() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from connector_engine import core, settled
 from harness import Engine, prompt
-from hybrid_engine import HOST, Crowd, Model, ask
+from hybrid_engine import BEST, HOST, Crowd, Model, ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -174,7 +174,7 @@ def test_preempted_requests_resume(model: Model, start: Start) -> None:
     length, blocks, longest = (150, 14, 768) if model.name == "gemma2" else (40, 12, 2048)
     prompts = [model.ids(2, extra=model.block - 10 - seed, seed=seed) for seed in range(3)]
     alone = start({"host_memory": HOST})
-    expected = [ask(alone, ids, length).tokens for ids in prompts]
+    expected = [ask(alone, ids, length) for ids in prompts]
     alone.close()
     crowded = start({"host_memory": HOST}, blocks=blocks, max_model_len=longest)
     preempted: list[str] = []
@@ -186,7 +186,8 @@ def test_preempted_requests_resume(model: Model, start: Start) -> None:
         allocated(request, blocks, external)
 
     crowded.connector.update_state_after_alloc = listening
-    answers = crowded.generate_all(prompts, length)
+    answers = crowded.generate_all(prompts, length, logprobs=BEST)
     settled(crowded)
     assert preempted
-    assert [answer.tokens for answer in answers] == expected
+    # Who shares a step with whom rounds otherwise, and depends on when a load ends.
+    assert all(model.same(answer, one) for answer, one in zip(answers, expected, strict=True))
