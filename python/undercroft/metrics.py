@@ -91,7 +91,7 @@ METRICS: tuple[Metric, ...] = (
     _one("checksum_failures", "counter", "Blocks or records whose checksum did not match; they were dropped."),
     Metric("io_failures", "counter", "Operations that the disk failed.", ("direction",),
            {"read_failures": ("load",), "write_failures": ("save",)}),
-    _one("degraded_disks", "gauge", "Directories that no longer take writes.", "disk_degraded"),
+    _one("degraded_disks", "gauge", "Directories that take no writes, fail, or lost a file.", "disk_degraded"),
     _one("load_failures", "counter", "Loads that failed; their requests computed the tokens.", "failed_loads"),
     _one("save_failures", "counter", "Saves that failed; they were dropped."),
     Metric("rejected_requests", "counter", "Requests given back by the hit threshold, by where it came from.",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from undercroft import _core
 from undercroft.cli import bench_pending, doctor_system, main, output
 from undercroft.cli.doctor import Check
 
@@ -39,6 +40,16 @@ def test_a_missing_disk_path_is_judged_by_its_parent(tmp_path: Path) -> None:
 
 def test_a_disk_path_that_cannot_be_written_fails() -> None:
     assert doctor_system.direct_io(Path("/proc")).status == "fail"
+
+
+def test_doctor_names_the_files_that_a_store_lacks(tmp_path: Path) -> None:
+    assert doctor_system.store_files(tmp_path) == []
+    for name in doctor_system.STORE_FILES:
+        (tmp_path / name).touch()
+    assert [check.status for check in doctor_system.store_files(tmp_path)] == ["ok"]
+    (tmp_path / "data").unlink()
+    (check,) = doctor_system.store_files(tmp_path)
+    assert (check.status, "lacks data" in check.found) == ("fail", True)
 
 
 def test_io_uring_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +151,50 @@ def test_bench_recover_finds_every_block(capsys: pytest.CaptureFixture[str], tmp
     assert report["blocks"] == 10_000
     assert report["bytes_read"] < 10_000 * 4096
     assert list(tmp_path.iterdir()) == []
+
+
+def _store(directory: Path) -> None:
+    """A store with 20 blocks of one namespace and 10 of another, closed."""
+    engine = _core.Engine(host_memory=8 << 20, disks=[(str(directory), 32 << 20)])
+    for name, blocks in (("one", 20), ("two", 10)):
+        session = engine.register(json.dumps({"model": name}), [("full", 16, 8192, 0)], 16)
+        job = session.begin_save("a", [bytes([block]) * 32 for block in range(blocks)], blocks * 16)
+        assert job is not None
+        session.end_save(job[0], True)
+    assert engine.flush()
+    engine.close()
+
+
+def test_inspect_verifies_every_payload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _store(tmp_path)
+    code, found = run_json(capsys, "inspect", str(tmp_path), "--verify")
+    assert (code, found["verify"]) == (0, {"checked": 30, "corrupt": 0, "bytes": 30 * 8192})
+    with (tmp_path / "data").open("r+b") as file:
+        file.write(b"not what was saved")
+    code, found = run_json(capsys, "inspect", str(tmp_path), "--verify")
+    assert (code, found["verify"]["corrupt"]) == (1, 1)
+    assert main.main(["inspect", str(tmp_path), "--verify"]) == 1
+    assert "verified 30 blocks, 240.0 KiB: 1 corrupt" in capsys.readouterr().out
+
+
+def test_inspect_drops_one_namespace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _store(tmp_path)
+    _, before = run_json(capsys, "inspect", str(tmp_path))
+    blocks = {json.loads(space["description"])["model"]: space["blocks"] for space in before["namespaces"]}
+    assert blocks == {"one": 20, "two": 10}
+    digest = next(space["digest"] for space in before["namespaces"] if space["blocks"] == 20)
+    code, after = run_json(capsys, "inspect", str(tmp_path), "--drop", digest[:12])
+    assert (code, after["dropped_namespaces"]) == (0, 1)
+    assert [space["blocks"] for space in after["namespaces"]] == [10]
+    engine = _core.Engine(host_memory=8 << 20, disks=[(str(tmp_path), 32 << 20)])
+    assert engine.info()["blocks_recovered"] == 10
+    # While somebody uses it, nothing is removed.
+    assert main.main(["inspect", str(tmp_path), "--drop", after["namespaces"][0]["digest"]]) == 1
+    assert "in use" in capsys.readouterr().err
+    engine.close()
+    for wrong, why in ((digest, "no namespace"), ("12", "at least 8")):
+        assert main.main(["inspect", str(tmp_path), "--drop", wrong]) == 1
+        assert why in capsys.readouterr().err
 
 
 def test_a_refused_argument_of_the_core_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

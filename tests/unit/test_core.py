@@ -162,6 +162,24 @@ def test_a_flipped_bit_on_disk_is_a_miss_and_never_served(tmp_path):
         assert client.load("c", hashes) == 20 * BLOCK
 
 
+@pytest.mark.parametrize("name", ["data", "table", "super"])
+def test_a_file_deleted_under_the_engine_is_named_and_what_is_open_serves_on(tmp_path, name):
+    hashes = chain(20)
+    with opened(tmp_path) as engine:
+        client = Client(engine)
+        client.save(hashes[:10])
+        assert engine.flush()
+        (before,) = engine.info()["disks"]
+        assert (before["health"], before["fault"], engine.stats()["disk_degraded"]) == ("good", None, 0)
+        (tmp_path / name).unlink()
+        (after,) = engine.info()["disks"]
+        assert (after["health"], engine.stats()["disk_degraded"]) == ("file_missing", 1)
+        assert f"the file {name} " in after["fault"]
+        client.save(hashes)
+        assert engine.flush()
+        assert client.load("a", hashes) == 20 * BLOCK
+
+
 def test_a_reset_is_durable(tmp_path):
     hashes = chain(20)
     with opened(tmp_path) as engine:

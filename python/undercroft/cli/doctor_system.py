@@ -25,6 +25,7 @@ DIRECT_BYTES = 4096
 LOW_MEMORY_BYTES = 4 << 30
 # The first with MADV_COLLAPSE for shared memory.
 LINUX_COLLAPSE = (6, 1)
+STORE_FILES = ("super", "table", "data")
 
 
 def checks(disk_path: str | None) -> list[Check]:
@@ -32,6 +33,7 @@ def checks(disk_path: str | None) -> list[Check]:
     found = [io_uring(), memlock(), huge_pages(), memory(), socket_dir()]
     if disk_path is not None:
         found.append(direct_io(Path(disk_path)))
+        found += store_files(Path(disk_path))
     return found
 
 
@@ -137,6 +139,17 @@ def direct_io(path: Path) -> Check:
             "disk path", "fail", f"{where}: {error.strerror}", "The user that runs vLLM must be able to write."
         )
     return Check("disk path", "ok", f"O_DIRECT works on {where}")
+
+
+def store_files(path: Path) -> list[Check]:
+    """Whether a directory that holds a store holds all of it; nothing to say of one that holds none."""
+    missing = [name for name in STORE_FILES if not (path / name).is_file()]
+    if len(missing) == len(STORE_FILES):
+        return []
+    if not missing:
+        return [Check("disk store", "ok", f"{path} has all its files")]
+    advice = "An engine that has it open loses it when it ends. Stop the engine, delete the directory, start again."
+    return [Check("disk store", "fail", f"{path} lacks {', '.join(missing)}: deleted", advice)]
 
 
 def _no_direct_io(where: str, error: OSError) -> Check:

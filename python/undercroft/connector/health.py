@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 _MEANING = {
     "no_writes": "takes no writes; what it holds is still read, and writes are tried again",
     "failed": "is given up and its blocks are dropped; it is tried again later",
+    "file_missing": "is used on, but what it holds is lost when the engine ends: restart it with the directory emptied",
 }
 
 

@@ -20,7 +20,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "disk_capacity_bytes": ("gauge", "capacity of all directories"),
     "disk_used_bytes": ("gauge", "bytes of disk slots that hold a payload"),
     "disk_blocks": ("gauge", "visible payloads on disk"),
-    "disk_degraded": ("gauge", "directories that no longer take writes"),
+    "disk_degraded": ("gauge", "directories that take no writes, fail, or lost a file"),
     "nodes": ("gauge", "nodes of the prefix forest"),
     "namespaces": ("gauge", "namespaces with at least one node"),
     "sessions": ("gauge", "registered sessions"),

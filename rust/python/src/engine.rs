@@ -34,7 +34,7 @@ struct Device {
 struct Running {
     _server: ArenaServer,
     _prefault: Option<Prefault>,
-    _locks: Vec<DirectoryLock>,
+    locks: Vec<DirectoryLock>,
 }
 
 /// The engine, embedded: index, host arena, job table, disk tier, and the IO thread.
@@ -227,8 +227,13 @@ impl PyEngine {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let taken = self
             .shell
-            .enter(|engine| (*engine.counters(), engine.gauges()));
-        let (counters, gauges) = taken.unwrap_or_default();
+            .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
+        let (counters, mut gauges, health) = taken.unwrap_or_default();
+        gauges.disk_degraded += health
+            .iter()
+            .zip(self.missing_files())
+            .filter(|((health, _), missing)| *health == Health::Good && missing.is_some())
+            .count() as u64;
         stats_dict(py, &counters, &gauges)
     }
 
@@ -245,19 +250,21 @@ impl PyEngine {
             .enter(|engine| engine.health())
             .unwrap_or_default();
         let disks = PyList::empty(py);
-        for (device, (health, fault)) in self.devices.iter().zip(health) {
+        let missing = self.missing_files();
+        for ((device, (health, fault)), missing) in self.devices.iter().zip(health).zip(missing) {
             let disk = PyDict::new(py);
             disk.set_item("path", device.path.display().to_string())?;
             disk.set_item("capacity", device.capacity)?;
             disk.set_item("o_direct", device.o_direct)?;
             disk.set_item("blocks_recovered", device.recovered)?;
             let name = match health {
+                Health::Good if missing.is_some() => "file_missing",
                 Health::Good => "good",
                 Health::NoWrites { .. } => "no_writes",
                 Health::Failed { .. } => "failed",
             };
             disk.set_item("health", name)?;
-            disk.set_item("fault", fault.map(|fault| fault.to_string()))?;
+            disk.set_item("fault", fault.map(|fault| fault.to_string()).or(missing))?;
             disks.append(disk)?;
         }
         info.set_item("disks", disks)?;
@@ -287,6 +294,20 @@ impl PyEngine {
 }
 
 impl PyEngine {
+    /// Per directory, which of its files was deleted under the engine.
+    fn missing_files(&self) -> Vec<Option<String>> {
+        let missing = |running: &Running| {
+            let files = running.locks.iter().map(DirectoryLock::missing_file);
+            files.collect()
+        };
+        let ended = || vec![None; self.devices.len()];
+        // Closing holds it for long: then it does not matter any more.
+        match self.running.try_lock().as_deref() {
+            Ok(Some(running)) => missing(running),
+            _ => ended(),
+        }
+    }
+
     fn open(
         config: EngineConfig,
         disks: Vec<(PathBuf, u64)>,
@@ -338,7 +359,7 @@ impl PyEngine {
                 _server: server,
                 // Without it pages are populated when they are first used.
                 _prefault: prefault_in_background(Arc::clone(&arena)).ok(),
-                _locks: locks,
+                locks,
             })),
             generation,
             arena,

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -46,13 +46,16 @@ impl Directory {
     /// Splits off what keeps the directory locked.
     pub fn into_parts(self) -> (DeviceFiles, DeviceImage, DirectoryLock) {
         let files = [
-            (SUPER, self.files.superblock.as_fd()),
-            (TABLE, self.files.table.as_fd()),
-            (DATA, self.files.data.as_fd()),
+            (SUPER, self.files.superblock.try_clone()),
+            (TABLE, self.files.table.try_clone()),
+            (DATA, self.files.data.try_clone()),
         ];
         let lock = DirectoryLock {
+            // Without one it cannot be said that it is missing; nothing else is lost.
             files: files
-                .map(|(name, fd)| (name, rustix::fs::fstat(fd).map_or(0, |stat| stat.st_ino))),
+                .into_iter()
+                .filter_map(|(name, file)| Some((name, file.ok()?)))
+                .collect(),
             path: self.path,
             _lock: self.lock,
         };
@@ -64,8 +67,8 @@ impl Directory {
 #[derive(Debug)]
 pub struct DirectoryLock {
     path: PathBuf,
-    /// Names and inodes of the files that are open.
-    files: [(&'static str, u64); 3],
+    /// Names and descriptors of the files that are open.
+    files: Vec<(&'static str, OwnedFd)>,
     _lock: File,
 }
 
@@ -76,10 +79,10 @@ impl DirectoryLock {
     }
 
     /// Says so if a file was deleted or replaced since it was opened: what is written now is lost when
-    /// the engine ends. Asks the filesystem, which may take its time.
+    /// the engine ends. Asks for the open files, in memory, and never for their names on disk.
     pub fn missing_file(&self) -> Option<String> {
-        let gone = |(name, inode): &&(&str, u64)| {
-            fs::metadata(self.path.join(name)).map_or(true, |found| found.ino() != *inode)
+        let gone = |(_, file): &&(&str, OwnedFd)| {
+            rustix::fs::fstat(file).is_ok_and(|found| found.st_nlink == 0)
         };
         let (name, _) = self.files.iter().find(gone)?;
         Some(format!("the file {name} was deleted or replaced"))
