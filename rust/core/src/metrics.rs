@@ -1,7 +1,9 @@
 //! What the engine counts. Plain numbers, since one thread at a time owns them.
 
+use serde::Serialize;
+
 /// Counters since the start. Bytes are payload bytes; `_ns` are sums of durations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
     missing_docs,
     reason = "the names say it; undercroft.connector.stats documents each"
@@ -33,7 +35,7 @@ pub struct Counters {
 }
 
 /// What there is now.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
     missing_docs,
     reason = "the names say it; undercroft.connector.stats documents each"

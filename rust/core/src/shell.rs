@@ -5,7 +5,7 @@
 //! the [`IoEngine`]. `waits` says, under the lock, that the IO thread is going to sleep and must be
 //! woken for new work, so a wake-up is neither lost nor sent twice.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -23,10 +23,20 @@ struct State {
     stopped: bool,
 }
 
+/// What the IO thread calls when operations have ended.
+struct Hook(Box<dyn Fn() + Send + Sync>);
+
+impl std::fmt::Debug for Hook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hook")
+    }
+}
+
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
     progress: Condvar,
+    hook: OnceLock<Hook>,
     started: Instant,
     waker: Waker,
 }
@@ -66,6 +76,7 @@ impl Shell {
                 stopped: false,
             }),
             progress: Condvar::new(),
+            hook: OnceLock::new(),
             started: Instant::now(),
             waker: io.waker(),
         });
@@ -77,6 +88,12 @@ impl Shell {
             shared,
             thread: Mutex::new(Some(thread)),
         })
+    }
+
+    /// Has `hook` called, outside the engine, whenever IO operations have ended. The first one counts.
+    pub fn on_progress(&self, hook: impl Fn() + Send + Sync + 'static) {
+        // A second one is dropped: there is one server for an engine.
+        let _ = self.shared.hook.set(Hook(Box::new(hook)));
     }
 
     /// Enters the engine. `None` if it is broken: a thread panicked in it.
@@ -171,6 +188,9 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             return;
         }
         drop(state);
+        if progress && let Some(hook) = shared.hook.get() {
+            (hook.0)();
+        }
         let full = requests.len() == room;
         for request in requests.drain(..) {
             io.submit(request);

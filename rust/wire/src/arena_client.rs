@@ -75,8 +75,9 @@ pub struct Attachment {
     pub connection: UnixStream,
 }
 
-/// Gets the arena from the engine's socket. Waits at most five seconds for the answer.
-pub fn attach(path: &Path) -> Result<Attachment, AttachError> {
+/// Gets the arena from the engine's socket, for the session with this token (0 in the engine's own
+/// process). Waits at most five seconds for the answer.
+pub fn attach(path: &Path, session: u128) -> Result<Attachment, AttachError> {
     let os = |step| {
         move |source| AttachError::Os {
             path: path.into(),
@@ -104,7 +105,7 @@ pub fn attach(path: &Path) -> Result<Attachment, AttachError> {
         });
     }
     connection
-        .write_all(&attach_request())
+        .write_all(&attach_request(session))
         .map_err(os("asking for the arena"))?;
     let (answer, fd) = receive(&connection)
         .map_err(os("waiting for the arena"))?

@@ -1,4 +1,4 @@
-//! Frames: a header of fixed size, then a body. All numbers are little-endian.
+//! Frames: a header of fixed size, then a body. All numbers of the header are little-endian.
 //!
 //! | bytes | header field |
 //! | --- | --- |
@@ -7,39 +7,52 @@
 //! | 6 | kind ([`Kind`]) |
 //! | 7 | 0, reserved |
 //! | 8..12 | length of the body in bytes |
+//!
+//! The length is checked against the limit of its kind before anything is allocated for it.
 
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
 /// Version of the protocol; both ends must have the same.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 12;
 
+/// Length of the body of [`Kind::Attach`] in bytes.
+pub const ATTACH_BODY_BYTES: usize = 16;
+
 /// Length of the body of [`Kind::Arena`] in bytes.
 pub const ARENA_BODY_BYTES: usize = 16;
 
-/// What a frame says.
+/// Longest body of a request or a reply in bytes: the hashes of half a million blocks.
+pub const BODY_BYTES_MAX: u32 = 16 << 20;
+
+/// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Client to server, no body: asks for the arena.
-    AttachArena = 1,
-    /// Server to client: size (u64) and generation (u64) of the arena, its descriptor attached.
+    /// Worker to server: the token (u128) of its engine's session, 0 for the server's own process; asks
+    /// for the arena.
+    Attach = 1,
+    /// Server to worker: size (u64) and generation (u64) of the arena, its descriptor attached.
     Arena = 2,
+    /// Client to server: a [`crate::protocol::Request`].
+    Request = 3,
+    /// Server to client: a [`crate::protocol::Reply`].
+    Reply = 4,
 }
 
 /// A header that has been checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame says.
+    /// What the frame is.
     pub kind: Kind,
     /// Length of the body in bytes.
     pub body_bytes: u32,
 }
 
-/// Why bytes are no header.
+/// Why bytes are no frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
@@ -57,6 +70,9 @@ pub enum FrameError {
     /// A body length that its kind does not have.
     #[error("frame body of {0} bytes does not fit its kind")]
     Body(u32),
+    /// A body that says nothing.
+    #[error("the body of a frame cannot be decoded")]
+    Malformed,
 }
 
 impl Header {
@@ -70,7 +86,10 @@ impl Header {
         bytes
     }
 
-    /// Checks magic, version, kind, and that the body has the length of its kind.
+    /// Checks magic, version, kind, and that the body has a length of its kind.
+    ///
+    /// # Errors
+    /// Names what is wrong.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
         let [m0, m1, m2, m3, v0, v1, kind, _, b0, b1, b2, b3] = *bytes;
         let magic = [m0, m1, m2, m3];
@@ -81,26 +100,51 @@ impl Header {
         if version != VERSION {
             return Err(FrameError::Version(version));
         }
-        let (kind, expected) = match kind {
-            1 => (Kind::AttachArena, 0),
-            2 => (Kind::Arena, ARENA_BODY_BYTES as u32),
+        let message = 1..=BODY_BYTES_MAX;
+        let exactly = |bytes: usize| bytes as u32..=bytes as u32;
+        let (kind, allowed) = match kind {
+            1 => (Kind::Attach, exactly(ATTACH_BODY_BYTES)),
+            2 => (Kind::Arena, exactly(ARENA_BODY_BYTES)),
+            3 => (Kind::Request, message),
+            4 => (Kind::Reply, message),
             other => return Err(FrameError::Kind(other)),
         };
         let body_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
-        if body_bytes != expected {
+        if !allowed.contains(&body_bytes) {
             return Err(FrameError::Body(body_bytes));
         }
         Ok(Self { kind, body_bytes })
     }
 }
 
-/// The request for the arena.
-pub fn attach_request() -> [u8; HEADER_BYTES] {
-    Header {
-        kind: Kind::AttachArena,
-        body_bytes: 0,
-    }
-    .encode()
+/// A whole frame: header, body, and the length of both together.
+pub type Frame<'a> = (Header, &'a [u8], usize);
+
+/// The first frame in `bytes`; `None` while it is incomplete.
+///
+/// # Errors
+/// As [`Header::decode`]; as soon as the header is there, whether the body is or not.
+pub fn first(bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
+    let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
+        return Ok(None);
+    };
+    let header = Header::decode(head)?;
+    let end = HEADER_BYTES + header.body_bytes as usize;
+    Ok(bytes
+        .get(HEADER_BYTES..end)
+        .map(|body| (header, body, end)))
+}
+
+/// A worker's request for the arena.
+pub fn attach_request(session: u128) -> [u8; HEADER_BYTES + ATTACH_BODY_BYTES] {
+    let mut bytes = [0; HEADER_BYTES + ATTACH_BODY_BYTES];
+    let header = Header {
+        kind: Kind::Attach,
+        body_bytes: ATTACH_BODY_BYTES as u32,
+    };
+    bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
+    bytes[HEADER_BYTES..].copy_from_slice(&session.to_le_bytes());
+    bytes
 }
 
 /// The answer that announces the arena.
@@ -118,28 +162,8 @@ pub fn arena_answer(size: u64, generation: u64) -> [u8; HEADER_BYTES + ARENA_BOD
 
 /// Size and generation from the body of a [`Kind::Arena`] frame.
 pub fn decode_arena_body(body: &[u8; ARENA_BODY_BYTES]) -> (u64, u64) {
-    let [
-        s0,
-        s1,
-        s2,
-        s3,
-        s4,
-        s5,
-        s6,
-        s7,
-        g0,
-        g1,
-        g2,
-        g3,
-        g4,
-        g5,
-        g6,
-        g7,
-    ] = *body;
-    (
-        u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]),
-        u64::from_le_bytes([g0, g1, g2, g3, g4, g5, g6, g7]),
-    )
+    let both = u128::from_le_bytes(*body);
+    (both as u64, (both >> 64) as u64)
 }
 
 #[cfg(test)]
@@ -148,16 +172,13 @@ mod tests {
 
     #[test]
     fn headers_survive_the_way() {
-        for header in [
-            Header {
-                kind: Kind::AttachArena,
-                body_bytes: 0,
-            },
-            Header {
-                kind: Kind::Arena,
-                body_bytes: 16,
-            },
+        for (kind, body_bytes) in [
+            (Kind::Attach, 16),
+            (Kind::Arena, 16),
+            (Kind::Request, 1),
+            (Kind::Reply, BODY_BYTES_MAX),
         ] {
+            let header = Header { kind, body_bytes };
             assert_eq!(Header::decode(&header.encode()), Ok(header));
         }
         let answer = arena_answer(1 << 40, 7);
@@ -167,19 +188,40 @@ mod tests {
 
     #[test]
     fn the_bytes_are_fixed() {
-        assert_eq!(attach_request(), *b"UCFT\x01\x00\x01\x00\x00\x00\x00\x00");
+        let bytes = attach_request(1);
+        assert_eq!(bytes[..16], *b"UCFT\x02\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00");
     }
 
     #[test]
     fn every_wrong_field_is_named() {
         let change = |at: usize, value: u8| {
-            let mut bytes = attach_request();
+            let mut bytes = attach_request(0);
             bytes[at] = value;
-            Header::decode(&bytes)
+            first(&bytes).map(drop)
         };
         assert!(matches!(change(0, b'X'), Err(FrameError::Magic(_))));
         assert_eq!(change(4, 9), Err(FrameError::Version(9)));
         assert_eq!(change(6, 77), Err(FrameError::Kind(77)));
-        assert_eq!(change(11, 1), Err(FrameError::Body(1 << 24)));
+        assert_eq!(change(11, 1), Err(FrameError::Body((1 << 24) + 16)));
+    }
+
+    #[test]
+    fn a_length_over_the_limit_is_refused_before_the_body_comes() {
+        let header = Header {
+            kind: Kind::Request,
+            body_bytes: BODY_BYTES_MAX + 1,
+        };
+        let refused = first(&header.encode()).map(drop);
+        assert_eq!(refused, Err(FrameError::Body(BODY_BYTES_MAX + 1)));
+    }
+
+    #[test]
+    fn a_frame_is_taken_when_it_is_whole() {
+        let bytes = attach_request(5);
+        for len in 0..bytes.len() {
+            assert_eq!(first(&bytes[..len]), Ok(None));
+        }
+        let (header, body, len) = first(&bytes).unwrap().unwrap();
+        assert_eq!((header.kind, body.len(), len), (Kind::Attach, 16, 28));
     }
 }

@@ -1,14 +1,24 @@
-//! The Unix socket between undercroft's processes: frames, and the hand-over of the arena's
-//! descriptor to the workers.
+//! The Unix socket between undercroft's processes: clients ask for lookups, loads and saves, workers get
+//! the arena's descriptor.
 //!
 //! Only processes of the same user are served: the socket lies in a directory of mode 0700, has mode
 //! 0600, and the server checks the peer's uid as the kernel reports it.
 
 mod arena_client;
-mod arena_server;
+mod client;
+mod connection;
 pub mod frame;
+pub mod protocol;
+mod server;
+mod sessions;
 mod socket_dir;
+mod stats;
+mod table;
 
 pub use arena_client::{AttachError, Attachment, attach};
-pub use arena_server::{ArenaServer, ServerCounters};
+pub use client::{Client, ClientConfig, LinkState, Resolve};
+pub use connection::{ConnectError, server_status};
+pub use server::{Served, Server, ServerCounters, SocketPlace};
 pub use socket_dir::{SOCKET_PATH_MAX, SocketError};
+pub use stats::stats_json;
+pub use table::{Grant, Link};

@@ -53,6 +53,12 @@ pub enum SocketError {
         /// The path.
         dir: PathBuf,
     },
+    /// Another server answers there.
+    #[error("{path:?}: another server listens there; stop it, or choose another socket")]
+    InUse {
+        /// The socket.
+        path: PathBuf,
+    },
     /// The kernel refused a step.
     #[error("{path:?}: {step} failed: {source}")]
     Os {
@@ -119,10 +125,22 @@ pub(crate) fn prepare(dir: &Path) -> Result<(), SocketError> {
 /// A listening socket `<pid>-<random>.sock` of mode 0600 in a directory that [`prepare`] checked.
 pub(crate) fn listen(dir: &Path) -> Result<(UnixListener, PathBuf), SocketError> {
     let random = RandomState::new().build_hasher().finish();
-    let path = dir.join(format!("{}-{random:016x}.sock", std::process::id()));
+    listen_at(dir.join(format!("{}-{random:016x}.sock", std::process::id())))
+}
+
+/// A listening socket of mode 0600 at `path`, in a directory that [`prepare`] checked. One that nobody
+/// listens at any more is replaced.
+pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), SocketError> {
     let bytes = path.as_os_str().len();
     if bytes > SOCKET_PATH_MAX {
         return Err(SocketError::PathTooLong { path, bytes });
+    }
+    match UnixStream::connect(&path) {
+        Ok(_) => return Err(SocketError::InUse { path }),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            fs::remove_file(&path).map_err(os(&path, "removing a dead socket"))?;
+        }
+        Err(_) => {}
     }
     let listener = UnixListener::bind(&path).map_err(os(&path, "bind"))?;
     fs::set_permissions(&path, Permissions::from_mode(0o600)).map_err(os(&path, "chmod"))?;

@@ -35,6 +35,10 @@ pub(super) struct Request {
     pub(super) from_disk: Option<(u32, u32)>,
     /// The scheduler has asked: no longer a prefetch, its turn is before those.
     pub(super) hastened: bool,
+    /// Its client has an answer that relies on the lease, although the scheduler has not asked.
+    pub(super) held: bool,
+    /// Instead of [`EngineConfig::promotion_wait_ns`](super::EngineConfig::promotion_wait_ns).
+    wait_ns: Option<(u64, u64)>,
     /// Since when it waits for an answer.
     asked_ns: Option<u64>,
     /// A load failed: there is nothing for this request any more.
@@ -128,18 +132,49 @@ impl Engine {
     /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
     fn is_late(&self, state: &Request, gain: u32) -> bool {
         let asked_ns = state.asked_ns.unwrap_or(self.now_ns);
-        let waited = self
-            .config
-            .promotion_wait_ns
-            .is_some_and(|(base, per_thousand)| {
-                let part = u128::from(per_thousand) * u128::from(gain) / 1000;
-                let since = self.now_ns.saturating_sub(asked_ns);
-                since > 0 && u128::from(since) >= u128::from(base) + part
-            });
+        let wait_ns = state.wait_ns.or(self.config.promotion_wait_ns);
+        let waited = wait_ns.is_some_and(|(base, per_thousand)| {
+            let part = u128::from(per_thousand) * u128::from(gain) / 1000;
+            let since = self.now_ns.saturating_sub(asked_ns);
+            u128::from(since) >= u128::from(base) + part
+        });
         let stalled = state.promotion.as_ref().is_some_and(|promotion| {
             self.now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
         });
         waited || stalled
+    }
+
+    /// Asks on behalf of a client whose scheduler has not asked yet: the request stays a prefetch. What is
+    /// answered Ready stays in the arena until the next answer or the end of the request.
+    pub fn peek<H: HashSource + ?Sized>(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        hashes: &H,
+        local_tokens: u32,
+        max_tokens: u32,
+    ) -> Answer {
+        let Some(id) = self.request_of(session, request) else {
+            return Answer::Ready(0);
+        };
+        if self.requests[id].failed {
+            return Answer::Ready(0);
+        }
+        if self.requests[id].promotion.is_some() {
+            return Answer::Pending;
+        }
+        self.requests[id].held = false;
+        let answer = self.look(id, hashes, local_tokens, max_tokens);
+        self.requests[id].held = matches!(answer, Answer::Ready(tokens) if tokens > 0);
+        answer
+    }
+
+    /// Gives a request its own limit on the wait for its promotion: a base and a part for every 1,000
+    /// tokens that it would gain, in nanoseconds.
+    pub fn limit_wait(&mut self, session: SessionId, request: &str, base_ns: u64, per_1k_ns: u64) {
+        if let Some(id) = self.request_of(session, request) {
+            self.requests[id].wait_ns = Some((base_ns, per_1k_ns));
+        }
     }
 
     /// Whether the disk still owes a request's answer.
@@ -166,17 +201,21 @@ impl Engine {
         local_tokens: u32,
         external_tokens: u32,
     ) -> (u32, u32) {
-        let from_disk = self
-            .request(session, request)
-            .and_then(|state| Some((state.from_disk?, state.ns)));
-        let Some(((after, to), ns)) = from_disk else {
+        let Some((after, to)) = self.from_disk(session, request) else {
             return (external_tokens, 0);
         };
-        let granule = self.namespaces[usize::from(ns)].spec.hash_block_tokens;
         let end = local_tokens.saturating_add(external_tokens);
-        let from = (after * granule).clamp(local_tokens, end);
-        let to = (to * granule).clamp(local_tokens, end);
+        let (from, to) = (after.clamp(local_tokens, end), to.clamp(local_tokens, end));
         (external_tokens - (to - from), to - from)
+    }
+
+    /// The tokens (exclusive, inclusive) between which a request's promotions brought payloads from disk.
+    pub fn from_disk(&self, session: SessionId, request: &str) -> Option<(u32, u32)> {
+        let id = self.sessions.get(session)?.requests.get(request)?;
+        let state = self.requests.get(*id)?;
+        let granule = self.namespaces[usize::from(state.ns)].spec.hash_block_tokens;
+        let (after, to) = state.from_disk?;
+        Some((after.saturating_mul(granule), to.saturating_mul(granule)))
     }
 
     /// How many tokens of a request's prompt its last lookup found a chain for. Above the answer, where
@@ -208,6 +247,8 @@ impl Engine {
             promoted_bytes: 0,
             from_disk: None,
             hastened: false,
+            held: false,
+            wait_ns: None,
             asked_ns: None,
             failed: false,
             touched: false,

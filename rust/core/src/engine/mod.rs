@@ -335,12 +335,7 @@ impl Engine {
     ///
     /// The caller must be sure that no worker of the session copies any more: its slots are reused.
     pub fn close_session(&mut self, session: SessionId) {
-        let Some(state) = self.sessions.get_mut(session) else {
-            return;
-        };
-        for request in std::mem::take(&mut state.requests).into_values() {
-            self.drop_request(request);
-        }
+        self.end_lookups(session);
         let of_session: Vec<TransferId> = self
             .transfers
             .iter()
@@ -351,6 +346,29 @@ impl Engine {
             self.end_transfer(transfer, false);
         }
         self.sessions.remove(session);
+    }
+
+    /// Ends a session's lookups and frees their leases. Loads and saves under way go on.
+    pub fn end_lookups(&mut self, session: SessionId) {
+        let Some(state) = self.sessions.get_mut(session) else {
+            return;
+        };
+        for request in std::mem::take(&mut state.requests).into_values() {
+            self.drop_request(request);
+        }
+    }
+
+    /// A session's lookups, those of them that the disk owes an answer, loads and saves.
+    pub fn session_jobs(&self, session: SessionId) -> [usize; 4] {
+        let requests = self.sessions.get(session).map(|state| &state.requests);
+        let pending = requests.map_or(0, |requests| {
+            let of = |id: &&RequestId| self.requests[**id].promotion.is_some();
+            requests.values().filter(of).count()
+        });
+        let transfers = || self.transfers.values().filter(|of| of.session == session);
+        let loads = transfers().filter(|transfer| transfer.is_load()).count();
+        let lookups = requests.map_or(0, HashMap::len);
+        [lookups, pending, loads, transfers().count() - loads]
     }
 
     /// Digest of a session's namespace, hexadecimal.

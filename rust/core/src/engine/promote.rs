@@ -269,7 +269,7 @@ impl Engine {
             let idle = self
                 .requests
                 .get(other)
-                .is_some_and(|other| !other.hastened && other.promotion.is_none());
+                .is_some_and(|other| !other.hastened && !other.held && other.promotion.is_none());
             if idle {
                 self.lease(other, NONE);
                 self.release_promoted(other);

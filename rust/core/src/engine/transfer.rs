@@ -81,11 +81,40 @@ impl Engine {
         local_tokens: u32,
         external_tokens: u32,
     ) -> Option<Transfer> {
-        let transfer = self.try_begin_load(session, request, local_tokens, external_tokens);
+        let transfer = self.try_begin_load(session, request, local_tokens, external_tokens, false);
         if transfer.is_none() {
             self.counters.load_failures += 1;
         }
         transfer
+    }
+
+    /// As [`Engine::begin_load`], for a client that was told the slots with its answer and may copy from
+    /// them already: also if the prefix was dropped from the index since, since its lease keeps the bytes.
+    pub fn begin_promised_load(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        local_tokens: u32,
+        external_tokens: u32,
+    ) -> Option<Transfer> {
+        self.try_begin_load(session, request, local_tokens, external_tokens, true)
+    }
+
+    /// Where the payloads of a load of `(local_tokens, boundary]` lie, for a request whose last answer was
+    /// Ready with that boundary. They stay there as long as the request keeps its answer.
+    pub fn leased_extents(&self, session: SessionId, request: &str, local_tokens: u32) -> Vec<Extent> {
+        let lease = self
+            .sessions
+            .get(session)
+            .and_then(|state| state.requests.get(request))
+            .and_then(|&id| self.requests.get(id))
+            .map_or(NONE, |state| state.lease);
+        if lease == NONE {
+            return Vec::new();
+        }
+        let ns = usize::from(self.forest.node(lease).ns);
+        let granule = self.namespaces[ns].spec.hash_block_tokens;
+        self.extents(&self.steps(lease, local_tokens / granule))
     }
 
     fn try_begin_load(
@@ -94,11 +123,12 @@ impl Engine {
         request: &str,
         local_tokens: u32,
         external_tokens: u32,
+        promised: bool,
     ) -> Option<Transfer> {
         let id = *self.sessions.get(session)?.requests.get(request)?;
         let state = &self.requests[id];
         let (lease, ns) = (state.lease, usize::from(state.ns));
-        if lease == NONE || self.forest.node(lease).detached {
+        if lease == NONE || self.forest.node(lease).detached && !promised {
             return None;
         }
         let spec = &self.namespaces[ns].spec;

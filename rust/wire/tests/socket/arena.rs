@@ -1,31 +1,21 @@
 //! The hand-over of the arena between processes.
 
-#![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use undercroft_core::arena::Arena;
 use undercroft_wire::frame::{arena_answer, attach_request};
-use undercroft_wire::{ArenaServer, AttachError, attach};
+use undercroft_wire::{AttachError, Server, attach};
 
-fn server() -> (tempfile::TempDir, Arc<Arena>, ArenaServer) {
+use crate::rig::{Rig, until};
+
+fn server() -> (tempfile::TempDir, Arc<Arena>, Server) {
     let root = tempfile::tempdir().unwrap();
-    let arena = Arc::new(Arena::create(1 << 20).unwrap());
-    let server = ArenaServer::start(&root.path().join("run"), Arc::clone(&arena), 42).unwrap();
-    (root, arena, server)
-}
-
-/// Waits for the server's thread to have seen something.
-fn until(what: &str, condition: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !condition() {
-        assert!(start.elapsed() < Duration::from_secs(60), "{what}");
-        std::thread::yield_now();
-    }
+    let rig = Rig::start(&root.path().join("run/s.sock"), None, 42);
+    (root, rig.arena, rig.server)
 }
 
 /// The peer has closed the connection: nothing comes, or it was reset with our bytes unread.
@@ -42,13 +32,13 @@ fn is_closed(stream: &mut UnixStream) -> bool {
 #[test]
 fn a_worker_maps_the_arena_of_the_engine() {
     let (_root, arena, server) = server();
-    let worker = attach(server.path()).unwrap();
+    let worker = attach(server.path(), 0).unwrap();
     assert_eq!(worker.generation, 42);
     assert_eq!(worker.arena.size(), arena.size());
     worker.arena.write(8192, b"from the worker").unwrap();
     assert_eq!(arena.read(8192, 15).unwrap(), b"from the worker");
     until("attached", || server.counters().attached == 1);
-    let second = attach(server.path()).unwrap();
+    let second = attach(server.path(), 0).unwrap();
     until("both attached", || server.counters().attached == 2);
     drop(worker);
     until("one has gone", || server.counters().attached == 1);
@@ -60,24 +50,24 @@ fn a_worker_maps_the_arena_of_the_engine() {
 #[test]
 fn the_worker_keeps_the_memory_when_the_engine_is_gone() {
     let (_root, arena, server) = server();
-    let worker = attach(server.path()).unwrap();
+    let worker = attach(server.path(), 0).unwrap();
     arena.write(0, b"still here").unwrap();
     let path = server.path().to_owned();
     drop((server, arena));
     assert_eq!(worker.arena.read(0, 10).unwrap(), b"still here");
     assert!(!path.exists(), "the socket is removed");
-    let error = attach(&path).unwrap_err();
+    let error = attach(&path, 0).unwrap_err();
     assert!(error.to_string().contains("still running"), "{error}");
 }
 
 #[test]
 fn malformed_requests_are_closed_and_counted_and_harm_nobody() {
     let (_root, _arena, server) = server();
-    let worker = attach(server.path()).unwrap();
-    let mut wrong_version = attach_request();
+    let worker = attach(server.path(), 0).unwrap();
+    let mut wrong_version = attach_request(0);
     wrong_version[4] = 99;
-    let mut answer_instead = [0; 12];
-    answer_instead.copy_from_slice(&arena_answer(1, 1)[..12]);
+    let mut answer_instead = [0; 28];
+    answer_instead.copy_from_slice(&arena_answer(1, 1));
     let requests: [&[u8]; 4] = [
         b"GET / HTTP/1.1\r\n\r\n",
         &[0; 12],
@@ -88,24 +78,24 @@ fn malformed_requests_are_closed_and_counted_and_harm_nobody() {
         let mut stream = UnixStream::connect(server.path()).unwrap();
         stream.write_all(request).unwrap();
         assert!(is_closed(&mut stream), "{request:?}");
-        until("counted", || server.counters().refused == index as u64 + 1);
+        until("counted", || server.counters().malformed == index as u64 + 1);
     }
     // Half a request, and one byte too many after a whole one.
     let mut half = UnixStream::connect(server.path()).unwrap();
-    half.write_all(&attach_request()[..5]).unwrap();
+    half.write_all(&attach_request(0)[..5]).unwrap();
     drop(half);
     until("half a request is counted", || {
-        server.counters().refused == 5
+        server.counters().malformed == 5
     });
-    let mut chatty = attach(server.path()).unwrap();
+    let mut chatty = attach(server.path(), 0).unwrap();
     chatty.connection.write_all(b"x").unwrap();
     assert!(is_closed(&mut chatty.connection));
-    until("chatter is counted", || server.counters().refused == 6);
+    until("chatter is counted", || server.counters().malformed == 6);
     until("and no longer attached", || server.counters().attached == 1);
     drop(UnixStream::connect(server.path()).unwrap());
-    assert!(attach(server.path()).is_ok(), "others are served");
+    assert!(attach(server.path(), 0).is_ok(), "others are served");
     assert_eq!(
-        server.counters().refused,
+        server.counters().malformed,
         6,
         "a connection without a word is no error"
     );
@@ -116,7 +106,7 @@ fn malformed_requests_are_closed_and_counted_and_harm_nobody() {
 fn a_request_may_come_byte_by_byte() {
     let (_root, _arena, server) = server();
     let mut stream = UnixStream::connect(server.path()).unwrap();
-    for byte in attach_request() {
+    for byte in attach_request(0) {
         stream.write_all(&[byte]).unwrap();
     }
     let mut answer = [0; 28];
@@ -127,14 +117,14 @@ fn a_request_may_come_byte_by_byte() {
 #[test]
 fn connections_are_bounded() {
     let (_root, _arena, server) = server();
-    let streams: Vec<_> = (0..300)
+    let streams: Vec<_> = (0..1100)
         .map(|_| UnixStream::connect(server.path()).unwrap())
         .collect();
     until("the surplus is refused", || {
-        server.counters().refused == 300 - 256
+        server.counters().refused == 1100 - 1024
     });
     drop(streams);
-    until("there is room again", || attach(server.path()).is_ok());
+    until("there is room again", || attach(server.path(), 0).is_ok());
 }
 
 /// A server that answers whatever it is told to.
@@ -146,7 +136,7 @@ fn answering(
     let listener = UnixListener::bind(&path).unwrap();
     let thread = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        stream.read_exact(&mut [0; 12]).unwrap();
+        stream.read_exact(&mut [0; 28]).unwrap();
         stream.write_all(answer).unwrap();
     });
     (path, thread)
@@ -160,11 +150,11 @@ fn answers_that_are_wrong_are_named() {
             "not an undercroft socket",
         ),
         (
-            b"UCFT\x02\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
-            "protocol version 2",
+            b"UCFT\x09\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
+            "protocol version 9",
         ),
         (
-            b"UCFT\x01\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
+            b"UCFT\x02\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
             "without handing over",
         ),
         (b"UCFT", "without handing over"),
@@ -172,7 +162,7 @@ fn answers_that_are_wrong_are_named() {
     for (answer, expected) in cases {
         let dir = tempfile::tempdir().unwrap();
         let (path, thread) = answering(dir.path(), answer);
-        let error = attach(&path).unwrap_err();
+        let error = attach(&path, 0).unwrap_err();
         assert!(!matches!(error, AttachError::Os { .. }), "{error}");
         assert!(error.to_string().contains(expected), "{error}");
         thread.join().unwrap();

@@ -1,0 +1,218 @@
+//! Connecting to a server's socket without ever waiting for long, and reading replies from it.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, sockopt};
+
+use crate::frame::{self, FrameError, Kind};
+use crate::protocol::{Reply, Request};
+
+/// Why there is no connection to a server.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// Nobody answers at the socket.
+    #[error("{path:?}: {source}; is `undercroft serve` running there?")]
+    Os {
+        /// The socket.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The server runs as another user.
+    #[error("{path:?}: the server runs as uid {found}, this process as uid {own}")]
+    Owner {
+        /// The socket.
+        path: PathBuf,
+        /// The server's uid.
+        found: u32,
+        /// This process's effective uid.
+        own: u32,
+    },
+    /// The server has closed the connection.
+    #[error("{path:?}: the server has closed the connection")]
+    Closed {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// The server does not answer.
+    #[error("{path:?}: the server does not answer")]
+    Timeout {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// What came is no reply.
+    #[error("{path:?}: {source}")]
+    Frame {
+        /// The socket.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: FrameError,
+    },
+}
+
+/// A connection to a server.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    path: PathBuf,
+    pub(crate) stream: UnixStream,
+    inbox: Vec<u8>,
+    outbox: Vec<u8>,
+}
+
+impl Connection {
+    /// Connects, or fails at once: a frozen server whose queue is full does not hold us up.
+    pub(crate) fn open(path: &Path) -> Result<Self, ConnectError> {
+        let os = |errno: Errno| ConnectError::Os {
+            path: path.into(),
+            source: errno.into(),
+        };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+                .map_err(os)?;
+        connect(&socket, &SocketAddrUnix::new(path).map_err(os)?).map_err(os)?;
+        let found = sockopt::socket_peercred(&socket).map_err(os)?.uid.as_raw();
+        let own = rustix::process::geteuid().as_raw();
+        if found != own {
+            return Err(ConnectError::Owner {
+                path: path.into(),
+                found,
+                own,
+            });
+        }
+        Ok(Self {
+            path: path.into(),
+            stream: UnixStream::from(socket),
+            inbox: Vec::new(),
+            outbox: Vec::new(),
+        })
+    }
+
+    /// Frames to be sent next.
+    pub(crate) fn queue(&mut self, frames: &mut Vec<u8>) {
+        self.outbox.append(frames);
+    }
+
+    /// Whether frames wait for the server to read.
+    pub(crate) fn is_blocked(&self) -> bool {
+        !self.outbox.is_empty()
+    }
+
+    /// Sends what fits.
+    pub(crate) fn send(&mut self) -> Result<(), ConnectError> {
+        let mut sent = 0;
+        let result = loop {
+            if sent == self.outbox.len() {
+                break Ok(());
+            }
+            match self.stream.write(&self.outbox[sent..]) {
+                Ok(bytes) => sent += bytes,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break Ok(()),
+                Err(_) => break Err(self.closed()),
+            }
+        };
+        self.outbox.drain(..sent);
+        result
+    }
+
+    /// Reads what there is, and hands each reply to `take`, which says whether it belonged here.
+    pub(crate) fn receive(
+        &mut self,
+        mut take: impl FnMut(Reply) -> bool,
+    ) -> Result<(), ConnectError> {
+        let mut scratch = [0; 64 << 10];
+        loop {
+            let bytes = match self.stream.read(&mut scratch) {
+                Ok(0) => return Err(self.closed()),
+                Ok(bytes) => bytes,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(_) => return Err(self.closed()),
+            };
+            self.inbox.extend_from_slice(&scratch[..bytes]);
+            let bad = |source| ConnectError::Frame {
+                path: self.path.clone(),
+                source,
+            };
+            let mut at = 0;
+            while let Some((header, body, len)) = frame::first(&self.inbox[at..]).map_err(bad)? {
+                if header.kind != Kind::Reply {
+                    return Err(bad(FrameError::Kind(header.kind as u8)));
+                }
+                if !take(Reply::decode(body).map_err(bad)?) {
+                    return Err(bad(FrameError::Malformed));
+                }
+                at += len;
+            }
+            self.inbox.drain(..at);
+            if bytes < scratch.len() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Sends one request and waits for one reply, at most until `deadline` or until `stop` says so.
+    pub(crate) fn ask(
+        &mut self,
+        request: &Request<'_>,
+        deadline: Instant,
+        stop: impl Fn() -> bool,
+    ) -> Result<Reply, ConnectError> {
+        request.append_to(&mut self.outbox);
+        let mut found = None;
+        loop {
+            self.send()?;
+            self.receive(|reply| found.replace(reply).is_none())?;
+            if let Some(reply) = found {
+                return Ok(reply);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || stop() {
+                return Err(ConnectError::Timeout {
+                    path: self.path.clone(),
+                });
+            }
+            let mut events = PollFlags::IN;
+            if self.is_blocked() {
+                events |= PollFlags::OUT;
+            }
+            let slice = left.min(Duration::from_millis(50));
+            wait(&mut [PollFd::new(&self.stream, events)], slice);
+        }
+    }
+
+    fn closed(&self) -> ConnectError {
+        ConnectError::Closed {
+            path: self.path.clone(),
+        }
+    }
+}
+
+/// Waits for one of `fds`, at most for `timeout`.
+pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration) {
+    let timeout = Timespec::try_from(timeout).unwrap_or_default();
+    // Interrupted or not: the caller looks for itself.
+    let _ = poll(fds, Some(&timeout));
+}
+
+/// What a server says of itself, as JSON; waits at most `timeout`.
+///
+/// # Errors
+/// If nobody answers there.
+pub fn server_status(path: &Path, timeout: Duration) -> Result<String, ConnectError> {
+    let mut connection = Connection::open(path)?;
+    match connection.ask(&Request::Status, Instant::now() + timeout, || false)? {
+        Reply::Status { json } => Ok(json),
+        _ => Err(ConnectError::Frame {
+            path: path.into(),
+            source: FrameError::Malformed,
+        }),
+    }
+}

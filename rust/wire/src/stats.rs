@@ -1,0 +1,23 @@
+//! The engine's statistics as JSON: one flat object of numbers, durations in seconds.
+
+use serde_json::{Map, Value, json};
+use undercroft_core::metrics::{Counters, Gauges};
+
+/// Counters and gauges together; `undercroft.connector.stats` documents each.
+pub fn stats_json(counters: &Counters, gauges: &Gauges) -> Value {
+    let mut all = Map::new();
+    for part in [json!(gauges), json!(counters)] {
+        let Value::Object(part) = part else { continue };
+        for (name, value) in part {
+            match (name.strip_suffix("_ns"), value.as_u64()) {
+                (Some(name), Some(ns)) => {
+                    all.insert(format!("{name}_seconds"), json!(ns as f64 / 1e9));
+                }
+                _ => {
+                    all.insert(name, value);
+                }
+            }
+        }
+    }
+    Value::Object(all)
+}

@@ -1,0 +1,7 @@
+//! Servers, clients and workers over real sockets.
+
+#![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
+
+mod arena;
+mod rig;
+mod sharing;

@@ -1,0 +1,143 @@
+//! A server in this process, and clients of it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use undercroft_core::arena::Arena;
+use undercroft_core::disk::open::{DirectoryLock, open};
+use undercroft_core::engine::{Engine, EngineConfig};
+use undercroft_core::io::{IoEngineChoice, open_io_engine};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::shell::Shell;
+use undercroft_wire::{Client, ClientConfig, Served, Server, SocketPlace};
+
+pub(crate) const PAYLOAD: u32 = 4096;
+pub(crate) const TOKENS: u32 = 16;
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits for another thread to have done something.
+pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// A server and its engine.
+pub(crate) struct Rig {
+    pub(crate) server: Server,
+    pub(crate) shell: Arc<Shell>,
+    pub(crate) arena: Arc<Arena>,
+    _lock: Option<DirectoryLock>,
+}
+
+impl Rig {
+    /// Serves at `socket`; with a disk tier if a directory is given.
+    pub(crate) fn start(socket: &Path, disk: Option<&Path>, generation: u64) -> Self {
+        let host_bytes = 1 << 20;
+        let arena = Arc::new(Arena::create(host_bytes).unwrap());
+        let (mut files, mut images, mut lock) = (Vec::new(), Vec::new(), None);
+        if let Some(dir) = disk {
+            let (of_device, image, locked) = open(dir, 64 << 20, 1).unwrap().into_parts();
+            files.push(of_device);
+            images.push(image);
+            lock = Some(locked);
+        }
+        let pool = IoEngineChoice::ThreadPool;
+        let (io, _) = open_io_engine(pool, 4, Arc::clone(&arena), files).unwrap();
+        let mut engine = Engine::new(EngineConfig {
+            seed: generation,
+            ..EngineConfig::new(host_bytes)
+        });
+        engine.attach_disks(images);
+        let shell = Arc::new(Shell::start(engine, io).unwrap());
+        let served = Served {
+            shell: Arc::clone(&shell),
+            arena: Arc::clone(&arena),
+            generation,
+            info: Box::new(|| serde_json::json!({})),
+        };
+        let server = Server::start(SocketPlace::At(socket), served).unwrap();
+        Self {
+            server,
+            shell,
+            arena,
+            _lock: lock,
+        }
+    }
+
+    /// Lookups, promotions under way, loads and saves of all sessions, and bytes that are kept from eviction.
+    pub(crate) fn in_use(&self) -> [u64; 4] {
+        let gauges = self.shell.enter(|engine| engine.gauges()).unwrap();
+        [
+            gauges.jobs,
+            gauges.loads,
+            gauges.saves,
+            gauges.host_pinned_bytes,
+        ]
+    }
+}
+
+/// A namespace with one full-attention group.
+pub(crate) fn spec() -> NamespaceSpec {
+    NamespaceSpec {
+        description: "a model".to_owned(),
+        hash_block_tokens: TOKENS,
+        alignment_tokens: TOKENS,
+        groups: vec![GroupSpec {
+            kind: GroupKind::Full,
+            block_tokens: TOKENS,
+            payload_bytes: PAYLOAD,
+        }],
+    }
+}
+
+/// A client of whatever answers at `socket`, as patient as a loaded machine needs.
+pub(crate) fn client(socket: &Path) -> Client {
+    patient_client(socket, Duration::from_secs(30))
+}
+
+pub(crate) fn patient_client(socket: &Path, deadline: Duration) -> Client {
+    let path: PathBuf = socket.to_owned();
+    let config = ClientConfig {
+        spec: spec(),
+        dropped_tokens: 0,
+        deadline,
+        spin: deadline,
+    };
+    Client::start(config, Box::new(move || Ok(path.clone()))).unwrap()
+}
+
+/// The hashes of the blocks of a prompt.
+pub(crate) fn hashes(prompt: u8, blocks: u32) -> Vec<BlockHash> {
+    let hash = |block: u32| {
+        let mut bytes = [prompt; 32];
+        bytes[..4].copy_from_slice(&block.to_le_bytes());
+        BlockHash::new(&bytes).unwrap()
+    };
+    (0..blocks).map(hash).collect()
+}
+
+/// Saves a prompt's blocks: each is filled with its index.
+pub(crate) fn save(rig: &Rig, client: &Client, request: &str, hashes: &[BlockHash]) {
+    let tokens = u32::try_from(hashes.len()).unwrap() * TOKENS;
+    let save = client.begin_save(request, hashes, tokens, &[]).unwrap();
+    let mut grants = Vec::new();
+    until("the grant", || {
+        grants.extend(client.grants());
+        !grants.is_empty()
+    });
+    assert_eq!((grants.len(), grants[0].save), (1, save));
+    for (_, first, slots) in &grants[0].extents {
+        for (index, &slot) in (*first..).zip(slots) {
+            let at = u64::try_from(slot).unwrap();
+            let bytes = [u8::try_from(index).unwrap(); PAYLOAD as usize];
+            rig.arena.write(at, &bytes).unwrap();
+        }
+    }
+    client.end_save(save, true);
+    client.forget(request);
+}
