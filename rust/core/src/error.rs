@@ -74,6 +74,8 @@ pub enum StoreError {
         path: PathBuf,
         /// Owner of the lock (0 if it could not be read).
         pid: u32,
+        /// Where the owner's engine serves others, once it does.
+        socket: Option<PathBuf>,
     },
     /// It holds other files, and no store.
     #[error(

@@ -26,12 +26,13 @@ impl PyArena {
 
 #[pymethods]
 impl PyArena {
-    /// Get the descriptor from the engine's socket (same uid only) and map it. Waits at most five
-    /// seconds. Raises UndercroftError.
+    /// Get the descriptor from the engine's socket (same uid only) and map it, for the session with this
+    /// token. Waits at most five seconds. Raises UndercroftError.
     #[staticmethod]
-    fn attach(py: Python<'_>, socket_path: PathBuf) -> PyResult<Self> {
+    #[pyo3(signature = (socket_path, session = 0))]
+    fn attach(py: Python<'_>, socket_path: PathBuf, session: u128) -> PyResult<Self> {
         let attached = py
-            .detach(|| undercroft_wire::attach(&socket_path))
+            .detach(|| undercroft_wire::attach(&socket_path, session))
             .map_err(|error| UndercroftError::new_err(error.to_string()))?;
         Ok(Self {
             arena: Arc::new(attached.arena),

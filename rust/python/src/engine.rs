@@ -1,69 +1,38 @@
-//! `_core.Engine`: the engine, embedded.
+//! `_core.Engine`: an engine in this process, or the one of the process that owns its directories.
 
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
-use undercroft_core::arena::{Arena, Prefault, prefault_in_background};
-use undercroft_core::disk::Health;
-use undercroft_core::disk::open::{DirectoryLock, open};
-use undercroft_core::engine::{Engine, EngineConfig, Recovery};
-use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
-use undercroft_core::metrics::{Counters, Gauges};
+use pyo3::types::PyDict;
+use undercroft_core::engine::EngineConfig;
+use undercroft_core::error::StoreError as CoreStoreError;
+use undercroft_core::io::IoEngineChoice;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::policy::PolicyKind;
-use undercroft_core::shell::Shell;
-use undercroft_wire::ArenaServer;
+use undercroft_wire::{server_status, stats_json};
 
 use crate::errors::{ConfigError, StoreError, UndercroftError};
+use crate::json::to_python;
+use crate::opened::{EngineOptions, OpenError, Opened, runtime_dir, share};
+use crate::remote::Remote;
 use crate::session::PySession;
 
-/// How long `close` waits for writes under way.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long `status` waits for the engine's own server.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 
-struct Device {
-    path: PathBuf,
-    capacity: u64,
-    o_direct: bool,
-    recovered: u64,
+enum Mode {
+    Own(Opened),
+    /// Another process's engine, and whether this process has taken its directories over.
+    Shared(Remote, Arc<AtomicBool>),
 }
 
-/// What exists while the engine runs, in the order in which it ends.
-struct Running {
-    _server: ArenaServer,
-    _prefault: Option<Prefault>,
-    locks: Vec<DirectoryLock>,
-}
-
-/// The engine, embedded: index, host arena, job table, disk tier, and the IO thread.
+/// The engine: index, host arena, job table, disk tier, and the IO thread.
 #[pyclass(name = "Engine", module = "undercroft._core", frozen)]
 pub(crate) struct PyEngine {
-    shell: Arc<Shell>,
-    running: Mutex<Option<Running>>,
-    socket_path: PathBuf,
-    generation: u64,
-    arena: Arc<Arena>,
-    devices: Vec<Device>,
-    recovery: Recovery,
-    io: IoFeatures,
-}
-
-fn random() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
-    // The standard library's per-process keys come from the operating system.
-    RandomState::new().hash_one(std::process::id())
-}
-
-fn runtime_dir(given: Option<PathBuf>, from_env: Option<PathBuf>) -> PathBuf {
-    given.unwrap_or_else(|| match from_env {
-        Some(dir) => dir.join("undercroft"),
-        None => {
-            let uid = rustix::process::getuid().as_raw();
-            std::env::temp_dir().join(format!("undercroft-{uid}"))
-        }
-    })
+    mode: Mode,
 }
 
 pub(crate) fn choice(name: &str) -> PyResult<IoEngineChoice> {
@@ -110,8 +79,9 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (
         *, host_memory, disks = Vec::new(), io_engine = "auto", io_depth = 32, runtime_dir = None,
-        promotion_memory = None, promotion_wait_ms = None, min_load_tokens = 1,
-        eviction_policy = "lru", disk_admission = "all", disk_write_rate = 0,
+        socket = None, promotion_memory = None, promotion_wait_ms = None, min_load_tokens = 1,
+        eviction_policy = "lru", disk_admission = "all", disk_write_rate = 0, share = false,
+        server_timeout_ms = 5.0, lookup_spin_us = 200.0,
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -124,12 +94,16 @@ impl PyEngine {
         io_engine: &str,
         io_depth: usize,
         runtime_dir: Option<PathBuf>,
+        socket: Option<PathBuf>,
         promotion_memory: Option<u64>,
         promotion_wait_ms: Option<(f64, f64)>,
         min_load_tokens: u32,
         eviction_policy: &str,
         disk_admission: &str,
         disk_write_rate: u64,
+        share: bool,
+        server_timeout_ms: f64,
+        lookup_spin_us: f64,
     ) -> PyResult<Self> {
         let choice = choice(io_engine)?;
         let policy = PolicyKind::from_name(eviction_policy).ok_or_else(|| {
@@ -146,42 +120,58 @@ impl PyEngine {
                 )));
             }
         };
-        let unix = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
-        let nanoseconds =
-            |ms: f64| Duration::from_secs_f64((ms / 1e3).clamp(0.0, 1e6)).as_nanos() as u64;
-        let config = EngineConfig {
-            policy,
-            promotion_bytes: promotion_memory.unwrap_or(host_memory / 2),
-            promotion_wait_ns: promotion_wait_ms
-                .map(|(base, part)| (nanoseconds(base), nanoseconds(part))),
-            min_load_tokens,
-            second_touch,
-            write_rate: disk_write_rate,
-            seed: random(),
-            unix_at_zero_s: unix.as_secs(),
-            ..EngineConfig::new(host_memory)
-        };
         let environment = py
             .import("os")?
             .getattr("environ")?
             .call_method1("get", ("XDG_RUNTIME_DIR",))?
             .extract::<Option<PathBuf>>()?;
-        let dir = self::runtime_dir(runtime_dir, environment);
-        py.detach(|| Self::open(config, disks, choice, io_depth, &dir))
+        let options = EngineOptions {
+            config: EngineConfig {
+                policy,
+                promotion_bytes: promotion_memory.unwrap_or(host_memory / 2),
+                promotion_wait_ns: promotion_wait_ms.map(wait_ns),
+                min_load_tokens,
+                second_touch,
+                write_rate: disk_write_rate,
+                ..EngineConfig::new(host_memory)
+            },
+            disks,
+            io_engine: choice,
+            io_depth,
+            runtime_dir: self::runtime_dir(runtime_dir, environment),
+            socket,
+        };
+        let mode = match py.detach(|| Opened::open(&options)) {
+            Ok(opened) => Mode::Own(opened),
+            Err(OpenError::Store(CoreStoreError::InUse { .. })) if share => {
+                let (resolve, took_over) = self::share(options);
+                let remote = Remote::new(resolve, server_timeout_ms, lookup_spin_us, true);
+                Mode::Shared(remote, took_over)
+            }
+            Err(error @ OpenError::Store(_)) => {
+                return Err(StoreError::new_err(error.to_string()));
+            }
+            Err(OpenError::Socket(error)) => {
+                return Err(ConfigError::new_err(format!("socket_dir: {error}")));
+            }
+            Err(error) => return Err(ConfigError::new_err(error.to_string())),
+        };
+        Ok(Self { mode })
     }
 
-    /// Where workers get the arena's descriptor.
+    /// Whether another process owns the directories, and this one uses its engine.
     #[getter]
-    fn socket_path(&self) -> &Path {
-        &self.socket_path
+    fn is_shared(&self) -> bool {
+        matches!(self.mode, Mode::Shared(..))
     }
 
-    /// Changes when the arena is another one.
+    /// Where workers get the arena: (socket, generation of the arena, token of the session).
     #[getter]
-    fn arena_generation(&self) -> u64 {
-        self.generation
+    fn arena(&self) -> (PathBuf, u64, u128) {
+        match &self.mode {
+            Mode::Own(opened) => (opened.socket.clone(), opened.generation, 0),
+            Mode::Shared(remote, _) => arena_of(remote),
+        }
     }
 
     /// A session for one namespace. Raises ConfigError.
@@ -190,6 +180,7 @@ impl PyEngine {
     ))]
     fn register(
         &self,
+        py: Python<'_>,
         description: String,
         groups: Vec<(String, u32, u32, u32)>,
         hash_block_tokens: u32,
@@ -202,14 +193,22 @@ impl PyEngine {
             alignment_tokens: alignment_tokens.unwrap_or(hash_block_tokens),
             groups: group_specs(groups)?,
         };
-        let opened = self.shell.enter(|engine| {
+        let opened = match &self.mode {
+            Mode::Own(opened) => opened,
+            Mode::Shared(remote, _) => {
+                let client = remote.register(py, spec, dropped_tokens)?;
+                return Ok(PySession::served(client));
+            }
+        };
+        let session = opened.shell.enter(|engine| {
             let session = engine.open_session(spec)?;
             engine.set_dropped_tokens(session, dropped_tokens);
             Ok((session, engine.namespace_of(session)))
         });
-        match opened {
-            Some(Ok((id, namespace))) => Ok(PySession::new(
-                Arc::clone(&self.shell),
+        match session {
+            Some(Ok((id, namespace))) => Ok(PySession::embedded(
+                Arc::clone(&opened.shell),
+                opened.generation,
                 id,
                 namespace.unwrap_or_default(),
             )),
@@ -224,174 +223,106 @@ impl PyEngine {
     }
 
     /// Counters and gauges since the start, as one flat dict of numbers.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let taken = self
-            .shell
-            .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
-        let (counters, mut gauges, health) = taken.unwrap_or_default();
-        gauges.disk_degraded += health
-            .iter()
-            .zip(self.missing_files())
-            .filter(|((health, _), missing)| *health == Health::Good && missing.is_some())
-            .count() as u64;
-        stats_dict(py, &counters, &gauges)
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match &self.mode {
+            Mode::Own(opened) => {
+                let taken = opened
+                    .shell
+                    .enter(|engine| (*engine.counters(), engine.gauges()));
+                let (counters, gauges) = taken.unwrap_or_default();
+                to_python(py, &stats_json(&counters, &gauges))
+            }
+            Mode::Shared(remote, _) => report(py, remote.client().map(|of| of.reports().1)),
+        }
     }
 
     /// What was configured and found.
-    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let info = PyDict::new(py);
-        info.set_item("host_memory", self.arena.size())?;
-        info.set_item("huge_pages", self.arena.huge_pages())?;
-        info.set_item("io_engine", self.io.engine)?;
-        info.set_item("io_fallback", self.io.fallback.as_deref())?;
-        info.set_item("registered_buffers", self.io.registered_buffers)?;
-        let health = self
-            .shell
-            .enter(|engine| engine.health())
-            .unwrap_or_default();
-        let disks = PyList::empty(py);
-        let missing = self.missing_files();
-        for ((device, (health, fault)), missing) in self.devices.iter().zip(health).zip(missing) {
-            let disk = PyDict::new(py);
-            disk.set_item("path", device.path.display().to_string())?;
-            disk.set_item("capacity", device.capacity)?;
-            disk.set_item("o_direct", device.o_direct)?;
-            disk.set_item("blocks_recovered", device.recovered)?;
-            let name = match health {
-                Health::Good if missing.is_some() => "file_missing",
-                Health::Good => "good",
-                Health::NoWrites { .. } => "no_writes",
-                Health::Failed { .. } => "failed",
-            };
-            disk.set_item("health", name)?;
-            disk.set_item("fault", fault.map(|fault| fault.to_string()).or(missing))?;
-            disks.append(disk)?;
+    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match &self.mode {
+            Mode::Own(opened) => to_python(py, &opened.info()),
+            Mode::Shared(remote, _) => report(py, remote.client().map(|of| of.reports().0)),
         }
-        info.set_item("disks", disks)?;
-        info.set_item("blocks_recovered", self.recovery.blocks)?;
-        info.set_item("records_dropped", self.recovery.dropped)?;
-        info.set_item("records_damaged", self.recovery.damaged)?;
-        info.set_item("namespaces", self.recovery.namespaces)?;
-        Ok(info)
+    }
+
+    /// Whether the engine can be used ("up", "late", "down" or "refused"), and why not.
+    fn link(&self) -> (&'static str, String) {
+        match &self.mode {
+            Mode::Own(_) => ("up", String::new()),
+            Mode::Shared(remote, _) => remote.state(),
+        }
+    }
+
+    /// Whether this process has taken over the directories of an engine that ended.
+    #[getter]
+    fn took_over(&self) -> bool {
+        match &self.mode {
+            Mode::Own(_) => false,
+            Mode::Shared(_, took_over) => took_over.load(Ordering::Acquire),
+        }
+    }
+
+    /// What `undercroft status --json` shows.
+    fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let (socket, _, _) = self.arena();
+        status(py, socket, STATUS_TIMEOUT.as_secs_f64())
     }
 
     /// Wait until nothing is in flight and nothing waits to be written, at most `timeout_s` seconds.
     #[pyo3(signature = (timeout_s = 10.0))]
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
         let timeout = Duration::from_secs_f64(timeout_s.clamp(0.0, 1e6));
-        py.detach(|| self.shell.wait_until(timeout, |engine| engine.is_quiet()))
+        match &self.mode {
+            Mode::Own(opened) => {
+                py.detach(|| opened.shell.wait_until(timeout, |engine| engine.is_quiet()))
+            }
+            Mode::Shared(..) => true,
+        }
     }
 
-    /// Finish writes under way (bounded), stop the IO thread, release the directories. Idempotent.
+    /// Finish writes under way (bounded), stop the threads, release the directories. Idempotent.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| {
-            self.shell.stop(CLOSE_TIMEOUT);
-            if let Ok(mut running) = self.running.lock() {
-                drop(running.take());
-            }
+        py.detach(|| match &self.mode {
+            Mode::Own(opened) => opened.close(),
+            Mode::Shared(remote, _) => remote.close(),
         });
     }
 }
 
-impl PyEngine {
-    /// Per directory, which of its files was deleted under the engine.
-    fn missing_files(&self) -> Vec<Option<String>> {
-        let missing = |running: &Running| {
-            let files = running.locks.iter().map(DirectoryLock::missing_file);
-            files.collect()
-        };
-        let ended = || vec![None; self.devices.len()];
-        // Closing holds it for long: then it does not matter any more.
-        match self.running.try_lock().as_deref() {
-            Ok(Some(running)) => missing(running),
-            _ => ended(),
-        }
-    }
+/// Base and part for every 1,000 tokens, from milliseconds to nanoseconds.
+pub(crate) fn wait_ns((base, part): (f64, f64)) -> (u64, u64) {
+    let nanoseconds =
+        |ms: f64| Duration::from_secs_f64((ms / 1e3).clamp(0.0, 1e6)).as_nanos() as u64;
+    (nanoseconds(base), nanoseconds(part))
+}
 
-    fn open(
-        config: EngineConfig,
-        disks: Vec<(PathBuf, u64)>,
-        choice: IoEngineChoice,
-        io_depth: usize,
-        dir: &Path,
-    ) -> PyResult<Self> {
-        let host_bytes = config.host_bytes;
-        let (mut files, mut images, mut locks, mut devices) =
-            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for (path, capacity) in disks {
-            let directory = open(&path, capacity, random())
-                .map_err(|error| StoreError::new_err(error.to_string()))?;
-            let o_direct = directory.files.o_direct;
-            let (of_device, image, lock) = directory.into_parts();
-            devices.push(Device {
-                path,
-                capacity: image.capacity,
-                o_direct,
-                recovered: 0,
-            });
-            files.push(of_device);
-            images.push(image);
-            locks.push(lock);
-        }
-        let arena =
-            Arena::create(host_bytes).map_err(|error| ConfigError::new_err(error.to_string()))?;
-        let arena = Arc::new(arena);
-        let choice = if files.is_empty() {
-            IoEngineChoice::ThreadPool
-        } else {
-            choice
-        };
-        let (io, features) = open_io_engine(choice, io_depth, Arc::clone(&arena), files)
-            .map_err(|error| ConfigError::new_err(format!("io_engine: {error}")))?;
-        let generation = random();
-        let server = ArenaServer::start(dir, Arc::clone(&arena), generation)
-            .map_err(|error| ConfigError::new_err(format!("socket_dir: {error}")))?;
-        let mut engine = Engine::new(config);
-        let recovery = engine.attach_disks(images);
-        for (device, blocks) in devices.iter_mut().zip(engine.disk_blocks_by_device()) {
-            device.recovered = blocks;
-        }
-        let shell = Shell::start(engine, io)?;
-        Ok(Self {
-            shell: Arc::new(shell),
-            socket_path: server.path().to_owned(),
-            running: Mutex::new(Some(Running {
-                _server: server,
-                // Without it pages are populated when they are first used.
-                _prefault: prefault_in_background(Arc::clone(&arena)).ok(),
-                locks,
-            })),
-            generation,
-            arena,
-            devices,
-            recovery,
-            io: features,
-        })
+/// Where workers get a server's arena; nowhere before there was a session.
+pub(crate) fn arena_of(remote: &Remote) -> (PathBuf, u64, u128) {
+    let link = remote.link();
+    link.map_or_else(Default::default, |link| {
+        (link.socket, link.generation, link.session)
+    })
+}
+
+/// A server's report as a dict, empty if there is none yet.
+pub(crate) fn report<'py>(py: Python<'py>, json: Option<String>) -> PyResult<Bound<'py, PyAny>> {
+    let value = json.and_then(|json| serde_json::from_str(&json).ok());
+    match value {
+        Some(value) => to_python(py, &value),
+        None => Ok(PyDict::new(py).into_any()),
     }
 }
 
-fn stats_dict<'py>(
-    py: Python<'py>,
-    counters: &Counters,
-    gauges: &Gauges,
-) -> PyResult<Bound<'py, PyDict>> {
-    let stats = PyDict::new(py);
-    let seconds = |ns: u64| Duration::from_nanos(ns).as_secs_f64();
-    macro_rules! set {
-        ($from:ident: $($name:ident),* $(,)?) => {
-            $(stats.set_item(stringify!($name), $from.$name)?;)*
-        };
-    }
-    set!(gauges: host_capacity_bytes, host_used_bytes, host_pinned_bytes, host_blocks,
-        disk_capacity_bytes, disk_used_bytes, disk_blocks, disk_degraded, nodes, namespaces,
-        sessions, jobs, loads, saves, promotion_queue_bytes);
-    set!(counters: promotions, promotions_cancelled, disk_reads, disk_read_bytes, disk_writes,
-        disk_write_bytes, saved_blocks, deduplicated_blocks, refused_host_full, refused_disk_full,
-        refused_write_rate, refused_admission, refused_disk_degraded, host_evictions,
-        disk_evictions, checksum_failures, read_failures, write_failures, load_failures,
-        save_failures);
-    stats.set_item("promotion_seconds", seconds(counters.promotion_ns))?;
-    stats.set_item("disk_read_seconds", seconds(counters.disk_read_ns))?;
-    stats.set_item("disk_write_seconds", seconds(counters.disk_write_ns))?;
-    Ok(stats)
+/// What goes on in the server at a socket. Raises UndercroftError.
+#[pyfunction]
+#[pyo3(name = "server_status", signature = (socket, timeout_s = 5.0))]
+pub(crate) fn status(
+    py: Python<'_>,
+    socket: PathBuf,
+    timeout_s: f64,
+) -> PyResult<Bound<'_, PyAny>> {
+    let timeout = Duration::from_secs_f64(timeout_s.clamp(0.0, 3600.0));
+    let json = py
+        .detach(|| server_status(&socket, timeout))
+        .map_err(|error| UndercroftError::new_err(error.to_string()))?;
+    report(py, Some(json))
 }

@@ -2,10 +2,14 @@
 
 mod arena;
 mod bench;
+mod client;
 mod copier;
 mod engine;
 mod errors;
 mod inspect;
+mod json;
+mod opened;
+mod remote;
 mod replay;
 mod resolve;
 mod session;
@@ -18,9 +22,11 @@ mod _core {
     #[pymodule_export]
     use crate::bench::{bench_disk, bench_recover};
     #[pymodule_export]
+    use crate::client::PyClient;
+    #[pymodule_export]
     use crate::copier::PyCopier;
     #[pymodule_export]
-    use crate::engine::PyEngine;
+    use crate::engine::{PyEngine, status};
     #[pymodule_export]
     use crate::errors::{ConfigError, StoreError, UndercroftError};
     #[pymodule_export]

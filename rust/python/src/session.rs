@@ -1,14 +1,18 @@
 //! `_core.Session`: one vLLM engine's use of one namespace.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use slotmap::{Key, KeyData};
-use undercroft_core::engine::{Answer, Engine, Offer, SessionId, Transfer, TransferId};
+use undercroft_core::engine::{Answer, Engine, Extent, Offer, SessionId, TransferId};
 use undercroft_core::key::{BlockHash, HashSource};
 use undercroft_core::shell::Shell;
+use undercroft_wire::protocol::WireExtent;
+use undercroft_wire::{Client, Grant};
+
+use crate::engine::wait_ns;
 
 /// A Python list of hashes, read one by one.
 struct Hashes<'a, 'py>(&'a Bound<'py, PyList>);
@@ -23,34 +27,69 @@ impl HashSource for Hashes<'_, '_> {
     }
 }
 
-type PyTransfer<'py> = (u64, Vec<(u8, u32, Bound<'py, PyBytes>)>);
+type PyExtents<'py> = Vec<(u8, u32, Bound<'py, PyBytes>)>;
 
-fn to_python(py: Python<'_>, transfer: Transfer) -> PyTransfer<'_> {
-    let extents = transfer.extents.into_iter().map(|extent| {
-        let slots: Vec<u8> = extent
-            .slots
-            .iter()
-            .flat_map(|slot| slot.to_le_bytes())
-            .collect();
-        (extent.group, extent.first_block, PyBytes::new(py, &slots))
+/// (job id, generation of the arena, extents)
+type PyLoad<'py> = (u64, u64, PyExtents<'py>);
+
+/// (save, job id or 0, generation of the arena, extents, whether blocks were refused)
+type PyGrant<'py> = (u64, u64, u64, PyExtents<'py>, bool);
+
+fn extents(py: Python<'_>, extents: Vec<WireExtent>) -> PyExtents<'_> {
+    let extents = extents.into_iter().map(|(group, first_block, slots)| {
+        let slots: Vec<u8> = slots.iter().flat_map(|slot| slot.to_le_bytes()).collect();
+        (group, first_block, PyBytes::new(py, &slots))
     });
-    (transfer.id.data().as_ffi(), extents.collect())
+    extents.collect()
+}
+
+fn plain(extents: Vec<Extent>) -> Vec<WireExtent> {
+    let one = |extent: Extent| (extent.group, extent.first_block, extent.slots);
+    extents.into_iter().map(one).collect()
+}
+
+/// The engine, as a session of this process or of a server.
+enum Backend {
+    Embedded {
+        shell: Arc<Shell>,
+        generation: u64,
+        id: SessionId,
+        /// The last save's number; grants with their job ids.
+        grants: Mutex<(u64, Vec<(u64, Grant)>)>,
+    },
+    Served(Arc<Client>),
 }
 
 /// One vLLM engine's use of one namespace. Every call takes microseconds and never blocks on IO.
 #[pyclass(name = "Session", module = "undercroft._core", frozen)]
 pub(crate) struct PySession {
-    shell: Arc<Shell>,
-    id: SessionId,
+    backend: Backend,
     namespace: String,
 }
 
 impl PySession {
-    pub(crate) fn new(shell: Arc<Shell>, id: SessionId, namespace: String) -> Self {
+    pub(crate) fn embedded(
+        shell: Arc<Shell>,
+        generation: u64,
+        id: SessionId,
+        namespace: String,
+    ) -> Self {
+        let grants = Mutex::default();
         Self {
-            shell,
-            id,
+            backend: Backend::Embedded {
+                shell,
+                generation,
+                id,
+                grants,
+            },
             namespace,
+        }
+    }
+
+    pub(crate) fn served(client: Arc<Client>) -> Self {
+        Self {
+            namespace: client.namespace(),
+            backend: Backend::Served(client),
         }
     }
 }
@@ -64,53 +103,61 @@ impl PySession {
     }
 
     /// Start the lookup of a request, and the promotion of what lies on disk only. Idempotent.
-    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None))]
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None))]
     fn submit(
         &self,
         request_id: &str,
         hashes: &Bound<'_, PyList>,
         num_computed_tokens: u32,
         max_tokens: Option<u32>,
+        wait_ms: Option<(f64, f64)>,
     ) {
         let max = max_tokens.unwrap_or(u32::MAX);
-        self.shell.enter(|engine| {
-            engine.submit(
-                self.id,
-                request_id,
-                &Hashes(hashes),
-                num_computed_tokens,
-                max,
-            );
-        });
+        let (hashes, local, wait) = (&Hashes(hashes), num_computed_tokens, wait_ms.map(wait_ns));
+        match &self.backend {
+            Backend::Embedded { shell, id, .. } => {
+                shell.enter(|engine| {
+                    if let Some((base, part)) = wait {
+                        engine.limit_wait(*id, request_id, base, part);
+                    }
+                    engine.submit(*id, request_id, hashes, local, max);
+                });
+            }
+            Backend::Served(client) => client.submit(request_id, hashes, local, max, wait),
+        }
     }
 
     /// The deepest usable boundary in tokens from the start of the prompt, or None while pending.
-    #[pyo3(signature = (request_id, hashes, num_computed_tokens, max_tokens = None))]
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens, max_tokens = None, wait_ms = None))]
     fn poll(
         &self,
         request_id: &str,
         hashes: &Bound<'_, PyList>,
         num_computed_tokens: u32,
         max_tokens: Option<u32>,
+        wait_ms: Option<(f64, f64)>,
     ) -> Option<u32> {
-        let waits = |engine: &Engine| engine.waits(self.id, request_id, num_computed_tokens);
-        if self.shell.look(waits) == Some(true) {
-            return None;
-        }
         let max = max_tokens.unwrap_or(u32::MAX);
-        let answer = self.shell.enter(|engine| {
-            engine.poll(
-                self.id,
-                request_id,
-                &Hashes(hashes),
-                num_computed_tokens,
-                max,
-            )
-        });
-        match answer {
-            Some(Answer::Pending) => None,
-            Some(Answer::Ready(tokens)) => Some(tokens),
-            None => Some(0),
+        let (hashes, local, wait) = (&Hashes(hashes), num_computed_tokens, wait_ms.map(wait_ns));
+        match &self.backend {
+            Backend::Embedded { shell, id, .. } => {
+                let waits = |engine: &Engine| engine.waits(*id, request_id, local);
+                if shell.look(waits) == Some(true) {
+                    return None;
+                }
+                let answer = shell.enter(|engine| {
+                    if let Some((base, part)) = wait {
+                        engine.limit_wait(*id, request_id, base, part);
+                    }
+                    engine.poll(*id, request_id, hashes, local, max)
+                });
+                match answer {
+                    Some(Answer::Pending) => None,
+                    Some(Answer::Ready(tokens)) => Some(tokens),
+                    None => Some(0),
+                }
+            }
+            Backend::Served(client) => client.poll(request_id, hashes, local, max, wait),
         }
     }
 
@@ -118,17 +165,22 @@ impl PySession {
     /// Whether it is; ask `poll` then.
     fn wait(&self, py: Python<'_>, request_id: &str, timeout_s: f64) -> bool {
         let timeout = Duration::from_secs_f64(timeout_s.clamp(0.0, 3600.0));
-        py.detach(|| {
-            self.shell
-                .wait_until(timeout, |engine| !engine.is_pending(self.id, request_id))
+        py.detach(|| match &self.backend {
+            Backend::Embedded { shell, id, .. } => {
+                shell.wait_until(timeout, |engine| !engine.is_pending(*id, request_id))
+            }
+            Backend::Served(client) => client.wait(request_id, timeout),
         })
     }
 
     /// How many tokens of the request's prompt its last lookup found a chain for, usable or not.
     fn shared_tokens(&self, request_id: &str) -> u32 {
-        self.shell
-            .look(|engine| engine.shared_tokens(self.id, request_id))
-            .unwrap_or(0)
+        match &self.backend {
+            Backend::Embedded { shell, id, .. } => shell
+                .look(|engine| engine.shared_tokens(*id, request_id))
+                .unwrap_or(0),
+            Backend::Served(client) => client.shared_tokens(request_id),
+        }
     }
 
     /// Of the tokens after `num_computed_tokens`, how many came from (host, disk).
@@ -138,108 +190,185 @@ impl PySession {
         num_computed_tokens: u32,
         num_external_tokens: u32,
     ) -> (u32, u32) {
-        self.shell
-            .look(|engine| {
-                engine.sources(
-                    self.id,
-                    request_id,
-                    num_computed_tokens,
-                    num_external_tokens,
-                )
-            })
-            .unwrap_or((num_external_tokens, 0))
+        let (local, external) = (num_computed_tokens, num_external_tokens);
+        match &self.backend {
+            Backend::Embedded { shell, id, .. } => shell
+                .look(|engine| engine.sources(*id, request_id, local, external))
+                .unwrap_or((external, 0)),
+            Backend::Served(client) => client.sources(request_id, local, external),
+        }
     }
 
-    /// Pin the payloads of a load: (job id, per group (group, index of the first block, offsets)).
+    /// Pin the payloads of a load: (job id, arena generation, per group (group, first block, offsets)).
     fn begin_load<'py>(
         &self,
         py: Python<'py>,
         request_id: &str,
         num_computed_tokens: u32,
         num_external_tokens: u32,
-    ) -> Option<PyTransfer<'py>> {
-        let begun = self.shell.enter(|engine| {
-            engine.begin_load(
-                self.id,
-                request_id,
-                num_computed_tokens,
-                num_external_tokens,
-            )
-        });
-        begun.flatten().map(|transfer| to_python(py, transfer))
+    ) -> Option<PyLoad<'py>> {
+        let (local, external) = (num_computed_tokens, num_external_tokens);
+        let (job, generation, found) = match &self.backend {
+            Backend::Embedded {
+                shell,
+                id,
+                generation,
+                ..
+            } => {
+                let begun =
+                    shell.enter(|engine| engine.begin_load(*id, request_id, local, external));
+                let transfer = begun.flatten()?;
+                let job = transfer.id.data().as_ffi();
+                (job, *generation, plain(transfer.extents))
+            }
+            Backend::Served(client) => client.begin_load(request_id, local, external)?,
+        };
+        Some((job, generation, extents(py, found)))
     }
 
     /// All ranks have ended the copies of a load.
     fn end_load(&self, job_id: u64, ok: bool) {
-        self.end(job_id, ok);
+        match &self.backend {
+            Backend::Embedded { shell, .. } => end(shell, job_id, ok),
+            Backend::Served(client) => client.end_load(job_id, ok),
+        }
     }
 
-    /// Reserve slots for the blocks of the first `num_tokens` tokens that are not here yet.
+    /// Ask for slots for the blocks of the first `num_tokens` tokens that are not here yet: the number of
+    /// the save, which `grants` names in its answer; None if nobody can be asked.
     #[pyo3(signature = (request_id, hashes, num_tokens, offers = Vec::new()))]
-    fn begin_save<'py>(
+    fn begin_save(
         &self,
-        py: Python<'py>,
         request_id: &str,
-        hashes: &Bound<'py, PyList>,
+        hashes: &Bound<'_, PyList>,
         num_tokens: u32,
         offers: Vec<(u8, u32, u32)>,
-    ) -> Option<PyTransfer<'py>> {
-        let offers: Vec<Offer> = offers
-            .into_iter()
-            .map(|(group, first_block, end_block)| Offer {
-                group,
-                first_block,
-                end_block,
-            })
-            .collect();
-        let begun = self.shell.enter(|engine| {
-            engine.begin_save(self.id, request_id, &Hashes(hashes), num_tokens, &offers)
-        });
-        begun.flatten().map(|transfer| to_python(py, transfer))
+    ) -> Option<u64> {
+        match &self.backend {
+            Backend::Embedded {
+                shell,
+                id,
+                generation,
+                grants,
+            } => {
+                let offers = offers.iter().map(|&(group, first_block, end_block)| Offer {
+                    group,
+                    first_block,
+                    end_block,
+                });
+                let offers: Vec<Offer> = offers.collect();
+                let (transfer, refused) = shell.enter(|engine| {
+                    let hashes = &Hashes(hashes);
+                    let transfer = engine.begin_save(*id, request_id, hashes, num_tokens, &offers);
+                    (transfer, engine.save_refused(*id))
+                })?;
+                let mut grants = grants.lock().ok()?;
+                grants.0 += 1;
+                let save = grants.0;
+                let (job, extents) = transfer.map_or((0, Vec::new()), |transfer| {
+                    (transfer.id.data().as_ffi(), plain(transfer.extents))
+                });
+                grants.1.push((
+                    job,
+                    Grant {
+                        save,
+                        generation: *generation,
+                        refused,
+                        extents,
+                    },
+                ));
+                Some(save)
+            }
+            Backend::Served(client) => {
+                client.begin_save(request_id, &Hashes(hashes), num_tokens, &offers)
+            }
+        }
     }
 
-    /// Whether the last `begin_save` left out blocks for want of memory.
-    fn save_refused(&self) -> bool {
-        self.shell
-            .look(|engine| engine.save_refused(self.id))
-            .unwrap_or(false)
+    /// The answers to `begin_save` that have come since the last call: (save, job id or 0 if there is nothing
+    /// to copy, arena generation, per group (group, first block, offsets), whether blocks were left out for
+    /// want of memory).
+    fn grants<'py>(&self, py: Python<'py>) -> Vec<PyGrant<'py>> {
+        let found = match &self.backend {
+            Backend::Embedded { grants, .. } => {
+                let taken = grants
+                    .lock()
+                    .map(|mut grants| std::mem::take(&mut grants.1));
+                taken.unwrap_or_default()
+            }
+            Backend::Served(client) => {
+                let job = |grant: Grant| {
+                    let job = if grant.extents.is_empty() {
+                        0
+                    } else {
+                        grant.save
+                    };
+                    (job, grant)
+                };
+                client.grants().into_iter().map(job).collect()
+            }
+        };
+        let grant = |(job, grant): (u64, Grant)| {
+            let slots = extents(py, grant.extents);
+            (grant.save, job, grant.generation, slots, grant.refused)
+        };
+        found.into_iter().map(grant).collect()
     }
 
     /// All ranks have ended the copies of a save.
     fn end_save(&self, job_id: u64, ok: bool) {
-        self.end(job_id, ok);
+        match &self.backend {
+            Backend::Embedded { shell, .. } => end(shell, job_id, ok),
+            Backend::Served(client) => client.end_save(job_id, ok),
+        }
+    }
+
+    /// The lookup of a request is not needed any more. Idempotent.
+    fn discard(&self, request_id: &str) {
+        match &self.backend {
+            Backend::Embedded { shell, id, .. } => {
+                shell.enter(|engine| engine.discard(*id, request_id));
+            }
+            Backend::Served(client) => client.release(request_id),
+        }
     }
 
     /// The request has finished or was aborted. Idempotent.
-    fn discard(&self, request_id: &str) {
-        self.shell
-            .enter(|engine| engine.discard(self.id, request_id));
+    fn finish(&self, request_id: &str) {
+        match &self.backend {
+            Backend::Embedded { .. } => self.discard(request_id),
+            Backend::Served(client) => client.forget(request_id),
+        }
     }
 
     /// Drop everything of this namespace, durably. False if that could not be made durable in time.
     #[pyo3(signature = (timeout_s = 10.0))]
     fn reset(&self, py: Python<'_>, timeout_s: f64) -> bool {
         let timeout = Duration::from_secs_f64(timeout_s.clamp(0.0, 1e6));
-        py.detach(|| {
-            self.shell.enter(|engine| engine.reset(self.id));
-            self.shell
-                .wait_until(timeout, |engine| !engine.reset_pending())
-                && self
-                    .shell
-                    .enter(|engine| !engine.reset_failed())
-                    .unwrap_or(false)
+        py.detach(|| match &self.backend {
+            Backend::Embedded { shell, id, .. } => {
+                shell.enter(|engine| engine.reset(*id));
+                shell.wait_until(timeout, |engine| !engine.reset_pending())
+                    && shell
+                        .enter(|engine| !engine.reset_failed())
+                        .unwrap_or(false)
+            }
+            Backend::Served(client) => client.reset(timeout),
         })
     }
 
     /// End the session: all of its jobs and leases are freed. Idempotent.
-    fn close(&self) {
-        self.shell.enter(|engine| engine.close_session(self.id));
+    fn close(&self, py: Python<'_>) {
+        match &self.backend {
+            Backend::Embedded { shell, id, .. } => {
+                shell.enter(|engine| engine.close_session(*id));
+            }
+            Backend::Served(client) => py.detach(|| client.close()),
+        }
     }
 }
 
-impl PySession {
-    fn end(&self, job_id: u64, ok: bool) {
-        let id = TransferId::from(KeyData::from_ffi(job_id));
-        self.shell.enter(|engine| engine.end_transfer(id, ok));
-    }
+fn end(shell: &Shell, job_id: u64, ok: bool) {
+    let id = TransferId::from(KeyData::from_ffi(job_id));
+    shell.enter(|engine| engine.end_transfer(id, ok));
 }

@@ -73,9 +73,8 @@ impl Connection {
             source: errno.into(),
         };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-                .map_err(os)?;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+            .map_err(os)?;
         connect(&socket, &SocketAddrUnix::new(path).map_err(os)?).map_err(os)?;
         let found = sockopt::socket_peercred(&socket).map_err(os)?.uid.as_raw();
         let own = rustix::process::geteuid().as_raw();

@@ -130,9 +130,7 @@ pub fn first(bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
     };
     let header = Header::decode(head)?;
     let end = HEADER_BYTES + header.body_bytes as usize;
-    Ok(bytes
-        .get(HEADER_BYTES..end)
-        .map(|body| (header, body, end)))
+    Ok(bytes.get(HEADER_BYTES..end).map(|body| (header, body, end)))
 }
 
 /// A worker's request for the arena.
@@ -189,7 +187,10 @@ mod tests {
     #[test]
     fn the_bytes_are_fixed() {
         let bytes = attach_request(1);
-        assert_eq!(bytes[..16], *b"UCFT\x02\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00");
+        assert_eq!(
+            bytes[..16],
+            *b"UCFT\x02\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
+        );
     }
 
     #[test]

@@ -379,7 +379,8 @@ impl Service {
         let connection = self.connections.get_mut(id).ok_or(End::Closed)?;
         match (kind, connection.role) {
             (Kind::Attach, Role::New) => {
-                let token = <[u8; ATTACH_BODY_BYTES]>::try_from(body).map_err(|_| End::Malformed)?;
+                let token =
+                    <[u8; ATTACH_BODY_BYTES]>::try_from(body).map_err(|_| End::Malformed)?;
                 let token = u128::from_le_bytes(token);
                 if token != 0 && !self.sessions.worker_came(token) {
                     return Err(End::Refused);

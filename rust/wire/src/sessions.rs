@@ -208,15 +208,13 @@ impl Sessions {
                 session.pending.retain(|&pending| pending != request);
                 if let Some(lookup) = session.requests.get_mut(&request) {
                     lookup.asked = false;
-                    self.shell
-                        .enter(|engine| engine.discard(id, &lookup.name));
+                    self.shell.enter(|engine| engine.discard(id, &lookup.name));
                 }
             }
             Request::Forget { request } => {
                 session.pending.retain(|&pending| pending != request);
                 if let Some(lookup) = session.requests.remove(&request) {
-                    self.shell
-                        .enter(|engine| engine.discard(id, &lookup.name));
+                    self.shell.enter(|engine| engine.discard(id, &lookup.name));
                 }
             }
             Request::BeginLoad {

@@ -172,7 +172,14 @@ impl Table {
         }
         let idle = |job: &Job| matches!(job.state, State::Idle);
         if self.jobs.get(name).is_none_or(idle) {
-            self.send_lookup(name, hashes, (local_tokens, max_tokens), wait_ns, false, now);
+            self.send_lookup(
+                name,
+                hashes,
+                (local_tokens, max_tokens),
+                wait_ns,
+                false,
+                now,
+            );
         }
     }
 
@@ -317,7 +324,9 @@ impl Table {
         for (group, first, slots) in &ready.extents {
             let tokens = self.spec.groups.get(usize::from(*group))?.block_tokens;
             // A block counts if it ends after what the device holds, up to the boundary.
-            let skip = (local / tokens).saturating_sub(*first).min(u32::try_from(slots.len()).ok()?);
+            let skip = (local / tokens)
+                .saturating_sub(*first)
+                .min(u32::try_from(slots.len()).ok()?);
             let keep = (end / tokens).saturating_sub(*first + skip) as usize;
             let rest = &slots[skip as usize..];
             let kept = rest[..keep.min(rest.len())].to_vec();

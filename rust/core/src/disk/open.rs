@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -57,7 +57,7 @@ impl Directory {
                 .filter_map(|(name, file)| Some((name, file.ok()?)))
                 .collect(),
             path: self.path,
-            _lock: self.lock,
+            lock: self.lock,
         };
         (self.files, self.image, lock)
     }
@@ -69,13 +69,21 @@ pub struct DirectoryLock {
     path: PathBuf,
     /// Names and descriptors of the files that are open.
     files: Vec<(&'static str, OwnedFd)>,
-    _lock: File,
+    lock: File,
 }
 
 impl DirectoryLock {
     /// The directory.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Writes into the lock file at which socket the owner serves others.
+    ///
+    /// # Errors
+    /// If the file cannot be written: others then do not find the socket.
+    pub fn publish(&self, socket: &Path) -> std::io::Result<()> {
+        write_owner(&self.lock, Some(socket))
     }
 
     /// Says so if a file was deleted or replaced since it was opened: what is written now is lost when
@@ -337,23 +345,29 @@ fn take_lock(path: &Path) -> Result<File, StoreError> {
         .map_err(failed(path, "make the lock file private"))?;
     if rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive).is_err() {
         let mut owner = String::new();
-        // The pid is a courtesy: without it the message still says what to do.
-        let pid = match lock.read_to_string(&mut owner) {
-            Ok(_) => owner.trim().parse().unwrap_or(0),
-            Err(_) => 0,
-        };
+        // A courtesy: without it the message still says what to do.
+        let _ = lock.read_to_string(&mut owner);
+        let mut lines = owner.lines();
         return Err(StoreError::InUse {
             path: path.to_owned(),
-            pid,
+            pid: lines.next().and_then(|pid| pid.parse().ok()).unwrap_or(0),
+            socket: lines.next().map(PathBuf::from),
         });
     }
-    let write_pid = |lock: &mut File| {
-        lock.set_len(0)?;
-        lock.seek(SeekFrom::Start(0))?;
-        writeln!(lock, "{}", std::process::id())
-    };
-    write_pid(&mut lock).map_err(failed(path, "write the lock file"))?;
+    write_owner(&lock, None).map_err(failed(path, "write the lock file"))?;
     Ok(lock)
+}
+
+/// Writes who owns the lock: the process, and the socket of its engine. In one write, so that a reader
+/// sees all of it.
+fn write_owner(lock: &File, socket: Option<&Path>) -> std::io::Result<()> {
+    let mut owner = format!("{}\n", std::process::id()).into_bytes();
+    if let Some(socket) = socket {
+        owner.extend_from_slice(socket.as_os_str().as_encoded_bytes());
+        owner.push(b'\n');
+    }
+    lock.set_len(0)?;
+    lock.write_all_at(&owner, 0)
 }
 
 /// Makes a new store. The superblock comes last, under its name at once: what a crash leaves behind

@@ -213,7 +213,9 @@ impl Engine {
     pub fn from_disk(&self, session: SessionId, request: &str) -> Option<(u32, u32)> {
         let id = self.sessions.get(session)?.requests.get(request)?;
         let state = self.requests.get(*id)?;
-        let granule = self.namespaces[usize::from(state.ns)].spec.hash_block_tokens;
+        let granule = self.namespaces[usize::from(state.ns)]
+            .spec
+            .hash_block_tokens;
         let (after, to) = state.from_disk?;
         Some((after.saturating_mul(granule), to.saturating_mul(granule)))
     }

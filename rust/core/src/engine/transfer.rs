@@ -102,7 +102,12 @@ impl Engine {
 
     /// Where the payloads of a load of `(local_tokens, boundary]` lie, for a request whose last answer was
     /// Ready with that boundary. They stay there as long as the request keeps its answer.
-    pub fn leased_extents(&self, session: SessionId, request: &str, local_tokens: u32) -> Vec<Extent> {
+    pub fn leased_extents(
+        &self,
+        session: SessionId,
+        request: &str,
+        local_tokens: u32,
+    ) -> Vec<Extent> {
         let lease = self
             .sessions
             .get(session)

@@ -78,7 +78,9 @@ fn malformed_requests_are_closed_and_counted_and_harm_nobody() {
         let mut stream = UnixStream::connect(server.path()).unwrap();
         stream.write_all(request).unwrap();
         assert!(is_closed(&mut stream), "{request:?}");
-        until("counted", || server.counters().malformed == index as u64 + 1);
+        until("counted", || {
+            server.counters().malformed == index as u64 + 1
+        });
     }
     // Half a request, and one byte too many after a whole one.
     let mut half = UnixStream::connect(server.path()).unwrap();

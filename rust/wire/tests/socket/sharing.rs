@@ -25,7 +25,10 @@ fn what_one_client_saves_another_loads() {
     assert_eq!((*group, *first, slots.len()), (0, 2, 5));
     for (index, &slot) in (*first..).zip(slots) {
         let at = u64::try_from(slot).unwrap();
-        assert_eq!(rig.arena.read(at, 3).unwrap(), [u8::try_from(index).unwrap(); 3]);
+        assert_eq!(
+            rig.arena.read(at, 3).unwrap(),
+            [u8::try_from(index).unwrap(); 3]
+        );
     }
     until("the load keeps its slots", || rig.in_use()[1] == 1);
     reader.forget("r");
@@ -54,7 +57,10 @@ fn what_the_disk_owes_is_pending_and_its_answer_wakes_who_waits() {
     assert!(reader.wait("r", PATIENCE));
     assert_eq!(reader.poll("r", &prompt, 0, 8 * TOKENS, None), Some(128));
     assert_eq!(reader.sources("r", 0, 128), (0, 128));
-    assert_eq!(rig.shell.enter(|engine| engine.counters().disk_reads), Some(8));
+    assert_eq!(
+        rig.shell.enter(|engine| engine.counters().disk_reads),
+        Some(8)
+    );
     reader.forget("r");
     until("nothing is left", || rig.in_use() == [0; 4]);
 }
