@@ -40,31 +40,50 @@ class Engine:
         io_engine: str = "auto",
         io_depth: int = 32,
         runtime_dir: str | None = None,
+        socket: str | None = None,
         promotion_memory: int | None = None,
-        promotion_wait_ms: tuple[float, float] | None = None,
         min_load_tokens: int = 1,
         eviction_policy: str = "lru",
         disk_admission: str = "all",
         disk_write_rate: int = 0,
+        share: bool = False,
+        server_timeout_ms: float = 5.0,
+        lookup_spin_us: float = 200.0,
     ) -> Engine:
         """Open the engine.
 
         ``host_memory``: size of the arena in bytes. ``disks``: (directory, capacity in bytes) of each device.
         ``io_engine``: "auto", "io_uring" or "thread_pool". ``runtime_dir``: where the socket is made (default:
         $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>, mode 0700).
-        ``promotion_memory``: most bytes that reads from disk may hold at once (default: half of the arena).
-        ``promotion_wait_ms``: (base, per 1,000 tokens) after which a lookup answers with what is here; None waits for
-        all. The others are as in `undercroft.config`; ``disk_write_rate`` is in bytes per second, 0 for no limit.
+        ``socket``: exactly where instead. ``promotion_memory``: most bytes that reads from disk may hold at once
+        (default: half of the arena). ``share``: if a directory is in use by another engine of this user, use that one,
+        and take the directories over when it ends. The others are as in `undercroft.config`; ``disk_write_rate`` is in
+        bytes per second, 0 for no limit.
 
         Raises ConfigError, StoreError.
         """
 
     @property
-    def socket_path(self) -> str:
-        """Where workers get the arena's descriptor."""
+    def is_shared(self) -> bool:
+        """Whether another process owns the directories, and this one uses its engine (see ``share``)."""
 
     @property
-    def arena_generation(self) -> int: ...
+    def took_over(self) -> bool:
+        """Whether this process has taken the directories over from an engine that ended."""
+
+    @property
+    def arena(self) -> tuple[str, int, int]:
+        """Where workers get the arena: (socket, generation of the arena, token of the session, 0 if it is not shared).
+
+        The generation is another one whenever the arena is another one.
+        """
+
+    def link(self) -> tuple[str, str]:
+        """Whether the engine can be used ("up", "late", "down" or "refused"), and why not."""
+
+    def status(self) -> dict[str, Any]:
+        """What goes on: as `server_status`."""
+
     def register(
         self,
         description: str,
@@ -101,6 +120,55 @@ class Engine:
         """Finish writes under way (bounded), stop the IO thread, release the directories. Idempotent."""
 
 @final
+class Client:
+    """The engine of an `undercroft serve` on this host. It is connected in the background, again and again."""
+
+    def __new__(cls, socket: str, *, server_timeout_ms: float = 5.0, lookup_spin_us: float = 200.0) -> Client:
+        """Nothing is done yet. ``server_timeout_ms``: a server that owes a reply for longer counts as gone until it
+        answers. ``lookup_spin_us``: longest wait of `Session.poll` for a reply that is on its way."""
+
+    @property
+    def is_shared(self) -> bool: ...
+    @property
+    def took_over(self) -> bool: ...
+    @property
+    def arena(self) -> tuple[str, int, int]:
+        """As `Engine.arena`; ("", 0, 0) before there was a session."""
+
+    def register(
+        self,
+        description: str,
+        groups: list[tuple[str, int, int, int]],
+        hash_block_tokens: int,
+        alignment_tokens: int | None = None,
+        dropped_tokens: int = 0,
+    ) -> Session:
+        """The session: one for a client. As `Engine.register`.
+
+        If the server is not there the session is opened when it comes. Raises ConfigError if the server refuses it.
+        """
+
+    def stats(self) -> dict[str, Any]:
+        """As `Engine.stats`, of about a second ago; empty before there was a session."""
+
+    def info(self) -> dict[str, Any]:
+        """As `Engine.info`; empty before there was a session."""
+
+    def link(self) -> tuple[str, str]:
+        """Whether there is a session ("up", "late", "down" or "refused"), and why not."""
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+
+def server_status(socket: str, timeout_s: float = 5.0) -> dict[str, Any]:
+    """What goes on in the server at ``socket``. Raises UndercroftError if nobody answers there.
+
+    Keys: version, pid, uptime_s, socket, stats (`Engine.stats`), info (`Engine.info`), sessions (list of namespace,
+    connected, workers, jobs, pending, loads, saves), server (connections, workers, refused, malformed, lookups,
+    descriptors).
+    """
+
+@final
 class Session:
     """One vLLM engine's use of one namespace. Every call takes microseconds and never blocks on IO."""
 
@@ -109,21 +177,32 @@ class Session:
         """Digest of the namespace, hexadecimal."""
 
     def submit(
-        self, request_id: str, hashes: list[bytes], num_computed_tokens: int = 0, max_tokens: int | None = None
+        self,
+        request_id: str,
+        hashes: list[bytes],
+        num_computed_tokens: int = 0,
+        max_tokens: int | None = None,
+        wait_ms: tuple[float, float] | None = None,
     ) -> None:
         """Start the lookup of a request, and the promotion of what lies on disk only. Idempotent.
 
-        ``num_computed_tokens``, ``max_tokens``: as for `poll`.
+        ``num_computed_tokens``, ``max_tokens``, ``wait_ms``: as for `poll`.
         """
 
     def poll(
-        self, request_id: str, hashes: list[bytes], num_computed_tokens: int, max_tokens: int | None = None
+        self,
+        request_id: str,
+        hashes: list[bytes],
+        num_computed_tokens: int,
+        max_tokens: int | None = None,
+        wait_ms: tuple[float, float] | None = None,
     ) -> int | None:
         """The deepest usable boundary in tokens, counted from the start of the prompt, or None while it is pending.
 
         ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched. An answer not
         above it means that there is nothing to load. ``max_tokens``: the deepest boundary of use (a hit must stay
-        below the number of tokens). A request that was not submitted is submitted.
+        below the number of tokens). ``wait_ms``: (base, per 1,000 tokens) after which the answer is what host memory
+        holds; None waits for all. A request that was not submitted is submitted.
         """
 
     def wait(self, request_id: str, timeout_s: float) -> bool:
@@ -140,8 +219,8 @@ class Session:
 
     def begin_load(
         self, request_id: str, num_computed_tokens: int, num_external_tokens: int
-    ) -> tuple[int, list[tuple[int, int, bytes]]] | None:
-        """Pin the payloads of a load: (job id, per group (group, index of the first block, offsets)).
+    ) -> tuple[int, int, list[tuple[int, int, bytes]]] | None:
+        """Pin the payloads of a load: (job id, arena's generation, per group (group, first block's index, offsets)).
 
         ``offsets``: little-endian int64 arena offsets, one per block from that index on; -1 where the group needs no
         block (before a window). None if a payload has meanwhile gone: the caller must then report the load as failed.
@@ -152,23 +231,30 @@ class Session:
 
     def begin_save(
         self, request_id: str, hashes: list[bytes], num_tokens: int, offers: list[tuple[int, int, int]] = ...
-    ) -> tuple[int, list[tuple[int, int, bytes]]] | None:
-        """Reserve slots for the blocks of the first ``num_tokens`` tokens that are not here yet.
+    ) -> int | None:
+        """Ask for slots for the blocks of the first ``num_tokens`` tokens that are not here yet.
 
-        Returns (job id, per group (group, index of the first block, offsets)), -1 for a block that is here already or
-        that is refused; None if there is nothing to copy. What was refused (arena full of data in use) can be asked for
-        again. ``offers``: what the device holds of groups that are not full attention, as (group, first block, block
-        after the last); it is added to tokens that were saved before, too.
+        Returns the number of the save, whose answer comes from `grants`: at once from an engine in this process, soon
+        from a server. None if no server is there. ``offers``: what the device holds of groups that are not full
+        attention, as (group, first block, block after the last); it is added to tokens that were saved before, too.
         """
 
-    def save_refused(self) -> bool:
-        """Whether the last ``begin_save`` left out blocks for want of memory (they may be tried again)."""
+    def grants(self) -> list[tuple[int, int, int, list[tuple[int, int, bytes]], bool]]:
+        """The answers to `begin_save` that have come since the last call.
+
+        (number of the save, job id or 0 if there is nothing to copy, arena's generation, per group (group, index of the
+        first block, offsets), whether blocks were left out). An offset is -1 for a block that is here already or that
+        is left out. What was left out (arena full of data in use) can be asked for again.
+        """
 
     def end_save(self, job_id: int, ok: bool) -> None:
         """All ranks have ended the copies of a save: its payloads become visible, or are dropped."""
 
     def discard(self, request_id: str) -> None:
-        """The request has finished or was aborted: drop its lookup. Loads and saves under way go on. Idempotent."""
+        """The lookup of a request is not needed any more. Loads and saves under way go on. Idempotent."""
+
+    def finish(self, request_id: str) -> None:
+        """The request has finished or was aborted: forget it. Loads and saves under way go on. Idempotent."""
 
     def reset(self, timeout_s: float = 10.0) -> bool:
         """Drop everything of this namespace, durably. False if that could not be made durable in time."""
@@ -181,8 +267,11 @@ class Arena:
     """An engine's arena, mapped into this process (a worker's)."""
 
     @staticmethod
-    def attach(socket_path: str) -> Arena:
-        """Get the descriptor from the engine's socket (same uid only) and map it. Raises UndercroftError."""
+    def attach(socket_path: str, session: int = 0) -> Arena:
+        """Get the descriptor from the engine's socket (same uid only) and map it. Raises UndercroftError.
+
+        ``session``: the token of `Engine.arena`.
+        """
 
     @staticmethod
     def create(size: int) -> Arena:

@@ -125,6 +125,14 @@ def _paths(value: Any) -> tuple[str, ...]:
     return expanded
 
 
+def _server(value: Any) -> str:
+    text = _text(value)
+    path = text.removeprefix("unix://")
+    if text and (path == text or not path.startswith("/")):
+        raise ValueError("no address of a Unix socket")
+    return text
+
+
 def _promotion_wait(value: Any) -> PromotionWait:
     if value == "complete":
         return PromotionWait()
@@ -275,6 +283,21 @@ OPTIONS: tuple[Option, ...] = (
         _text, str,
     ),
     Option(
+        "server", "text", "", '"unix:///path" of a running `undercroft serve`',
+        "Use the engine of a server on this host, shared with other vLLMs, instead of one in this process.",
+        _server, str,
+    ),
+    Option(
+        "server_timeout_ms", "number", 5, "0.1 to 60000",
+        "A server or owner of the directory that owes a reply for longer counts as gone until it answers again.",
+        _number(0.1, 60_000), _text_number,
+    ),
+    Option(
+        "lookup_spin_us", "number", 200, "0 to 100000",
+        "Longest wait in the scheduler for a server's reply that is on its way.",
+        _number(0, 100_000), _text_number,
+    ),
+    Option(
         "socket_dir", "path", "", "a directory only this user can enter",
         "Where the engine's socket is made; by default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
         _text, str,
@@ -306,6 +329,9 @@ class UndercroftConfig:
     io_depth: int
     kv_layout: str
     namespace_salt: str
+    server: str
+    server_timeout_ms: float
+    lookup_spin_us: float
     socket_dir: str
 
     @classmethod
@@ -342,6 +368,12 @@ class UndercroftConfig:
             raise ConfigError(
                 f"undercroft: disk_capacity = {values['disk_capacity']} without a disk_path. "
                 "Set disk_path to a directory on a local disk, or leave disk_capacity out."
+            )
+        own = [name for name in ("disk_path", "disk_capacity", "host_memory") if name in given]
+        if values["server"] and own:
+            raise ConfigError(
+                f"undercroft: server = {values['server']!r} and {own[0]} = {values[own[0]]} together. "
+                f"With a server its own options say what it keeps where; leave out {' and '.join(own)}, or server."
             )
         return cls(**values)
 

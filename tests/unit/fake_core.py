@@ -15,8 +15,9 @@ class FakeEngine:
     def __init__(self, capacity: int = 10_000, **options):
         self.options = options
         self.capacity = capacity
-        self.socket_path = "/fake.sock"
-        self.arena_generation = 7
+        self.arena = ("/fake.sock", 7, 0)
+        self.is_shared = False
+        self.took_over = False
         self.closed = False
         self.counters = {"saved_blocks": 0, "host_used_bytes": 0}
 
@@ -31,6 +32,9 @@ class FakeEngine:
 
     def info(self):
         return {"host_memory": 1 << 30, "huge_pages": False, "disks": [], "io_engine": "thread_pool"}
+
+    def link(self):
+        return ("up", "")
 
     def close(self):
         self.closed = True
@@ -52,7 +56,7 @@ class FakeSession:
         self.saves: dict[int, list[tuple[tuple[int, bytes], int]]] = {}
         self.jobs = itertools.count(1)
         self.slots = itertools.count(0)
-        self.refused = False
+        self.granted: list[tuple] = []
         self.gone: set[str] = set()
         self.calls: list[tuple] = []
         self.closed = False
@@ -63,6 +67,8 @@ class FakeSession:
         """Everything is on disk only from now on."""
         self.disk.update(self.host)
 
+    is_slow = False
+    """Whether grants are on their way, as from a server."""
     delivers = False
     """Whether the disk delivers while somebody waits."""
 
@@ -79,7 +85,7 @@ class FakeSession:
             self.promote()
         return self.delivers
 
-    def submit(self, request_id, hashes, num_computed_tokens=0, max_tokens=None):
+    def submit(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None):
         self.calls.append(("submit", request_id, num_computed_tokens, max_tokens))
         self.lookups.setdefault(request_id, list(hashes))
 
@@ -98,7 +104,7 @@ class FakeSession:
             tokens = end * self.hash_tokens
         return tokens
 
-    def poll(self, request_id, hashes, num_computed_tokens, max_tokens=None):
+    def poll(self, request_id, hashes, num_computed_tokens, max_tokens=None, wait_ms=None):
         self.calls.append(("poll", request_id, num_computed_tokens))
         if request_id in self.failed:
             return 0
@@ -133,7 +139,7 @@ class FakeSession:
             plan.append((group, first, struct.pack(f"<{len(offsets)}q", *offsets)))
         job = next(self.jobs)
         self.loads[job] = request_id
-        return job, plan
+        return job, 7, plan
 
     def end_load(self, job_id, ok):
         self.calls.append(("end_load", job_id, ok))
@@ -146,7 +152,7 @@ class FakeSession:
 
     def begin_save(self, request_id, hashes, num_tokens, offers=()):
         self.calls.append(("begin_save", request_id, num_tokens))
-        self.refused = False
+        refused = False
         job, plan, taken = next(self.jobs), [], []
         for group, (_, block, _, _) in enumerate(self.groups):
             if not block:
@@ -157,7 +163,7 @@ class FakeSession:
                 if payload in self.host or payload in self.reserved:
                     offsets.append(-1)
                 elif len(self.host) + len(self.reserved) >= self.engine.capacity:
-                    self.refused = True
+                    refused = True
                     offsets.append(-1)
                 else:
                     slot = next(self.slots) * SLOT
@@ -165,13 +171,16 @@ class FakeSession:
                     taken.append((payload, slot))
                     offsets.append(slot)
             plan.append((group, 0, struct.pack(f"<{len(offsets)}q", *offsets)))
-        if not taken:
-            return None
-        self.saves[job] = taken
-        return job, plan
+        if taken:
+            self.saves[job] = taken
+        self.granted.append((job, job if taken else 0, 7, plan if taken else [], refused))
+        return job
 
-    def save_refused(self):
-        return self.refused
+    def grants(self):
+        if self.is_slow:
+            return []
+        granted, self.granted = self.granted, []
+        return granted
 
     def end_save(self, job_id, ok):
         self.calls.append(("end_save", job_id, ok))
@@ -183,6 +192,10 @@ class FakeSession:
 
     def discard(self, request_id):
         self.calls.append(("discard", request_id))
+        self.lookups.pop(request_id, None)
+
+    def finish(self, request_id):
+        self.calls.append(("finish", request_id))
         self.lookups.pop(request_id, None)
 
     def reset(self, timeout_s=10.0):

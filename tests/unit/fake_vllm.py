@@ -30,6 +30,7 @@ class Request:
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
     block_hashes: list[bytes] = field(default_factory=list)
+    kv_transfer_params: dict | None = None
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.tokens)

@@ -28,7 +28,7 @@ class World:
             groups,
             config,
             ranks,
-            lambda: ("/fake.sock", 7),
+            lambda: self.engine.arena,
             self.counts,
             lambda hook, error: self.errors.append((hook, error)),
         )

@@ -95,6 +95,9 @@ BAD = {
     "io_depth": [0, 1025, 3.0, "32", True],
     "kv_layout": ["LBHNC", None],
     "namespace_salt": [1, None],
+    "server": [1, "/run/undercroft.sock", "unix://run/x.sock", "tcp://localhost:1"],
+    "server_timeout_ms": [0, -1, "5", True, 60_001],
+    "lookup_spin_us": [-1, "200", True, 100_001],
     "socket_dir": [1, ["/tmp"]],
 }
 

@@ -40,15 +40,17 @@ class Client:
     def __init__(self, engine: _core.Engine) -> None:
         self.engine = engine
         self.session = engine.register(DESCRIPTION, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
-        self.arena = _core.Arena.attach(engine.socket_path)
+        socket, _, session = engine.arena
+        self.arena = _core.Arena.attach(socket, session)
         self.memory = np.ctypeslib.as_array((ctypes.c_uint8 * self.arena.size).from_address(self.arena.address))
 
     def save(self, hashes: list[bytes]) -> int:
         """Save a prefix; how many blocks were copied."""
-        plan = self.session.begin_save("save", hashes, len(hashes) * BLOCK)
-        if plan is None:
+        assert self.session.begin_save("save", hashes, len(hashes) * BLOCK)
+        [(_, job, _, extents, _)] = self.session.grants()
+        if not job:
             return 0
-        job, [(group, first, offsets)] = plan
+        [(group, first, offsets)] = extents
         assert group == 0
         slots = np.frombuffer(offsets, dtype="<i8")
         for index, slot in enumerate(slots.tolist(), first):
@@ -67,7 +69,8 @@ class Client:
             return 0
         plan = self.session.begin_load(request, local, boundary - local)
         assert plan is not None
-        job, [(_, first, offsets)] = plan
+        job, generation, [(_, first, offsets)] = plan
+        assert generation == self.engine.arena[1]
         slots = np.frombuffer(offsets, dtype="<i8").tolist()
         assert first == local // BLOCK
         assert len(slots) == (boundary - local) // BLOCK
@@ -221,7 +224,7 @@ def test_files_are_private_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
         with opened(tmp_path / "new") as engine:
-            socket = Path(engine.socket_path)
+            socket = Path(engine.arena[0])
             assert socket.stat().st_mode & 0o777 == 0o600
             assert socket.parent.stat().st_mode & 0o777 == 0o700
     finally:
@@ -239,4 +242,6 @@ def test_hashes_that_are_no_hashes_are_a_miss():
     with opened(None) as engine:
         session = engine.register(DESCRIPTION, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
         assert session.poll("a", [b"", b"x" * 33], 0) == 0
-        assert session.begin_save("a", [b""], BLOCK) is None
+        session.begin_save("a", [b""], BLOCK)
+        [(_, job, _, extents, refused)] = session.grants()
+        assert (job, extents, refused) == (0, [], False)

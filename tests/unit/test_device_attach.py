@@ -24,7 +24,7 @@ from undercroft.connector.worker import WorkerConnector
 
 SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-REQUEST = struct.pack("<4sHBBI", b"UCFT", 1, 1, 0, 0)
+REQUEST = struct.pack("<4sHBBI16x", b"UCFT", 2, 1, 0, 16)
 
 
 class Server:
@@ -37,7 +37,7 @@ class Server:
         if seals:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.bytes = mmap.mmap(self.fd, SIZE)
-        self.answer = answer or struct.pack("<4sHBBIQQ", b"UCFT", 1, 2, 0, 16, SIZE, generation)
+        self.answer = answer or struct.pack("<4sHBBIQQ", b"UCFT", 2, 2, 0, 16, SIZE, generation)
         self.connections: list[socket.socket] = []
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(self.path)
@@ -102,7 +102,7 @@ def test_the_connection_lives_as_long_as_copies_may(serve: Any) -> None:
     [
         ({"answer": b"HTTP/1.1 400 Bad Request....."}, "not an undercroft socket"),
         ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", 9, 2, 0, 16, SIZE, 1)}, "protocol version 9"),
-        ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", 1, 2, 0, 16, 2 * SIZE, 1)}, "expected a memfd of 2097152 bytes"),
+        ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", 2, 2, 0, 16, 2 * SIZE, 1)}, "expected a memfd of 2097152 bytes"),
         ({"seals": 0}, "sealed: false"),
     ],
     ids=["magic", "version", "size", "seals"],
@@ -121,7 +121,7 @@ def test_two_ranks_fill_a_payload_over_the_socket(serve: Any) -> None:
     server = serve(3)
     config = plan("LBHNC", [group("full", 3, full())])
     payload = b""
-    job = CopyJob(1, "r", [GroupCopy(0, np.array([4]), np.array([8192]))])
+    job = CopyJob(1, "r", 3, [GroupCopy(0, np.array([4]), np.array([8192]))])
     for rank in range(2):
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=2)
         vllm_config: Any = SimpleNamespace(parallel_config=parallel)
@@ -144,7 +144,7 @@ def test_an_arena_of_another_generation_is_not_used(serve: Any) -> None:
     vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1))
     worker = WorkerConnector(vllm_config, config)
     worker.register_kv_caches(allocate(config))
-    job = CopyJob(1, "r", [GroupCopy(0, np.array([4]), np.array([0]))])
+    job = CopyJob(1, "r", 4, [GroupCopy(0, np.array([4]), np.array([0]))])
     worker.start_load_kv(UndercroftMetadata(server.path, 4, loads=[job]))
     results = worker.get_transfer_results(set())
     assert results.finished_recving == results.failed_recving == {"r"}

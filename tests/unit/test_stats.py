@@ -19,6 +19,12 @@ class Engine:
         self.reads += 1
         return dict(self.values)
 
+    is_shared = False
+    took_over = False
+
+    def link(self):
+        return ("up", "")
+
     def info(self):
         return {"io_engine": "io_uring"}
 

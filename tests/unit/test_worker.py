@@ -28,7 +28,7 @@ class Host:
         self.attempts: list[str] = []
         self.now = 100.0
 
-    def attach(self, socket: str) -> Arena:
+    def attach(self, socket: str, session: int) -> Arena:
         self.attempts.append(socket)
         if socket not in self.arenas:
             raise UndercroftError(f"{socket}: nobody answers")
@@ -62,14 +62,14 @@ class Rank:
         return block_content(self.config, self.caches, 0, block)
 
 
-def job(number: int, blocks: list[int], slots: list[int], request: str = "r") -> CopyJob:
-    return CopyJob(number, request, [GroupCopy(0, np.array(blocks), np.array(slots))])
+def job(number: int, blocks: list[int], slots: list[int], request: str = "r", generation: int = 0) -> CopyJob:
+    return CopyJob(number, request, generation, [GroupCopy(0, np.array(blocks), np.array(slots))])
 
 
 def meta(
     socket: str = "/a", generation: int = 0, loads: list[CopyJob] | None = None, saves: list[CopyJob] | None = None
 ) -> UndercroftMetadata:
-    return UndercroftMetadata(socket, generation, loads or [], saves or [])
+    return UndercroftMetadata(socket, generation, loads=loads or [], saves=saves or [])
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_another_arena_is_attached_anew(host: Host) -> None:
 def test_an_arena_of_another_generation_is_refused(host: Host) -> None:
     one = Rank(host)
     one.worker.register_kv_caches(one.caches)
-    assert one.step(meta(generation=5, loads=[job(1, [3], [0])]))[:2] == ({"r"}, {"r"})
+    assert one.step(meta(generation=5, loads=[job(1, [3], [0], generation=5)]))[:2] == ({"r"}, {"r"})
 
 
 def test_results_of_the_old_arena_are_reported_after_a_change(host: Host) -> None:

@@ -41,7 +41,7 @@ class Runner:
         monkeypatch.setattr(worker, "make_copier", copier)
         config = vllm_config()
         self.connector = UndercroftConnector(config, KVConnectorRole.WORKER, self.config)
-        self.connector._worker = WorkerConnector(config, self.config, attach=lambda socket: self.arena)
+        self.connector._worker = WorkerConnector(config, self.config, attach=lambda socket, session: self.arena)
         module = {"V1": v1, "V2": v2}[version]
         monkeypatch.setattr(module, "get_kv_transfer_group", lambda: self.connector)
         monkeypatch.setattr(module, "get_forward_context", lambda: None)
@@ -94,7 +94,7 @@ def _scheduled(metadata: UndercroftMetadata) -> Any:
 
 
 def job(number: int, block: int, slot: int, request: str = "r") -> CopyJob:
-    return CopyJob(number, request, [GroupCopy(0, np.array([block]), np.array([slot]))])
+    return CopyJob(number, request, 0, [GroupCopy(0, np.array([block]), np.array([slot]))])
 
 
 @pytest.mark.parametrize("version", ["V1", "V2"])

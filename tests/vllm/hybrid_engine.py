@@ -80,8 +80,9 @@ class Crowd:
             self._count += 1
             hashes = [struct.pack("<Q24x", self._count)]
             assert self._session.poll("crowd", hashes, 0) == 0
-            job = self._session.begin_save("crowd", hashes, 16)
-            assert job is not None
-            self._session.end_save(job[0], True)
-            self._session.discard("crowd")
+            self._session.begin_save("crowd", hashes, 16)
+            [(_, job, _, _, _)] = self._session.grants()
+            assert job
+            self._session.end_save(job, True)
+            self._session.finish("crowd")
             assert self._engine.flush(30.0)

@@ -44,11 +44,12 @@ def measure(keys: int, rounds: int) -> dict[str, Any]:
 
 
 def _fill(session: Any, hashes: list[bytes], tokens: int) -> None:
-    saved = session.begin_save("fill", hashes, tokens)
-    if saved is None or session.save_refused():
+    session.begin_save("fill", hashes, tokens)
+    [(_, job_id, _, _, refused)] = session.grants()
+    if not job_id or refused:
         raise CommandError(f"the arena took fewer than {len(hashes)} blocks")
-    session.end_save(saved[0], True)
-    session.discard("fill")
+    session.end_save(job_id, True)
+    session.finish("fill")
 
 
 def _lookups(

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from undercroft._core import Engine
+    from undercroft._core import Client, Engine
     from undercroft.connector.worker import WorkerConnector
     from undercroft.threshold import HitThreshold, Rejection
 
@@ -82,7 +82,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._counts = Counts()
         self._reported: set[tuple[str, type]] = set()
-        self._engine: Engine | None = None
+        self._engine: Engine | Client | None = None
         self._engine_stats: EngineStats | None = None
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
@@ -124,12 +124,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 groups,
                 config,
                 self._vllm_config.parallel_config.world_size,
-                lambda: (engine.socket_path, engine.arena_generation),
+                lambda: engine.arena,
                 self._counts,
                 self._report,
             )
             self._engine_stats = EngineStats(engine)
-            logger.info(start_line(engine.info(), session.namespace))
+            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config)))
         except BaseException:
             engine.close()
             raise
@@ -404,3 +404,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Any:
         """See `WorkerConnector.build_connector_worker_meta`."""
         return None if self._worker is None else self._worker.build_connector_worker_meta()
+
+
+def _whose(engine: Engine | Client, config: UndercroftConfig) -> str:
+    """Whose engine it is, if it is not this process's."""
+    if config.server:
+        return f"server {config.server}"
+    if engine.is_shared:
+        return f"disk_path is in use, shared with the engine at {engine.arena[0]}"
+    return ""

@@ -21,6 +21,8 @@ class CopyJob:
 
     job_id: int
     request_id: str
+    generation: int
+    """Of the arena that the slots are in: in another arena they would be other bytes."""
     groups: list[GroupCopy]
 
 
@@ -32,6 +34,8 @@ class UndercroftMetadata(KVConnectorMetadata):
     """Path of the engine's Unix socket, from which a worker gets the arena's descriptor. Always set."""
     arena_generation: int = 0
     """Changes when the arena is another one (server restarted); the worker then attaches anew."""
+    arena_session: int = 0
+    """Token of the session that the worker attaches for; 0 where the engine is the scheduler's own."""
     loads: list[CopyJob] = field(default_factory=list)
     saves: list[CopyJob] = field(default_factory=list)
     failed_loads: list[str] = field(default_factory=list)

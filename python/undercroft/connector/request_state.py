@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from undercroft.request_params import LookupParams
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One request from its arrival (or first question) until it has finished."""
 
     request: Request
+    lookup: LookupParams
     local_tokens: int = 0
     """Tokens the device itself held when the scheduler last asked."""
     asked_at: float | None = None
@@ -28,6 +31,8 @@ class RequestState:
     """A load failed or a lookup was given up: this request computes its prompt from now on."""
     saved_hashes: int = 0
     """Units up to which saves have been asked for."""
+    saved_tokens: int = 0
+    """Tokens up to which slots were granted, or were not needed."""
     windows_kept: int = 0
     """Tokens up to which the windows before boundaries have been offered."""
     junction: int = 0

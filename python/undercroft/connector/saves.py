@@ -10,7 +10,7 @@ import numpy as np
 from undercroft.connector.metadata import CopyJob, GroupCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -29,28 +29,59 @@ class _Save:
     failed: bool = False
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A save whose slots have been asked for."""
+
+    request_id: str
+    num_tokens: int
+    tables: Sequence[Sequence[int]]
+    state_blocks: dict[tuple[int, int], int]
+    pinned: list[KVCacheBlock] | None = None
+    """Blocks that it may take, once it has to wait for its slots."""
+    abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """How a request for slots ended."""
+
+    request_id: str
+    num_tokens: int
+    refused: bool
+    """Blocks were left out that may be asked for again."""
+    job: CopyJob | None
+    """None if there is nothing to copy."""
+
+
 class Saves:
     """The saves that workers have not acknowledged yet.
 
     A save holds a reference on each of its source blocks in vLLM's block pool, so that neither a preemption nor a
-    finished request hands them to somebody else while they are being copied.
+    finished request hands them to somebody else while they are being copied. Slots come at once from an engine in this
+    process, a little later from a server: until then all blocks that the save may take are held.
     """
 
-    def __init__(self, session: Session, groups: Groups, world_size: int) -> None:
+    def __init__(
+        self, session: Session, groups: Groups, world_size: int, report: Callable[[str, Exception], None]
+    ) -> None:
+        """``report`` takes an error that was caught, and the hook it happened in."""
         self._session = session
         self._groups = groups
         self._world_size = world_size
+        self._report = report
         self._pool: BlockPool | None = None
+        self._asked: dict[int, _Asked] = {}
         self._saves: dict[int, _Save] = {}
 
     def __len__(self) -> int:
-        return len(self._saves)
+        return len(self._saves) + len(self._asked)
 
     def bind(self, pool: BlockPool) -> None:
         """The pool whose blocks are saved."""
         self._pool = pool
 
-    def begin(
+    def ask(
         self,
         request_id: str,
         block_hashes: list[Any],
@@ -58,11 +89,12 @@ class Saves:
         tables: Sequence[Sequence[int]],
         boundaries: Iterable[int] = (),
         states: Iterable[tuple[int, int, int]] = (),
-    ) -> CopyJob | None:
-        """Reserve slots for what of the first ``num_tokens`` is not here yet; None if there is nothing to copy.
+        saved_tokens: int = 0,
+    ) -> list[Granted]:
+        """Ask for slots for what of the first ``num_tokens`` is not here yet; what has been granted by now.
 
         ``tables``: per group, the request's device blocks by position. ``boundaries``: where the windows are kept.
-        ``states``: (group, device block, boundary) of states that the device holds.
+        ``states``: (group, device block, boundary) of states that the device holds. ``saved_tokens``: saved before.
         """
         groups = self._groups
         offers = window_offers(groups, tables, boundaries)
@@ -73,23 +105,72 @@ class Saves:
                     block = boundary // part.block_tokens - 1
                     state_blocks[index, block] = block_id
                     offers.append((index, block, block + 1))
-        plan = self._session.begin_save(request_id, groups.hashes(block_hashes), num_tokens, offers)
-        if plan is None:
-            return None
-        job_id, extents = plan
+        save = self._session.begin_save(request_id, groups.hashes(block_hashes), num_tokens, offers)
+        if save is None:
+            return [Granted(request_id, num_tokens, True, None)]
+        asked = self._asked[save] = _Asked(request_id, num_tokens, tables, state_blocks)
         try:
-            copies = [_group_copy(groups, *extent, tables, state_blocks) for extent in extents]
-            copies = _by_group(copy for copy in copies if len(copy.slots))
-            pinned = self._pin(copies)
+            granted = self.take()
+            if save in self._asked:
+                # The tables change, and their blocks go, before the slots come.
+                asked.tables = [list(table) for table in tables]
+                asked.pinned = self._pin(self._candidates(asked, offers, saved_tokens))
         except BaseException:
-            self._session.end_save(job_id, False)
+            asked.abandoned = True
             raise
-        if not copies:
-            # Every slot of this job was refused: nothing will ever be copied into it.
+        return granted
+
+    def take(self) -> list[Granted]:
+        """The saves that have got their slots, or none, since the last call."""
+        return [
+            self._granted(save, job_id, generation, extents, refused)
+            for save, job_id, generation, extents, refused in self._session.grants()
+        ]
+
+    def _granted(self, save: int, job_id: int, generation: int, extents: list[Any], refused: bool) -> Granted:
+        asked = self._asked.pop(save)
+        copies: list[GroupCopy] = []
+        try:
+            if job_id and not asked.abandoned:
+                parts = [_group_copy(self._groups, *extent, asked.tables, asked.state_blocks) for extent in extents]
+                copies = _by_group(copy for copy in parts if len(copy.slots))
+                if copies and self._is_held(copies, asked):
+                    self._saves[job_id] = _Save(self._pin(_blocks(copies)))
+                else:
+                    # Refused in whole, or blocks are wanted that may be others by now: they are asked for again.
+                    refused = refused or bool(copies)
+                    copies = []
+        except Exception as error:
+            # One request's trouble must not lose the other requests' copies of this step.
+            self._report("build_connector_meta", error)
+            copies = []
+        if job_id and not copies:
+            # Nothing will ever be copied into its slots.
             self._session.end_save(job_id, False)
-            return None
-        self._saves[job_id] = _Save(pinned)
-        return CopyJob(job_id, request_id, copies)
+        self._unpin(asked)
+        job = CopyJob(job_id, asked.request_id, generation, copies) if copies else None
+        return Granted(asked.request_id, asked.num_tokens, refused, job)
+
+    def _candidates(self, asked: _Asked, offers: Iterable[tuple[int, int, int]], saved_tokens: int) -> list[int]:
+        """Device blocks that the save may take."""
+        found = set(asked.state_blocks.values())
+        wanted = [(index, block) for index, first, end in offers for block in range(first, end)]
+        for index, part in enumerate(self._groups.parts):
+            if part.kind == "full":
+                blocks = range(saved_tokens // part.block_tokens, asked.num_tokens // part.block_tokens)
+                wanted += [(index, block) for block in blocks]
+        for index, block in wanted:
+            part = self._groups.parts[index]
+            table, position = asked.tables[part.group], part.position(block)
+            if part.kind != "state" and position < len(table):
+                found.add(table[position])
+        return sorted(found - {_NULL_BLOCK})
+
+    def _is_held(self, copies: Iterable[GroupCopy], asked: _Asked) -> bool:
+        if asked.pinned is None:
+            return True
+        held = {block.block_id for block in asked.pinned}
+        return held.issuperset(_blocks(copies))
 
     def acknowledge(self, answer: UndercroftWorkerMetadata) -> list[tuple[int, bool]]:
         """Take the ranks' answers, and let go of the blocks of saves that all ranks have ended.
@@ -113,26 +194,34 @@ class Saves:
 
     def abandon(self) -> None:
         """Let go of all device blocks at once. What is being copied from them is dropped when it is acknowledged."""
+        for asked in self._asked.values():
+            asked.abandoned = True
+            self._unpin(asked)
         for save in self._saves.values():
             save.failed = True
             self._unpin(save)
 
     def blocks_to_free(self) -> bool:
         """Whether an acknowledgement will return a block to the pool that nobody else holds."""
-        return any(block.ref_cnt == 1 for save in self._saves.values() for block in save.pinned)
+        held = [*self._saves.values(), *self._asked.values()]
+        return any(block.ref_cnt == 1 for save in held for block in save.pinned or ())
 
-    def _pin(self, copies: Iterable[GroupCopy]) -> list[KVCacheBlock]:
+    def _pin(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         if self._pool is None:
             raise RuntimeError("undercroft: a save before vLLM has bound its block pool")
-        blocks = [self._pool.blocks[block_id] for copy in copies for block_id in copy.block_ids.tolist()]
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
         return blocks
 
-    def _unpin(self, save: _Save) -> None:
+    def _unpin(self, save: _Save | _Asked) -> None:
         pinned, save.pinned = save.pinned, []
         if self._pool is not None and pinned:
             # As vLLM frees a request: the deepest block is the first to be reused.
             self._pool.free_blocks(reversed(pinned))
+
+
+def _blocks(copies: Iterable[GroupCopy]) -> list[int]:
+    return [block_id for copy in copies for block_id in copy.block_ids.tolist()]
 
 
 def window_offers(

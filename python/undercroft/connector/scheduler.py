@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from undercroft import compat
+from undercroft import compat, request_params
 from undercroft.connector.loads import plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from undercroft._core import Session
     from undercroft.config import UndercroftConfig
     from undercroft.connector.groups import Groups
+    from undercroft.connector.saves import Granted
     from undercroft.connector.stats import Counts
 
 LOOKUP_DEADLINE_S = 60.0
@@ -45,21 +46,22 @@ class SchedulerConnector:
         groups: Groups,
         config: UndercroftConfig,
         world_size: int,
-        arena: Callable[[], tuple[str, int]],
+        arena: Callable[[], tuple[str, int, int]],
         counts: Counts,
         report: Callable[[str, Exception], None],
     ) -> None:
         """Make the half of one scheduler.
 
-        ``arena`` tells the socket and generation that the workers attach to, ``report`` takes an error that was caught
-        and the hook it happened in.
+        ``arena`` tells the socket, generation and session that the workers attach to, ``report`` takes an error
+        that was caught and the hook it happened in.
         """
         self._report = report
         self._session = session
         self._groups = groups
         self._config = config
         self._arena = arena
-        self._saves = Saves(session, groups, world_size)
+        self._lookup = request_params.of_request(None, config)
+        self._saves = Saves(session, groups, world_size, report)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, int] = {}
         """Loads that the workers have not reported yet, by request; -1 for one that failed before it began."""
@@ -81,7 +83,7 @@ class SchedulerConnector:
         """Called once, when vLLM has built its own prefix cache."""
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
             self.completes_local_hits = compat.reconcile_local_hits(manager, self._completes)
-        if self._config.disk_path:
+        if self._config.disk_path or self._config.server:
             # Nothing is read from disk that the device holds already; without a disk the question is not worth asking.
             self._device_tokens = lambda request: compat.device_hit_tokens(manager, request)
 
@@ -89,13 +91,14 @@ class SchedulerConnector:
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived: start its lookup, and the reads from disk, before the scheduler comes to it."""
-        self._state(request)
+        state = self._state(request)
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
         limit = self._groups.align(request.num_tokens - 1)
         if limit > 0:
             local = self._device_tokens(request)
-            self._session.submit(request.request_id, self._groups.hashes(request.block_hashes), local, limit)
+            hashes = self._groups.hashes(request.block_hashes)
+            self._session.submit(request.request_id, hashes, local, limit, state.lookup.wait_ms)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``num_computed_tokens`` can be loaded; None while the disk still owes the answer.
@@ -113,8 +116,8 @@ class SchedulerConnector:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
         limit = state.limit
-        boundary = self._poll(request, num_computed_tokens, limit)
-        if boundary is None and self._config.lookup == "blocking":
+        boundary = self._poll(state, num_computed_tokens, limit)
+        if boundary is None and state.lookup.blocking:
             boundary = self._wait(state, num_computed_tokens, limit)
         if boundary is None:
             if time.perf_counter() - state.asked_at < LOOKUP_DEADLINE_S:
@@ -183,8 +186,9 @@ class SchedulerConnector:
         # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
-        metadata.arena_socket, metadata.arena_generation = arena
+        metadata.arena_socket, metadata.arena_generation, metadata.arena_session = arena
         try:
+            self._take(self._saves.take(), metadata)
             self._collect_saves(scheduler_output, metadata)
         except Exception as error:
             self._report("build_connector_meta", error)
@@ -240,7 +244,7 @@ class SchedulerConnector:
                 if num_hashes and (worth_it or state.partial_tails):
                     self._save(state, num_hashes, tables, self._metadata, states=state.partial_tails, finished=True)
         finally:
-            self._session.discard(request_id)
+            self._session.finish(request_id)
 
     def register_finished_partial_tail(self, request: Request, offered: list[tuple[int, int, int]]) -> None:
         """States (group, device block, boundary) at the end of a request whose `request_finished` follows."""
@@ -281,19 +285,27 @@ class SchedulerConnector:
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = self._requests[request.request_id] = RequestState(request, epoch=self._epoch)
+            lookup = self._lookup
+            if request.kv_transfer_params:
+                try:
+                    lookup = request_params.of_request(request.kv_transfer_params, self._config)
+                except request_params.InvalidParameterError as error:
+                    # The frontend refuses them; here the request is in the engine already.
+                    self._report("on_new_request", error)
+            state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
         return state
 
-    def _poll(self, request: Request, local_tokens: int, limit: int) -> int | None:
+    def _poll(self, state: RequestState, local_tokens: int, limit: int) -> int | None:
+        request = state.request
         hashes = self._groups.hashes(request.block_hashes)
-        return self._session.poll(request.request_id, hashes, local_tokens, limit)
+        return self._session.poll(request.request_id, hashes, local_tokens, limit, state.lookup.wait_ms)
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> int:
         """Wait for the disk, woken by the answer; what is not there in time is not loaded."""
         request = state.request
-        self._session.wait(request.request_id, self._config.lookup_timeout_ms / 1e3)
+        self._session.wait(request.request_id, state.lookup.timeout_s)
         state.deferred = True
-        boundary = self._poll(request, num_computed_tokens, limit)
+        boundary = self._poll(state, num_computed_tokens, limit)
         return self._give_up(state) if boundary is None else boundary
 
     def _give_up(self, state: RequestState) -> int:
@@ -315,7 +327,7 @@ class SchedulerConnector:
             limit = self._groups.align(request.num_tokens - 1)
             if state.lookup_failed or limit <= local_tokens:
                 return False
-            boundary = self._poll(request, local_tokens, limit)
+            boundary = self._poll(state, local_tokens, limit)
             return boundary is None or boundary - local_tokens >= max(1, self._config.min_load_tokens)
         except Exception as error:
             self._report("get_computed_blocks_for_connector", error)
@@ -377,13 +389,25 @@ class SchedulerConnector:
         num_tokens = num_hashes * self._groups.unit
         try:
             boundaries = self._kept_boundaries(state, num_tokens, finished)
-            job = self._saves.begin(request.request_id, request.block_hashes, num_tokens, tables, boundaries, states)
-            if job is not None:
-                metadata.saves.append(job)
-            state.save_refused = self._session.save_refused()
+            granted = self._saves.ask(
+                request.request_id, request.block_hashes, num_tokens, tables, boundaries, states, state.saved_tokens
+            )
+            self._take(granted, metadata)
         except Exception as error:
             # One request's trouble must not lose the other requests' copies of this step.
             self._report("build_connector_meta", error)
-            return
-        if not state.save_refused:
-            state.windows_kept = num_tokens
+
+    def _take(self, granted: Iterable[Granted], metadata: UndercroftMetadata) -> None:
+        """Hand saves that have their slots to the workers."""
+        for grant in granted:
+            if grant.job is not None:
+                metadata.saves.append(grant.job)
+            state = self._requests.get(grant.request_id)
+            if state is None:
+                continue
+            state.save_refused = grant.refused
+            if grant.refused:
+                state.saved_tokens = 0
+            else:
+                state.saved_tokens = max(state.saved_tokens, grant.num_tokens)
+                state.windows_kept = max(state.windows_kept, grant.num_tokens)

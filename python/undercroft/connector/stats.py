@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
-from undercroft.connector.health import DiskHealth
+from undercroft.connector.health import DiskHealth, LinkHealth
 
 if TYPE_CHECKING:
-    from undercroft._core import Engine
+    from undercroft._core import Client, Engine
 
 STATS_KEYS: dict[str, tuple[str, str]] = {
     # name: ("counter" since the start | "gauge" now, meaning)
@@ -174,13 +174,13 @@ class Counts:
 class EngineStats:
     """The engine's counters as differences, read at most once in ``interval`` seconds."""
 
-    def __init__(self, engine: Engine, interval: float = 1.0) -> None:
+    def __init__(self, engine: Engine | Client, interval: float = 1.0) -> None:
         self._engine = engine
         self._interval = interval
         self._last: dict[str, float] = {}
         self._due = 0.0
-        self._io_engine = str(engine.info().get("io_engine", ""))
         self._health = DiskHealth(engine)
+        self._link = LinkHealth(engine)
 
     def take(self, now: float, force: bool = False) -> dict[str, Any]:
         """What changed since the last reading, as the data of `UndercroftStats`; empty if it is too soon.
@@ -190,6 +190,10 @@ class EngineStats:
         if now < self._due and not force:
             return {}
         self._due = now + self._interval
+        self._link.check()
+        if self._engine.is_shared and not self._engine.took_over:
+            # Another process counts for all that share its engine.
+            return {}
         stats = self._engine.stats()
         self._health.check(stats.get("disk_degraded", 0))
         counters = {
@@ -199,4 +203,4 @@ class EngineStats:
         }
         gauges = {name: stats[name] for name in STATS_KEYS if name in GAUGES and name in stats}
         self._last = stats
-        return {"counters": counters, "gauges": gauges, "io_engine": self._io_engine}
+        return {"counters": counters, "gauges": gauges, "io_engine": str(self._engine.info().get("io_engine", ""))}

@@ -53,10 +53,10 @@ class WorkerConnector:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         *,
-        attach: Callable[[str], Arena] = Arena.attach,
+        attach: Callable[[str, int], Arena] = Arena.attach,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``attach``: gets the arena from an engine's socket. ``clock``: seconds, for waiting between attempts."""
+        """``attach``: gets the arena from a socket for a session. ``clock``: seconds, for waiting between attempts."""
         parallel = vllm_config.parallel_config
         # A payload holds one shard for each tensor-parallel rank; there is only one pipeline stage.
         self._rank = parallel.rank % parallel.tensor_parallel_size
@@ -66,7 +66,7 @@ class WorkerConnector:
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: DeviceLayout | None = None
         self._copier: DeviceCopier | None = None
-        self._arena_key: tuple[str, int] | None = None
+        self._arena_key: tuple[str, int, int] | None = None
         self._attach_failures = 0
         self._attach_after = 0.0
         self._running: dict[int, _Running] = {}
@@ -142,6 +142,8 @@ class WorkerConnector:
         ticket = self._next_ticket
         self._next_ticket += 1
         try:
+            if job.generation != metadata.arena_generation:
+                raise WorkerError("the engine's server was restarted, its arena is another one")
             queued = self._current_copier(metadata).submit(ticket, to_arena, job.groups)
         except Exception as error:
             # Nothing was queued, so nothing will copy; the engine must hear that the job is over.
@@ -154,7 +156,7 @@ class WorkerConnector:
         """The copier for the arena that the metadata names; attached at its first use."""
         if self._layout is None:
             raise WorkerError("the KV cache is not registered, or its layout was declined")
-        key = (metadata.arena_socket, metadata.arena_generation)
+        key = (metadata.arena_socket, metadata.arena_generation, metadata.arena_session)
         if key != self._arena_key:
             self._release_copier()
             self._arena_key = key
@@ -164,13 +166,13 @@ class WorkerConnector:
             self._copier = self._attached_copier(key, self._layout)
         return self._copier
 
-    def _attached_copier(self, key: tuple[str, int], layout: DeviceLayout) -> DeviceCopier:
+    def _attached_copier(self, key: tuple[str, int, int], layout: DeviceLayout) -> DeviceCopier:
         """A failure keeps the next attempt away: a frozen engine must not cost a wait in every step."""
-        socket, generation = key
+        socket, generation, session = key
         if self._clock() < self._attach_after:
             raise WorkerError(f"the arena at {socket} could not be attached; trying again later")
         try:
-            arena = self._attach(socket)
+            arena = self._attach(socket, session)
             if arena.generation != generation:
                 raise WorkerError(f"{socket} hands out arena {arena.generation}, expected {generation}")
             return make_copier(layout, arena, self._rank)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from undercroft import request_params
 from undercroft.threshold.engine import STOP_REASON
 from undercroft.threshold.params import NAME, InvalidThresholdError, of_request
 
@@ -41,7 +42,7 @@ def wrap_input_processor_init(original: Callable[..., None], uses_undercroft: Ca
 
 
 def wrap_process_inputs(original: Callable[..., Any], validation_error: type[Exception]) -> Callable[..., Any]:
-    """``InputProcessor.process_inputs`` that refuses invalid thresholds of every kind of request."""
+    """``InputProcessor.process_inputs`` that refuses invalid parameters of every kind of request."""
 
     @functools.wraps(original)
     def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,5 +135,8 @@ def make_rejected_state(request_state: type) -> type:
 def _checked(extra_args: dict[str, Any], validation_error: type[Exception]) -> None:
     try:
         of_request(extra_args)
+        request_params.check(extra_args.get("kv_transfer_params"))
     except InvalidThresholdError as error:
         raise validation_error(str(error), parameter=NAME) from None
+    except request_params.InvalidParameterError as error:
+        raise validation_error(str(error), parameter=error.name) from None

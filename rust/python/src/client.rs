@@ -65,6 +65,18 @@ impl PyClient {
         report(py, self.remote.client().map(|of| of.reports().0))
     }
 
+    /// Another process owns the engine: always true.
+    #[getter]
+    fn is_shared(&self) -> bool {
+        true
+    }
+
+    /// A client of a server never takes anything over: always false.
+    #[getter]
+    fn took_over(&self) -> bool {
+        false
+    }
+
     /// Whether there is a session ("up", "late", "down" or "refused"), and why not.
     fn link(&self) -> (&'static str, String) {
         self.remote.state()

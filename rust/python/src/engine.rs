@@ -79,7 +79,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (
         *, host_memory, disks = Vec::new(), io_engine = "auto", io_depth = 32, runtime_dir = None,
-        socket = None, promotion_memory = None, promotion_wait_ms = None, min_load_tokens = 1,
+        socket = None, promotion_memory = None, min_load_tokens = 1,
         eviction_policy = "lru", disk_admission = "all", disk_write_rate = 0, share = false,
         server_timeout_ms = 5.0, lookup_spin_us = 200.0,
     ))]
@@ -96,7 +96,6 @@ impl PyEngine {
         runtime_dir: Option<PathBuf>,
         socket: Option<PathBuf>,
         promotion_memory: Option<u64>,
-        promotion_wait_ms: Option<(f64, f64)>,
         min_load_tokens: u32,
         eviction_policy: &str,
         disk_admission: &str,
@@ -129,7 +128,6 @@ impl PyEngine {
             config: EngineConfig {
                 policy,
                 promotion_bytes: promotion_memory.unwrap_or(host_memory / 2),
-                promotion_wait_ns: promotion_wait_ms.map(wait_ns),
                 min_load_tokens,
                 second_touch,
                 write_rate: disk_write_rate,

@@ -314,7 +314,20 @@ impl Sessions {
         };
         let (id, requests) = (session.id, &session.requests);
         let mut found = Vec::new();
-        self.shell.enter(|engine| {
+        let shell = &self.shell;
+        let waits = |engine: &Engine| {
+            let waits = |request: &u64| {
+                let lookup = requests.get(request);
+                lookup.is_some_and(|lookup| lookup.waits(engine, id))
+            };
+            session.pending.iter().all(waits)
+        };
+        // A look: entering the engine would have it try again what waits for memory.
+        if shell.look(waits) == Some(true) {
+            self.settle_resets(token, out);
+            return;
+        }
+        shell.enter(|engine| {
             session.pending.retain(|request| {
                 let Some(lookup) = requests.get(request) else {
                     return false;
@@ -390,6 +403,15 @@ impl Session {
 }
 
 impl Lookup {
+    /// Whether the engine would say again that the disk owes the answer.
+    fn waits(&self, engine: &Engine, id: SessionId) -> bool {
+        if self.asked {
+            engine.waits(id, &self.name, self.local_tokens)
+        } else {
+            engine.is_pending(id, &self.name)
+        }
+    }
+
     /// The engine's answer; `None` while the disk owes it.
     fn answer(&self, engine: &mut Engine, id: SessionId) -> Option<Ready> {
         let (name, hashes) = (self.name.as_str(), &self.hashes);

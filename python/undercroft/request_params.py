@@ -1,0 +1,68 @@
+"""What one request may say of its lookup in vLLM's ``kv_transfer_params``: it goes before the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from undercroft.config import OPTIONS, PromotionWait
+
+if TYPE_CHECKING:
+    from undercroft.config import UndercroftConfig
+
+NAMES = ("lookup", "lookup_timeout_ms", "promotion_wait")
+"""Options of the configuration that a request may give too."""
+
+_OPTIONS = {option.name: option for option in OPTIONS if option.name in NAMES}
+
+
+class InvalidParameterError(ValueError):
+    """A parameter that cannot be used. The message names it, its value and what is allowed."""
+
+    def __init__(self, name: str, value: Any, reason: str) -> None:
+        super().__init__(f"kv_transfer_params.{name} = {value!r}: {reason}. Allowed: {_OPTIONS[name].allowed}.")
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class LookupParams:
+    """How one request's lookup is done."""
+
+    blocking: bool
+    """Wait for the disk in the scheduler, instead of being asked again."""
+    timeout_s: float
+    """Longest wait of a blocking lookup."""
+    wait_ms: tuple[float, float] | None
+    """How long the disk may take: base and part for every 1,000 tokens; None: as long as it takes."""
+
+
+def check(kv_transfer_params: Any) -> None:
+    """Raise InvalidParameterError if one of ours cannot be used; other connectors' parameters are left alone."""
+    _given(kv_transfer_params)
+
+
+def of_request(kv_transfer_params: Any, config: UndercroftConfig) -> LookupParams:
+    """The request's own values, else those of the configuration. Raises InvalidParameterError."""
+    given = _given(kv_transfer_params)
+    wait: PromotionWait = given.get("promotion_wait", config.promotion_wait)
+    return LookupParams(
+        blocking=given.get("lookup", config.lookup) == "blocking",
+        timeout_s=given.get("lookup_timeout_ms", config.lookup_timeout_ms) / 1e3,
+        wait_ms=None if wait.base_ms is None else (wait.base_ms, wait.per_1k_tokens_ms),
+    )
+
+
+def _given(kv_transfer_params: Any) -> dict[str, Any]:
+    if not isinstance(kv_transfer_params, Mapping):
+        return {}
+    given = {}
+    for name, option in _OPTIONS.items():
+        value = kv_transfer_params.get(name)
+        if value is None:
+            continue
+        try:
+            given[name] = option.parse(value)
+        except ValueError as error:
+            raise InvalidParameterError(name, value, str(error)) from None
+    return given

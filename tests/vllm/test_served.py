@@ -1,0 +1,123 @@
+"""Real engines whose cache is a server's, shared with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector_engine import LONG, OTHER, TOKENS, References
+from harness import Engine
+
+pytestmark = pytest.mark.vllm
+
+Make = Callable[..., Engine]
+MIB = 1 << 20
+PATIENT = {"server_timeout_ms": 30_000, "lookup_spin_us": 100_000}
+"""A loaded machine may take its time; what is tested is not the deadline."""
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path) -> References:
+    """What a vLLM without any cache generates."""
+    return References(llama, (LONG, TOKENS), (OTHER, TOKENS))
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts a server's engine in this process, always at the same socket."""
+    from undercroft import _core
+
+    servers: list[Any] = []
+
+    def start(**options: Any) -> Any:
+        socket = str(tmp_path / "run" / "serve.sock")
+        servers.append(_core.Engine(host_memory=64 * MIB, socket=socket, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def options(server: Any) -> dict[str, Any]:
+    return {"server": f"unix://{server.arena[0]}", **PATIENT}
+
+
+def at_rest(one: Engine, server: Any) -> None:
+    """Every copy is acknowledged, nothing is held any more, and the server knows it."""
+    one.idle_steps()
+    assert one.device_blocks_in_use() == 0
+    # The server's answer to this comes after all that was sent before.
+    assert one.connector._scheduler._session.poll("probe", [], 0) == 0
+    one.connector._scheduler._session.finish("probe")
+    assert server.flush(30.0)
+
+
+def test_what_one_engine_computed_another_loads(
+    engine: Make, llama: Path, reference: References, serve: Callable[..., Any]
+) -> None:
+    server = serve()
+    first = engine(llama, options(server))
+    assert first.generate(LONG, TOKENS).tokens == reference(LONG)
+    at_rest(first, server)
+    first.close()
+    second = engine(llama, options(server))
+    warm = second.generate(LONG, TOKENS)
+    assert (warm.cached, warm.tokens) == (896, reference(LONG))
+    at_rest(second, server)
+    mixed = second.generate(OTHER, TOKENS)
+    assert (mixed.cached, mixed.tokens) == (640, reference(OTHER))
+    at_rest(second, server)
+    assert second.reset_device_cache()
+    both = second.generate_all([LONG, OTHER], TOKENS)
+    assert [(one.cached, one.tokens) for one in both] == [(896, reference(LONG)), (1152, reference(OTHER))]
+    at_rest(second, server)
+    stats = server.stats()
+    assert (stats["jobs"], stats["loads"], stats["saves"], stats["host_pinned_bytes"]) == (0, 0, 0, 0)
+
+
+def test_a_server_that_restarts_costs_misses_only(
+    engine: Make, llama: Path, reference: References, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    disk = {"disks": [(str(tmp_path / "disk"), 256 * MIB)]}
+    server = serve(**disk)
+    one = engine(llama, options(server))
+    assert one.generate(LONG, TOKENS).tokens == reference(LONG)
+    at_rest(one, server)
+    server.close()
+    assert one.reset_device_cache()
+    cold = one.generate(LONG, TOKENS)
+    assert (cold.cached, cold.tokens) == (0, reference(LONG))
+    again = serve(**disk)
+    generation = again.arena[1]
+    while one.connector._engine.arena[1] != generation:
+        pass
+    assert one.reset_device_cache()
+    warm = one.generate(LONG, TOKENS)
+    assert (warm.cached, warm.tokens) == (896, reference(LONG))
+    at_rest(one, again)
+    assert again.stats()["disk_reads"] == 7
+
+
+def test_an_engine_that_finds_its_directory_in_use_shares_it_and_takes_it_over(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    from undercroft import _core
+
+    path = str(tmp_path / "cache")
+    owner = _core.Engine(host_memory=64 * MIB, disks=[(path, 256 * MIB)])
+    own = {"host_memory": "64MiB", "disk_path": path, "disk_capacity": "256MiB", **PATIENT}
+    one = engine(llama, own)
+    assert one.connector._engine.is_shared
+    assert one.generate(LONG, TOKENS).tokens == reference(LONG)
+    at_rest(one, owner)
+    assert owner.stats()["saved_blocks"] == 7
+    owner.close()
+    while not one.connector._engine.took_over or one.connector._engine.link()[0] != "up":
+        pass
+    assert one.reset_device_cache()
+    warm = one.generate(LONG, TOKENS)
+    assert (warm.cached, warm.tokens) == (896, reference(LONG))
