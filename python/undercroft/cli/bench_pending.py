@@ -73,11 +73,12 @@ def _fill(engine: Engine, prompts: list[list[int]]) -> None:
     try:
         session = _session(engine)
         for index, prompt in enumerate(prompts):
-            saved = session.begin_save(str(index), _hashes(prompt), BLOCKS * BLOCK_TOKENS)
-            if saved is None or session.save_refused():
+            session.begin_save(str(index), _hashes(prompt), BLOCKS * BLOCK_TOKENS)
+            [(_, job_id, _, _, refused)] = session.grants()
+            if not job_id or refused:
                 raise CommandError("the arena did not take all blocks")
-            session.end_save(saved[0], True)
-            session.discard(str(index))
+            session.end_save(job_id, True)
+            session.finish(str(index))
         if not engine.flush(60.0):
             raise CommandError("the disk did not take all blocks within a minute")
     finally:
@@ -123,7 +124,7 @@ def _connector(engine: Engine, config: UndercroftConfig) -> UndercroftConnector:
     connector._threshold = HitThreshold(config.cache_hit_threshold)
     groups = Groups(BLOCK_TOKENS, BLOCK_TOKENS, ("full",), (BLOCK_TOKENS,), (0,), 0)
     connector._scheduler = SchedulerConnector(
-        _session(engine), groups, config, 1, lambda: ("", 0), connector._counts, connector._report
+        _session(engine), groups, config, 1, lambda: engine.arena, connector._counts, connector._report
     )
     return connector
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from undercroft.connector.metadata import UndercroftWorkerMetadata
 
 _NULL_BLOCK = 0
+GRANT_TIMEOUT_S = 1.0
+"""Longest wait for the slots of a save. A server answers in a fraction of a millisecond, or has trouble."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,8 @@ class _Asked:
     state_blocks: dict[tuple[int, int], int]
     pinned: list[KVCacheBlock] | None = None
     """Blocks that it may take, once it has to wait for its slots."""
+    deadline: float = 0.0
+    """Until when it waits for them (monotonic seconds)."""
     abandoned: bool = False
 
 
@@ -115,20 +120,31 @@ class Saves:
                 # The tables change, and their blocks go, before the slots come.
                 asked.tables = [list(table) for table in tables]
                 asked.pinned = self._pin(self._candidates(asked, offers, saved_tokens))
+                asked.deadline = time.monotonic() + GRANT_TIMEOUT_S
         except BaseException:
-            asked.abandoned = True
+            self._asked.pop(save, None)
             raise
         return granted
 
     def take(self) -> list[Granted]:
         """The saves that have got their slots, or none, since the last call."""
-        return [
-            self._granted(save, job_id, generation, extents, refused)
-            for save, job_id, generation, extents, refused in self._session.grants()
-        ]
+        granted = []
+        for save, job_id, generation, extents, refused in self._session.grants():
+            if (asked := self._asked.pop(save, None)) is not None:
+                granted.append(self._granted(asked, job_id, generation, extents, refused))
+            elif job_id:
+                self._session.end_save(job_id, False)
+        if self._asked:
+            self._give_up(time.monotonic())
+        return granted
 
-    def _granted(self, save: int, job_id: int, generation: int, extents: list[Any], refused: bool) -> Granted:
-        asked = self._asked.pop(save)
+    def _give_up(self, now: float) -> None:
+        """A server that does not answer must not keep device blocks, nor vLLM stepping."""
+        for save in [save for save, asked in self._asked.items() if now > asked.deadline]:
+            self._unpin(self._asked.pop(save))
+            self._session.end_save(save, False)
+
+    def _granted(self, asked: _Asked, job_id: int, generation: int, extents: list[Any], refused: bool) -> Granted:
         copies: list[GroupCopy] = []
         try:
             if job_id and not asked.abandoned:

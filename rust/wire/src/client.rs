@@ -274,7 +274,11 @@ impl Client {
 
     /// Drops everything of the namespace; whether that was durable within `timeout`.
     pub fn reset(&self, timeout: Duration) -> bool {
-        let Some(ticket) = self.shared.with(Table::reset).flatten() else {
+        let Some(ticket) = self
+            .shared
+            .with(|table| table.reset(Instant::now()))
+            .flatten()
+        else {
             return false;
         };
         let mut ended = None;

@@ -355,6 +355,10 @@ impl Service {
                 Err(_) => return Err(End::Closed),
             };
             taken += bytes;
+            if matches!(connection.role, Role::Worker(_)) {
+                // Nothing is due from it but its end.
+                return Err(End::Malformed);
+            }
             connection.inbox.extend_from_slice(&self.scratch[..bytes]);
             let mut inbox = std::mem::take(&mut connection.inbox);
             let mut at = 0;

@@ -10,6 +10,8 @@ use undercroft_core::namespace::NamespaceSpec;
 use crate::protocol::{Ready, Reply, Request, WireExtent};
 
 mod lookups;
+#[cfg(test)]
+mod tests;
 mod transfers;
 
 /// How often the server is asked whether it is there: while a request waits for the disk, and else.

@@ -129,8 +129,10 @@ impl Table {
     }
 
     /// Asks to drop everything of the namespace; its number. `None` if the server is not there.
-    pub(crate) fn reset(&mut self) -> Option<u64> {
-        self.up.as_ref()?;
+    pub(crate) fn reset(&mut self, now: Instant) -> Option<u64> {
+        if self.up.is_none() || self.is_late(now) {
+            return None;
+        }
         // Answers from before must not be loaded any more.
         let names: Vec<Box<str>> = self.jobs.keys().cloned().collect();
         for name in names {
