@@ -158,9 +158,9 @@ def _store(directory: Path) -> None:
     engine = _core.Engine(host_memory=8 << 20, disks=[(str(directory), 32 << 20)])
     for name, blocks in (("one", 20), ("two", 10)):
         session = engine.register(json.dumps({"model": name}), [("full", 16, 8192, 0)], 16)
-        job = session.begin_save("a", [bytes([block]) * 32 for block in range(blocks)], blocks * 16)
-        assert job is not None
-        session.end_save(job[0], True)
+        session.begin_save("a", [bytes([block]) * 32 for block in range(blocks)], blocks * 16)
+        [(_, job, _, _, _)] = session.grants()
+        session.end_save(job, True)
     assert engine.flush()
     engine.close()
 

@@ -21,7 +21,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     lookup = _add(
         kinds, shared, "lookup", "lookups of a prefix that is wholly in host memory, as vLLM calls them", _lookup
     )
-    lookup.add_argument("--mode", choices=("embedded",), default="embedded", help="where the engine runs")
+    lookup.add_argument(
+        "--mode", choices=("embedded", "served"), default="embedded", help="where the engine runs (%(default)s)"
+    )
+    lookup.add_argument(
+        "--clients",
+        type=_positive,
+        default=1,
+        metavar="C",
+        help="served: with more than one, lookups a second of so many processes (%(default)s)",
+    )
     lookup.add_argument(
         "--keys", type=_positive, default=8192, metavar="N", help="block hashes of the prompt (%(default)s)"
     )
@@ -131,6 +140,12 @@ def _lookup(args: argparse.Namespace) -> dict[str, Any]:
         from undercroft.cli import bench_pending
 
         return bench_pending.measure(args.pending)
+    if args.mode == "served":
+        from undercroft.cli import bench_served
+
+        return bench_served.measure(args.keys, args.rounds, args.clients)
+    if args.clients > 1:
+        raise output.CommandError("--clients is for --mode served: an embedded engine has one scheduler")
     from undercroft.cli.bench_lookup import measure
 
     return measure(args.keys, args.rounds)

@@ -19,14 +19,14 @@ def measure(keys: int, rounds: int) -> dict[str, Any]:
     """Times of ``rounds`` lookups of a prefix of ``keys`` blocks in an embedded engine."""
     from undercroft import _core
 
-    hashes = [hashlib.sha256(index.to_bytes(8, "little")).digest() for index in range(keys)]
+    hashes = block_hashes(keys)
     tokens = keys * TOKENS_PER_BLOCK
     engine = _core.Engine(host_memory=keys * PAYLOAD_BYTES * 2 + (64 << 20))
     try:
         session = engine.register(
             "undercroft bench lookup", [("full", TOKENS_PER_BLOCK, PAYLOAD_BYTES, 0)], TOKENS_PER_BLOCK
         )
-        _fill(session, hashes, tokens)
+        fill(session, hashes)
         submit, poll, ready = _lookups(session, hashes, tokens, rounds)
         session.close()
     finally:
@@ -35,17 +35,25 @@ def measure(keys: int, rounds: int) -> dict[str, Any]:
         "mode": "embedded",
         "keys": keys,
         "rounds": rounds,
-        "submit_p50_us": _percentile(submit, 50) / 1e3,
-        "submit_p99_us": _percentile(submit, 99) / 1e3,
-        "poll_p50_ns": _percentile(poll, 50),
-        "ready_p50_us": _percentile(ready, 50) / 1e3,
-        "ready_p99_us": _percentile(ready, 99) / 1e3,
+        "submit_p50_us": percentile(submit, 50) / 1e3,
+        "submit_p99_us": percentile(submit, 99) / 1e3,
+        "poll_p50_ns": percentile(poll, 50),
+        "ready_p50_us": percentile(ready, 50) / 1e3,
+        "ready_p99_us": percentile(ready, 99) / 1e3,
     }
 
 
-def _fill(session: Any, hashes: list[bytes], tokens: int) -> None:
-    session.begin_save("fill", hashes, tokens)
-    [(_, job_id, _, _, refused)] = session.grants()
+def block_hashes(keys: int) -> list[bytes]:
+    """The hashes of the prompt that is looked up."""
+    return [hashlib.sha256(index.to_bytes(8, "little")).digest() for index in range(keys)]
+
+
+def fill(session: Any, hashes: list[bytes]) -> None:
+    """Save the prompt, whose bytes do not matter. Raises CommandError if not all of it is taken."""
+    session.begin_save("fill", hashes, len(hashes) * TOKENS_PER_BLOCK)
+    while not (grants := session.grants()):
+        time.sleep(0.001)
+    [(_, job_id, _, _, refused)] = grants
     if not job_id or refused:
         raise CommandError(f"the arena took fewer than {len(hashes)} blocks")
     session.end_save(job_id, True)
@@ -80,6 +88,7 @@ def _lookups(
     return submit, poll, ready
 
 
-def _percentile(values: list[float], percent: int) -> float:
+def percentile(values: list[float], percent: int) -> float:
+    """The value that ``percent`` of them do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

@@ -83,6 +83,21 @@ pub trait HashSource {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+    /// Appends the hashes from `from` on, one after the other, as far as they are usable and have the same
+    /// length: their number and length (0 if there is none).
+    fn append_from(&self, from: usize, out: &mut Vec<u8>) -> (usize, usize) {
+        let mut len = 0;
+        for index in from..self.len() {
+            let hash = self.get(index);
+            let usable = |hash: &BlockHash| len == 0 || hash.as_bytes().len() == len;
+            let Some(hash) = hash.filter(usable) else {
+                return (index - from, len);
+            };
+            len = hash.as_bytes().len();
+            out.extend_from_slice(hash.as_bytes());
+        }
+        (self.len().saturating_sub(from), len)
+    }
 }
 
 impl HashSource for [BlockHash] {

@@ -12,7 +12,7 @@ use undercroft_core::error::StoreError as CoreStoreError;
 use undercroft_core::io::IoEngineChoice;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::policy::PolicyKind;
-use undercroft_wire::{server_status, stats_json};
+use undercroft_wire::server_status;
 
 use crate::errors::{ConfigError, StoreError, UndercroftError};
 use crate::json::to_python;
@@ -223,13 +223,7 @@ impl PyEngine {
     /// Counters and gauges since the start, as one flat dict of numbers.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match &self.mode {
-            Mode::Own(opened) => {
-                let taken = opened
-                    .shell
-                    .enter(|engine| (*engine.counters(), engine.gauges()));
-                let (counters, gauges) = taken.unwrap_or_default();
-                to_python(py, &stats_json(&counters, &gauges))
-            }
+            Mode::Own(opened) => to_python(py, &opened.stats()),
             Mode::Shared(remote, _) => report(py, remote.client().map(|of| of.reports().1)),
         }
     }

@@ -6,6 +6,7 @@ mod client;
 mod copier;
 mod engine;
 mod errors;
+mod hashes;
 mod inspect;
 mod json;
 mod opened;

@@ -13,7 +13,7 @@ use undercroft_core::engine::{Engine, EngineConfig, Recovery};
 use undercroft_core::error::StoreError;
 use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
 use undercroft_core::shell::Shell;
-use undercroft_wire::{Served, Server, SocketError, SocketPlace};
+use undercroft_wire::{Served, Server, SocketError, SocketPlace, stats_json};
 
 /// How long closing waits for writes under way.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -161,6 +161,21 @@ impl Opened {
         facts.map_or(Value::Null, |facts| facts.info(&self.shell))
     }
 
+    /// Counters and gauges; a directory with a file deleted under it counts as degraded.
+    pub(crate) fn stats(&self) -> Value {
+        let taken = self
+            .shell
+            .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
+        let (counters, mut gauges, health) = taken.unwrap_or_default();
+        let facts = self.facts.lock().ok().and_then(|facts| facts.clone());
+        let devices = facts.iter().flat_map(|facts| &facts.devices);
+        gauges.disk_degraded += devices
+            .zip(health)
+            .filter(|(of, (health, _))| *health == Health::Good && of.lock.missing_file().is_some())
+            .count() as u64;
+        stats_json(&counters, &gauges)
+    }
+
     /// Finishes writes under way (bounded), stops the threads, releases the directories. Idempotent.
     pub(crate) fn close(&self) {
         if let Ok(mut server) = self.server.lock() {
@@ -187,7 +202,9 @@ impl Facts {
             .iter()
             .zip(health)
             .map(|(device, (health, fault))| {
+                let missing = device.lock.missing_file();
                 let name = match health {
+                    Health::Good if missing.is_some() => "file_missing",
                     Health::Good => "good",
                     Health::NoWrites { .. } => "no_writes",
                     Health::Failed { .. } => "failed",
@@ -198,7 +215,7 @@ impl Facts {
                     "o_direct": device.o_direct,
                     "blocks_recovered": device.recovered,
                     "health": name,
-                    "fault": fault.map(|fault| fault.to_string()),
+                    "fault": fault.map(|fault| fault.to_string()).or(missing),
                 })
             });
         json!({

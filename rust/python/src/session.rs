@@ -7,25 +7,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use slotmap::{Key, KeyData};
 use undercroft_core::engine::{Answer, Engine, Extent, Offer, SessionId, TransferId};
-use undercroft_core::key::{BlockHash, HashSource};
 use undercroft_core::shell::Shell;
 use undercroft_wire::protocol::WireExtent;
 use undercroft_wire::{Client, Grant};
 
 use crate::engine::wait_ns;
-
-/// A Python list of hashes, read one by one.
-struct Hashes<'a, 'py>(&'a Bound<'py, PyList>);
-
-impl HashSource for Hashes<'_, '_> {
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-    fn get(&self, index: usize) -> Option<BlockHash> {
-        let item = self.0.get_item(index).ok()?;
-        BlockHash::new(item.cast::<PyBytes>().ok()?.as_bytes())
-    }
-}
+use crate::hashes::Hashes;
 
 type PyExtents<'py> = Vec<(u8, u32, Bound<'py, PyBytes>)>;
 

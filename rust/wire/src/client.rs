@@ -403,21 +403,17 @@ fn open(shared: &Shared, socket: PathBuf) -> Result<Connection, ConnectError> {
 fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
     let mut closing: Option<Instant> = None;
     loop {
-        let mut frames = Vec::new();
         let pause = {
             let mut table = shared.lock()?;
             let pause = table.tick(Instant::now());
             if table.is_overfull() {
                 return None;
             }
-            if !connection.is_blocked() {
-                std::mem::swap(&mut frames, &mut table.outbox);
-            }
+            connection.queue(&mut table.outbox);
             // Under the lock: whoever adds a frame from now on wakes this thread.
             shared.asleep.store(true, Ordering::Release);
             pause
         };
-        connection.queue(&mut frames);
         if let Err(error) = connection.send() {
             return Some(error);
         }

@@ -93,9 +93,11 @@ impl Connection {
         })
     }
 
-    /// Frames to be sent next.
+    /// Takes frames to be sent next, if none are left, and gives the buffer of the last ones back.
     pub(crate) fn queue(&mut self, frames: &mut Vec<u8>) {
-        self.outbox.append(frames);
+        if self.outbox.is_empty() {
+            std::mem::swap(&mut self.outbox, frames);
+        }
     }
 
     /// Whether frames wait for the server to read.

@@ -5,7 +5,7 @@
 //! Numbers that name something (request, load, save) are the client's own and mean nothing to other
 //! connections: nobody can read or end what belongs to another.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX};
 use undercroft_core::namespace::NamespaceSpec;
 
@@ -22,7 +22,13 @@ pub struct Hashes<'a> {
     /// Length of each hash in bytes, 1 to 32.
     pub hash_bytes: u8,
     /// The hashes, one after the other.
+    #[serde(serialize_with = "in_one")]
     pub bytes: &'a [u8],
+}
+
+/// Serde would write a slice byte by byte.
+fn in_one<S: Serializer>(bytes: &&[u8], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_bytes(bytes)
 }
 
 impl Hashes<'_> {
@@ -38,6 +44,7 @@ impl Hashes<'_> {
         {
             return false;
         }
+        known.reserve(count);
         known.extend(self.bytes.chunks_exact(len).filter_map(BlockHash::new));
         true
     }

@@ -244,20 +244,10 @@ pub(super) fn collect<H: HashSource + ?Sized>(
     out: &mut Vec<u8>,
 ) -> (u32, u8) {
     out.clear();
-    let mut len = 0;
-    let mut count = 0;
-    for index in known as usize..hashes.len() {
-        let Some(hash) = hashes.get(index) else { break };
-        let bytes = hash.as_bytes();
-        if count == 0 {
-            len = bytes.len();
-            out.reserve(len * (hashes.len() - index));
-        } else if bytes.len() != len {
-            break;
-        }
-        out.extend_from_slice(bytes);
-        count += 1;
-    }
+    let (count, len) = hashes.append_from(known as usize, out);
     // Without a hash its length does not matter, but it must be one.
-    (count, u8::try_from(len.max(1)).unwrap_or(1))
+    (
+        u32::try_from(count).unwrap_or(u32::MAX),
+        u8::try_from(len.max(1)).unwrap_or(1),
+    )
 }
