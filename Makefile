@@ -118,12 +118,14 @@ bench: build  ## What this machine reaches, as tables (`undercroft bench`), then
 	$(BIN)/undercroft bench recover --path .run/bench
 	cargo bench --workspace
 
-# `make soak CRASHES=10000`: the tests that gain from more rounds.
+# `make soak CRASHES=10000 SOAK_SECONDS=3600`: the tests that gain from more rounds.
 CRASHES ?= 500
+SOAK_SECONDS ?= 60
 
 .PHONY: soak
-soak: | cargo  ## Kill the engine's process under load CRASHES times, checking every block after each
+soak: build  ## Kill the engine's process under load CRASHES times, then a server's clients for SOAK_SECONDS
 	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-core --test disk_tier -- crash:: --nocapture
+	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s tests/unit/test_serve_soak.py
 
 .PHONY: clean
 clean:  ## Remove what make made

@@ -57,6 +57,11 @@ class Option:
         """Name of the environment variable."""
         return ENV_PREFIX + self.name.upper()
 
+    @property
+    def flag(self) -> str:
+        """Name of the flag of a command that takes the option."""
+        return "--" + self.name.replace("_", "-")
+
 
 def _choice(*allowed: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
@@ -335,8 +340,13 @@ class UndercroftConfig:
     socket_dir: str
 
     @classmethod
-    def parse(cls, extra_config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> UndercroftConfig:
-        """Read all options; ``environ`` defaults to the process environment. Raises ConfigError."""
+    def parse(
+        cls, extra_config: Mapping[str, Any], environ: Mapping[str, str] | None = None, *, flags: bool = False
+    ) -> UndercroftConfig:
+        """Read all options; ``environ`` defaults to the process environment. Raises ConfigError.
+
+        ``flags``: the values are texts, or lists of texts, of a command's flags, and are called so in messages.
+        """
         environ = os.environ if environ is None else environ
         known = [option.name for option in OPTIONS]
         for key, value in extra_config.items():
@@ -350,16 +360,18 @@ class UndercroftConfig:
         for option in OPTIONS:
             if option.name in extra_config:
                 value = extra_config[option.name]
-                where = f"{option.name} = {value!r} in {EXTRA_CONFIG}"
+                is_text = flags and isinstance(value, str)
+                where = f"{option.flag} {value}" if flags else f"{option.name} = {value!r} in {EXTRA_CONFIG}"
             elif environ.get(option.env, "") != "":
                 value = environ[option.env]
+                is_text = True
                 where = f"environment variable {option.env} = {value!r}"
             else:
                 values[option.name] = option.parse(option.default)
                 continue
             given.add(option.name)
             try:
-                if option.name not in extra_config:
+                if is_text:
                     value = option.from_text(value)
                 values[option.name] = option.parse(value)
             except ValueError as error:

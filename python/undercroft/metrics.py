@@ -98,4 +98,18 @@ METRICS: tuple[Metric, ...] = (
            ("source",), {"rejected_request": ("request",), "rejected_global": ("global",)}),
     _one("hook_errors", "counter", "Errors caught in the connector's hooks."),
 )
+
+SERVER_METRICS: tuple[Metric, ...] = (
+    _one("sessions", "gauge", "Sessions that clients hold open."),
+    _one("jobs", "gauge", "Lookups under way."),
+    _one("loads", "gauge", "Loads under way."),
+    _one("saves", "gauge", "Saves under way."),
+    _one("connections", "gauge", "Connections, with that of this reading.", "server_connections"),
+    _one("attached_workers", "gauge", "Workers that have the host memory mapped.", "server_workers"),
+    _one("served_lookups", "counter", "Lookups that clients submitted.", "server_lookups"),
+    _one("refused_connections", "counter", "Connections refused: of another user, or too many.", "server_refused"),
+    _one("malformed_frames", "counter", "Malformed frames; each ended its connection.", "server_malformed"),
+    _one("open_descriptors", "gauge", "File descriptors that the server has open.", "server_descriptors"),
+)
+"""What a shared server exports besides; a key ``server_x`` is ``x`` of the server's own part of `Engine.status`."""
 # fmt: on

@@ -11,19 +11,20 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from undercroft.cli import bench, doctor, inspect, output
+from undercroft.cli import bench, doctor, inspect, output, serve, status
+from undercroft.config import ConfigError
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command."""
     parser = argparse.ArgumentParser(
-        prog="undercroft", description="Tiered KV cache for vLLM: look at this machine, at a cache directory, measure."
+        prog="undercroft", description="Tiered KV cache for vLLM: serve it, look at it and at this machine, measure."
     )
     parser.add_argument("--version", action="version", version=f"undercroft {metadata.version('undercroft')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    for module in (doctor, inspect, bench):
+    for module in (serve, status, doctor, inspect, bench):
         module.add_parser(commands, shared)
     return parser
 
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has gone; the interpreter must not write to the pipe again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except ConfigError as error:
+        print(f"undercroft: error: {str(error).removeprefix('undercroft: ')}", file=sys.stderr)
+        return 2
     except Exception as error:
         if not _is_expected(error):
             raise

@@ -1,0 +1,183 @@
+"""``undercroft serve``: the engine as a process of its own, shared by every vLLM of this user on the host."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from undercroft.cli.output import CommandError
+from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
+from undercroft.connector.embedded import start_line
+from undercroft.connector.health import DiskHealth
+
+if TYPE_CHECKING:
+    from undercroft._core import Engine
+
+logger = logging.getLogger(__name__)
+
+ENGINE_OPTIONS = (
+    "host_memory",
+    "disk_path",
+    "disk_capacity",
+    "promotion_memory",
+    "eviction_policy",
+    "disk_admission",
+    "disk_write_rate",
+    "io_engine",
+    "io_depth",
+)
+"""Of the options, those of the engine itself; the others are each vLLM's own."""
+# How often the engine is looked after.
+HEALTH_INTERVAL_S = 1.0
+
+
+def default_socket() -> str:
+    """Where the server listens if nothing else is said."""
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime_dir:
+        return str(Path(runtime_dir) / "undercroft" / "serve.sock")
+    return str(Path(os.environ.get("TMPDIR", "/tmp")) / f"undercroft-{os.getuid()}" / "serve.sock")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "serve",
+        help="run the engine as a process of its own, shared by every vLLM on this host",
+        description="Runs in the foreground until SIGTERM or SIGINT; a second signal ends it at once. Each option may "
+        "also be given in the environment, as UNDERCROFT_<NAME>. Exit code 0 after a signal.",
+    )
+    parser.add_argument(
+        "--socket",
+        type=absolute_path,
+        default=default_socket(),
+        metavar="PATH",
+        help='where it listens; vLLM is told "server": "unix://PATH" (%(default)s)',
+    )
+    parser.add_argument(
+        "--metrics",
+        type=_address,
+        metavar="[HOST:]PORT",
+        help="serve metrics over HTTP in Prometheus form, on 127.0.0.1 unless a host is given",
+    )
+    for option in OPTIONS:
+        if option.name in ENGINE_OPTIONS:
+            several = option.name == "disk_path"
+            default = f" Default: {option.default}." if option.default != [] else ""
+            parser.add_argument(
+                option.flag,
+                action="append" if several else "store",
+                metavar="DIR" if several else option.name.rpartition("_")[2].upper(),
+                help=f"{option.help} Allowed: {option.allowed}.{default}".replace("%", "%%"),
+            )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    for message in unknown_environment():
+        logger.warning(message)
+    given = {name: value for name in ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
+    config = UndercroftConfig.parse(given, flags=True)
+    stop = _stop_on_signal()
+    engine = _open_engine(config, args.socket)
+    with contextlib.closing(engine):
+        # It has no namespace of its own.
+        print(start_line(engine.info(), "").partition("; namespace")[0], flush=True)
+        if args.metrics is not None:
+            from undercroft import exporter
+
+            host, port = args.metrics
+            port = exporter.start(host, port, engine)
+            print(f"undercroft: metrics on http://{f'[{host}]' if ':' in host else host}:{port}/metrics", flush=True)
+        print(f"undercroft: ready on unix://{args.socket}", flush=True)
+        notify("READY=1")
+        _watch(engine, stop)
+        notify("STOPPING=1")
+        print("undercroft: stopping", flush=True)
+    return 0
+
+
+def absolute_path(path: str) -> str:
+    """A path as given on the command line, from the root on."""
+    return str(Path(path).expanduser().absolute())
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if separator and not host:
+        raise argparse.ArgumentTypeError(f"{text!r} names no host; 0.0.0.0{text} listens on all addresses")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither PORT nor HOST:PORT")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def _open_engine(config: UndercroftConfig, socket_path: str) -> Engine:
+    from undercroft import _core
+    from undercroft.sizing import resolve_sizes
+
+    sizes = resolve_sizes(config)
+    return _core.Engine(
+        socket=socket_path,
+        host_memory=sizes.host_memory,
+        disks=sizes.disks,
+        io_engine=config.io_engine,
+        io_depth=config.io_depth,
+        promotion_memory=sizes.promotion_memory,
+        eviction_policy=config.eviction_policy,
+        disk_admission=config.disk_admission,
+        disk_write_rate=config.disk_write_rate,
+    )
+
+
+def _stop_on_signal() -> threading.Event:
+    """An event that the first SIGTERM or SIGINT sets; the second ends the process at once.
+
+    A thread waits for them, so that they count while the engine opens or closes, and also where this process is
+    number 1 of a container, for which signals have no default.
+    """
+    stop = threading.Event()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        os.read(reader, 1)
+        stop.set()
+        os._exit(128 + os.read(reader, 1)[0])
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: None)
+    signal.set_wakeup_fd(writer)
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+    return stop
+
+
+def _watch(engine: Engine, stop: threading.Event) -> None:
+    """Until the end, say in the log when a disk stops or starts to work.
+
+    Raises CommandError if the engine has failed: to start anew is all that helps.
+    """
+    health = DiskHealth(engine)
+    while not stop.wait(HEALTH_INTERVAL_S):
+        stats = engine.stats()
+        if not stats["host_capacity_bytes"]:
+            raise CommandError("the engine has failed; its panic is in the log above")
+        health.check(stats["disk_degraded"])
+
+
+def notify(state: str) -> None:
+    """Tell systemd, if it asked to be told (sd_notify)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
+        # A leading @ stands for the zero byte of an abstract address.
+        notify.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)

@@ -1,0 +1,123 @@
+"""A real `undercroft serve` process: start, status, metrics, signals, and what a second one is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_process import ServeProcess, run
+from undercroft import _core
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def server(place: Path) -> Iterator[ServeProcess]:
+    """One server for the tests that leave it as it is."""
+    disk = ["--disk-path", str(place / "disk"), "--disk-capacity", "64MiB"]
+    with ServeProcess(place / "run" / "serve.sock", *disk, "--metrics", "0") as server:
+        yield server
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_it_says_what_it_found_and_where_it_is(server: ServeProcess, place: Path) -> None:
+    start, metrics, ready = server.printed
+    assert start.startswith("undercroft: host memory 64 MiB")
+    assert f"disk {place}/disk 61.5 MiB" in start
+    assert re.fullmatch(r"undercroft: metrics on http://127\.0\.0\.1:\d+/metrics", metrics)
+    assert ready == f"undercroft: ready on unix://{server.socket}"
+
+
+def test_only_its_user_can_come_near_the_socket(server: ServeProcess) -> None:
+    assert stat.S_ISSOCK(server.socket.stat().st_mode)
+    assert (mode(server.socket), mode(server.socket.parent)) == (0o600, 0o700)
+
+
+def test_status_answers(server: ServeProcess) -> None:
+    done = run("status", "--json", "--socket", str(server.socket))
+    assert (done.returncode, done.stderr) == (0, "")
+    status = json.loads(done.stdout)
+    assert (status["pid"], status["socket"]) == (server.process.pid, str(server.socket))
+    assert status["stats"]["host_capacity_bytes"] == 64 << 20
+    assert status["info"]["disks"][0]["health"] == "good"
+    assert status["sessions"] == []
+    assert status["rates"]["disk_read_bytes"] == 0
+    shown = run("status", "--socket", str(server.socket))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "64.0 MiB" in shown.stdout
+
+
+def test_metrics_can_be_scraped(server: ServeProcess) -> None:
+    url = server.printed[1].split()[-1]
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text = answer.read().decode()
+    assert 'vllm:undercroft_capacity_bytes{tier="host"} 6.7108864e+07' in text
+    assert "vllm:undercroft_connections 1.0" in text
+
+
+def test_a_second_server_on_the_socket_is_refused(server: ServeProcess, place: Path) -> None:
+    second = run("serve", "--socket", str(server.socket), "--host-memory", "64MiB")
+    assert (second.returncode, second.stdout, second.stderr.count("\n")) == (1, "", 1)
+    assert str(server.socket) in second.stderr
+    assert server.status()["pid"] == server.process.pid, "the first one is still there"
+
+
+def test_a_directory_in_use_is_refused_with_its_owner(server: ServeProcess, place: Path) -> None:
+    disk = ["--disk-path", str(place / "disk"), "--disk-capacity", "64MiB"]
+    second = run("serve", "--socket", str(place / "other.sock"), "--host-memory", "64MiB", *disk)
+    assert (second.returncode, second.stdout) == (1, "")
+    assert str(server.process.pid) in second.stderr
+
+
+def test_a_metrics_port_in_use_is_refused(server: ServeProcess, tmp_path: Path) -> None:
+    port = server.printed[1].rpartition(":")[2].partition("/")[0]
+    second = run("serve", "--socket", str(tmp_path / "s"), "--host-memory", "64MiB", "--metrics", port)
+    assert second.returncode == 1
+    assert f"metrics on 127.0.0.1 port {port}: Address already in use" in second.stderr
+    assert "ready" not in second.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    disk = tmp_path / "disk"
+    with ServeProcess(tmp_path / "serve.sock", "--disk-path", str(disk), UNDERCROFT_DISK_CAPACITY="64MiB") as server:
+        assert server.stop(number) == 0
+        assert server.process.stdout.read() == "undercroft: stopping\n"
+        assert server.process.stderr.read() == ""
+    engine = _core.Engine(host_memory=64 << 20, disks=[(str(disk), 64 << 20)], runtime_dir=str(tmp_path))
+    engine.close()
+    gone = run("status", "--socket", str(server.socket))
+    assert (gone.returncode, gone.stdout, gone.stderr.count("\n")) == (1, "", 1)
+    assert str(server.socket) in gone.stderr
+
+
+def test_the_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "serve.sock") as server:
+        server.process.kill()
+    with ServeProcess(tmp_path / "serve.sock") as server:
+        assert server.status()["pid"] == server.process.pid
+
+
+def test_a_frozen_server_is_told_from_a_running_one(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "serve.sock") as server:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        frozen = run("status", "--socket", str(server.socket))
+        assert (frozen.returncode, frozen.stdout, frozen.stderr.count("\n")) == (1, "", 1)
+        os.kill(server.process.pid, signal.SIGCONT)
+        assert server.status()["pid"] == server.process.pid

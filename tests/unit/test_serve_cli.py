@@ -1,0 +1,330 @@
+"""`undercroft serve` and `undercroft status` without a server: arguments, what is printed, metrics."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from undercroft import _core, exporter
+from undercroft.cli import main, serve, status
+from undercroft.config import OPTIONS, UndercroftConfig
+from undercroft.units import Amount
+
+STATUS = {
+    "version": "1.2.3",
+    "pid": 77,
+    "uptime_s": 100.0,
+    "socket": "/run/undercroft/serve.sock",
+    "stats": {
+        "host_capacity_bytes": 64 << 30,
+        "host_used_bytes": 16 << 30,
+        "host_blocks": 1000,
+        "host_evictions": 5,
+        "disk_capacity_bytes": 1 << 40,
+        "disk_used_bytes": 1 << 39,
+        "disk_blocks": 5000,
+        "disk_evictions": 6,
+        "disk_degraded": 1,
+        "jobs": 3,
+        "loads": 1,
+        "saves": 2,
+        "sessions": 1,
+        "promotion_queue_bytes": 4 << 20,
+        "disk_read_bytes": 10 << 20,
+        "disk_write_bytes": 20 << 20,
+        "saved_blocks": 40,
+        "checksum_failures": 9,
+    },
+    "info": {
+        "io_engine": "io_uring",
+        "disks": [
+            {"path": "/a", "capacity": 1 << 40, "health": "good", "fault": None},
+            {"path": "/b", "capacity": 1 << 40, "health": "no_writes", "fault": "No space left on device"},
+        ],
+    },
+    "sessions": [
+        {"namespace": "ab" * 32, "connected": True, "workers": 2, "jobs": 3, "pending": 1, "loads": 1, "saves": 2}
+    ],
+    "server": {"connections": 4, "workers": 2, "refused": 0, "malformed": 0, "lookups": 500, "descriptors": 21},
+}
+
+
+def later(seconds: float = 2.0, **server: int) -> dict:
+    """The same server some time afterwards, with 8 MiB read and 100 lookups more."""
+    reading = copy.deepcopy(STATUS)
+    reading["uptime_s"] += seconds
+    reading["stats"]["disk_read_bytes"] += 8 << 20
+    reading["server"]["lookups"] += 100
+    reading["server"] |= server
+    return reading
+
+
+def test_a_server_needs_no_vllm() -> None:
+    code = "import sys, undercroft.cli.main, undercroft.exporter; sys.exit('vllm' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def flags(*argv: str) -> argparse.Namespace:
+    return main.build_parser().parse_args(["serve", *argv])
+
+
+def test_each_flag_is_an_option_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(serve.ENGINE_OPTIONS) <= {option.name for option in OPTIONS}
+    with pytest.raises(SystemExit):
+        flags("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in OPTIONS:
+        assert (f"{option.flag} " in shown) == (option.name in serve.ENGINE_OPTIONS)
+        assert (" ".join(option.help.split()) in shown) == (option.name in serve.ENGINE_OPTIONS)
+
+
+def test_flags_win_over_the_environment() -> None:
+    given = {"disk_path": ["/a", "/b"], "disk_capacity": "1TiB", "io_depth": "8"}
+    environ = {"UNDERCROFT_IO_DEPTH": "16", "UNDERCROFT_HOST_MEMORY": "1GiB"}
+    config = UndercroftConfig.parse(given, environ, flags=True)
+    assert (config.disk_path, config.disk_capacity) == (("/a", "/b"), Amount(size=1 << 40))
+    assert (config.io_depth, config.host_memory) == (8, Amount(size=1 << 30))
+
+
+def test_disk_path_may_be_given_several_times() -> None:
+    assert flags("--disk-path", "/a", "--disk-path", "/b").disk_path == ["/a", "/b"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--host-memory", "12XB"], "undercroft: error: --host-memory 12XB: unknown unit 'XB'. Allowed: bytes"),
+        (["--io-depth", "many"], "undercroft: error: --io-depth many: not a number. Allowed: 1 to 1024."),
+        (["--eviction-policy", "lruu"], "(did you mean 'lru'?)"),
+        (["--disk-capacity", "1GiB"], "without a disk_path"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_the_flag(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["serve", *argv]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert message in printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9400", ("127.0.0.1", 9400)),
+        ("127.0.0.1:9400", ("127.0.0.1", 9400)),
+        ("0.0.0.0:1", ("0.0.0.0", 1)),
+        ("[::1]:9400", ("::1", 9400)),
+    ],
+)
+def test_metrics_are_on_loopback_unless_told_otherwise(text: str, address: tuple[str, int]) -> None:
+    assert flags("--metrics", text).metrics == address
+
+
+@pytest.mark.parametrize("text", [":9400", "host", "host:", "1:x", "65536", "-1", "9400 ", "٣"])
+def test_a_wrong_address_is_wrong_usage(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        flags(f"--metrics={text}")
+    assert ended.value.code == 2
+    assert repr(text) in capsys.readouterr().err
+
+
+def test_the_default_socket_is_where_the_user_has_runtime_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/5")
+    assert serve.default_socket() == "/run/user/5/undercroft/serve.sock"
+    assert flags().socket == main.build_parser().parse_args(["status"]).socket == serve.default_socket()
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("TMPDIR", "/somewhere")
+    monkeypatch.setattr("os.getuid", lambda: 5)
+    assert serve.default_socket() == "/somewhere/undercroft-5/serve.sock"
+
+
+def test_the_service_manager_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    abstract = f"undercroft-{tmp_path.name}"
+    for named, bound in ((str(tmp_path / "notify"), str(tmp_path / "notify")), (f"@{abstract}", f"\0{abstract}")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.settimeout(10)
+            manager.bind(bound)
+            monkeypatch.setenv("NOTIFY_SOCKET", named)
+            serve.notify("READY=1")
+            assert manager.recv(100) == b"READY=1"
+    monkeypatch.delenv("NOTIFY_SOCKET")
+    serve.notify("READY=1")
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[dict | Exception]:
+    """What the server answers, one after the other; time passes at once, and the last answer is an interrupt."""
+    answers: list[dict | Exception] = []
+
+    def answer(_socket: str, timeout_s: float) -> dict:
+        assert 0 < timeout_s <= 5
+        if not answers:
+            raise KeyboardInterrupt
+        reading = answers.pop(0)
+        if isinstance(reading, Exception):
+            raise reading
+        return reading
+
+    monkeypatch.setattr(_core, "server_status", answer, raising=False)
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    return answers
+
+
+def test_status_shows_sessions_jobs_tiers_rates_and_health(
+    readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    readings += [STATUS, later()]
+    assert main.main(["status", "--socket", "/run/undercroft/serve.sock"]) == 0
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert shown == [
+        "undercroft 1.2.3, pid 77, up 1.7 min, unix:///run/undercroft/serve.sock",
+        "4 connections, 2 workers, 21 descriptors, 600 lookups",
+        "under way: 3 lookups, 1 loads, 2 saves, 4.0 MiB to be read from disk",
+        "trouble: 9 checksum failures",
+        "",
+        "tier used capacity blocks evictions",
+        "host 16.0 GiB 64.0 GiB 1000 5",
+        "disk 512.0 GiB 1.0 TiB 5000 6",
+        "",
+        "disk capacity health trouble",
+        "/a 1.0 TiB good",
+        "/b 1.0 TiB no_writes No space left on device",
+        "",
+        "session connected workers jobs pending loads saves",
+        "abababababab yes 2 3 1 1 2",
+        "",
+        "rates: 50.0 lookups/s, 0.0 blocks saved/s, disk 4.0 MiB/s read, 0 B/s written",
+    ]
+
+
+def test_refused_and_malformed_are_shown_when_there_are_some(
+    readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    readings += [STATUS, later(refused=2, malformed=1)]
+    main.main(["status"])
+    assert "2 connections refused, 1 ended by a malformed frame" in capsys.readouterr().out
+
+
+def test_status_as_json_is_one_object_with_totals_and_rates(
+    readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    readings += [STATUS, later()]
+    assert main.main(["status", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    rates = shown.pop("rates")
+    assert shown == later()
+    assert (rates["disk_read_bytes"], rates["lookups"], rates["saved_blocks"]) == (4 << 20, 50, 0)
+    assert "host_used_bytes" not in rates
+
+
+def test_no_answer_is_exit_code_1(readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    readings.append(_core.UndercroftError("no server answers on /x"))
+    assert main.main(["status", "--socket", "/x"]) == 1
+    assert capsys.readouterr().err == "undercroft: error: no server answers on /x\n"
+
+
+def test_watching_outlasts_a_restart_and_makes_no_rates_over_it(
+    readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    restarted = later(-90) | {"pid": 78}
+    readings += [STATUS, later(), _core.UndercroftError("gone"), restarted, later(-80) | {"pid": 78}]
+    assert main.main(["status", "--json", "--watch", "0.5"]) == 130
+    printed = capsys.readouterr()
+    shown = [json.loads(line) for line in printed.out.splitlines()]
+    assert [reading["rates"] and reading["rates"]["lookups"] for reading in shown] == [None, 50, None, 0]
+    assert printed.err == "undercroft: gone\n"
+
+
+def test_rates_are_of_one_server_only() -> None:
+    assert status.with_rates(STATUS, later() | {"pid": 78})["rates"] is None
+
+
+STAND_IN = """
+import sys, threading
+from undercroft import _core
+from undercroft.cli import main
+
+class Engine:
+    def __init__(self, **options): pass
+    def info(self): return {"host_memory": 1 << 30}
+    def stats(self): return {"host_capacity_bytes": int(sys.argv[1]), "disk_degraded": 0}
+    def close(self): sys.argv[1] == "0" or threading.Event().wait()
+
+_core.Engine = Engine
+sys.exit(main.main(["serve", "--host-memory", "64MiB"]))
+"""
+
+
+def test_a_second_signal_ends_a_server_that_cannot_close() -> None:
+    with subprocess.Popen([sys.executable, "-c", STAND_IN, "1"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for wanted, number in (("ready", signal.SIGTERM), ("stopping", signal.SIGINT)):
+                assert any(wanted in line for line in iter(process.stdout.readline, ""))
+                process.send_signal(number)
+            assert process.wait(30) == 128 + signal.SIGINT
+        finally:
+            process.kill()
+
+
+def test_a_server_whose_engine_has_failed_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STAND_IN, "0"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "undercroft: error: the engine has failed; its panic is in the log above\n"
+
+
+class Served:
+    """As much of an engine as is scraped."""
+
+    def __init__(self) -> None:
+        self.reading = STATUS
+
+    def status(self) -> dict:
+        return self.reading
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
+    engine = Served()
+    port = exporter.start("127.0.0.1", 0, engine)
+    text = scrape(port)
+    for line in (
+        "# TYPE vllm:undercroft_transfer_bytes_total counter",
+        'vllm:undercroft_transfer_bytes_total{direction="load",tier="disk"} 1.048576e+07',
+        'vllm:undercroft_used_bytes{tier="host"} 1.7179869184e+10',
+        "vllm:undercroft_degraded_disks 1.0",
+        "vllm:undercroft_saved_blocks_total 40.0",
+        'vllm:undercroft_io_engine_info{io_engine="io_uring"} 1.0',
+        "vllm:undercroft_jobs 3.0",
+        "vllm:undercroft_connections 4.0",
+        "vllm:undercroft_served_lookups_total 500.0",
+        "vllm:undercroft_open_descriptors 21.0",
+    ):
+        assert line in text, text
+    assert "hit_tokens" not in text, "what vLLM's side counts is not the server's to tell"
+    engine.reading = later()
+    assert "vllm:undercroft_served_lookups_total 600.0" in scrape(port)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=rf"^metrics on 127.0.0.1 port {port}: Address already in use$"):
+            exporter.start("127.0.0.1", port, Served())
