@@ -14,8 +14,8 @@ const UNIT: u32 = IO_ALIGN as u32;
 /// How often an interrupted call (EINTR, EAGAIN) is repeated in a row.
 const RETRIES_MAX: u32 = 128;
 
-/// How often a call that moved less than a unit is repeated in a row.
-const STALLS_MAX: u32 = 3;
+/// How often a call that moved less than a unit is repeated in a row, interrupted calls included.
+const STALLS_MAX: u32 = 32;
 
 /// A request whose every field has been checked.
 #[derive(Debug)]
