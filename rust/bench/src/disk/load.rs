@@ -139,14 +139,19 @@ impl Reader {
         self.under_way.is_empty()
     }
 
+    /// Lookups that have ended.
+    pub(super) fn answered(&self) -> u64 {
+        self.latencies.len() as u64 + self.missed
+    }
+
     /// # Errors
     /// If a lookup missed: the figures would mean nothing.
     pub(super) fn check(&self) -> Result<(), BenchError> {
         if self.missed > 0 {
-            let answered = self.latencies.len();
             return Err(BenchError::Engine(format!(
-                "answered {answered} lookups and missed {}",
-                self.missed
+                "missed {} of {} lookups, as it does when the device stands still for a second",
+                self.missed,
+                self.answered()
             )));
         }
         Ok(())

@@ -283,7 +283,7 @@ impl DiskBench {
         let mut writer = Writer::new(&rig, added, 1, self.window());
         let elapsed = run(&rig, "reading and writing", |engine| {
             let all_read = reader.step(&rig, engine);
-            let most = reader.latencies.len() as u64 * MIXED.0 / MIXED.1 + 1;
+            let most = reader.answered() * MIXED.0 / MIXED.1 + 1;
             writer.step(&rig, engine, most) && all_read
         })?;
         reader.check()?;
