@@ -209,6 +209,7 @@ def test_start_line():
         "huge_pages": True,
         "disks": [{"path": "/cache", "capacity": 1 << 40, "o_direct": False, "blocks_recovered": 12}],
         "io_engine": "io_uring",
+        "registered_buffers": True,
     }
     assert start_line(info, "0123456789abcdef") == (
         "undercroft: host memory 16 GiB in huge pages; "
@@ -216,6 +217,9 @@ def test_start_line():
         "IO engine io_uring; namespace 0123456789ab"
     )
     assert "no disk tier" in start_line({"host_memory": 1 << 30}, "ab")
+    assert "io_uring without registered buffers (RLIMIT_MEMLOCK" in start_line(info | {"registered_buffers": False}, "")
+    refused = {"io_engine": "thread_pool", "io_fallback": "io_uring refused: no", "registered_buffers": False}
+    assert "thread_pool (io_uring refused: no);" in start_line(info | refused, "")
 
 
 def test_plugin_registers_once():

@@ -63,6 +63,15 @@ def start_line(info: dict[str, Any], namespace: str, where: str = "") -> str:
     if not info.get("disks"):
         parts.append("no disk tier")
     if info.get("io_engine"):
-        parts.append(f"IO engine {info['io_engine']}")
+        parts.append(f"IO engine {info['io_engine']}{_shortfall(info)}")
     parts.append(f"namespace {namespace[:12]}")
     return "undercroft: " + "; ".join(parts)
+
+
+def _shortfall(info: dict[str, Any]) -> str:
+    """Why the disk is not read and written as fast as it could be, if anything stands in the way."""
+    if reason := info.get("io_fallback"):
+        return f" ({reason})"
+    if info["io_engine"] == "io_uring" and info.get("disks") and not info.get("registered_buffers"):
+        return " without registered buffers (RLIMIT_MEMLOCK is too low)"
+    return ""

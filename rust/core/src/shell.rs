@@ -15,6 +15,21 @@ use crate::io::{IoCompletion, IoEngine, IoRequest, Waker};
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
 
+/// What tells the engine the time.
+pub trait Clock: std::fmt::Debug + Send + Sync {
+    /// Nanoseconds since the engine started; never goes back.
+    fn now_ns(&self) -> u64;
+}
+
+#[derive(Debug)]
+struct Monotonic(Instant);
+
+impl Clock for Monotonic {
+    fn now_ns(&self) -> u64 {
+        u64::try_from(self.0.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
 #[derive(Debug)]
 struct State {
     engine: Engine,
@@ -37,7 +52,7 @@ struct Shared {
     state: Mutex<State>,
     progress: Condvar,
     hook: OnceLock<Hook>,
-    started: Instant,
+    clock: Box<dyn Clock>,
     waker: Waker,
 }
 
@@ -50,8 +65,7 @@ impl Shared {
     }
 
     fn tell_time(&self, state: &mut State) {
-        let now = self.started.elapsed().as_nanos();
-        state.engine.set_now(u64::try_from(now).unwrap_or(u64::MAX));
+        state.engine.set_now(self.clock.now_ns());
     }
 }
 
@@ -68,6 +82,18 @@ impl Shell {
     /// # Errors
     /// If the thread cannot be started.
     pub fn start(engine: Engine, io: Box<dyn IoEngine>) -> std::io::Result<Self> {
+        Self::with_clock(engine, io, Box::new(Monotonic(Instant::now())))
+    }
+
+    /// The same by another clock, for tests.
+    ///
+    /// # Errors
+    /// As [`Shell::start`].
+    pub fn with_clock(
+        engine: Engine,
+        io: Box<dyn IoEngine>,
+        clock: Box<dyn Clock>,
+    ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
                 engine,
@@ -77,7 +103,7 @@ impl Shell {
             }),
             progress: Condvar::new(),
             hook: OnceLock::new(),
-            started: Instant::now(),
+            clock,
             waker: io.waker(),
         });
         let of_thread = Arc::clone(&shared);

@@ -9,3 +9,4 @@ mod damage;
 mod faults;
 mod rig;
 mod stores;
+mod threads;

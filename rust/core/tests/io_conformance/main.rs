@@ -182,6 +182,35 @@ fn errors_are_reported_and_pass(open: Open) {
     }
 }
 
+/// EAGAIN alone, on each kind of call: asked again for the same bytes, and nobody hears of it.
+fn a_busy_device_is_asked_again(open: Open) {
+    let busy = || [Verdict::Fail(Errno::AGAIN.raw_os_error())];
+    let script = Script::default()
+        .then(CallKind::Write, busy())
+        .then(CallKind::Read, busy())
+        .then(CallKind::Write, busy())
+        .then(CallKind::Sync, busy());
+    let mut bench = Bench::new(open, script.clone());
+    let bytes = pattern(3, 8 * UNIT);
+    bench.arena.write(0, &bytes).unwrap();
+    assert_eq!(bench.write(0, 0, bytes.len() as u32), Ok(checksum(&bytes)));
+    assert_eq!(bench.read(1 << 20, 0, &bytes), Ok(checksum(&bytes)));
+    let written = bench.one(meta(FileKind::Super, 0, &bytes[..4096], true));
+    assert_eq!(written, Ok(0));
+    assert!(script.is_used_up());
+    for (kind, operations) in [
+        (CallKind::Write, 2),
+        (CallKind::Read, 1),
+        (CallKind::Sync, 1),
+    ] {
+        let calls = script.calls(kind);
+        assert_eq!(calls.len(), 2 * operations, "{kind:?}");
+        for pair in calls.chunks(2) {
+            assert_eq!(pair[0], pair[1], "{kind:?}: the same again");
+        }
+    }
+}
+
 fn endless_interruptions_end(open: Open) {
     let again = std::iter::repeat_n(Verdict::Fail(Errno::AGAIN.raw_os_error()), 1000);
     let mut bench = Bench::new(open, Script::default().then(CallKind::Read, again));
@@ -542,6 +571,7 @@ macro_rules! conformance {
             short_reads_are_continued
             short_writes_are_continued
             errors_are_reported_and_pass
+            a_busy_device_is_asked_again
             endless_interruptions_end
             the_end_of_the_file_is_truncated
             a_flipped_bit_is_corrupt

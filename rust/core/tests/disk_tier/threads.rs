@@ -1,0 +1,107 @@
+//! The engine behind its threads, by a clock that the test sets.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use undercroft_core::arena::Arena;
+use undercroft_core::engine::{Answer, Engine, EngineConfig, SessionId};
+use undercroft_core::io::fault::FaultEngine;
+use undercroft_core::io::pool::ThreadPool;
+use undercroft_core::shell::{Clock, Shell};
+
+use crate::rig::{DEPTH, DISK, GRANULE, HOST, MODEL, Model, Open, PATIENCE, SECOND, dir};
+
+#[derive(Clone, Debug, Default)]
+struct Hand(Arc<AtomicU64>);
+
+impl Hand {
+    fn pass(&self, ns: u64) {
+        self.0.fetch_add(ns, Ordering::SeqCst);
+    }
+}
+
+impl Clock for Hand {
+    fn now_ns(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+/// What a request is told: at once, or when the disk has answered.
+fn ask(shell: &Shell, session: SessionId, prompt: u64, patient: bool) -> Answer {
+    let hashes = Model::hashes(prompt, 10);
+    let name = prompt.to_string();
+    let mut answer = Answer::Pending;
+    let mut look = |engine: &mut Engine| {
+        answer = engine.poll(session, &name, &hashes, 0, u32::MAX);
+        answer != Answer::Pending
+    };
+    if patient {
+        shell.wait_until(PATIENCE, look);
+    } else {
+        shell.enter(|engine| look(engine)).unwrap();
+    }
+    answer
+}
+
+/// Loads what a request was promised, and compares it.
+fn load(shell: &Shell, arena: &Arena, session: SessionId, prompt: u64) -> u32 {
+    let (hashes, name) = (Model::hashes(prompt, 10), prompt.to_string());
+    let transfer = shell
+        .enter(|engine| engine.begin_load(session, &name, 0, 10 * GRANULE))
+        .flatten()
+        .unwrap();
+    let found = MODEL.verify(arena, &hashes, &transfer);
+    shell.enter(|engine| {
+        engine.end_transfer(transfer.id, true);
+        engine.discard(session, &name);
+    });
+    found
+}
+
+#[test]
+fn a_disk_that_answers_after_ten_seconds_holds_up_nobody() {
+    let (_guard, store) = dir();
+    Open::new(std::slice::from_ref(&store)).plain().save(1, 10);
+    let directory = undercroft_core::disk::open::open(&store, DISK, 1).unwrap();
+    let (files, image, _lock) = directory.into_parts();
+    let arena = Arc::new(Arena::create(HOST).unwrap());
+    let pool = ThreadPool::new(DEPTH, Arc::clone(&arena), vec![files]).unwrap();
+    let (io, device) = FaultEngine::new(pool);
+    let config = EngineConfig::new(HOST);
+    let stall_ns = config.stall_ns;
+    let mut engine = Engine::new(config);
+    engine.attach_disks(vec![image]);
+    let session = engine.open_session(MODEL.spec()).unwrap();
+    let clock = Hand::default();
+    let shell = Shell::with_clock(engine, Box::new(io), Box::new(clock.clone())).unwrap();
+
+    device.hang();
+    assert_eq!(ask(&shell, session, 1, false), Answer::Pending);
+    // Meanwhile others save, and are served from memory.
+    let hashes = Model::hashes(2, 10);
+    let save = |engine: &mut Engine| engine.begin_save(session, "2", &hashes, 10 * GRANULE, &[]);
+    let transfer = shell.enter(save).flatten().unwrap();
+    MODEL.fill(&arena, &hashes, &transfer);
+    shell.enter(|engine| engine.end_transfer(transfer.id, true));
+    assert_eq!(ask(&shell, session, 2, false), Answer::Ready(10 * GRANULE));
+    assert_eq!(load(&shell, &arena, session, 2), 10);
+
+    clock.pass(stall_ns - 1);
+    assert_eq!(ask(&shell, session, 1, false), Answer::Pending);
+    clock.pass(1);
+    assert_eq!(
+        ask(&shell, session, 1, false),
+        Answer::Ready(0),
+        "it computes"
+    );
+    shell.enter(|engine| engine.discard(session, "1"));
+
+    clock.pass(10 * SECOND - stall_ns);
+    device.release();
+    assert!(shell.wait_until(PATIENCE, |engine| engine.is_quiet()));
+    let answer = ask(&shell, session, 1, true);
+    assert_eq!(answer, Answer::Ready(10 * GRANULE));
+    assert_eq!(load(&shell, &arena, session, 1), 10);
+    let gauges = shell.enter(|engine| engine.gauges()).unwrap();
+    assert_eq!((gauges.jobs, gauges.disk_degraded), (0, 0));
+}
