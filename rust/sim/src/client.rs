@@ -66,7 +66,13 @@ impl World {
         });
         if self.models[namespace].must_reset {
             self.models[namespace].must_reset = false;
-            self.reset(self.sessions.len() - 1);
+            if self.random.chance(500) {
+                let model = &mut self.models[namespace];
+                model.epoch = model.entered;
+                self.note(|| format!("the weights of before in namespace {namespace}"));
+            } else {
+                self.reset(self.sessions.len() - 1);
+            }
         }
         Ok(())
     }

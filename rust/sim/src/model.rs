@@ -19,7 +19,12 @@ pub(crate) struct Model {
     pub(crate) hash_bytes: usize,
     /// Counts the weights: payloads of different epochs differ.
     pub(crate) epoch: u64,
-    /// A reset was not durable when the engine ended: it is repeated before anything else.
+    /// The latest weights of all.
+    newest: u64,
+    /// The weights whose payloads a restart finds, or none.
+    pub(crate) entered: u64,
+    /// A reset was not durable when the engine ended: before anything else it is repeated, or the
+    /// weights of before come back.
     pub(crate) must_reset: bool,
     /// There was a reset since the engine started: nothing survives its end.
     pub(crate) was_reset: bool,
@@ -107,6 +112,8 @@ impl Model {
             spec,
             hash_bytes: random.pick(&[16, 32]),
             epoch: 0,
+            newest: 0,
+            entered: 0,
             must_reset: false,
             was_reset: false,
             stored: HashSet::new(),
@@ -154,7 +161,8 @@ impl Model {
 
     /// The weights change.
     pub(crate) fn advance(&mut self) {
-        self.epoch += 1;
+        self.newest += 1;
+        self.epoch = self.newest;
         self.was_reset = true;
         self.stored.clear();
     }

@@ -145,6 +145,9 @@ impl World {
         for model in &mut self.models {
             if model.was_reset {
                 model.stored.clear();
+                if !model.must_reset {
+                    model.entered = model.epoch;
+                }
             }
             model.was_reset = false;
         }

@@ -143,7 +143,7 @@ impl Engine {
         found
     }
 
-    /// The slot that a record describes, if it makes sense.
+    /// The slot that a record describes, if it makes sense. It may lie beyond the capacity of today.
     fn slot_of(&self, found: &Found) -> Option<(Class, u64)> {
         let Found { device, record, .. } = found;
         let (group, at) = (usize::from(record.group), usize::from(*device));
@@ -156,9 +156,7 @@ impl Engine {
             return None;
         }
         let class = namespace.disk_class[at][group]?;
-        let slots = &self.disks[at].slots;
-        let offset = bytes(record.slot);
-        (offset + slots.slot_bytes(class) <= slots.capacity()).then_some((class, offset))
+        Some((class, bytes(record.slot)))
     }
 
     /// Gives each slot to the latest record that claims its bytes: one that was evicted may still be
