@@ -177,11 +177,12 @@ def reconcile_local_hits(kv_cache_manager: KVCacheManager, usable: Callable[[Req
     if original is None:
         return False
 
-    def get_computed_blocks_for_connector(request: Request) -> Any:
-        hit = original(request)
+    def get_computed_blocks_for_connector(request: Request, *limits: Any, **named_limits: Any) -> Any:
+        # 0.33 says how long the hit may be.
+        hit = original(request, *limits, **named_limits)
         *_, tokens, _, diverged = hit
         if diverged and not usable(request, tokens):
-            return (*kv_cache_manager.get_computed_blocks(request), False)
+            return (*kv_cache_manager.get_computed_blocks(request, *limits, **named_limits), False)
         return hit
 
     kv_cache_manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector  # type: ignore[method-assign]
