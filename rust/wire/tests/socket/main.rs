@@ -3,5 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
 mod arena;
+mod lifetimes;
+mod misuse;
+mod raw;
 mod rig;
 mod sharing;

@@ -1,0 +1,138 @@
+//! A client that says whatever a test wants.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use undercroft_core::key::BlockHash;
+use undercroft_wire::frame;
+use undercroft_wire::protocol::{Hashes, Reply, Request};
+
+use crate::rig::{PATIENCE, TOKENS, spec};
+
+pub(crate) struct Raw {
+    pub(crate) stream: UnixStream,
+    inbox: Vec<u8>,
+}
+
+impl Raw {
+    pub(crate) fn connect(socket: &Path) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Self {
+            stream,
+            inbox: Vec::new(),
+        }
+    }
+
+    /// With a session: its token, and whether it was resumed.
+    pub(crate) fn registered(socket: &Path, resume: u128) -> (Self, u128, bool) {
+        let mut raw = Self::connect(socket);
+        raw.say(&register(resume));
+        match raw.hear() {
+            Some(Reply::Registered {
+                session, resumed, ..
+            }) => (raw, session, resumed),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The same connection, for another thread to listen.
+    pub(crate) fn other_half(&self) -> Self {
+        Self {
+            stream: self.stream.try_clone().unwrap(),
+            inbox: Vec::new(),
+        }
+    }
+
+    pub(crate) fn say(&mut self, request: &Request<'_>) {
+        let mut bytes = Vec::new();
+        assert!(request.append_to(&mut bytes));
+        // The server may have closed the connection for what came before.
+        let _ = self.stream.write_all(&bytes);
+    }
+
+    /// The next reply; `None` if the connection is closed.
+    pub(crate) fn hear(&mut self) -> Option<Reply> {
+        loop {
+            if let Some((_, body, len)) = frame::first(&self.inbox).unwrap() {
+                let reply = Reply::decode(body).unwrap();
+                self.inbox.drain(..len);
+                return Some(reply);
+            }
+            let mut bytes = [0; 4096];
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return None,
+                Ok(count) => self.inbox.extend_from_slice(&bytes[..count]),
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    /// Whether the server is still there for this client.
+    pub(crate) fn is_served(&mut self) -> bool {
+        self.say(&Request::Ping);
+        loop {
+            match self.hear() {
+                None => return false,
+                Some(Reply::Pong { .. }) => return true,
+                Some(_) => {}
+            }
+        }
+    }
+
+    pub(crate) fn submit(&mut self, request: u64, hashes: &[BlockHash]) {
+        let bytes = joined(hashes);
+        self.say(&Request::Submit {
+            request,
+            version: 1,
+            hashes: run(&bytes),
+            local_tokens: 0,
+            max_tokens: u32::try_from(hashes.len()).unwrap() * TOKENS,
+            asked: true,
+            wait_ns: None,
+        });
+    }
+
+    /// Asks for slots, and how many came.
+    pub(crate) fn save(&mut self, request: u64, save: u64, hashes: &[BlockHash]) -> usize {
+        let bytes = joined(hashes);
+        self.say(&Request::BeginSave {
+            request,
+            save,
+            hashes: run(&bytes),
+            tokens: u32::try_from(hashes.len()).unwrap() * TOKENS,
+            offers: Vec::new(),
+        });
+        match self.hear() {
+            Some(Reply::Granted { extents, .. }) => {
+                extents.iter().map(|(_, _, slots)| slots.len()).sum()
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+pub(crate) fn register(resume: u128) -> Request<'static> {
+    Request::Register {
+        spec: spec(),
+        dropped_tokens: 0,
+        resume,
+    }
+}
+
+pub(crate) fn joined(hashes: &[BlockHash]) -> Vec<u8> {
+    hashes
+        .iter()
+        .flat_map(|hash| hash.as_bytes().to_vec())
+        .collect()
+}
+
+pub(crate) fn run(bytes: &[u8]) -> Hashes<'_> {
+    Hashes {
+        known: 0,
+        hash_bytes: 32,
+        bytes,
+    }
+}
