@@ -40,10 +40,10 @@ class _Asked:
     num_tokens: int
     tables: Sequence[Sequence[int]]
     state_blocks: dict[tuple[int, int], int]
+    deadline: float
+    """Until when it waits for them (monotonic seconds)."""
     pinned: list[KVCacheBlock] | None = None
     """Blocks that it may take, once it has to wait for its slots."""
-    deadline: float = 0.0
-    """Until when it waits for them (monotonic seconds)."""
     abandoned: bool = False
 
 
@@ -113,14 +113,14 @@ class Saves:
         save = self._session.begin_save(request_id, groups.hashes(block_hashes), num_tokens, offers)
         if save is None:
             return [Granted(request_id, num_tokens, True, None)]
-        asked = self._asked[save] = _Asked(request_id, num_tokens, tables, state_blocks)
+        deadline = time.monotonic() + GRANT_TIMEOUT_S
+        asked = self._asked[save] = _Asked(request_id, num_tokens, tables, state_blocks, deadline)
         try:
             granted = self.take()
             if save in self._asked:
                 # The tables change, and their blocks go, before the slots come.
                 asked.tables = [list(table) for table in tables]
                 asked.pinned = self._pin(self._candidates(asked, offers, saved_tokens))
-                asked.deadline = time.monotonic() + GRANT_TIMEOUT_S
         except BaseException:
             self._asked.pop(save, None)
             raise
