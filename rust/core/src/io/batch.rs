@@ -6,8 +6,9 @@
 
 use std::collections::VecDeque;
 
-/// How much the device has enough with, and how much is many; in bytes.
-pub(super) const BATCH_BYTES: u64 = 1 << 20;
+/// How much the device has enough with, and how much is many; in bytes. The kernel joins transfers only
+/// where it gets more than two at a time, of half a MiB each at most.
+pub(super) const BATCH_BYTES: u64 = 2 << 20;
 
 /// Writes that wait for one another, as operations and their pieces.
 #[derive(Debug, Default)]

@@ -255,7 +255,7 @@ mod tests {
         let arena = Arc::new(Arena::create(4 << 20).unwrap());
         arena.write(0, &[7; 4 << 20]).unwrap();
         let (block_bytes, blocks) = (96 << 10, 37);
-        let mut raw = RawLoop::new(false, block_bytes, blocks, 16);
+        let mut raw = RawLoop::new(false, block_bytes, blocks, 32);
         raw.split = 40 << 10;
         let written = raw.run(std::os::fd::AsFd::as_fd(&file), &arena).unwrap();
         assert_eq!(written.bytes, blocks * u64::from(block_bytes));
