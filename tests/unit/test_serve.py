@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import stat
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +49,28 @@ def test_it_says_what_it_found_and_where_it_is(server: ServeProcess, place: Path
 def test_only_its_user_can_come_near_the_socket(server: ServeProcess) -> None:
     assert stat.S_ISSOCK(server.socket.stat().st_mode)
     assert (mode(server.socket), mode(server.socket.parent)) == (0o600, 0o700)
+
+
+CONNECT_AS_NOBODY = """
+import os, socket, sys
+os.chdir(sys.argv[1])
+os.setresuid(65534, 65534, 65534)
+with socket.socket(socket.AF_UNIX) as other:
+    other.settimeout(30)
+    other.connect(sys.argv[2])
+    print(other.recv(1))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_even_where_files_let_him_in(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "run" / "serve.sock") as server:
+        server.socket.parent.chmod(0o755)
+        server.socket.chmod(0o666)
+        command = [sys.executable, "-c", CONNECT_AS_NOBODY, str(server.socket.parent), server.socket.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "b''\n", "the connection is closed without a word"
+        assert server.status()["server"]["refused"] == 1
 
 
 def test_status_answers(server: ServeProcess) -> None:
