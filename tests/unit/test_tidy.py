@@ -39,7 +39,7 @@ def sources() -> list[Path]:
     files.append(ROOT / "Makefile")
     for name in SOURCE_DIRECTORIES:
         files += [path for path in (ROOT / name).rglob("*") if path.is_file() and path.suffix in SOURCE_SUFFIXES]
-    files = [path for path in files if "__pycache__" not in path.parts]
+    files = [path for path in files if not {"__pycache__", "corpus"}.intersection(path.parts)]
     assert len(files) > 20, f"the walk found only {len(files)} files: has the tree moved?"
     return files
 
