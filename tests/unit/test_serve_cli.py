@@ -161,6 +161,20 @@ def test_the_service_manager_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     serve.notify("READY=1")
 
 
+def test_the_socket_replaces_no_other_file_and_lies_in_no_open_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o700)
+    file = tmp_path / "notes"
+    file.write_text("dear diary")
+    assert main.main(["serve", "--host-memory", "64MiB", "--socket", str(file)]) == 1
+    assert f"--socket {file}: there is something that is no socket" in capsys.readouterr().err
+    assert file.read_text() == "dear diary"
+    tmp_path.chmod(0o755)
+    assert main.main(["serve", "--host-memory", "64MiB", "--socket", str(tmp_path / "s")]) == 1
+    assert f"{tmp_path} is open to other users" in capsys.readouterr().err
+
+
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[dict | Exception]:
     """What the server answers, one after the other; time passes at once, and the last answer is an interrupt."""

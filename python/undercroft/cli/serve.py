@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         logger.warning(message)
     given = {name: value for name in ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
     config = UndercroftConfig.parse(given, flags=True)
+    _check_socket(Path(args.socket))
     stop = _stop_on_signal()
     engine = _open_engine(config, args.socket)
     with contextlib.closing(engine):
@@ -118,6 +119,18 @@ def _address(text: str) -> tuple[str, int]:
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is neither PORT nor HOST:PORT")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def _check_socket(path: Path) -> None:
+    """The socket replaces what a dead server left behind, but nothing else. Raises CommandError."""
+    if path.exists() and not path.is_socket():
+        raise CommandError(f"--socket {path}: there is something that is no socket; choose another path")
+    directory = path.parent
+    if directory.exists() and directory.stat().st_mode & 0o077:
+        raise CommandError(
+            f"--socket {path}: {directory} is open to other users; choose a directory for the socket alone "
+            "(one that does not exist yet is made), of mode 0700"
+        )
 
 
 def _open_engine(config: UndercroftConfig, socket_path: str) -> Engine:
