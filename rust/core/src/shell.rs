@@ -90,10 +90,11 @@ impl Shell {
     /// # Errors
     /// As [`Shell::start`].
     pub fn with_clock(
-        engine: Engine,
+        mut engine: Engine,
         io: Box<dyn IoEngine>,
         clock: Box<dyn Clock>,
     ) -> std::io::Result<Self> {
+        engine.set_io_depth(io.depth());
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
                 engine,

@@ -262,6 +262,26 @@ fn a_flipped_bit_is_a_miss() {
 }
 
 #[test]
+fn writes_leave_a_quarter_of_the_depth_to_reads() {
+    let mut machine = Machine::new();
+    let mut engine = machine.engine(1);
+    engine.set_io_depth(8);
+    let session = engine.open_session(spec()).unwrap();
+    machine.run(&mut engine);
+    save(&mut machine, &mut engine, session, &chain(12));
+    let mut requests = Vec::new();
+    engine.next_io(8, &mut requests);
+    assert_eq!(requests.len(), 6);
+    engine.next_io(2, &mut requests);
+    assert_eq!(requests.len(), 6, "none has ended");
+    let token = requests[0].token();
+    let result = machine.execute(requests.swap_remove(0));
+    engine.complete(IoCompletion { token, result });
+    engine.next_io(3, &mut requests);
+    assert_eq!(requests.len(), 6);
+}
+
+#[test]
 fn limits_below_one_granule_are_a_miss() {
     let mut machine = Machine::new();
     let hashes = chain(3);

@@ -155,6 +155,8 @@ pub struct Engine {
     ops: SlotMap<OpId, Op>,
     reads_in_flight: usize,
     writes_in_flight: usize,
+    /// See [`Engine::set_io_depth`].
+    writes_max: usize,
     /// Requests with reads to issue: first those that the scheduler waits for, then prefetches.
     turns: [VecDeque<RequestId>; 2],
     /// Who waits for a payload being read.
@@ -207,6 +209,7 @@ impl Engine {
             ops: SlotMap::with_key(),
             reads_in_flight: 0,
             writes_in_flight: 0,
+            writes_max: usize::MAX,
             turns: [VecDeque::new(), VecDeque::new()],
             waiters: HashMap::new(),
             promoted_bytes: 0,
@@ -229,6 +232,12 @@ impl Engine {
     /// Tells the time, in nanoseconds since the engine's start; never goes back.
     pub fn set_now(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
+    }
+
+    /// Tells how many IO operations can be in flight. Writes take three quarters of them at most: a
+    /// device may hold writes up for seconds and go on reading.
+    pub fn set_io_depth(&mut self, depth: usize) {
+        self.writes_max = (depth - depth / 4).max(1);
     }
 
     /// Opens a session on a namespace, which is registered if it is new.
