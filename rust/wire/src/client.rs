@@ -403,6 +403,8 @@ fn open(shared: &Shared, socket: PathBuf) -> Result<Connection, ConnectError> {
 fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
     let mut closing: Option<Instant> = None;
     loop {
+        // Before the frames are taken: what was said before the end is sent.
+        let stopping = shared.stopping();
         let pause = {
             let mut table = shared.lock()?;
             let pause = table.tick(Instant::now());
@@ -417,7 +419,7 @@ fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
         if let Err(error) = connection.send() {
             return Some(error);
         }
-        if shared.stopping() {
+        if stopping {
             let until = *closing.get_or_insert(Instant::now() + CLOSE_TIMEOUT);
             if !connection.is_blocked() || Instant::now() >= until {
                 return None;

@@ -1,0 +1,202 @@
+"""A server that is absent, killed, frozen, restarted or slow, at every moment of a request: misses, and hits again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_process import ServeProcess
+from served_client import BLOCK, Peer, prompt, until
+from undercroft import _core
+
+pytestmark = pytest.mark.server
+
+LIMIT_S = 2.0
+"""Far above every deadline, so that a loaded machine does not fail a test; a call that waits for a server that is gone
+would wait for ever."""
+PROMPT = prompt("p")
+TOKENS = len(PROMPT) * BLOCK
+
+
+class Host:
+    """A server that can be struck and brought back, at one socket over one directory."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.socket = place / "run" / "serve.sock"
+        self.server: ServeProcess | None = None
+
+    def start(self) -> None:
+        disk = ["--disk-path", str(self.place / "disk"), "--disk-capacity", "64MiB"]
+        self.server = ServeProcess(self.socket, *disk)
+        self.server.__enter__()
+
+    def peer(self) -> Peer:
+        return Peer(_core.Client(str(self.socket), server_timeout_ms=20, lookup_spin_us=5000))
+
+    def strike(self, state: str) -> None:
+        assert self.server is not None
+        if state == "frozen":
+            pid = self.server.process.pid
+            os.kill(pid, signal.SIGSTOP)
+            # Each thread stops when it next runs.
+            stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+            until("it is frozen", lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats))
+        else:
+            self.server.stop(signal.SIGTERM if state == "stopped" else signal.SIGKILL)
+
+    def revive(self, state: str) -> None:
+        assert self.server is not None
+        if state == "frozen":
+            os.kill(self.server.process.pid, signal.SIGCONT)
+        else:
+            self.server.__exit__(None, None, None)
+            self.start()
+
+    def close(self) -> None:
+        if self.server is not None:
+            if self.server.process.poll() is None:
+                os.kill(self.server.process.pid, signal.SIGCONT)
+            self.server.__exit__(None, None, None)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.close()
+
+
+def written(host: Host) -> Callable[[], bool]:
+    """Whether a crash would leave the prompt's blocks."""
+    return lambda: sum(one["blocks"] for one in _core.inspect(str(host.place / "disk"))["namespaces"]) == len(PROMPT)
+
+
+def ask(peer: Peer, request: str, mode: str) -> int:
+    if mode == "blocking" and peer.call("poll", request, PROMPT, 0) is None:
+        peer.session.wait(request, 0.05)
+        answer = peer.call("poll", request, PROMPT, 0)
+        if answer is None:
+            peer.call("discard", request)
+        return answer or 0
+    return peer.answer(request, PROMPT)
+
+
+@pytest.mark.parametrize("moment", ["before", "submitted", "answered", "loading", "saving"])
+@pytest.mark.parametrize("mode", ["async", "blocking"])
+@pytest.mark.parametrize("state", ["killed", "stopped", "frozen"])
+def test_a_server_that_is_struck_costs_misses_and_comes_back(host: Host, state: str, mode: str, moment: str) -> None:
+    host.start()
+    peer = host.peer()
+    peer.save(PROMPT)
+    until("it is on disk", written(host))
+    load = save = None
+    if moment == "submitted":
+        peer.call("submit", "r", PROMPT, 0)
+    elif moment == "answered":
+        assert peer.answer("r", PROMPT) == TOKENS
+    elif moment == "loading":
+        assert peer.answer("r", PROMPT) == TOKENS
+        load = peer.begin_load("r", PROMPT, TOKENS)
+        assert load is not None
+        peer.memory(load[1])
+    elif moment == "saving":
+        save = peer.begin_save("s", prompt("saving"))
+        peer.memory(save[1])
+    host.strike(state)
+
+    found = ask(peer, "r", mode)
+    assert found in (0, TOKENS)
+    if found and moment != "loading":
+        # An answer from before: its slots are leased as long as the server lives, and are not touched when it is dead.
+        begun = peer.begin_load("r", PROMPT, found)
+        if begun is not None:
+            peer.check(begun[1], begun[2])
+            peer.call("end_load", begun[0], True)
+    if load is not None:
+        peer.check(load[1], load[2])
+        peer.call("end_load", load[0], True)
+    if save is not None:
+        peer.fill(save[1], save[2])
+        peer.call("end_save", save[0], True)
+    peer.call("finish", "r")
+    start = time.perf_counter()
+    for number in range(100):
+        assert ask(peer, f"later {number}", mode) == 0
+        peer.call("finish", f"later {number}")
+    assert time.perf_counter() - start < LIMIT_S, "one wait, not one for each request"
+    assert peer.worst_s < LIMIT_S
+
+    host.revive(state)
+    until("hits are back", lambda: peer.load(PROMPT) == TOKENS)
+    if save is not None:
+        # The old server's memory is gone with it; a frozen one has heard that the save was well.
+        expected = TOKENS if state == "frozen" else 0
+        until("the save", lambda: peer.load(prompt("saving")) == expected)
+    peer.save(prompt("after"))
+    until("saves are back", lambda: peer.load(prompt("after")) == TOKENS)
+    peer.close()
+    assert host.server is not None
+    until("nothing is left", lambda: host.server.status()["stats"]["host_pinned_bytes"] == 0)
+
+
+def test_a_server_that_is_absent_at_start_is_found_when_it_comes(host: Host) -> None:
+    peer = host.peer()
+    assert peer.engine.link()[0] == "down"
+    assert peer.answer("r", PROMPT) == 0
+    assert peer.call("begin_save", "r", PROMPT, TOKENS) is None
+    assert peer.call("reset", 10.0) is False
+    host.start()
+    until("connected", peer.is_up)
+    peer.save(PROMPT)
+    until("hits", lambda: peer.load(PROMPT) == TOKENS)
+    peer.close()
+
+
+def test_a_server_that_stops_and_goes_is_never_waited_for_and_never_wrong(host: Host) -> None:
+    host.start()
+    peer = host.peer()
+    peer.save(PROMPT)
+    until("visible", lambda: peer.load(PROMPT) == TOKENS)
+    hits = 0
+    for number in range(40):
+        host.strike("frozen")
+        hits += peer.load(PROMPT, f"a {number}") > 0
+        host.revive("frozen")
+        hits += peer.load(PROMPT, f"b {number}") > 0
+    assert peer.worst_s < LIMIT_S
+    until("hits are back", lambda: peer.load(PROMPT) == TOKENS)
+    peer.close()
+
+
+def share(path: Path, runtime: Path) -> _core.Engine:
+    disks = [(str(path), 64 << 20)]
+    return _core.Engine(host_memory=16 << 20, disks=disks, runtime_dir=str(runtime), share=True, server_timeout_ms=1000)
+
+
+@pytest.mark.parametrize("state", ["killed", "stopped"])
+def test_one_of_those_that_share_a_directory_takes_it_over_and_the_rest_follow(host: Host, state: str) -> None:
+    host.start()
+    peers = [Peer(share(host.place / "disk", host.place / f"run{number}")) for number in range(3)]
+    assert all(peer.engine.is_shared for peer in peers)
+    peers[0].save(PROMPT)
+    until("shared", lambda: all(peer.load(PROMPT) == TOKENS for peer in peers))
+    until("it is on disk", written(host))
+    host.strike(state)
+    until("one has taken it over", lambda: sum(peer.engine.took_over for peer in peers) == 1)
+    until("all follow", lambda: all(peer.load(PROMPT) == TOKENS for peer in peers))
+    first = next(peer for peer in peers if peer.engine.took_over)
+    peers.remove(first)
+    peers[0].save(prompt("more"))
+    until("shared again", lambda: peers[1].load(prompt("more")) == TOKENS)
+    # Once more: the one that took over ends, too.
+    first.close()
+    until("another has taken it over", lambda: sum(peer.engine.took_over for peer in peers) == 1)
+    until("and has all of it", lambda: all(peer.load(prompt("more")) == TOKENS for peer in peers))
+    for peer in peers:
+        peer.close()
