@@ -24,7 +24,8 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """What of `METRICS` this process counts; the rest is counted by vLLM's."""
         status = self._engine.status()
-        values = status["stats"] | {f"server_{name}": value for name, value in status["server"].items()}
+        # Not the status's statistics: a missing file counts among the engine's own only.
+        values = self._engine.stats() | {f"server_{name}": value for name, value in status["server"].items()}
         for metric in (*METRICS, *SERVER_METRICS):
             sources = {key: labels for key, labels in metric.sources.items() if key in values}
             if not sources:

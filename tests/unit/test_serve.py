@@ -34,6 +34,11 @@ def server(place: Path) -> Iterator[ServeProcess]:
         yield server
 
 
+def scrape(server: ServeProcess) -> str:
+    with urllib.request.urlopen(server.printed[1].split()[-1], timeout=10) as answer:
+        return answer.read().decode()
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -88,11 +93,18 @@ def test_status_answers(server: ServeProcess) -> None:
 
 
 def test_metrics_can_be_scraped(server: ServeProcess) -> None:
-    url = server.printed[1].split()[-1]
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        text = answer.read().decode()
+    text = scrape(server)
     assert 'vllm:undercroft_capacity_bytes{tier="host"} 6.7108864e+07' in text
     assert "vllm:undercroft_connections 1.0" in text
+
+
+def test_a_file_deleted_under_it_is_told(tmp_path: Path) -> None:
+    disk = ["--disk-path", str(tmp_path / "disk"), "--disk-capacity", "64MiB"]
+    with ServeProcess(tmp_path / "run" / "serve.sock", *disk, "--metrics", "0") as server:
+        (tmp_path / "disk" / "data").unlink()
+        assert "data was deleted" in run("status", "--socket", str(server.socket)).stdout
+        assert "vllm:undercroft_degraded_disks 1.0" in scrape(server)
+        assert str(tmp_path / "disk") in server.process.stderr.readline(), "the log says so, too"
 
 
 def test_a_second_server_on_the_socket_is_refused(server: ServeProcess, place: Path) -> None:

@@ -307,6 +307,9 @@ class Served:
     def status(self) -> dict:
         return self.reading
 
+    def stats(self) -> dict:
+        return self.reading["stats"]
+
 
 def scrape(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
