@@ -6,9 +6,15 @@
 
 use std::collections::VecDeque;
 
-/// How much the device has enough with, and how much is many; in bytes. The kernel joins transfers only
-/// where it gets more than two at a time, of half a MiB each at most.
-pub(super) const BATCH_BYTES: u64 = 2 << 20;
+/// How much the device has enough with, and how much is many; in bytes.
+pub(super) const BATCH_BYTES: u64 = 1 << 20;
+/// How many pieces are many: the kernel joins transfers only where it gets more than two at a time.
+const BATCH_PIECES: usize = 4;
+
+/// Whether so many pieces of writes are worth a call.
+pub(super) fn is_many(pieces: usize, bytes: u64) -> bool {
+    pieces >= BATCH_PIECES && bytes >= BATCH_BYTES
+}
 
 /// Writes that wait for one another, as operations and their pieces.
 #[derive(Debug, Default)]
@@ -28,7 +34,7 @@ impl Batch {
 
     /// Whether the writes that wait are many.
     pub(super) fn is_full(&self) -> bool {
-        self.held_bytes >= BATCH_BYTES
+        is_many(self.held.len(), self.held_bytes)
     }
 
     /// Moves what waits to `ready`, if it is many or the device has too little to do.
@@ -74,7 +80,8 @@ mod tests {
         let order: Vec<u16> = ready.drain(..).map(|(index, _)| index).collect();
         assert_eq!(order, (0..16).collect::<Vec<_>>());
 
-        batch.push([(16, 0), (16, 1)].into_iter(), eighth);
+        batch.push([(16, 0), (16, 1)].into_iter(), 8 * eighth);
+        assert!(!batch.is_full(), "two pieces are not joined");
         (0..8).for_each(|_| batch.ended(eighth));
         batch.release(&mut ready);
         assert!(ready.is_empty(), "still enough");

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::SPLIT;
-use super::batch::BATCH_BYTES;
+use super::batch::{BATCH_BYTES, is_many};
 use super::operation::{Next, Progress};
 use super::ring::{Buffer, Ring, Transfer};
 use crate::arena::Arena;
@@ -181,7 +181,7 @@ impl Run {
         } = self.options;
         let bytes = |pieces: usize| pieces as u64 * u64::from(split.min(block_bytes));
         !reading
-            && bytes(self.ready.len()) < BATCH_BYTES
+            && !is_many(self.ready.len(), bytes(self.ready.len()))
             && bytes(self.ring.pending()) >= BATCH_BYTES
     }
 
