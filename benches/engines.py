@@ -3,9 +3,10 @@ token with the steps that it takes."""
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,31 @@ class Runner:
         """Stop the engine."""
         with self as engine:
             engine.close()
+
+
+Ask = Callable[[Runner, int], FirstToken]
+"""One measurement with a runner, given the number of the round."""
+
+
+def compare(runners: dict[str, Runner], ask: Ask, rounds: int) -> dict[str, Any]:
+    """Medians of both engines over ``rounds`` requests each, in turn."""
+    taken: dict[str, list[FirstToken]] = {name: [] for name in runners}
+    for turn in range(-3, rounds):
+        for name in sorted(runners, reverse=bool(turn % 2)):
+            result = ask(runners[name], turn)
+            if turn >= 0:
+                taken[name].append(result)
+    seconds = {name: [result.seconds * 1e3 for result in results] for name, results in taken.items()}
+    on, off = statistics.median(seconds["on"]), statistics.median(seconds["off"])
+    return {
+        "on_ms": on,
+        "off_ms": off,
+        "added_ms": on - off,
+        "noise_ms": abs(statistics.median(seconds["off"][::2]) - statistics.median(seconds["off"][1::2])),
+        "on_steps": max(result.steps for result in taken["on"]),
+        "off_steps": max(result.steps for result in taken["off"]),
+        "on_steps_before": max(result.steps_before for result in taken["on"]),
+    }
 
 
 def _set_agent(agent: Any) -> Any:

@@ -11,38 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from engines import FirstToken, Runner
+from engines import Ask, Runner, compare
 
 from harness import prompt, set_environment
-
-Ask = Callable[[Runner, int], FirstToken]
-
-
-def compare(runners: dict[str, Runner], ask: Ask, rounds: int) -> dict[str, Any]:
-    """Medians of both engines over ``rounds`` requests each, in turn."""
-    taken: dict[str, list[FirstToken]] = {name: [] for name in runners}
-    for turn in range(-3, rounds):
-        for name in sorted(runners, reverse=bool(turn % 2)):
-            result = ask(runners[name], turn)
-            if turn >= 0:
-                taken[name].append(result)
-    seconds = {name: [result.seconds * 1e3 for result in results] for name, results in taken.items()}
-    on, off = statistics.median(seconds["on"]), statistics.median(seconds["off"])
-    return {
-        "on_ms": on,
-        "off_ms": off,
-        "added_ms": on - off,
-        "noise_ms": abs(statistics.median(seconds["off"][::2]) - statistics.median(seconds["off"][1::2])),
-        "on_steps": max(result.steps for result in taken["on"]),
-        "off_steps": max(result.steps for result in taken["off"]),
-        "on_steps_before": max(result.steps_before for result in taken["on"]),
-    }
 
 
 def main() -> None:

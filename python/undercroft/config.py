@@ -218,7 +218,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "min_load_tokens", "number", 64, "0 to 1000000",
-        "A hit that gains fewer tokens over what the device holds is not loaded: a load costs two engine steps.",
+        "A hit that gains fewer tokens over what the device holds is not loaded: a load takes one engine step more "
+        "than computing. 64 suits an idle engine; for a busy one, step time times prompt tokens a second.",
         _integer(0, 1_000_000), _text_number,
     ),
     Option(

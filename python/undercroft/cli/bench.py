@@ -137,6 +137,8 @@ def _size(value: str) -> int:
 
 def _lookup(args: argparse.Namespace) -> dict[str, Any]:
     if args.pending is not None:
+        if args.mode != "embedded":
+            raise output.CommandError("--pending is for --mode embedded")
         from undercroft.cli import bench_pending
 
         return bench_pending.measure(args.pending)
