@@ -15,6 +15,8 @@ HOST = "64MiB"
 TOKENS = 16
 BEST = 5
 """Tokens whose log probabilities are compared at each step."""
+MODELS = {"gemma2": ("float32", 128, 0), "qwen3_next": ("bfloat16", 640, 0)}
+"""Fixture of each model -> the rest of its `Model`."""
 
 
 @dataclass(frozen=True)

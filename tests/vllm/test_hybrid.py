@@ -10,11 +10,9 @@ import pytest
 
 from connector_engine import core, settled
 from harness import Engine, prompt
-from hybrid_engine import BEST, HOST, Crowd, Model, ask
+from hybrid_engine import BEST, HOST, MODELS, Crowd, Model, ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-
-MODELS = {"gemma2": ("float32", 128, 0), "qwen3_next": ("bfloat16", 640, 0)}
 
 
 @pytest.fixture(params=MODELS)

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from connector_engine import core
-from hybrid_engine import HOST, Model, ask
+from hybrid_engine import HOST, MODELS, Model, ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-def test_two_ranks(gemma2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks(name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    model = Model("gemma2", gemma2, "float32", 128, 0)
+    model = Model(name, request.getfixturevalue(name), *MODELS[name])
     options = {"host_memory": HOST, "disk_path": str(tmp_path / "cache"), "disk_capacity": "256MiB"}
     answers = []
     for start in range(2):
