@@ -78,7 +78,11 @@ class Crowd:
         """Fill host memory, and write what was in it to disk before."""
         assert self._engine.flush(30.0)
         # Half as much again: what was there may lie in slots of other sizes.
-        for _ in range(3 * self._engine.stats()["host_capacity_bytes"] // self.SIZE // 2):
+        self.save(3 * self._engine.stats()["host_capacity_bytes"] // self.SIZE // 2)
+
+    def save(self, count: int) -> None:
+        """Save so many payloads, each the newest of all."""
+        for _ in range(count):
             self._count += 1
             hashes = [struct.pack("<Q24x", self._count)]
             assert self._session.poll("crowd", hashes, 0) == 0
@@ -88,3 +92,7 @@ class Crowd:
             self._session.end_save(job, True)
             self._session.finish("crowd")
             assert self._engine.flush(30.0)
+
+    def leave(self) -> None:
+        """Give all memory back."""
+        assert self._session.reset()
