@@ -17,6 +17,8 @@ import zipfile
 from pathlib import Path
 
 COMPLETE = ".complete"
+MISSING = ("orjson",)
+"""What the servers of later versions import and the installed vLLM does not bring."""
 
 
 def main() -> int:
@@ -70,6 +72,8 @@ def make(version: str, target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
             archive.extractall(new, members)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(new)]
+        subprocess.run([*command, *MISSING], check=True)
         (new / COMPLETE).touch()
         shutil.rmtree(target, ignore_errors=True)
         new.rename(target)

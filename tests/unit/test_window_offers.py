@@ -1,9 +1,9 @@
-"""What is offered of windows: the blocks before a boundary, never null ones."""
+"""What is offered of windows and states: the blocks before a boundary, never null ones; states that end a block."""
 
 from __future__ import annotations
 
 from undercroft.connector.groups import Groups
-from undercroft.connector.saves import window_offers
+from undercroft.connector.saves import state_offers, window_offers
 
 WINDOW = Groups(16, 16, ("sliding_window", "full"), (16, 16), (33, 0), 0)
 MIXED = Groups(16, 32, ("sliding_window", "full"), (16, 32), (33, 0), 0)
@@ -34,3 +34,14 @@ def test_smaller_blocks_are_parts_of_a_unit() -> None:
     # The window of 32 tokens before 64 is the second unit, both halves; a null half is left out.
     assert window_offers(MIXED, ([0, 0, 3, 4], [1, 2]), [64]) == [(0, 1, 2), (1, 1, 2)]
     assert window_offers(MIXED, ([0, 0, 0, 4], [1, 2]), [64]) == [(1, 1, 2)]
+
+
+def test_a_state_inside_a_block_is_no_state_at_its_start() -> None:
+    offered = [(0, 7, 640), (0, 8, 704), (0, 9, 1280), (1, 6, 640)]
+    few = Groups(64, 64, ("state", "full"), (640, 640), (0, 0), 0)
+    assert state_offers(few, offered) == {(0, 0): 7, (0, 1): 9}
+    # So many groups that the index goes by hashes instead of blocks.
+    kinds = ("state",) + ("full",) * 40
+    many = Groups(64, 64, kinds, (640,) * len(kinds), (0,) * len(kinds), 0)
+    assert many.unit == 64
+    assert state_offers(many, offered) == {(0, 0): 7, (0, 1): 9}

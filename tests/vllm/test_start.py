@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,22 +41,6 @@ def test_a_foreign_directory_refuses_the_start(llama: Path, tmp_path: Path) -> N
     with pytest.raises(Exception, match=r"letters\.txt"):
         Engine(llama, options, blocks=64)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["letters.txt"]
-
-
-def test_a_directory_in_use_refuses_the_start_and_its_owner_goes_on(
-    engine: Make, llama: Path, reference: Reference, tmp_path: Path
-) -> None:
-    from undercroft import _core
-
-    directory = tmp_path / "cache"
-    owner = _core.Engine(host_memory=64 << 20, disks=[(str(directory), 64 << 20)])
-    options = {**MEMORY, "disk_path": str(directory), "disk_capacity": "64MiB"}
-    with pytest.raises(Exception, match=rf"(?s){directory}.*{os.getpid()}"):
-        engine(llama, options, blocks=64)
-    owner.close()
-    one = engine(llama, options, blocks=64)
-    assert one.generate(LONG, 4).tokens == reference(LONG, 4)
-    nothing_left(one)
 
 
 def metrics(one: Engine) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

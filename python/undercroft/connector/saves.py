@@ -103,13 +103,8 @@ class Saves:
         """
         groups = self._groups
         offers = window_offers(groups, tables, boundaries)
-        state_blocks: dict[tuple[int, int], int] = {}
-        for index, part in enumerate(groups.parts):
-            for group, block_id, boundary in states:
-                if part.group == group and part.kind == "state" and boundary % groups.unit == 0:
-                    block = boundary // part.block_tokens - 1
-                    state_blocks[index, block] = block_id
-                    offers.append((index, block, block + 1))
+        state_blocks = state_offers(groups, states)
+        offers += [(index, block, block + 1) for index, block in state_blocks]
         save = self._session.begin_save(request_id, groups.hashes(block_hashes), num_tokens, offers)
         if save is None:
             return [Granted(request_id, num_tokens, True, None)]
@@ -262,6 +257,16 @@ def window_offers(
             else:
                 offers.append((index, block, block + 1))
     return offers
+
+
+def state_offers(groups: Groups, states: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
+    """Device blocks of the states at the ends of blocks, by (part, block). No hit from here ends inside a block."""
+    found = {}
+    for group, block_id, boundary in states:
+        for index, part in enumerate(groups.parts):
+            if part.group == group and part.kind == "state" and boundary and boundary % part.block_tokens == 0:
+                found[index, boundary // part.block_tokens - 1] = block_id
+    return found
 
 
 def _by_group(copies: Iterable[GroupCopy]) -> list[GroupCopy]:
