@@ -24,12 +24,17 @@ class Client:
         self.server = server
         self.http = httpx.Client(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=64))
 
-    def raw(self, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+    def raw(
+        self, body: dict[str, Any], path: str = "/v1/completions", headers: dict[str, str] | None = None
+    ) -> httpx.Response:
         content = json.dumps({"model": "m", "temperature": 0, "ignore_eos": True} | body)
-        return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
+        return self.http.post(path, content=content, headers={"Content-Type": "application/json", **(headers or {})})
 
-    def complete(self, ids: Any, tokens: int = 4, **fields: Any) -> dict[str, Any]:
-        response = self.raw({"prompt": ids, "max_tokens": tokens, "return_token_ids": True} | fields)
+    def complete(
+        self, ids: Any, tokens: int = 4, headers: dict[str, str] | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        body = {"prompt": ids, "max_tokens": tokens, "return_token_ids": True} | fields
+        response = self.raw(body, headers=headers)
         assert response.status_code == 200, response.text
         return response.json()
 

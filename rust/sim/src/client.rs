@@ -5,7 +5,7 @@ use undercroft_core::key::BlockHash;
 
 use crate::content::{PrefixKey, hash_of};
 use crate::model::GRANULE;
-use crate::transfers::{Load, Save};
+use crate::transfers::{Block, Load, Save};
 use crate::world::World;
 
 /// Promotions that one lookup may start.
@@ -25,6 +25,8 @@ pub(crate) struct Request {
     /// How often it was pending although no read had ended for the engine's limit.
     stalls: u32,
     pub(crate) ready: Option<Ready>,
+    /// Of a client of a server: where it was told that the payloads of `ready` lie.
+    pub(crate) promise: Option<Vec<Block>>,
     /// Tokens that it has asked to be saved.
     pub(crate) saved_tokens: u32,
     /// A load of it failed: there is nothing for it any more.
@@ -43,6 +45,8 @@ pub(crate) struct Ready {
 pub(crate) struct Session {
     pub(crate) id: SessionId,
     pub(crate) namespace: usize,
+    /// It is told the slots with the answer, and may copy from them before it says so.
+    pub(crate) served: bool,
     pub(crate) requests: Vec<Request>,
     pub(crate) loads: Vec<Load>,
     pub(crate) saves: Vec<Save>,
@@ -57,9 +61,11 @@ impl World {
             .open_session(spec)
             .map_err(|error| error.to_string())?;
         self.note(|| format!("open session on namespace {namespace}"));
+        let served = self.random.chance(300);
         self.sessions.push(Session {
             id,
             namespace,
+            served,
             requests: Vec::new(),
             loads: Vec::new(),
             saves: Vec::new(),
@@ -128,6 +134,7 @@ impl World {
             asked_ns: None,
             stalls: 0,
             ready: None,
+            promise: None,
             saved_tokens: 0,
             failed: false,
         };
@@ -163,15 +170,38 @@ impl World {
 
     fn submit(&mut self, session: usize, request: usize) {
         let (local, most) = self.limits(session, request);
-        let session = &self.sessions[session];
-        let request = &session.requests[request];
+        let session = &mut self.sessions[session];
+        let request = &mut session.requests[request];
+        if session.served {
+            // Another lookup voids the answer of the last one.
+            (request.ready, request.promise) = (None, None);
+        }
         self.engine
             .submit(session.id, &request.name, &request.hashes, local, most);
         let name = request.name.clone();
         self.note(|| format!("submit {name} local {local} most {most}"));
     }
 
+    /// A server asks ahead of the scheduler.
+    fn peek(&mut self, session: usize, request: usize) -> Result<(), String> {
+        let (local, most) = self.limits(session, request);
+        let id = self.sessions[session].id;
+        let state = &mut self.sessions[session].requests[request];
+        let (name, hashes) = (state.name.clone(), &state.hashes);
+        let answer = self.engine.peek(id, &name, hashes, local, most);
+        (state.ready, state.promise) = (None, None);
+        self.note(|| format!("peek {name} local {local} most {most}: {answer:?}"));
+        match answer {
+            Answer::Pending => Ok(()),
+            Answer::Ready(tokens) => self.answered(session, request, local, most, tokens),
+        }
+    }
+
     pub(crate) fn poll(&mut self, session: usize, request: usize) -> Result<(), String> {
+        let of = &self.sessions[session];
+        if of.served && of.requests[request].asked_ns.is_none() && self.random.chance(500) {
+            return self.peek(session, request);
+        }
         let (local, most) = self.limits(session, request);
         let now_ns = self.now_ns;
         let of = &mut self.sessions[session];
@@ -192,7 +222,7 @@ impl World {
         let state = &mut self.sessions[session].requests[request];
         match answer {
             Answer::Pending => {
-                state.ready = None;
+                (state.ready, state.promise) = (None, None);
                 let before = state.pending_ns.replace(now_ns);
                 let config = &self.settings.engine;
                 let since = before.unwrap_or(now_ns).max(self.last_read_ns);
@@ -229,7 +259,7 @@ impl World {
         let model = &self.models[namespace];
         let state = &mut self.sessions[session].requests[request];
         let name = state.name.clone();
-        state.ready = None;
+        (state.ready, state.promise) = (None, None);
         let min_load = self.settings.engine.min_load_tokens;
         if self.settings.roomy && !self.roomy_broken && !state.failed {
             let boundary = model.deepest(namespace, &state.keys, local / GRANULE, most / GRANULE);
@@ -258,6 +288,12 @@ impl World {
         }
         self.stats.hits += 1;
         state.ready = Some(Ready { local, tokens });
+        if self.sessions[session].served {
+            let id = self.sessions[session].id;
+            let extents = self.engine.leased_extents(id, &name, local);
+            let blocks = self.blocks(session, request, &extents)?;
+            self.sessions[session].requests[request].promise = Some(blocks);
+        }
         if self.random.chance(400) {
             // The device may have gained blocks, never lost them.
             let more = self.random.below(u64::from(tokens - local)) as u32;
@@ -282,7 +318,8 @@ impl World {
             return Ok(());
         };
         let mut external = ready.tokens - ready.local;
-        if self.random.chance(100) {
+        let served = self.sessions[session].served;
+        if !served && self.random.chance(100) {
             external = self.random.below(u64::from(external)) as u32;
         }
         self.begin_load(session, request, ready.local, external, false)

@@ -44,10 +44,18 @@ impl World {
     ) -> Result<(), String> {
         let state = &self.sessions[session];
         let name = state.requests[request].name.clone();
-        let transfer = self.engine.begin_load(state.id, &name, local, external);
+        let promise = state.requests[request].promise.clone();
+        let transfer = if promise.is_some() {
+            let (id, engine) = (state.id, &mut self.engine);
+            engine.begin_promised_load(id, &name, local, external)
+        } else {
+            self.engine.begin_load(state.id, &name, local, external)
+        };
+        let promised = promised || promise.is_some();
         let got = transfer.is_some();
         self.note(|| format!("load of {name}, {external} tokens after {local}: {got}"));
-        self.sessions[session].requests[request].ready = None;
+        let state = &mut self.sessions[session].requests[request];
+        (state.ready, state.promise) = (None, None);
         let Some(transfer) = transfer else {
             if promised {
                 return Err(format!(
@@ -56,7 +64,15 @@ impl World {
             }
             return Ok(());
         };
-        let blocks = self.blocks(session, request, &transfer.extents)?;
+        let mut blocks = self.blocks(session, request, &transfer.extents)?;
+        if let Some(promise) = promise {
+            // The bytes are those of when it was told, also if the namespace was reset since.
+            let told = |block: &Block| promise.iter().find(|one| one.offset == block.offset);
+            if !blocks.iter().all(|block| told(block).is_some()) {
+                return Err(format!("{name}: other slots than it was told"));
+            }
+            blocks = blocks.iter().filter_map(told).copied().collect();
+        }
         let spec = &self.models[self.sessions[session].namespace].spec;
         let end = local + external;
         let needed = needs(spec, local / GRANULE, end / GRANULE);
@@ -188,7 +204,7 @@ impl World {
     }
 
     /// The blocks that extents name.
-    fn blocks(
+    pub(crate) fn blocks(
         &self,
         session: usize,
         request: usize,
@@ -253,7 +269,7 @@ impl World {
                 .find(|request| request.name == load.request);
             if let Some(request) = of {
                 request.failed = true;
-                request.ready = None;
+                (request.ready, request.promise) = (None, None);
             }
         }
         self.end_transfer(load.id, !fails);
