@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from undercroft import _core
@@ -17,10 +18,11 @@ STOP_TIMEOUT_S = 30
 class ServeProcess:
     """Running and ready once constructed; a context manager that leaves no process behind."""
 
-    def __init__(self, socket: Path, *arguments: str, **environment: str) -> None:
+    def __init__(self, socket: Path, *arguments: str, prefix: Sequence[str] = (), **environment: str) -> None:
+        """``prefix``: a command that runs it."""
         self.socket = socket
         self.process = subprocess.Popen(
-            [*COMMAND, "serve", "--socket", str(socket), "--host-memory", "64MiB", *arguments],
+            [*prefix, *COMMAND, "serve", "--socket", str(socket), "--host-memory", "64MiB", *arguments],
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

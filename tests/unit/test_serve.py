@@ -157,3 +157,17 @@ def test_a_frozen_server_is_told_from_a_running_one(tmp_path: Path) -> None:
         assert (frozen.returncode, frozen.stdout, frozen.stderr.count("\n")) == (1, "", 1)
         os.kill(server.process.pid, signal.SIGCONT)
         assert server.status()["pid"] == server.process.pid
+
+
+def test_it_serves_over_the_borders_of_containers(tmp_path: Path) -> None:
+    """Where it is process 1 and sees no process of its clients."""
+    container = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no PID namespace can be made here")
+    with ServeProcess(tmp_path / "serve.sock", prefix=container) as server:
+        assert server.status()["pid"] == 1
+        assert _core.Arena.attach(str(server.socket)).size == 64 << 20
+        client = _core.Client(str(server.socket))
+        client.register("{}", [("full", 16, 4096, 0)], 16)
+        assert client.link() == ("up", "")
+        client.close()

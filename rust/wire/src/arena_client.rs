@@ -7,14 +7,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg, sockopt,
-};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 use undercroft_core::arena::{Arena, ArenaError};
 
 use crate::frame::{
     ARENA_BODY_BYTES, FrameError, HEADER_BYTES, Header, Kind, attach_request, decode_arena_body,
 };
+use crate::peer::peer_uid;
 
 /// How long the server may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -92,10 +91,7 @@ pub fn attach(path: &Path, session: u128) -> Result<Attachment, AttachError> {
     connection
         .set_write_timeout(Some(ANSWER_TIMEOUT))
         .map_err(os("setting a timeout"))?;
-    let found = sockopt::socket_peercred(&connection)
-        .map_err(|errno| os("asking for the peer")(errno.into()))?
-        .uid
-        .as_raw();
+    let found = peer_uid(&connection).map_err(os("asking for the peer"))?;
     let own = rustix::process::geteuid().as_raw();
     if found != own {
         return Err(AttachError::Owner {

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, sockopt};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect};
 
 use crate::frame::{self, FrameError, Kind};
+use crate::peer::peer_uid;
 use crate::protocol::{Reply, Request};
 
 /// Why there is no connection to a server.
@@ -76,7 +77,10 @@ impl Connection {
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
             .map_err(os)?;
         connect(&socket, &SocketAddrUnix::new(path).map_err(os)?).map_err(os)?;
-        let found = sockopt::socket_peercred(&socket).map_err(os)?.uid.as_raw();
+        let found = peer_uid(&socket).map_err(|source| ConnectError::Os {
+            path: path.into(),
+            source,
+        })?;
         let own = rustix::process::geteuid().as_raw();
         if found != own {
             return Err(ConnectError::Owner {

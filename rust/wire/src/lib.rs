@@ -8,6 +8,7 @@ mod arena_client;
 mod client;
 mod connection;
 pub mod frame;
+mod peer;
 pub mod protocol;
 mod server;
 mod sessions;

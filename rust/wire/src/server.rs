@@ -16,13 +16,14 @@ use std::time::Instant;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 use slotmap::SlotMap;
 use undercroft_core::arena::Arena;
 use undercroft_core::shell::Shell;
 
 use crate::frame::{self, ATTACH_BODY_BYTES, Kind, arena_answer};
+use crate::peer::peer_uid;
 use crate::protocol::{Reply, Request};
 use crate::sessions::{Sessions, Violation};
 use crate::socket_dir::{self, SocketError};
@@ -322,8 +323,8 @@ impl Service {
                 return;
             }
         };
-        let own = rustix::process::geteuid();
-        let same_user = sockopt::socket_peercred(&stream).is_ok_and(|peer| peer.uid == own);
+        let own = rustix::process::geteuid().as_raw();
+        let same_user = peer_uid(&stream).is_ok_and(|uid| uid == own);
         if !same_user
             || self.connections.len() >= CONNECTIONS_MAX
             || stream.set_nonblocking(true).is_err()
