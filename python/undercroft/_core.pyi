@@ -220,7 +220,9 @@ class Session:
     def begin_load(
         self, request_id: str, num_computed_tokens: int, num_external_tokens: int
     ) -> tuple[int, int, list[tuple[int, int, bytes]]] | None:
-        """Pin the payloads of a load: (job id, arena's generation, per group (group, first block's index, offsets)).
+        """Pin the payloads of a load: (job id, session's token, per group (group, first block's index, offsets)).
+
+        The slots are kept for the session with this token (see `Engine.arena`), and for no other.
 
         ``offsets``: little-endian int64 arena offsets, one per block from that index on; -1 where the group needs no
         block (before a window). None if a payload has meanwhile gone: the caller must then report the load as failed.
@@ -242,7 +244,7 @@ class Session:
     def grants(self) -> list[tuple[int, int, int, list[tuple[int, int, bytes]], bool]]:
         """The answers to `begin_save` that have come since the last call.
 
-        (number of the save, job id or 0 if there is nothing to copy, arena's generation, per group (group, index of the
+        (number of the save, job id or 0 if there is nothing to copy, session's token, per group (group, index of the
         first block, offsets), whether blocks were left out). An offset is -1 for a block that is here already or that
         is left out. What was left out (arena full of data in use) can be asked for again.
         """

@@ -139,7 +139,7 @@ class FakeSession:
             plan.append((group, first, struct.pack(f"<{len(offsets)}q", *offsets)))
         job = next(self.jobs)
         self.loads[job] = request_id
-        return job, 7, plan
+        return job, 0, plan
 
     def end_load(self, job_id, ok):
         self.calls.append(("end_load", job_id, ok))
@@ -173,7 +173,7 @@ class FakeSession:
             plan.append((group, 0, struct.pack(f"<{len(offsets)}q", *offsets)))
         if taken:
             self.saves[job] = taken
-        self.granted.append((job, job if taken else 0, 7, plan if taken else [], refused))
+        self.granted.append((job, job if taken else 0, 0, plan if taken else [], refused))
         return job
 
     def grants(self):

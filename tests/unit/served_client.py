@@ -54,38 +54,38 @@ class Peer:
     def is_up(self) -> bool:
         return self.engine.link()[0] == "up"
 
-    def memory(self, generation: int) -> np.ndarray:
-        """The arena with this generation; it stays mapped, whatever becomes of its server."""
-        if generation not in self._arenas:
-            socket, now, token = self.engine.arena
-            assert now == generation
-            arena = _core.Arena.attach(socket, token)
+    def memory(self, session: int) -> np.ndarray:
+        """The arena of this session; it stays mapped, whatever becomes of its server."""
+        if session not in self._arenas:
+            socket, generation, now = self.engine.arena
+            assert now == session
+            arena = _core.Arena.attach(socket, session)
             assert arena.generation == generation
             view = np.ctypeslib.as_array((ctypes.c_uint8 * arena.size).from_address(arena.address))
-            self._arenas[generation] = arena, view
-        return self._arenas[generation][1]
+            self._arenas[session] = arena, view
+        return self._arenas[session][1]
 
     def begin_save(self, request: str, hashes: list[bytes]) -> tuple[int, int, list[tuple[int, bytes]]]:
-        """Job, generation, and (slot, hash) of what is to be copied."""
+        """Job, session, and (slot, hash) of what is to be copied."""
         until("a server", lambda: self.call("begin_save", request, hashes, len(hashes) * BLOCK) is not None)
         granted: list[Any] = []
         until("the slots", lambda: granted.extend(self.call("grants")) or granted)
-        _, job, generation, extents, _ = granted[-1]
+        _, job, session, extents, _ = granted[-1]
         places = []
         for _, first, offsets in extents:
             slots = np.frombuffer(offsets, dtype="<i8").tolist()
             places += [(slot, hashes[first + at]) for at, slot in enumerate(slots) if slot >= 0]
-        return job, generation, places
+        return job, session, places
 
-    def fill(self, generation: int, places: list[tuple[int, bytes]]) -> None:
-        memory = self.memory(generation)
+    def fill(self, session: int, places: list[tuple[int, bytes]]) -> None:
+        memory = self.memory(session)
         for slot, block_hash in places:
             memory[slot : slot + PAYLOAD] = content(block_hash)
 
     def save(self, hashes: list[bytes]) -> None:
-        job, generation, places = self.begin_save("save", hashes)
+        job, session, places = self.begin_save("save", hashes)
         if job:
-            self.fill(generation, places)
+            self.fill(session, places)
             self.call("end_save", job, True)
         self.call("finish", "save")
 
@@ -107,16 +107,16 @@ class Peer:
         plan = self.call("begin_load", request, 0, tokens)
         if plan is None:
             return None
-        job, generation, extents = plan
+        job, session, extents = plan
         places = []
         for _, first, offsets in extents:
             slots = np.frombuffer(offsets, dtype="<i8").tolist()
             places += [(slot, hashes[first + at]) for at, slot in enumerate(slots)]
         assert len(places) == tokens // BLOCK
-        return job, generation, places
+        return job, session, places
 
-    def check(self, generation: int, places: list[tuple[int, bytes]]) -> None:
-        memory = self.memory(generation)
+    def check(self, session: int, places: list[tuple[int, bytes]]) -> None:
+        memory = self.memory(session)
         for slot, block_hash in places:
             assert (memory[slot : slot + PAYLOAD] == content(block_hash)).all()
 
@@ -127,8 +127,8 @@ class Peer:
             begun = self.begin_load(request, hashes, tokens) if tokens else None
             if begun is None:
                 return 0
-            job, generation, places = begun
-            self.check(generation, places)
+            job, session, places = begun
+            self.check(session, places)
             self.call("end_load", job, True)
             return tokens
         finally:

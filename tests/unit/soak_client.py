@@ -59,8 +59,8 @@ class SoakClient:
         self.client = _core.Client(self.socket, server_timeout_ms=2000)
         self.session = self.client.register(self.description, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
         assert self.client.link() == ("up", "")
-        socket, self.generation, token = self.client.arena
-        self.arena = _core.Arena.attach(socket, token)
+        socket, _, self.token = self.client.arena
+        self.arena = _core.Arena.attach(socket, self.token)
         self.requests: dict[str, list[bytes]] = {}
         self.asked: dict[int, list[bytes]] = {}
         self.loads: dict[int, tuple[str, list[tuple[int, bytes]]]] = {}
@@ -100,8 +100,8 @@ class SoakClient:
         self.done["hit"] += 1
         started = self.session.begin_load(name, local, answer - local)
         if started is not None:
-            job, generation, plan = started
-            assert generation == self.generation
+            job, token, plan = started
+            assert token == self.token
             slots = self.slots(plan, hashes)
             self.loads[job] = (name, slots)
             self.check(slots)
@@ -119,10 +119,10 @@ class SoakClient:
             self.asked[number] = hashes
 
     def take_grants(self) -> None:
-        for number, job, generation, plan, _ in self.session.grants():
+        for number, job, token, plan, _ in self.session.grants():
             hashes = self.asked.pop(number)
             if job:
-                assert generation == self.generation
+                assert token == self.token
                 self.saves[job] = self.slots(plan, hashes)
                 self.done["save"] += 1
 

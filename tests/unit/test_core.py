@@ -69,8 +69,8 @@ class Client:
             return 0
         plan = self.session.begin_load(request, local, boundary - local)
         assert plan is not None
-        job, generation, [(_, first, offsets)] = plan
-        assert generation == self.engine.arena[1]
+        job, token, [(_, first, offsets)] = plan
+        assert token == self.engine.arena[2] == 0
         slots = np.frombuffer(offsets, dtype="<i8").tolist()
         assert first == local // BLOCK
         assert len(slots) == (boundary - local) // BLOCK

@@ -121,7 +121,7 @@ def test_two_ranks_fill_a_payload_over_the_socket(serve: Any) -> None:
     server = serve(3)
     config = plan("LBHNC", [group("full", 3, full())])
     payload = b""
-    job = CopyJob(1, "r", 3, [GroupCopy(0, np.array([4]), np.array([8192]))])
+    job = CopyJob(1, "r", 0, [GroupCopy(0, np.array([4]), np.array([8192]))])
     for rank in range(2):
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=2)
         vllm_config: Any = SimpleNamespace(parallel_config=parallel)
@@ -144,7 +144,7 @@ def test_an_arena_of_another_generation_is_not_used(serve: Any) -> None:
     vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1))
     worker = WorkerConnector(vllm_config, config)
     worker.register_kv_caches(allocate(config))
-    job = CopyJob(1, "r", 4, [GroupCopy(0, np.array([4]), np.array([0]))])
+    job = CopyJob(1, "r", 0, [GroupCopy(0, np.array([4]), np.array([0]))])
     worker.start_load_kv(UndercroftMetadata(server.path, 4, loads=[job]))
     results = worker.get_transfer_results(set())
     assert results.finished_recving == results.failed_recving == {"r"}

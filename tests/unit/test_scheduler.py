@@ -333,8 +333,8 @@ def test_plan_that_leaves_a_block_unfilled_is_refused(monkeypatch):
     begin = world.session.begin_load
 
     def short(*args):
-        job, generation, [(group, first, offsets)] = begin(*args)
-        return job, generation, [(group, first, offsets[:-8])]
+        job, token, [(group, first, offsets)] = begin(*args)
+        return job, token, [(group, first, offsets[:-8])]
 
     monkeypatch.setattr(world.session, "begin_load", short)
     world.admit(request, external=4 * BLOCK)

@@ -62,8 +62,8 @@ class Rank:
         return block_content(self.config, self.caches, 0, block)
 
 
-def job(number: int, blocks: list[int], slots: list[int], request: str = "r", generation: int = 0) -> CopyJob:
-    return CopyJob(number, request, generation, [GroupCopy(0, np.array(blocks), np.array(slots))])
+def job(number: int, blocks: list[int], slots: list[int], request: str = "r", session: int = 0) -> CopyJob:
+    return CopyJob(number, request, session, [GroupCopy(0, np.array(blocks), np.array(slots))])
 
 
 def meta(
@@ -200,7 +200,7 @@ def test_another_arena_is_attached_anew(host: Host) -> None:
 def test_an_arena_of_another_generation_is_refused(host: Host) -> None:
     one = Rank(host)
     one.worker.register_kv_caches(one.caches)
-    assert one.step(meta(generation=5, loads=[job(1, [3], [0], generation=5)]))[:2] == ({"r"}, {"r"})
+    assert one.step(meta(generation=5, loads=[job(1, [3], [0])]))[:2] == ({"r"}, {"r"})
 
 
 def test_results_of_the_old_arena_are_reported_after_a_change(host: Host) -> None:
@@ -243,3 +243,15 @@ def test_shutdown_waits_for_copies_and_comes_twice(host: Host) -> None:
     one.worker.shutdown()
     one.worker.shutdown()
     assert one.step(meta())[2] == UndercroftWorkerMetadata({1: 1})
+
+
+def test_slots_of_a_lost_session_are_not_touched(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    expected = one.block(3)
+    assert one.step(meta(saves=[job(1, [3], [0])]))[2] == UndercroftWorkerMetadata({1: 1})
+    fill(one.caches, seed=9)
+    now = meta(loads=[job(2, [4], [0], "x", session=8)], saves=[job(3, [4], [0], session=8)])
+    assert one.step(now) == ({"x"}, {"x"}, UndercroftWorkerMetadata({3: 1}, {3}))
+    assert one.step(meta(loads=[job(4, [5], [0], "y")]))[:2] == ({"y"}, set())
+    assert one.block(5) == expected

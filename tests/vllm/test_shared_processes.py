@@ -43,32 +43,32 @@ def test_two_servers_share_a_directory_and_one_takes_it_over(
 ) -> None:
     expected = [reference(ids, TOKENS) for ids in PROMPTS]
     config = options(tmp_path)
-    with start_server(llama_with_tokenizer, tmp_path / "first.log", config, *SMALL) as first:
-        with start_server(llama_with_tokenizer, tmp_path / "second.log", config, *SMALL) as second:
-            assert "disk_path is in use, shared with the engine at" in (tmp_path / "second.log").read_text()
-            assert ask(first, PROMPTS[0]) == (expected[0], 0)
-            first.wait_until_idle()
-            assert ask(second, PROMPTS[0]) == (expected[0], HIT)
-            assert ask(second, PROMPTS[1]) == (expected[1], 0)
-            second.wait_until_idle()
-            assert ask(first, PROMPTS[1]) == (expected[1], HIT)
-            first.wait_until_idle()
-            os.killpg(first.server.process.pid, signal.SIGKILL)
-            first.server.process.wait()
-            # A hit, or a miss while nobody owns the directory: never anything else, and no error.
-            while ask(second, PROMPTS[2])[1] == 0:
-                second.reset_device()
+    with (
+        start_server(llama_with_tokenizer, tmp_path / "first.log", config, *SMALL) as first,
+        start_server(llama_with_tokenizer, tmp_path / "second.log", config, *SMALL) as second,
+    ):
+        assert "disk_path is in use, shared with the engine at" in (tmp_path / "second.log").read_text()
+        assert ask(first, PROMPTS[0]) == (expected[0], 0)
+        first.wait_until_idle()
+        assert ask(second, PROMPTS[0]) == (expected[0], HIT)
+        assert ask(second, PROMPTS[1]) == (expected[1], 0)
+        second.wait_until_idle()
+        assert ask(first, PROMPTS[1]) == (expected[1], HIT)
+        first.wait_until_idle()
+        os.killpg(first.server.process.pid, signal.SIGKILL)
+        first.server.process.wait()
+        # A hit, or a miss while nobody owns the directory: never anything else, and no error.
+        while ask(second, PROMPTS[2])[1] == 0:
             second.reset_device()
-            found = [ask(second, ids) for ids in PROMPTS]
-            assert [tokens for tokens, _ in found] == expected
-            assert [cached for _, cached in found] == [HIT] * len(PROMPTS)
-            assert second.metric("vllm:undercroft_hook_errors_total") == 0
-            assert "this process has taken it over" in (tmp_path / "second.log").read_text()
+        second.reset_device()
+        found = [ask(second, ids) for ids in PROMPTS]
+        assert [tokens for tokens, _ in found] == expected
+        assert [cached for _, cached in found] == [HIT] * len(PROMPTS)
+        assert second.metric("vllm:undercroft_hook_errors_total") == 0
+        assert "this process has taken it over" in (tmp_path / "second.log").read_text()
 
 
-def test_data_parallel_ranks_share_one_cache(
-    llama_with_tokenizer: Path, reference: Reference, tmp_path: Path
-) -> None:
+def test_data_parallel_ranks_share_one_cache(llama_with_tokenizer: Path, reference: Reference, tmp_path: Path) -> None:
     expected = [reference(ids, TOKENS) for ids in PROMPTS]
     ranks = ("--data-parallel-size", "2", *SMALL)
     with start_server(llama_with_tokenizer, tmp_path / "server.log", options(tmp_path), *ranks) as client:

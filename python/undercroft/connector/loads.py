@@ -33,7 +33,7 @@ def plan_load(
     plan = session.begin_load(request_id, local_tokens, external_tokens)
     if plan is None:
         return None
-    job_id, generation, extents = plan
+    job_id, token, extents = plan
     try:
         copies = _pair(extents, local_tokens, local_tokens + external_tokens, tables, groups)
     except BaseException:
@@ -42,7 +42,7 @@ def plan_load(
     if copies is None:
         session.end_load(job_id, False)
         return None
-    return CopyJob(job_id, request_id, generation, copies)
+    return CopyJob(job_id, request_id, token, copies)
 
 
 def _pair(

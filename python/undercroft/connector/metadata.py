@@ -21,8 +21,9 @@ class CopyJob:
 
     job_id: int
     request_id: str
-    generation: int
-    """Of the arena that the slots are in: in another arena they would be other bytes."""
+    session: int
+    """Token of the session that the slots are kept for (0: the engine is the scheduler's own). For a worker of another
+    session they may be other bytes by now."""
     groups: list[GroupCopy]
 
 

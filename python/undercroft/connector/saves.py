@@ -124,9 +124,9 @@ class Saves:
     def take(self) -> list[Granted]:
         """The saves that have got their slots, or none, since the last call."""
         granted = []
-        for save, job_id, generation, extents, refused in self._session.grants():
+        for save, job_id, token, extents, refused in self._session.grants():
             if (asked := self._asked.pop(save, None)) is not None:
-                granted.append(self._granted(asked, job_id, generation, extents, refused))
+                granted.append(self._granted(asked, job_id, token, extents, refused))
             elif job_id:
                 self._session.end_save(job_id, False)
         if self._asked:
@@ -139,7 +139,7 @@ class Saves:
             self._unpin(self._asked.pop(save))
             self._session.end_save(save, False)
 
-    def _granted(self, asked: _Asked, job_id: int, generation: int, extents: list[Any], refused: bool) -> Granted:
+    def _granted(self, asked: _Asked, job_id: int, token: int, extents: list[Any], refused: bool) -> Granted:
         copies: list[GroupCopy] = []
         try:
             if job_id and not asked.abandoned:
@@ -159,7 +159,7 @@ class Saves:
             # Nothing will ever be copied into its slots.
             self._session.end_save(job_id, False)
         self._unpin(asked)
-        job = CopyJob(job_id, asked.request_id, generation, copies) if copies else None
+        job = CopyJob(job_id, asked.request_id, token, copies) if copies else None
         return Granted(asked.request_id, asked.num_tokens, refused, job)
 
     def _candidates(self, asked: _Asked, offers: Iterable[tuple[int, int, int]], saved_tokens: int) -> list[int]:

@@ -142,8 +142,8 @@ class WorkerConnector:
         ticket = self._next_ticket
         self._next_ticket += 1
         try:
-            if job.generation != metadata.arena_generation:
-                raise WorkerError("the engine's server was restarted, its arena is another one")
+            if job.session != metadata.arena_session:
+                raise WorkerError("the session with the engine's server was lost, and with it the slots of this job")
             queued = self._current_copier(metadata).submit(ticket, to_arena, job.groups)
         except Exception as error:
             # Nothing was queued, so nothing will copy; the engine must hear that the job is over.

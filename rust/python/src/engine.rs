@@ -206,7 +206,6 @@ impl PyEngine {
         match session {
             Some(Ok((id, namespace))) => Ok(PySession::embedded(
                 Arc::clone(&opened.shell),
-                opened.generation,
                 id,
                 namespace.unwrap_or_default(),
             )),

@@ -16,11 +16,11 @@ use crate::hashes::Hashes;
 
 type PyExtents<'py> = Vec<(u8, u32, Bound<'py, PyBytes>)>;
 
-/// (job id, generation of the arena, extents)
-type PyLoad<'py> = (u64, u64, PyExtents<'py>);
+/// (job id, token of the session, extents)
+type PyLoad<'py> = (u64, u128, PyExtents<'py>);
 
-/// (save, job id or 0, generation of the arena, extents, whether blocks were refused)
-type PyGrant<'py> = (u64, u64, u64, PyExtents<'py>, bool);
+/// (save, job id or 0, token of the session, extents, whether blocks were refused)
+type PyGrant<'py> = (u64, u64, u128, PyExtents<'py>, bool);
 
 fn extents(py: Python<'_>, extents: Vec<WireExtent>) -> PyExtents<'_> {
     let extents = extents.into_iter().map(|(group, first_block, slots)| {
@@ -39,7 +39,6 @@ fn plain(extents: Vec<Extent>) -> Vec<WireExtent> {
 enum Backend {
     Embedded {
         shell: Arc<Shell>,
-        generation: u64,
         id: SessionId,
         /// The last save's number; grants with their job ids.
         grants: Mutex<(u64, Vec<(u64, Grant)>)>,
@@ -55,20 +54,10 @@ pub(crate) struct PySession {
 }
 
 impl PySession {
-    pub(crate) fn embedded(
-        shell: Arc<Shell>,
-        generation: u64,
-        id: SessionId,
-        namespace: String,
-    ) -> Self {
+    pub(crate) fn embedded(shell: Arc<Shell>, id: SessionId, namespace: String) -> Self {
         let grants = Mutex::default();
         Self {
-            backend: Backend::Embedded {
-                shell,
-                generation,
-                id,
-                grants,
-            },
+            backend: Backend::Embedded { shell, id, grants },
             namespace,
         }
     }
@@ -186,7 +175,7 @@ impl PySession {
         }
     }
 
-    /// Pin the payloads of a load: (job id, arena generation, per group (group, first block, offsets)).
+    /// Pin the payloads of a load: (job id, session's token, per group (group, first block, offsets)).
     fn begin_load<'py>(
         &self,
         py: Python<'py>,
@@ -195,22 +184,17 @@ impl PySession {
         num_external_tokens: u32,
     ) -> Option<PyLoad<'py>> {
         let (local, external) = (num_computed_tokens, num_external_tokens);
-        let (job, generation, found) = match &self.backend {
-            Backend::Embedded {
-                shell,
-                id,
-                generation,
-                ..
-            } => {
+        let (job, session, found) = match &self.backend {
+            Backend::Embedded { shell, id, .. } => {
                 let begun =
                     shell.enter(|engine| engine.begin_load(*id, request_id, local, external));
                 let transfer = begun.flatten()?;
                 let job = transfer.id.data().as_ffi();
-                (job, *generation, plain(transfer.extents))
+                (job, 0, plain(transfer.extents))
             }
             Backend::Served(client) => client.begin_load(request_id, local, external)?,
         };
-        Some((job, generation, extents(py, found)))
+        Some((job, session, extents(py, found)))
     }
 
     /// All ranks have ended the copies of a load.
@@ -233,10 +217,7 @@ impl PySession {
     ) -> Option<u64> {
         match &self.backend {
             Backend::Embedded {
-                shell,
-                id,
-                generation,
-                grants,
+                shell, id, grants, ..
             } => {
                 let offers = offers.iter().map(|&(group, first_block, end_block)| Offer {
                     group,
@@ -259,7 +240,7 @@ impl PySession {
                     job,
                     Grant {
                         save,
-                        generation: *generation,
+                        session: 0,
                         refused,
                         extents,
                     },
@@ -273,7 +254,7 @@ impl PySession {
     }
 
     /// The answers to `begin_save` that have come since the last call: (save, job id or 0 if there is nothing
-    /// to copy, arena generation, per group (group, first block, offsets), whether blocks were left out for
+    /// to copy, session's token, per group (group, first block, offsets), whether blocks were left out for
     /// want of memory).
     fn grants<'py>(&self, py: Python<'py>) -> Vec<PyGrant<'py>> {
         let found = match &self.backend {
@@ -297,7 +278,7 @@ impl PySession {
         };
         let grant = |(job, grant): (u64, Grant)| {
             let slots = extents(py, grant.extents);
-            (grant.save, job, grant.generation, slots, grant.refused)
+            (grant.save, job, grant.session, slots, grant.refused)
         };
         found.into_iter().map(grant).collect()
     }

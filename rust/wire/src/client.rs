@@ -222,13 +222,13 @@ impl Client {
         self.read(|table| table.sources(request, local_tokens, external_tokens))
     }
 
-    /// Begins the load of what was answered: its number, the arena's generation, and where to copy from.
+    /// Begins the load of what was answered: its number, its session's token, and where to copy from.
     pub fn begin_load(
         &self,
         request: &str,
         local_tokens: u32,
         external_tokens: u32,
-    ) -> Option<(u64, u64, Vec<WireExtent>)> {
+    ) -> Option<(u64, u128, Vec<WireExtent>)> {
         self.shared
             .with(|table| table.begin_load(request, local_tokens, external_tokens))
             .flatten()

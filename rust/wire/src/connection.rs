@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect};
 
 use crate::frame::{self, FrameError, Kind};
 use crate::peer::peer_uid;
 use crate::protocol::{Reply, Request};
+use crate::socket_dir::connect_at_once;
 
 /// Why there is no connection to a server.
 #[derive(Debug, thiserror::Error)]
@@ -73,10 +73,7 @@ impl Connection {
             path: path.into(),
             source: errno.into(),
         };
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-            .map_err(os)?;
-        connect(&socket, &SocketAddrUnix::new(path).map_err(os)?).map_err(os)?;
+        let socket = connect_at_once(path).map_err(os)?;
         let found = peer_uid(&socket).map_err(|source| ConnectError::Os {
             path: path.into(),
             source,

@@ -3,11 +3,13 @@
 use std::fs::{self, DirBuilder, Permissions};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Pid, geteuid, test_kill_process};
 
 /// Longest path of a socket in bytes (`sun_path` less its final zero).
@@ -135,12 +137,15 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
     if bytes > SOCKET_PATH_MAX {
         return Err(SocketError::PathTooLong { path, bytes });
     }
-    match UnixStream::connect(&path) {
-        Ok(_) => return Err(SocketError::InUse { path }),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            fs::remove_file(&path).map_err(os(&path, "removing a dead socket"))?;
+    let is_socket = |found: fs::Metadata| found.file_type().is_socket();
+    if fs::symlink_metadata(&path).is_ok_and(is_socket) {
+        // At once: a frozen server whose queue is full is one, too.
+        match connect_at_once(&path) {
+            Err(Errno::CONNREFUSED) => {
+                fs::remove_file(&path).map_err(os(&path, "removing a dead socket"))?;
+            }
+            _ => return Err(SocketError::InUse { path }),
         }
-        Err(_) => {}
     }
     let listener = UnixListener::bind(&path).map_err(os(&path, "bind"))?;
     fs::set_permissions(&path, Permissions::from_mode(0o600)).map_err(os(&path, "chmod"))?;
@@ -148,6 +153,14 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
         .set_nonblocking(true)
         .map_err(os(&path, "setting it non-blocking"))?;
     Ok((listener, path))
+}
+
+/// Connects, or says at once why not.
+pub(crate) fn connect_at_once(path: &Path) -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
 }
 
 /// Whether the process in the name is gone and nobody listens. Both, since the process may live in
@@ -243,5 +256,20 @@ mod tests {
             "somebody listens: another PID namespace"
         );
         assert!(own.exists() && other.exists());
+    }
+
+    #[test]
+    fn a_path_is_taken_from_the_dead_and_from_nobody_else() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("s.sock");
+        let (first, _) = listen_at(path.clone()).unwrap();
+        let taken = listen_at(path.clone()).unwrap_err();
+        assert!(matches!(taken, SocketError::InUse { .. }), "{taken}");
+        drop(first);
+        listen_at(path).unwrap();
+        let notes = root.path().join("notes.txt");
+        fs::write(&notes, "mine").unwrap();
+        assert!(listen_at(notes.clone()).is_err());
+        assert_eq!(fs::read(notes).unwrap(), b"mine");
     }
 }

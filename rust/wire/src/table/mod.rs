@@ -48,8 +48,8 @@ pub(crate) enum Polled {
 pub struct Grant {
     /// The save.
     pub save: u64,
-    /// Of the arena that the slots are in.
-    pub generation: u64,
+    /// Token of the session that the slots are granted to.
+    pub session: u128,
     /// Blocks were left out for want of memory.
     pub refused: bool,
     /// Where to copy to; empty if there is nothing to copy, and the save has ended.
@@ -180,11 +180,11 @@ impl Table {
         self.pinged = None;
         self.jobs.clear();
         self.names.clear();
-        let generation = link.generation;
+        let session = link.session;
         let waiting = self.saves.iter().filter(|(_, granted)| !**granted);
         let empty = waiting.map(|(&save, _)| Grant {
             save,
-            generation,
+            session,
             refused: false,
             extents: Vec::new(),
         });
@@ -235,7 +235,7 @@ impl Table {
                 refused,
                 extents,
             } => {
-                let generation = self.up.as_ref().map_or(0, |link| link.generation);
+                let session = self.up.as_ref().map_or(0, |link| link.session);
                 match self.saves.get_mut(&save) {
                     Some(granted) => {
                         if extents.is_empty() {
@@ -245,7 +245,7 @@ impl Table {
                         }
                         self.grants.push(Grant {
                             save,
-                            generation,
+                            session,
                             refused,
                             extents,
                         });

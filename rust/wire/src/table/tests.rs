@@ -144,8 +144,8 @@ fn an_answer_is_consumed_once() {
     let mut world = World::new();
     world.poll("a", 16, 128);
     world.answer(2, 1, true, Some(96));
-    let (load, generation, extents) = world.table.begin_load("a", 32, 48).unwrap();
-    assert_eq!((load, generation), (3, 1));
+    let (load, session, extents) = world.table.begin_load("a", 32, 48).unwrap();
+    assert_eq!((load, session), (3, 9));
     assert_eq!(extents, [(0, 2, vec![2, 3, 4])]);
     assert_eq!(world.table.begin_load("a", 32, 48), None);
     assert_eq!(world.sent().len(), 2);

@@ -10,15 +10,15 @@ use super::{End, Grant, State, Table};
 use crate::protocol::{Hashes, Request, WireExtent};
 
 impl Table {
-    /// Begins the load of `(local, local + external]` tokens of what was answered: its number, the arena's
-    /// generation, and where to copy from. `None` if the answer does not cover it.
+    /// Begins the load of `(local, local + external]` tokens of what was answered: its number, the token of
+    /// its session, and where to copy from. `None` if the answer does not cover it.
     pub(crate) fn begin_load(
         &mut self,
         name: &str,
         local: u32,
         external: u32,
-    ) -> Option<(u64, u64, Vec<WireExtent>)> {
-        let generation = self.up.as_ref()?.generation;
+    ) -> Option<(u64, u128, Vec<WireExtent>)> {
+        let session = self.up.as_ref()?.session;
         let job = self.jobs.get_mut(name)?;
         let State::Ready(ready, _) = &job.state else {
             return None;
@@ -58,7 +58,7 @@ impl Table {
             local_tokens: local,
             external_tokens: external,
         });
-        Some((load, generation, extents))
+        Some((load, session, extents))
     }
 
     pub(crate) fn end_load(&mut self, load: u64, ok: bool) {

@@ -19,8 +19,11 @@ fn what_one_client_saves_another_loads() {
     until("the save is visible", || {
         reader.poll("r", &prompt, 0, 8 * TOKENS, None) == Some(8 * TOKENS)
     });
-    let (load, generation, extents) = reader.begin_load("r", 2 * TOKENS, 5 * TOKENS).unwrap();
-    assert_eq!((generation, extents.len()), (1, 1));
+    let (load, session, extents) = reader.begin_load("r", 2 * TOKENS, 5 * TOKENS).unwrap();
+    assert_eq!(
+        (session, extents.len()),
+        (reader.link().unwrap().session, 1)
+    );
     let (group, first, slots) = &extents[0];
     assert_eq!((*group, *first, slots.len()), (0, 2, 5));
     for (index, &slot) in (*first..).zip(slots) {
