@@ -200,3 +200,14 @@ def test_one_of_those_that_share_a_directory_takes_it_over_and_the_rest_follow(h
     until("and has all of it", lambda: all(peer.load(prompt("more")) == TOKENS for peer in peers))
     for peer in peers:
         peer.close()
+
+
+@pytest.mark.timeout(120)
+def test_a_directory_whose_owner_does_not_answer_refuses_the_start_with_its_pid(host: Host) -> None:
+    host.start()
+    assert host.server is not None
+    host.strike("frozen")
+    with pytest.raises(_core.StoreError) as refused:
+        Peer(share(host.place / "disk", host.place / "run2"))
+    for part in (str(host.place / "disk"), f"in use by process {host.server.process.pid}", "does not answer"):
+        assert part in str(refused.value)

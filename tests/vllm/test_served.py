@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from connector_engine import LONG, OTHER, TOKENS, References
-from harness import Engine
+from harness import Engine, prompt
+from hybrid_engine import BEST, MODELS, Model
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +35,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def start(**options: Any) -> Any:
         socket = str(tmp_path / "run" / "serve.sock")
-        servers.append(_core.Engine(host_memory=64 * MIB, socket=socket, **options))
+        servers.append(_core.Engine(**{"host_memory": 64 * MIB, "socket": socket, **options}))
         return servers[-1]
 
     yield start
@@ -100,6 +101,37 @@ def test_a_server_that_restarts_costs_misses_only(
     assert (warm.cached, warm.tokens) == (896, reference(LONG))
     at_rest(one, again)
     assert again.stats()["disk_reads"] == 7
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_and_states_go_through_a_server_too(
+    name: str, engine: Make, request: pytest.FixtureRequest, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = Model(name, request.getfixturevalue(name), *MODELS[name])
+    ids = model.ids(3)
+    server = serve(disks=[(str(tmp_path / "disk"), 1 << 30)], host_memory=512 * MIB)
+    running = model.start(options(server))
+    try:
+        cold = running.generate(ids, TOKENS, logprobs=BEST)
+        at_rest(running, server)
+        assert running.reset_device_cache()
+        warm = running.generate(ids, TOKENS, logprobs=BEST)
+        assert warm.cached == 3 * model.block
+        assert model.same(warm, cold)
+        # The next turn, with the device's own cache empty and with it full.
+        turn = ids + cold.tokens + prompt(model.block, seed=5)
+        found = []
+        for reset in (True, False):
+            at_rest(running, server)
+            assert not reset or running.reset_device_cache()
+            found.append(running.generate(turn, TOKENS, logprobs=BEST))
+        assert found[0].cached == 3 * model.block
+        assert model.same(found[1], found[0])
+        at_rest(running, server)
+        stats = server.stats()
+        assert (stats["jobs"], stats["loads"], stats["saves"], stats["load_failures"]) == (0, 0, 0, 0)
+    finally:
+        running.close()
 
 
 def test_an_engine_that_finds_its_directory_in_use_shares_it_and_takes_it_over(

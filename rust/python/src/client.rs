@@ -22,7 +22,7 @@ impl PyClient {
     fn new(socket: PathBuf, server_timeout_ms: f64, lookup_spin_us: f64) -> Self {
         let resolve = Box::new(move || Ok(socket.clone()));
         Self {
-            remote: Remote::new(resolve, server_timeout_ms, lookup_spin_us, false),
+            remote: Remote::new(resolve, server_timeout_ms, lookup_spin_us, None),
         }
     }
 

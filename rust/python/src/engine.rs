@@ -141,9 +141,10 @@ impl PyEngine {
         };
         let mode = match py.detach(|| Opened::open(&options)) {
             Ok(opened) => Mode::Own(opened),
-            Err(OpenError::Store(CoreStoreError::InUse { .. })) if share => {
+            Err(OpenError::Store(in_use @ CoreStoreError::InUse { .. })) if share => {
                 let (resolve, took_over) = self::share(options);
-                let remote = Remote::new(resolve, server_timeout_ms, lookup_spin_us, true);
+                let in_use = Some(in_use.to_string());
+                let remote = Remote::new(resolve, server_timeout_ms, lookup_spin_us, in_use);
                 Mode::Shared(remote, took_over)
             }
             Err(error @ OpenError::Store(_)) => {

@@ -32,21 +32,26 @@ impl HashSource for Hashes<'_, '_> {
             // SAFETY: `self.0` proves that the interpreter is attached and `list` is a list; an index out of
             // range gives null, which is looked at below.
             let item = unsafe { ffi::PyList_GetItem(list, at) };
-            // SAFETY: a borrowed reference, alive while the list holds it: nobody else runs Python code as long
-            // as this thread is attached, and nothing here does.
-            if item.is_null() || unsafe { ffi::PyBytes_Check(item) } == 0 {
+            if item.is_null() {
                 return count;
             }
-            // SAFETY: it is a bytes object.
-            let size = unsafe { ffi::PyBytes_Size(item) };
+            let (mut bytes, mut size) = (std::ptr::null_mut(), 0);
+            // SAFETY: a borrowed reference, alive while the list holds it: nobody else runs Python code as long
+            // as this thread is attached, and nothing here does. The results are written to live variables.
+            if unsafe { ffi::PyBytes_AsStringAndSize(item, &raw mut bytes, &raw mut size) } != 0 {
+                // No bytes object: what it raised is nobody's business.
+                drop(PyErr::take(self.0.py()));
+                return count;
+            }
             let Ok(size) = usize::try_from(size) else {
                 return count;
             };
             if size == 0 || size > HASH_BYTES_MAX || len != 0 && size != len {
                 return count;
             }
-            // SAFETY: it is a bytes object.
-            let bytes = unsafe { ffi::PyBytes_AsString(item) };
+            if len == 0 {
+                out.reserve(size * (self.len() - index));
+            }
             // SAFETY: its content has `size` bytes, does not change, and outlives this copy as the object does.
             out.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.cast(), size) });
             len = size;

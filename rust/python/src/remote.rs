@@ -7,31 +7,36 @@ use pyo3::prelude::*;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_wire::{Client, ClientConfig, Link, LinkState, Resolve};
 
-use crate::errors::{ConfigError, UndercroftError};
+use crate::errors::{ConfigError, StoreError, UndercroftError};
 
 /// How long registering waits for a server: it answers at once or is not there.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long it waits for the owner of a directory, which may still be opening it.
-const OWNER_TIMEOUT: Duration = Duration::from_secs(30);
+const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One session on an engine elsewhere.
 pub(crate) struct Remote {
     resolve: std::sync::Mutex<Option<Resolve>>,
     deadline: Duration,
     spin: Duration,
-    /// Nobody else can serve: without the owner of the directory the start is refused.
-    must_answer: bool,
+    /// That a directory is in use: without its owner nobody can serve, and the start is refused.
+    in_use: Option<String>,
     client: OnceLock<Arc<Client>>,
 }
 
 impl Remote {
-    pub(crate) fn new(resolve: Resolve, deadline_ms: f64, spin_us: f64, must_answer: bool) -> Self {
+    pub(crate) fn new(
+        resolve: Resolve,
+        deadline_ms: f64,
+        spin_us: f64,
+        in_use: Option<String>,
+    ) -> Self {
         Self {
             resolve: std::sync::Mutex::new(Some(resolve)),
             deadline: Duration::from_secs_f64((deadline_ms / 1e3).clamp(1e-4, 3600.0)),
             spin: Duration::from_secs_f64((spin_us / 1e6).clamp(0.0, 1.0)),
-            must_answer,
+            in_use,
             client: OnceLock::new(),
         }
     }
@@ -56,18 +61,20 @@ impl Remote {
             spin: self.spin,
         };
         let client = Arc::new(Client::start(config, resolve)?);
-        let timeout = if self.must_answer {
-            OWNER_TIMEOUT
-        } else {
-            REGISTER_TIMEOUT
+        let timeout = match self.in_use {
+            Some(_) => OWNER_TIMEOUT,
+            None => REGISTER_TIMEOUT,
         };
         let state = py.detach(|| client.wait_for_link(timeout));
         match state {
             LinkState::Refused(reason) => return Err(ConfigError::new_err(reason)),
-            LinkState::Down(why) if self.must_answer => {
-                return Err(UndercroftError::new_err(format!(
-                    "the engine that uses disk_path does not answer ({why}); stop that process, or choose another disk_path"
-                )));
+            LinkState::Down(why) => {
+                if let Some(in_use) = &self.in_use {
+                    let message = format!(
+                        "{in_use}. It could be shared, but its engine does not answer: {why}"
+                    );
+                    return Err(StoreError::new_err(message));
+                }
             }
             _ => {}
         }

@@ -136,7 +136,7 @@ impl Table {
             up: None,
             last: None,
             refused: None,
-            trouble: String::new(),
+            trouble: "it has not answered yet".to_owned(),
             info: String::new(),
             stats: String::new(),
             outbox: Vec::new(),
