@@ -331,6 +331,8 @@ impl Drop for Client {
 }
 
 fn run(shared: &Shared, mut resolve: Resolve) {
+    // Where cores are few, the scheduler that wakes this thread goes on first.
+    let _ = rustix::process::setpriority_process(None, 5);
     let mut pause = PAUSE_MIN;
     while !shared.stopping() {
         let why = match resolve() {

@@ -6,7 +6,7 @@
 //! connections: nobody can read or end what belongs to another.
 
 use serde::{Deserialize, Serialize, Serializer};
-use undercroft_core::key::{BlockHash, HASH_BYTES_MAX};
+use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, HEADER_BYTES, Header, Kind};
@@ -68,9 +68,6 @@ pub enum Request<'a> {
         request: u64,
         /// Counts the lookups of a request: answers to older ones are void.
         version: u32,
-        /// The hashes that the server lacks.
-        #[serde(borrow)]
-        hashes: Hashes<'a>,
         /// What the device holds.
         local_tokens: u32,
         /// The deepest boundary of use.
@@ -79,6 +76,9 @@ pub enum Request<'a> {
         asked: bool,
         /// Limit on the wait for the disk: base and part for every 1,000 tokens.
         wait_ns: Option<(u64, u64)>,
+        /// The hashes that the server lacks. Last, see [`append_with_hashes`].
+        #[serde(borrow)]
+        hashes: Hashes<'a>,
     },
     /// The scheduler waits for a lookup that was submitted early.
     Ask {
@@ -119,13 +119,13 @@ pub enum Request<'a> {
         request: u64,
         /// Names the save.
         save: u64,
-        /// The hashes that the server lacks.
-        #[serde(borrow)]
-        hashes: Hashes<'a>,
         /// Tokens that the device has computed.
         tokens: u32,
         /// What the device holds of windows and states: group, first block, block after the last.
         offers: Vec<(u8, u32, u32)>,
+        /// The hashes that the server lacks. Last, see [`append_with_hashes`].
+        #[serde(borrow)]
+        hashes: Hashes<'a>,
     },
     /// All ranks have ended a save.
     EndSave {
@@ -187,6 +187,7 @@ pub enum Reply {
         /// Blocks were left out for want of memory.
         refused: bool,
         /// Where to copy to; empty if there is nothing to copy.
+        #[serde(with = "offsets")]
         extents: Vec<WireExtent>,
     },
     /// A reset has ended.
@@ -218,6 +219,7 @@ pub struct Ready {
     /// Tokens (exclusive, inclusive) that were brought from disk for it.
     pub from_disk: Option<(u32, u32)>,
     /// Where the payloads lie.
+    #[serde(with = "offsets")]
     pub extents: Vec<WireExtent>,
 }
 
@@ -270,6 +272,92 @@ fn append<T: Serialize>(kind: Kind, message: &T, out: &mut Vec<u8>) -> bool {
     let header = Header { kind, body_bytes }.encode();
     out[start..start + HEADER_BYTES].copy_from_slice(&header);
     true
+}
+
+/// Appends a request's frame with the hashes after the first `known`, read straight into the buffer: on the
+/// scheduler's thread each copy counts. `request` makes it of the hashes, which must be its last field. How many
+/// hashes went along; `None`, and nothing appended, if the frame is too long.
+pub(crate) fn append_with_hashes<'a, H: HashSource + ?Sized>(
+    out: &mut Vec<u8>,
+    hashes: &H,
+    known: u32,
+    request: impl FnOnce(Hashes<'a>) -> Request<'a>,
+) -> Option<u32> {
+    let start = out.len();
+    let from = known as usize;
+    let first = (from < hashes.len()).then(|| hashes.get(from)).flatten();
+    // Without a hash its length does not matter, but it must be one.
+    let hash_bytes = first.map_or(1, |hash| hash.as_bytes().len());
+    let frame = request(Hashes {
+        known,
+        hash_bytes: u8::try_from(hash_bytes).unwrap_or(1),
+        bytes: &[],
+    });
+    // It ends with the length of no bytes, a zero.
+    if !frame.append_to(out) || out.pop() != Some(0) {
+        out.truncate(start);
+        return None;
+    }
+    let at = out.len();
+    out.extend_from_slice(&[0; LENGTH_BYTES]);
+    let (count, _) = hashes.append_from(from, out);
+    let bytes = out.len() - at - LENGTH_BYTES;
+    let body = out.len() - start - HEADER_BYTES;
+    let body_bytes = u32::try_from(body).unwrap_or(u32::MAX);
+    if body_bytes > BODY_BYTES_MAX {
+        out.truncate(start);
+        return None;
+    }
+    // As many bytes as a length may take, whatever it is: seven bits each, the last one without a mark.
+    for (index, byte) in out[at..at + LENGTH_BYTES].iter_mut().enumerate() {
+        let mark = u8::from(index + 1 < LENGTH_BYTES) << 7;
+        *byte = (bytes >> (7 * index)) as u8 & 0x7f | mark;
+    }
+    let kind = Kind::Request;
+    let header = Header { kind, body_bytes }.encode();
+    out[start..start + HEADER_BYTES].copy_from_slice(&header);
+    u32::try_from(count).ok()
+}
+
+/// Bytes of a length up to [`BODY_BYTES_MAX`] in postcard's encoding.
+const LENGTH_BYTES: usize = 4;
+
+/// Extents with their offsets as bytes: thousands at once, in no time.
+mod offsets {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use super::WireExtent;
+
+    struct Bytes(Vec<u8>);
+
+    impl Serialize for Bytes {
+        fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+            serializer.serialize_bytes(&self.0)
+        }
+    }
+
+    pub(super) fn serialize<S: Serializer>(
+        extents: &[WireExtent],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let bytes = |slots: &[i64]| slots.iter().flat_map(|slot| slot.to_le_bytes()).collect();
+        let one = |(group, first, slots): &WireExtent| (*group, *first, Bytes(bytes(slots)));
+        serializer.collect_seq(extents.iter().map(one))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Vec<WireExtent>, D::Error> {
+        let found: Vec<(u8, u32, &'de [u8])> = Vec::deserialize(deserializer)?;
+        let one = |(group, first, bytes): (u8, u32, &[u8])| {
+            let (slots, rest) = bytes.as_chunks::<8>();
+            let slots = slots.iter().map(|slot| i64::from_le_bytes(*slot)).collect();
+            rest.is_empty().then_some((group, first, slots))
+        };
+        let extents: Option<Vec<WireExtent>> = found.into_iter().map(one).collect();
+        extents.ok_or_else(|| D::Error::custom("offsets of no whole number"))
+    }
 }
 
 /// Postcard's output, into a buffer that holds other frames already.

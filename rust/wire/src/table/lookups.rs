@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use undercroft_core::key::HashSource;
 
 use super::{Job, Polled, State, Table};
-use crate::protocol::{Hashes, Request};
+use crate::protocol::{Request, append_with_hashes};
 
 /// An answer without a gain is asked for again when it is older than this: others save all the time.
 const MISS_FRESH: Duration = Duration::from_millis(5);
@@ -205,25 +205,21 @@ impl Table {
     ) -> bool {
         let (request, known) = self.job(name, hashes);
         let version = self.jobs.get(name).map_or(0, |job| job.version) + 1;
-        let mut bytes = std::mem::take(&mut self.scratch);
-        let (count, hash_bytes) = collect(hashes, known, &mut bytes);
-        let sent = self.send(&Request::Submit {
+        if self.up.is_none() {
+            return false;
+        }
+        let frame = |hashes| Request::Submit {
             request,
             version,
-            hashes: Hashes {
-                known,
-                hash_bytes,
-                bytes: &bytes,
-            },
             local_tokens,
             max_tokens,
             asked,
             wait_ns,
-        });
-        self.scratch = bytes;
-        if !sent {
+            hashes,
+        };
+        let Some(count) = append_with_hashes(&mut self.outbox, hashes, known, frame) else {
             return false;
-        }
+        };
         self.learned(name, count);
         self.awaiting.push_back(now);
         if let Some(job) = self.jobs.get_mut(name) {
@@ -235,19 +231,4 @@ impl Table {
         }
         true
     }
-}
-
-/// The hashes after the first `known`, one after the other: their number and length.
-pub(super) fn collect<H: HashSource + ?Sized>(
-    hashes: &H,
-    known: u32,
-    out: &mut Vec<u8>,
-) -> (u32, u8) {
-    out.clear();
-    let (count, len) = hashes.append_from(known as usize, out);
-    // Without a hash its length does not matter, but it must be one.
-    (
-        u32::try_from(count).unwrap_or(u32::MAX),
-        u8::try_from(len.max(1)).unwrap_or(1),
-    )
 }

@@ -111,7 +111,6 @@ pub(crate) struct Table {
     pub(crate) stats: String,
     /// Frames to send.
     pub(crate) outbox: Vec<u8>,
-    scratch: Vec<u8>,
     jobs: HashMap<Box<str>, Job>,
     names: HashMap<u64, Box<str>>,
     next: u64,
@@ -140,7 +139,6 @@ impl Table {
             info: String::new(),
             stats: String::new(),
             outbox: Vec::new(),
-            scratch: Vec::new(),
             jobs: HashMap::new(),
             names: HashMap::new(),
             next: 1,

@@ -5,9 +5,8 @@ use std::time::Instant;
 use undercroft_core::key::HashSource;
 use undercroft_core::namespace::GroupKind;
 
-use super::lookups::collect;
 use super::{End, Grant, State, Table};
-use crate::protocol::{Hashes, Request, WireExtent};
+use crate::protocol::{Request, WireExtent, append_with_hashes};
 
 impl Table {
     /// Begins the load of `(local, local + external]` tokens of what was answered: its number, the token of
@@ -82,23 +81,15 @@ impl Table {
         }
         let save = self.next();
         let (request, known) = self.job(name, hashes);
-        let mut bytes = std::mem::take(&mut self.scratch);
-        let (count, hash_bytes) = collect(hashes, known, &mut bytes);
-        let sent = self.send(&Request::BeginSave {
+        let offers = offers.to_vec();
+        let frame = |hashes| Request::BeginSave {
             request,
             save,
-            hashes: Hashes {
-                known,
-                hash_bytes,
-                bytes: &bytes,
-            },
             tokens,
-            offers: offers.to_vec(),
-        });
-        self.scratch = bytes;
-        if !sent {
-            return None;
-        }
+            offers,
+            hashes,
+        };
+        let count = append_with_hashes(&mut self.outbox, hashes, known, frame)?;
         self.learned(name, count);
         self.awaiting.push_back(now);
         self.saves.insert(save, false);
