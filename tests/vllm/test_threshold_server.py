@@ -164,6 +164,18 @@ def test_null_is_as_absent(fresh: Client) -> None:
     assert_rejected(fresh.complete(OTHER, cache_hit_threshold=None), 897)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_parameters_of_a_request_are_checked_before_it_starts(client: Client, stream: bool) -> None:
+    bad = {"prompt": "hello", "max_tokens": 2, "stream": stream, "kv_transfer_params": {"lookup": "sometimes"}}
+    response = client.raw(bad)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert "kv_transfer_params.lookup = 'sometimes'" in error["message"]
+    assert '"async" or "blocking"' in error["message"]
+    good = client.raw(bad | {"kv_transfer_params": {"lookup": "blocking", "promotion_wait": {"base_ms": 5}}})
+    assert good.status_code == 200, good.text
+
+
 def test_empty_prompt_is_refused_as_without_undercroft(client: Client) -> None:
     answers = [client.raw({"prompt": [], "max_tokens": 2, "cache_hit_threshold": value}) for value in (0, 0.5)]
     assert [answer.status_code for answer in answers] == [400, 400]

@@ -15,6 +15,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use undercroft_core::key::HashSource;
 use undercroft_core::namespace::NamespaceSpec;
 
+use crate::batch::yield_to_who_wakes;
 use crate::connection::{ConnectError, Connection, wait};
 use crate::protocol::{Reply, Request, WireExtent};
 use crate::table::{Grant, Link, Polled, Table};
@@ -331,8 +332,7 @@ impl Drop for Client {
 }
 
 fn run(shared: &Shared, mut resolve: Resolve) {
-    // Where cores are few, the scheduler that wakes this thread goes on first.
-    let _ = rustix::process::setpriority_process(None, 5);
+    yield_to_who_wakes();
     let mut pause = PAUSE_MIN;
     while !shared.stopping() {
         let why = match resolve() {

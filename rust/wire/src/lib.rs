@@ -5,6 +5,7 @@
 //! 0600, and the server checks the peer's uid as the kernel reports it.
 
 mod arena_client;
+mod batch;
 mod client;
 mod connection;
 pub mod frame;
