@@ -45,8 +45,13 @@ impl Machine {
     }
 
     fn engine(&mut self, seed: u64) -> Engine {
-        let mut config = EngineConfig::new(HOST_BYTES as u64);
-        config.seed = seed;
+        self.engine_with(EngineConfig {
+            seed,
+            ..EngineConfig::new(HOST_BYTES as u64)
+        })
+    }
+
+    fn engine_with(&mut self, config: EngineConfig) -> Engine {
         let mut engine = Engine::new(config);
         engine.attach_disks(vec![DeviceImage {
             capacity: DATA_BYTES as u64,
@@ -294,4 +299,62 @@ fn limits_below_one_granule_are_a_miss() {
             Answer::Ready(0)
         );
     }
+}
+
+#[test]
+fn a_prefetch_that_a_client_was_told_of_gives_way_to_nobody() {
+    let mut machine = Machine::new();
+    let mut engine = machine.engine(1);
+    let session = engine.open_session(spec()).unwrap();
+    let prompts: Vec<Vec<BlockHash>> = (0..2)
+        .map(|prompt| {
+            chain(8 + prompt)
+                .iter()
+                .map(|hash| other(hash, prompt))
+                .collect()
+        })
+        .collect();
+    for hashes in &prompts {
+        save(&mut machine, &mut engine, session, hashes);
+    }
+    machine.run(&mut engine);
+    // Promotions may hold as much as twice the first one needs, prefetches half of that.
+    let slots = 8 * 12_288;
+    for told in [false, true] {
+        let mut engine = machine.engine_with(EngineConfig {
+            seed: 2,
+            promotion_bytes: 2 * slots,
+            ..EngineConfig::new(HOST_BYTES as u64)
+        });
+        let session = engine.open_session(spec()).unwrap();
+        let early = &prompts[0];
+        let tokens = 8 * GRANULE;
+        assert_eq!(
+            engine.peek(session, "early", early, 0, u32::MAX),
+            Answer::Pending
+        );
+        machine.run(&mut engine);
+        let mut promised = Vec::new();
+        if told {
+            let answer = engine.peek(session, "early", early, 0, u32::MAX);
+            assert_eq!(answer, Answer::Ready(tokens));
+            promised = engine.leased_extents(session, "early", 0);
+        }
+        // The scheduler asks for the other one; together they exceed the budget by one payload.
+        engine.poll(session, "asked", &prompts[1], 0, u32::MAX);
+        machine.run(&mut engine);
+        let loaded = engine.begin_promised_load(session, "early", 0, tokens);
+        assert_eq!(loaded.is_some(), told);
+        if let Some(loaded) = loaded {
+            assert_eq!(loaded.extents, promised);
+        }
+    }
+}
+
+/// The hash of the same block of another prompt.
+fn other(hash: &BlockHash, prompt: u8) -> BlockHash {
+    let mut bytes = [0; 32];
+    bytes.copy_from_slice(hash.padded());
+    bytes[31] = prompt + 1;
+    BlockHash::new(&bytes).unwrap()
 }
