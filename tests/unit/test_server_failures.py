@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -211,3 +213,20 @@ def test_a_directory_whose_owner_does_not_answer_refuses_the_start_with_its_pid(
         Peer(share(host.place / "disk", host.place / "run2"))
     for part in (str(host.place / "disk"), f"in use by process {host.server.process.pid}", "does not answer"):
         assert part in str(refused.value)
+
+
+def test_the_next_owner_waits_for_the_last_one_to_end(tmp_path: Path) -> None:
+    share(tmp_path / "disk", tmp_path / "run").close()
+    opened: list[_core.Engine] = []
+    with (tmp_path / "disk" / "lock").open("r+") as lock:
+        # An owner whose socket is gone and whose last writes are under way.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(f"1\n{tmp_path}/gone.sock\n")
+        lock.flush()
+        opening = threading.Thread(target=lambda: opened.append(share(tmp_path / "disk", tmp_path / "run")))
+        opening.start()
+        opening.join(0.1)
+        assert opened == []
+    opening.join()
+    assert not opened[0].is_shared
+    opened[0].close()

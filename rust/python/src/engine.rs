@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -12,12 +12,12 @@ use undercroft_core::error::StoreError as CoreStoreError;
 use undercroft_core::io::IoEngineChoice;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::policy::PolicyKind;
-use undercroft_wire::server_status;
+use undercroft_wire::{is_served, server_status};
 
 use crate::errors::{ConfigError, StoreError, UndercroftError};
 use crate::json::to_python;
 use crate::opened::{EngineOptions, OpenError, Opened, runtime_dir, share};
-use crate::remote::Remote;
+use crate::remote::{OWNER_TIMEOUT, Remote};
 use crate::session::PySession;
 
 /// How long `status` waits for the engine's own server.
@@ -139,7 +139,7 @@ impl PyEngine {
             runtime_dir: self::runtime_dir(runtime_dir, environment),
             socket,
         };
-        let mode = match py.detach(|| Opened::open(&options)) {
+        let mode = match py.detach(|| open(&options, share)) {
             Ok(opened) => Mode::Own(opened),
             Err(OpenError::Store(in_use @ CoreStoreError::InUse { .. })) if share => {
                 let (resolve, took_over) = self::share(options);
@@ -277,6 +277,22 @@ impl PyEngine {
             Mode::Own(opened) => opened.close(),
             Mode::Shared(remote, _) => remote.close(),
         });
+    }
+}
+
+/// Opens the engine. Where its directories may be shared, an owner that is just ending, or that does not serve yet,
+/// is waited for.
+fn open(options: &EngineOptions, share: bool) -> Result<Opened, OpenError> {
+    let end = Instant::now() + OWNER_TIMEOUT;
+    loop {
+        let opened = Opened::open(options);
+        let Err(OpenError::Store(CoreStoreError::InUse { socket, .. })) = &opened else {
+            return opened;
+        };
+        if !share || socket.as_deref().is_some_and(is_served) || Instant::now() >= end {
+            return opened;
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -13,7 +13,7 @@ use crate::errors::{ConfigError, StoreError, UndercroftError};
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long it waits for the owner of a directory, which may still be opening it.
-const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
+pub(crate) const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One session on an engine elsewhere.
 pub(crate) struct Remote {

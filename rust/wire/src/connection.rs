@@ -204,6 +204,11 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration) {
     let _ = poll(fds, Some(&timeout));
 }
 
+/// Whether a server listens at a socket, be it frozen.
+pub fn is_served(path: &Path) -> bool {
+    Connection::open(path).is_ok()
+}
+
 /// What a server says of itself, as JSON; waits at most `timeout`.
 ///
 /// # Errors

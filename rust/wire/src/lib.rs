@@ -19,7 +19,7 @@ mod table;
 
 pub use arena_client::{AttachError, Attachment, attach};
 pub use client::{Client, ClientConfig, LinkState, Resolve};
-pub use connection::{ConnectError, server_status};
+pub use connection::{ConnectError, is_served, server_status};
 pub use server::{Served, Server, ServerCounters, SocketPlace};
 pub use socket_dir::{SOCKET_PATH_MAX, SocketError};
 pub use stats::stats_json;
