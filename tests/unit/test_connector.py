@@ -14,7 +14,7 @@ from undercroft.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from undercroft.config import ConfigError
 from undercroft.connector import connector as module
 from undercroft.connector.connector import UndercroftConnector
-from undercroft.connector.embedded import start_line
+from undercroft.connector.engine import start_line
 from undercroft.connector.metadata import UndercroftMetadata
 
 

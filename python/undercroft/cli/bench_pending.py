@@ -33,7 +33,7 @@ def measure(pending: int) -> dict[str, Any]:
     The prefixes lie on disk, and reads may hold one block, which the first request keeps: the others wait.
     """
     from undercroft.config import UndercroftConfig
-    from undercroft.connector.embedded import open_engine
+    from undercroft.connector.engine import open_engine
 
     with tempfile.TemporaryDirectory(prefix="undercroft-bench-") as directory:
         payloads = (pending + 1) * BLOCKS * PAYLOAD_BYTES

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from undercroft.cli.output import CommandError
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
-from undercroft.connector.embedded import start_line
+from undercroft.connector.engine import start_line
 from undercroft.connector.health import DiskHealth
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from undercroft.compat import (
     SupportsHMA,
 )
 from undercroft.config import UndercroftConfig, unknown_environment
-from undercroft.connector.embedded import open_engine, start_line
+from undercroft.connector.engine import open_engine, start_line
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import describe, random_seed_warning

@@ -3,9 +3,8 @@
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
-use undercroft_core::namespace::NamespaceSpec;
 
-use crate::engine::{arena_of, group_specs, report};
+use crate::engine::{PyGroup, arena_of, namespace, report};
 use crate::remote::Remote;
 use crate::session::PySession;
 
@@ -40,17 +39,12 @@ impl PyClient {
         &self,
         py: Python<'_>,
         description: String,
-        groups: Vec<(String, u32, u32, u32)>,
+        groups: Vec<PyGroup>,
         hash_block_tokens: u32,
         alignment_tokens: Option<u32>,
         dropped_tokens: u32,
     ) -> PyResult<PySession> {
-        let spec = NamespaceSpec {
-            description,
-            hash_block_tokens,
-            alignment_tokens: alignment_tokens.unwrap_or(hash_block_tokens),
-            groups: group_specs(groups)?,
-        };
+        let spec = namespace(description, groups, hash_block_tokens, alignment_tokens)?;
         let client = self.remote.register(py, spec, dropped_tokens)?;
         Ok(PySession::served(client))
     }

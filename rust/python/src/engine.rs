@@ -46,8 +46,26 @@ pub(crate) fn choice(name: &str) -> PyResult<IoEngineChoice> {
     }
 }
 
-/// Groups as Python describes them: (kind, tokens per block, payload bytes, window in tokens or 0).
-pub(crate) fn group_specs(groups: Vec<(String, u32, u32, u32)>) -> PyResult<Vec<GroupSpec>> {
+/// A namespace as Python describes it; by default hits are aligned to block hashes.
+pub(crate) fn namespace(
+    description: String,
+    groups: Vec<PyGroup>,
+    hash_block_tokens: u32,
+    alignment_tokens: Option<u32>,
+) -> PyResult<NamespaceSpec> {
+    Ok(NamespaceSpec {
+        description,
+        hash_block_tokens,
+        alignment_tokens: alignment_tokens.unwrap_or(hash_block_tokens),
+        groups: group_specs(groups)?,
+    })
+}
+
+/// A KV cache group as Python describes it: kind, tokens per block, payload bytes, window in tokens or 0.
+pub(crate) type PyGroup = (String, u32, u32, u32);
+
+/// Groups of a namespace.
+pub(crate) fn group_specs(groups: Vec<PyGroup>) -> PyResult<Vec<GroupSpec>> {
     groups
         .into_iter()
         .map(|(kind, block_tokens, payload_bytes, tokens)| {
@@ -181,17 +199,12 @@ impl PyEngine {
         &self,
         py: Python<'_>,
         description: String,
-        groups: Vec<(String, u32, u32, u32)>,
+        groups: Vec<PyGroup>,
         hash_block_tokens: u32,
         alignment_tokens: Option<u32>,
         dropped_tokens: u32,
     ) -> PyResult<PySession> {
-        let spec = NamespaceSpec {
-            description,
-            hash_block_tokens,
-            alignment_tokens: alignment_tokens.unwrap_or(hash_block_tokens),
-            groups: group_specs(groups)?,
-        };
+        let spec = namespace(description, groups, hash_block_tokens, alignment_tokens)?;
         let opened = match &self.mode {
             Mode::Own(opened) => opened,
             Mode::Shared(remote, _) => {

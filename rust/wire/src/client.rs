@@ -15,9 +15,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use undercroft_core::key::HashSource;
 use undercroft_core::namespace::NamespaceSpec;
 
-use crate::batch::yield_to_who_wakes;
 use crate::connection::{ConnectError, Connection, wait};
 use crate::protocol::{Reply, Request, WireExtent};
+use crate::scheduling::yield_to_who_wakes;
 use crate::table::{Grant, Link, Polled, Table};
 
 /// Pauses between attempts to connect: the first, and the longest.

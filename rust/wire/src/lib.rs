@@ -5,12 +5,12 @@
 //! 0600, and the server checks the peer's uid as the kernel reports it.
 
 mod arena_client;
-mod batch;
 mod client;
 mod connection;
 pub mod frame;
 mod peer;
 pub mod protocol;
+mod scheduling;
 mod server;
 mod sessions;
 mod socket_dir;
