@@ -30,7 +30,12 @@ class Reference:
 
     def _generate(self, ids: Sequence[int], n: int) -> list[int]:
         from vllm.distributed.kv_transfer import kv_transfer_state
+        from vllm.distributed.parallel_state import model_parallel_is_initialized
 
+        if self._engine is not None and not model_parallel_is_initialized():
+            # An engine with worker processes has ended, and has taken the groups of this process with it.
+            self.close()
+            self._engine = None
         # vLLM keeps one connector in a process; this engine has none.
         connector, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
         try:

@@ -17,7 +17,6 @@ use undercroft_core::namespace::NamespaceSpec;
 
 use crate::connection::{ConnectError, Connection, wait};
 use crate::protocol::{Reply, Request, WireExtent};
-use crate::scheduling::yield_to_who_wakes;
 use crate::table::{Grant, Link, Polled, Table};
 
 /// Pauses between attempts to connect: the first, and the longest.
@@ -332,7 +331,8 @@ impl Drop for Client {
 }
 
 fn run(shared: &Shared, mut resolve: Resolve) {
-    yield_to_who_wakes();
+    // Where cores are few, the scheduler that wakes this thread goes on first.
+    let _ = rustix::process::setpriority_process(None, 5);
     let mut pause = PAUSE_MIN;
     while !shared.stopping() {
         let why = match resolve() {

@@ -10,7 +10,6 @@ mod connection;
 pub mod frame;
 mod peer;
 pub mod protocol;
-mod scheduling;
 mod server;
 mod sessions;
 mod socket_dir;
