@@ -64,7 +64,7 @@ fn extents(extents: Vec<Extent>) -> Vec<WireExtent> {
 
 fn token() -> u128 {
     use std::hash::{BuildHasher, RandomState};
-    // Each pair of keys comes from the operating system.
+    // The keys come from the operating system and are others each time; they are never told.
     let half = || u128::from(RandomState::new().hash_one(std::process::id()));
     (half() << 64 | half()).max(1)
 }
@@ -223,6 +223,10 @@ impl Sessions {
                 local_tokens,
                 external_tokens,
             } => {
+                // Under a number in use, the load of before could not be ended any more.
+                if session.loads.contains_key(&load) {
+                    return Err(Violation);
+                }
                 let lookup = session.requests.get(&request).ok_or(Violation)?;
                 let begun = self.shell.enter(|engine| {
                     engine.begin_promised_load(id, &lookup.name, local_tokens, external_tokens)
@@ -243,6 +247,9 @@ impl Sessions {
                 tokens,
                 offers,
             } => {
+                if session.saves.contains_key(&save) {
+                    return Err(Violation);
+                }
                 let lookup = session.lookup(request, hashes)?;
                 let offers = offers.iter().map(|&(group, first_block, end_block)| Offer {
                     group,

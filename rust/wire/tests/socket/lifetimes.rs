@@ -3,7 +3,7 @@
 use undercroft_wire::protocol::{Reply, Request};
 use undercroft_wire::{AttachError, attach};
 
-use crate::raw::{Raw, register};
+use crate::raw::{Raw, joined, register, run};
 use crate::rig::{Rig, TOKENS, client, hashes, save, until};
 
 fn rig() -> (tempfile::TempDir, std::path::PathBuf, Rig) {
@@ -193,4 +193,22 @@ fn a_namespace_that_cannot_be_served_is_refused_with_the_reason() {
     // Another one may be.
     raw.say(&register(0));
     assert!(matches!(raw.hear(), Some(Reply::Registered { .. })));
+}
+
+#[test]
+fn a_number_in_use_ends_the_connection_and_leaks_nothing() {
+    let (_dir, socket, rig) = rig();
+    let (mut raw, _, _) = Raw::registered(&socket, 0);
+    assert_eq!(raw.save(8, 80, &hashes(2, 3)), 3);
+    let bytes = joined(&hashes(3, 2));
+    raw.say(&Request::BeginSave {
+        request: 9,
+        save: 80,
+        tokens: 2 * TOKENS,
+        offers: Vec::new(),
+        hashes: run(&bytes),
+    });
+    assert_eq!(raw.hear(), None);
+    until("all is freed", || rig.in_use() == [0; 4]);
+    assert_eq!(rig.server.counters().malformed, 1);
 }
