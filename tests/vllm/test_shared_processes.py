@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 from checks import Reference
 from harness import prompt
 from threshold_http import Client, start_server, the_choice
+from undercroft import _core
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TOKENS = 8
 PROMPTS = [prompt(897, seed=90 + seed) for seed in range(3)]
 HIT = 896
-SMALL = ("--num-gpu-blocks-override", "128", "--max-num-seqs", "4")
+BLOCK = 128
+SMALL = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "128", "--max-num-seqs", "4")
 
 
 def options(tmp_path: Path) -> dict[str, Any]:
@@ -38,6 +41,14 @@ def ask(client: Client, ids: list[int], **headers: str) -> tuple[list[int], int]
     return the_choice(answer)["token_ids"], details.get("cached_tokens") or 0
 
 
+def wait_until_on_disk(directory: Path, prompts: int) -> None:
+    """Until so many prompts would survive the end of the directory's owner: the disk is written behind."""
+    deadline = time.monotonic() + 60
+    while (blocks := sum(one["blocks"] for one in _core.inspect(str(directory))["namespaces"])) < prompts * HIT // BLOCK:
+        assert time.monotonic() < deadline, f"only {blocks} blocks are on disk"
+        time.sleep(0.1)
+
+
 def test_two_servers_share_a_directory_and_one_takes_it_over(
     llama_with_tokenizer: Path, reference: Reference, tmp_path: Path
 ) -> None:
@@ -55,6 +66,7 @@ def test_two_servers_share_a_directory_and_one_takes_it_over(
         second.wait_until_idle()
         assert ask(first, PROMPTS[1]) == (expected[1], HIT)
         first.wait_until_idle()
+        wait_until_on_disk(tmp_path / "cache", prompts=2)
         os.killpg(first.server.process.pid, signal.SIGKILL)
         first.server.process.wait()
         # A hit, or a miss while nobody owns the directory: never anything else, and no error.

@@ -21,7 +21,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::checksum::checksum;
+use crate::checksum::{checksum, checksum_in_passing};
 use crate::memory;
 
 mod populate;
@@ -248,6 +248,20 @@ impl Arena {
 
     /// The checksum of the range.
     pub fn checksum(&self, offset: u64, len: u64) -> Result<u64, OutOfBounds> {
+        self.checksum_by(checksum, offset, len)
+    }
+
+    /// The checksum of a range that this processor has no further use for ([`checksum_in_passing`]).
+    pub fn checksum_in_passing(&self, offset: u64, len: u64) -> Result<u64, OutOfBounds> {
+        self.checksum_by(checksum_in_passing, offset, len)
+    }
+
+    fn checksum_by(
+        &self,
+        checksum: fn(&[u8]) -> u64,
+        offset: u64,
+        len: u64,
+    ) -> Result<u64, OutOfBounds> {
         let start = self.pointer(offset, len)?;
         // SAFETY: valid for `len` bytes by the check; nobody writes the slot now (aliasing rule).
         Ok(checksum(unsafe {

@@ -267,7 +267,7 @@ fn a_flipped_bit_is_a_miss() {
 }
 
 #[test]
-fn writes_leave_a_quarter_of_the_depth_to_reads() {
+fn writes_leave_a_part_of_the_depth_to_reads() {
     let mut machine = Machine::new();
     let mut engine = machine.engine(1);
     engine.set_io_depth(8);

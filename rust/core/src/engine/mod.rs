@@ -16,7 +16,7 @@ use slotmap::SlotMap;
 use crate::disk::Disk;
 use crate::error::RegisterError;
 use crate::forest::{Forest, NodeId, NsId};
-use crate::io::{IoCompletion, IoRequest};
+use crate::io::{IoCompletion, IoRequest, device_depth};
 use crate::key::BlockHash;
 use crate::metrics::{Counters, Gauges};
 use crate::namespace::{GroupKind, Namespace, NamespaceSpec};
@@ -156,7 +156,7 @@ pub struct Engine {
     reads_in_flight: usize,
     writes_in_flight: usize,
     /// See [`Engine::set_io_depth`].
-    writes_max: usize,
+    io_depth: Option<usize>,
     /// Requests with reads to issue: first those that the scheduler waits for, then prefetches.
     turns: [VecDeque<RequestId>; 2],
     /// Who waits for a payload being read.
@@ -209,7 +209,7 @@ impl Engine {
             ops: SlotMap::with_key(),
             reads_in_flight: 0,
             writes_in_flight: 0,
-            writes_max: usize::MAX,
+            io_depth: None,
             turns: [VecDeque::new(), VecDeque::new()],
             waiters: HashMap::new(),
             promoted_bytes: 0,
@@ -234,10 +234,28 @@ impl Engine {
         self.now_ns = self.now_ns.max(now_ns);
     }
 
-    /// Tells how many IO operations can be in flight. Writes take three quarters of them at most: a
-    /// device may hold writes up for seconds and go on reading.
+    /// Tells how many IO operations can be in flight ([`IoEngine::depth`]). Reads and writes each take a
+    /// part of them only.
+    ///
+    /// [`IoEngine::depth`]: crate::io::IoEngine::depth
     pub fn set_io_depth(&mut self, depth: usize) {
-        self.writes_max = (depth - depth / 4).max(1);
+        self.io_depth = Some(depth);
+    }
+
+    /// How many reads may start while `room` operations may.
+    fn reads_room(&self, room: usize) -> usize {
+        let Some(depth) = self.io_depth else {
+            return room;
+        };
+        // What is read and being verified has left its room already.
+        let reads = depth.saturating_sub(room + self.writes_in_flight);
+        device_depth(depth).saturating_sub(reads).min(room)
+    }
+
+    /// How many writes may be in flight.
+    fn writes_max(&self) -> usize {
+        self.io_depth
+            .map_or(usize::MAX, |depth| 2 * device_depth(depth))
     }
 
     /// Opens a session on a namespace, which is registered if it is new.
@@ -407,7 +425,7 @@ impl Engine {
     /// Appends IO requests to start now, at most `room` of them: reads before writes.
     pub fn next_io(&mut self, room: usize, out: &mut Vec<IoRequest>) {
         let limit = out.len() + room;
-        self.next_reads(limit, out);
+        self.next_reads(out.len() + self.reads_room(room), out);
         self.next_writes(limit, out);
     }
 

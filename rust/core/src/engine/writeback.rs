@@ -115,9 +115,9 @@ impl Engine {
         self.refill();
         let reading = self.reads_in_flight > 0 || self.turns.iter().any(|turns| !turns.is_empty());
         let most = if reading {
-            self.config.writes_beside_reads.min(self.writes_max)
+            self.config.writes_beside_reads.min(self.writes_max())
         } else {
-            self.writes_max
+            self.writes_max()
         };
         while out.len() < limit && self.writes_in_flight < most {
             let Some(&queued) = self.write_queue.front() else {

@@ -16,42 +16,81 @@ pub(super) fn is_many(pieces: usize, bytes: u64) -> bool {
     pieces >= BATCH_PIECES && bytes >= BATCH_BYTES
 }
 
-/// Writes that wait for one another, as operations and their pieces.
-#[derive(Debug, Default)]
+/// Writes that wait for one another, or for the device to end others: then it has more to do at once.
+#[derive(Debug)]
 pub(super) struct Batch {
-    held: VecDeque<(u16, u16)>,
-    held_bytes: u64,
-    /// Of writes that were let go and have not ended.
+    held: VecDeque<Held>,
+    /// Writes that the device may have at a time.
+    most: usize,
+    moving: usize,
     moving_bytes: u64,
 }
 
+/// A write, as the number of its operation and of its pieces.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    index: u16,
+    pieces: u16,
+    bytes: u32,
+}
+
 impl Batch {
+    /// For a device that may have `most` writes at a time.
+    pub(super) fn new(most: usize) -> Self {
+        Self {
+            held: VecDeque::new(),
+            most,
+            moving: 0,
+            moving_bytes: 0,
+        }
+    }
+
     /// Takes a write.
-    pub(super) fn push(&mut self, pieces: impl Iterator<Item = (u16, u16)>, bytes: u32) {
-        self.held.extend(pieces);
-        self.held_bytes += u64::from(bytes);
+    pub(super) fn push(&mut self, index: u16, pieces: u16, bytes: u32) {
+        self.held.push_back(Held {
+            index,
+            pieces,
+            bytes,
+        });
     }
 
-    /// Whether the writes that wait are many.
+    /// Whether the writes that wait for one another only are many.
     pub(super) fn is_full(&self) -> bool {
-        is_many(self.held.len(), self.held_bytes)
+        let (mut pieces, mut bytes) = (0, 0);
+        self.held
+            .iter()
+            .take(self.most.saturating_sub(self.moving))
+            .any(|held| {
+                pieces += usize::from(held.pieces);
+                bytes += u64::from(held.bytes);
+                is_many(pieces, bytes)
+            })
     }
 
-    /// Moves what waits to `ready`, if it is many or the device has too little to do.
+    /// Moves what waits to `ready`, as far as the device may have it, if it is many or the device has too
+    /// little to do.
     pub(super) fn release(&mut self, ready: &mut VecDeque<(u16, u16)>) {
         if self.is_full() || self.moving_bytes < BATCH_BYTES {
-            self.release_all(ready);
+            self.let_go(self.most.saturating_sub(self.moving), ready);
         }
     }
 
     /// Moves what waits to `ready`.
     pub(super) fn release_all(&mut self, ready: &mut VecDeque<(u16, u16)>) {
-        self.moving_bytes += std::mem::take(&mut self.held_bytes);
-        ready.append(&mut self.held);
+        self.let_go(self.held.len(), ready);
+    }
+
+    fn let_go(&mut self, most: usize, ready: &mut VecDeque<(u16, u16)>) {
+        for held in self.held.drain(..most.min(self.held.len())) {
+            self.moving += 1;
+            self.moving_bytes += u64::from(held.bytes);
+            ready.extend((0..held.pieces).map(|piece| (held.index, piece)));
+        }
     }
 
     /// A write that was let go has ended.
     pub(super) fn ended(&mut self, bytes: u32) {
+        self.moving -= 1;
         self.moving_bytes -= u64::from(bytes);
     }
 }
@@ -63,24 +102,24 @@ mod tests {
     #[test]
     fn writes_wait_for_one_another_while_the_device_is_busy() {
         let eighth = (BATCH_BYTES / 8) as u32;
-        let (mut batch, mut ready) = (Batch::default(), VecDeque::new());
+        let (mut batch, mut ready) = (Batch::new(100), VecDeque::new());
         for index in 0..8 {
-            batch.push([(index, 0)].into_iter(), eighth);
+            batch.push(index, 1, eighth);
             batch.release(&mut ready);
             assert_eq!(ready.len(), usize::from(index) + 1, "the device has little");
         }
         for index in 8..15 {
-            batch.push([(index, 0)].into_iter(), eighth);
+            batch.push(index, 1, eighth);
             batch.release(&mut ready);
             assert_eq!(ready.len(), 8, "it has enough");
         }
-        batch.push([(15, 0)].into_iter(), eighth);
+        batch.push(15, 1, eighth);
         assert!(batch.is_full());
         batch.release(&mut ready);
         let order: Vec<u16> = ready.drain(..).map(|(index, _)| index).collect();
         assert_eq!(order, (0..16).collect::<Vec<_>>());
 
-        batch.push([(16, 0), (16, 1)].into_iter(), 8 * eighth);
+        batch.push(16, 2, 8 * eighth);
         assert!(!batch.is_full(), "two pieces are not joined");
         (0..8).for_each(|_| batch.ended(eighth));
         batch.release(&mut ready);
@@ -88,5 +127,26 @@ mod tests {
         batch.ended(eighth);
         batch.release(&mut ready);
         assert_eq!(ready, [(16, 0), (16, 1)], "it runs dry");
+    }
+
+    #[test]
+    fn the_device_never_has_more_than_it_may() {
+        let bytes = BATCH_BYTES as u32;
+        let (mut batch, mut ready) = (Batch::new(2), VecDeque::new());
+        for index in 0..4 {
+            batch.push(index, 4, bytes);
+            batch.release(&mut ready);
+        }
+        assert_eq!(ready.len(), 2 * 4);
+        assert!(!batch.is_full(), "nothing may go now");
+        batch.ended(bytes);
+        assert!(batch.is_full());
+        batch.release(&mut ready);
+        assert_eq!(ready.len(), 3 * 4);
+        batch.release_all(&mut ready);
+        assert_eq!(ready.len(), 4 * 4);
+        (0..3).for_each(|_| batch.ended(bytes));
+        batch.release(&mut ready);
+        assert_eq!(ready.len(), 4 * 4);
     }
 }

@@ -8,7 +8,7 @@ use super::interpose::Direct;
 use super::pool::ThreadPool;
 use super::ring::Ring;
 use super::uring::{Parts, Uring};
-use super::{DeviceFiles, IoEngine};
+use super::{DeviceFiles, IoEngine, engine_depth};
 use crate::arena::Arena;
 
 /// Which IO engine to use.
@@ -36,14 +36,15 @@ pub struct IoFeatures {
     pub fallback: Option<String>,
 }
 
-/// Opens an engine for `depth` operations in flight over the files of `devices`, which requests name
-/// by their index. The error of [`IoEngineChoice::IoUring`] says what to do.
+/// Opens an engine over the files of `devices`, which requests name by their index, that gives the device
+/// up to `depth` reads, or as many writes, at a time. The error of [`IoEngineChoice::IoUring`] says what to do.
 pub fn open_io_engine(
     choice: IoEngineChoice,
     depth: usize,
     arena: Arc<Arena>,
     devices: Vec<DeviceFiles>,
 ) -> io::Result<(Box<dyn IoEngine>, IoFeatures)> {
+    let depth = engine_depth(depth);
     let fallback = match choice {
         IoEngineChoice::ThreadPool => None,
         IoEngineChoice::Auto | IoEngineChoice::IoUring => {
@@ -102,6 +103,7 @@ fn refusal(error: &io::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::io::device_depth;
     use crate::io::open_file;
 
     fn open(choice: IoEngineChoice) -> (Box<dyn IoEngine>, IoFeatures) {
@@ -128,7 +130,7 @@ mod tests {
         for choice in [IoEngineChoice::Auto, IoEngineChoice::ThreadPool] {
             let (engine, features) = open(choice);
             assert_eq!(engine.name(), features.engine);
-            assert_eq!(engine.depth(), 4);
+            assert_eq!(device_depth(engine.depth()), 4);
             // Auto falls back with a reason or not at all; the thread pool by choice needs none.
             let fell_back = choice == IoEngineChoice::Auto && engine.name() == "thread_pool";
             assert_eq!(features.fallback.is_some(), fell_back);

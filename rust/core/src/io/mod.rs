@@ -154,6 +154,18 @@ pub trait IoEngine: Send + std::fmt::Debug {
     fn waker(&self) -> Waker;
 }
 
+/// The [`IoEngine::depth`] with which the device has up to `device_depth` reads, or as many writes, at a
+/// time: as many writes again are ready to follow at once, and there is room for a quarter more, since
+/// a device may hold writes up for seconds and go on reading.
+fn engine_depth(device_depth: usize) -> usize {
+    2 * device_depth + device_depth.div_ceil(4)
+}
+
+/// How many reads, or writes, the device has at a time if its engine has this [`IoEngine::depth`].
+pub(crate) fn device_depth(engine_depth: usize) -> usize {
+    (engine_depth * 4 / 9).max(1)
+}
+
 /// How long dropping an engine waits for operations that the device has not answered. After that it
 /// lets go of them, and leaves behind for good what the kernel may still write to.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);

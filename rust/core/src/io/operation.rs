@@ -171,7 +171,7 @@ impl Operation {
                 arena_offset,
                 payload_len,
             } => arena
-                .checksum(arena_offset, u64::from(payload_len))
+                .checksum_in_passing(arena_offset, u64::from(payload_len))
                 .unwrap_or_default(),
             _ => 0,
         }

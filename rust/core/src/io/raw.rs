@@ -20,10 +20,14 @@ use crate::arena::Arena;
 pub struct RawLoop {
     /// File to memory, or memory to file.
     pub reading: bool,
-    /// Bytes of a block, a multiple of 4096. The file has one slot of this size per block.
+    /// Bytes of a block, a multiple of 4096, and of the slots of the file.
     pub block_bytes: u32,
     /// Blocks to move, each once.
     pub blocks: u64,
+    /// Slot of the first block.
+    pub first: u64,
+    /// Slots of the file: after the last comes the first again.
+    pub slots: u64,
     /// Blocks in flight.
     pub depth: u32,
     /// Longest single transfer in bytes; longer blocks are moved in several.
@@ -52,6 +56,8 @@ impl RawLoop {
             reading,
             block_bytes,
             blocks,
+            first: 0,
+            slots: blocks,
             depth,
             split: SPLIT,
             register_buffers: true,
@@ -86,7 +92,7 @@ impl RawLoop {
             free: (0..buffers).collect(),
         };
         while run.ring.register_more() {}
-        let order = shuffled(self.blocks, self.seed);
+        let order = shuffled(self.blocks, self.seed).map(|block| (self.first + block) % self.slots);
         let (start, cpu) = (Instant::now(), process_time());
         run.run(order)?;
         let bytes = self.blocks * u64::from(self.block_bytes);

@@ -292,6 +292,11 @@ impl Ring {
         pass(self.ring.submit())
     }
 
+    /// Whether transfers have ended that [`Ring::reap`] gets only after the next [`Ring::enter`].
+    pub(super) fn has_news(&mut self) -> bool {
+        self.ring.submission().taskrun()
+    }
+
     /// The ring belongs to the thread that uses it first, not the one that made it.
     fn enable(&mut self) -> Result<(), Errno> {
         if self.needs_enabling {

@@ -14,6 +14,7 @@ use super::ring::{Buffer, Ring, Transfer, WAKE};
 use super::waker::{EventWake, Wake};
 use super::{
     DeviceFiles, FileKind, IoCompletion, IoEngine, IoFault, IoFeatures, IoRequest, SPLIT, Waker,
+    device_depth,
 };
 use crate::arena::Arena;
 
@@ -54,8 +55,11 @@ pub struct Uring<I: Interpose = Direct> {
     free: Vec<u16>,
     /// Pieces that wait for room in the ring.
     ready: VecDeque<(u16, u16)>,
-    /// Pieces of payload writes that wait for more of them.
+    /// Payload writes that wait for more of them, or for others to end.
     batch: Batch,
+    /// Writes whose checksums are to be computed, with the generations of their slots. The source stays as
+    /// it is until the write has been delivered, so the device does not wait for that.
+    unsummed: VecDeque<(u32, u16)>,
     /// Operations whose transfers have ended.
     ended: VecDeque<u16>,
     /// Requests that were refused.
@@ -77,8 +81,8 @@ struct Slot {
 #[derive(Debug)]
 struct Active {
     operation: Operation,
-    /// Checksum of the source of a write.
-    source: u64,
+    /// Checksum of the source of a write, once it is known.
+    source: Option<u64>,
     pieces: Vec<Piece>,
     unfinished: usize,
     synced: bool,
@@ -163,7 +167,8 @@ impl<I: Interpose> Uring<I> {
             slots: (0..2 * depth).map(|_| Slot::default()).collect(),
             free: (0..2 * depth as u16).rev().collect(),
             ready: VecDeque::new(),
-            batch: Batch::default(),
+            batch: Batch::new(device_depth(depth)),
+            unsummed: VecDeque::new(),
             ended: VecDeque::new(),
             refused: Vec::new(),
             entries_max: depth * ENTRIES_PER_OPERATION,
@@ -184,7 +189,6 @@ impl<I: Interpose> Uring<I> {
     }
 
     fn start(&mut self, index: u16, operation: Operation) {
-        let source = operation.source_checksum(&self.arena);
         let len = operation.len;
         let pieces: Vec<_> = (0..len)
             .step_by(SPLIT as usize)
@@ -195,15 +199,17 @@ impl<I: Interpose> Uring<I> {
             })
             .collect();
         let unfinished = pieces.len();
-        let numbered = (0..unfinished as u16).map(|piece| (index, piece));
+        let count = unfinished as u16;
         if operation.is_payload_write() {
-            self.batch.push(numbered, len);
+            self.batch.push(index, count, len);
+            let generation = self.slots[usize::from(index)].generation;
+            self.unsummed.push_back((generation, index));
         } else {
-            self.ready.extend(numbered);
+            self.ready.extend((0..count).map(|piece| (index, piece)));
         }
         let active = Active {
             operation,
-            source,
+            source: None,
             pieces,
             unfinished,
             synced: false,
@@ -351,6 +357,20 @@ impl<I: Interpose> Uring<I> {
         }
     }
 
+    /// Computes the checksum of one write that the device has. False if there is none to compute.
+    fn sum(&mut self) -> bool {
+        while let Some((generation, index)) = self.unsummed.pop_front() {
+            let slot = &mut self.slots[usize::from(index)];
+            if slot.generation == generation
+                && let Some(active) = &mut slot.active
+            {
+                active.source = Some(active.operation.source_checksum(&self.arena));
+                return true;
+            }
+        }
+        false
+    }
+
     /// Hands over what has ended, verifying no more than [`VERIFY_BYTES`] or one payload.
     fn deliver(&mut self, out: &mut Vec<IoCompletion>) {
         let before = out.len();
@@ -373,11 +393,14 @@ impl<I: Interpose> Uring<I> {
             self.free.push(index);
             let result = match fault {
                 Some(fault) => Err(fault),
-                None => operation.verify(&self.arena, source),
+                None => {
+                    if operation.is_read() || source.is_none() {
+                        verified += u64::from(operation.len);
+                    }
+                    let source = source.unwrap_or_else(|| operation.source_checksum(&self.arena));
+                    operation.verify(&self.arena, source)
+                }
             };
-            if operation.is_read() {
-                verified += u64::from(operation.len);
-            }
             out.push(IoCompletion {
                 token: operation.token,
                 result,
@@ -470,12 +493,7 @@ impl<I: Interpose> IoEngine for Uring<I> {
         match (operation, index) {
             (Ok(operation), Some(index)) => {
                 self.start(index, operation);
-                let full = self.batch.is_full();
                 self.push_ready();
-                if full {
-                    // The device works while the checksum of the next write is computed.
-                    self.submit_queued();
-                }
             }
             (outcome, index) => {
                 self.free.extend(index);
@@ -501,8 +519,13 @@ impl<I: Interpose> IoEngine for Uring<I> {
                 self.submit_queued();
                 return;
             }
-            let idle = !self.ring.register_more();
-            self.enter(if idle { left } else { Some(Duration::ZERO) });
+            self.submit_queued();
+            let idle = !self.sum() && !self.ring.register_more();
+            if idle {
+                self.enter(left);
+            } else if self.ring.has_news() {
+                self.enter(Some(Duration::ZERO));
+            }
             asked = idle;
         }
     }
