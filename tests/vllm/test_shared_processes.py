@@ -44,8 +44,9 @@ def ask(client: Client, ids: list[int], **headers: str) -> tuple[list[int], int]
 def wait_until_on_disk(directory: Path, prompts: int) -> None:
     """Until so many prompts would survive the end of the directory's owner: the disk is written behind."""
     deadline = time.monotonic() + 60
-    while (blocks := sum(one["blocks"] for one in _core.inspect(str(directory))["namespaces"])) < prompts * HIT // BLOCK:
-        assert time.monotonic() < deadline, f"only {blocks} blocks are on disk"
+    wanted = prompts * HIT // BLOCK
+    while (blocks := sum(one["blocks"] for one in _core.inspect(str(directory))["namespaces"])) < wanted:
+        assert time.monotonic() < deadline, f"{blocks} blocks are on disk, not {wanted}"
         time.sleep(0.1)
 
 
