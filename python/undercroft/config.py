@@ -275,7 +275,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "io_depth", "number", 32, "1 to 1024",
-        "Disk operations in flight at once.",
+        "Reads, or writes, that a disk has at once.",
         _integer(1, 1024), _text_number,
     ),
     Option(
