@@ -103,6 +103,7 @@ def test_a_file_deleted_under_it_is_told(tmp_path: Path) -> None:
     with ServeProcess(tmp_path / "run" / "serve.sock", *disk, "--metrics", "0") as server:
         (tmp_path / "disk" / "data").unlink()
         assert "data was deleted" in run("status", "--socket", str(server.socket)).stdout
+        assert server.status()["stats"]["disk_degraded"] == 1
         assert "vllm:undercroft_degraded_disks 1.0" in scrape(server)
         assert str(tmp_path / "disk") in server.process.stderr.readline(), "the log says so, too"
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ use undercroft_core::engine::{Engine, EngineConfig, Recovery};
 use undercroft_core::error::StoreError;
 use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
 use undercroft_core::shell::Shell;
-use undercroft_wire::{Served, Server, SocketError, SocketPlace, stats_json};
+use undercroft_wire::{Served, Server, SocketError, SocketPlace, StatsSource, stats_json};
 
 /// How long closing waits for writes under way.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -125,7 +125,8 @@ impl Opened {
             devices,
         });
         let (of_server, of_info) = (Arc::clone(&shell), Arc::downgrade(&facts));
-        let of_info_shell = Arc::clone(&shell);
+        let (of_info_shell, of_stats) = (Arc::clone(&shell), Weak::clone(&of_info));
+        let of_stats_shell = Arc::clone(&shell);
         let place = match &options.socket {
             Some(socket) => SocketPlace::At(socket),
             None => SocketPlace::In(&options.runtime_dir),
@@ -138,6 +139,7 @@ impl Opened {
                 let facts = of_info.upgrade();
                 facts.map_or(Value::Null, |facts| facts.info(&of_info_shell))
             }),
+            stats: StatsSource::new(move || stats(&of_stats_shell, of_stats.upgrade().as_deref())),
         };
         let server = Server::start(place, served)?;
         let socket = server.path().to_owned();
@@ -163,17 +165,8 @@ impl Opened {
 
     /// Counters and gauges; a directory with a file deleted under it counts as degraded.
     pub(crate) fn stats(&self) -> Value {
-        let taken = self
-            .shell
-            .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
-        let (counters, mut gauges, health) = taken.unwrap_or_default();
         let facts = self.facts.lock().ok().and_then(|facts| facts.clone());
-        let devices = facts.iter().flat_map(|facts| &facts.devices);
-        gauges.disk_degraded += devices
-            .zip(health)
-            .filter(|(of, (health, _))| *health == Health::Good && of.lock.missing_file().is_some())
-            .count() as u64;
-        stats_json(&counters, &gauges)
+        stats(&self.shell, facts.as_deref())
     }
 
     /// Finishes writes under way (bounded), stops the threads, releases the directories. Idempotent.
@@ -192,6 +185,17 @@ impl Drop for Opened {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+fn stats(shell: &Shell, facts: Option<&Facts>) -> Value {
+    let taken = shell.enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
+    let (counters, mut gauges, health) = taken.unwrap_or_default();
+    let devices = facts.iter().flat_map(|facts| &facts.devices);
+    gauges.disk_degraded += devices
+        .zip(health)
+        .filter(|(of, (health, _))| *health == Health::Good && of.lock.missing_file().is_some())
+        .count() as u64;
+    stats_json(&counters, &gauges)
 }
 
 impl Facts {

@@ -21,5 +21,5 @@ pub use client::{Client, ClientConfig, LinkState, Resolve};
 pub use connection::{ConnectError, is_served, server_status};
 pub use server::{Served, Server, ServerCounters, SocketPlace};
 pub use socket_dir::{SOCKET_PATH_MAX, SocketError};
-pub use stats::stats_json;
+pub use stats::{StatsSource, stats_json};
 pub use table::{Grant, Link};

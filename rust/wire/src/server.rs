@@ -27,7 +27,7 @@ use crate::peer::peer_uid;
 use crate::protocol::{Reply, Request};
 use crate::sessions::{Sessions, Violation};
 use crate::socket_dir::{self, SocketError};
-use crate::stats::stats_json;
+use crate::stats::StatsSource;
 
 /// Connections kept at a time; further ones are closed at once.
 const CONNECTIONS_MAX: usize = 1024;
@@ -73,6 +73,8 @@ pub struct Served {
     pub generation: u64,
     /// What was configured and found, for clients and for `undercroft status`.
     pub info: Box<dyn Fn() -> Value + Send>,
+    /// Counters and gauges, for the same.
+    pub stats: StatsSource,
 }
 
 impl std::fmt::Debug for Served {
@@ -156,7 +158,11 @@ impl Server {
         let of_hook = Arc::clone(&control);
         served.shell.on_progress(move || of_hook.wake());
         let mut service = Service {
-            sessions: Sessions::new(Arc::clone(&served.shell), served.generation),
+            sessions: Sessions::new(
+                Arc::clone(&served.shell),
+                served.generation,
+                served.stats.clone(),
+            ),
             listener,
             path: path.clone(),
             started: Instant::now(),
@@ -477,11 +483,6 @@ impl Service {
     }
 
     fn status(&self) -> Value {
-        let taken = self
-            .served
-            .shell
-            .enter(|engine| (*engine.counters(), engine.gauges()));
-        let (counters, gauges) = taken.unwrap_or_default();
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let descriptors = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
         json!({
@@ -489,7 +490,7 @@ impl Service {
             "pid": std::process::id(),
             "uptime_s": self.started.elapsed().as_secs_f64(),
             "socket": self.path,
-            "stats": stats_json(&counters, &gauges),
+            "stats": self.served.stats.take(),
             "info": (self.served.info)(),
             "sessions": self.sessions.describe(),
             "server": {

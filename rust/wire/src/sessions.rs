@@ -13,7 +13,7 @@ use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::shell::Shell;
 
 use crate::protocol::{Hashes, Ready, Reply, Request, WireExtent};
-use crate::stats::stats_json;
+use crate::stats::StatsSource;
 
 /// Requests that a session may have at a time.
 const REQUESTS_MAX: usize = 1 << 16;
@@ -53,6 +53,7 @@ struct Session {
 pub(crate) struct Sessions {
     shell: Arc<Shell>,
     generation: u64,
+    stats: StatsSource,
     sessions: HashMap<u128, Session>,
     lookups: u64,
 }
@@ -70,10 +71,11 @@ fn token() -> u128 {
 }
 
 impl Sessions {
-    pub(crate) fn new(shell: Arc<Shell>, generation: u64) -> Self {
+    pub(crate) fn new(shell: Arc<Shell>, generation: u64, stats: StatsSource) -> Self {
         Self {
             shell,
             generation,
+            stats,
             sessions: HashMap::new(),
             lookups: 0,
         }
@@ -286,11 +288,7 @@ impl Sessions {
                 self.settle_resets(token, out);
             }
             Request::Ping => {
-                let stats = self
-                    .shell
-                    .enter(|engine| (*engine.counters(), engine.gauges()));
-                let (counters, gauges) = stats.unwrap_or_default();
-                let stats = stats_json(&counters, &gauges).to_string();
+                let stats = self.stats.take().to_string();
                 Reply::Pong { stats }.append_to(out);
             }
             Request::Register { .. } | Request::Status => return Err(Violation),

@@ -1,7 +1,30 @@
 //! The engine's statistics as JSON: one flat object of numbers, durations in seconds.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json};
 use undercroft_core::metrics::{Counters, Gauges};
+
+/// Where a server has its statistics from.
+#[derive(Clone)]
+pub struct StatsSource(Arc<dyn Fn() -> Value + Send + Sync>);
+
+impl StatsSource {
+    /// `take` makes them, as [`stats_json`] does.
+    pub fn new(take: impl Fn() -> Value + Send + Sync + 'static) -> Self {
+        Self(Arc::new(take))
+    }
+
+    pub(crate) fn take(&self) -> Value {
+        (self.0)()
+    }
+}
+
+impl std::fmt::Debug for StatsSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("StatsSource")
+    }
+}
 
 /// Counters and gauges together; `undercroft.connector.stats` documents each.
 pub fn stats_json(counters: &Counters, gauges: &Gauges) -> Value {

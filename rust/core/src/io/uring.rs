@@ -407,6 +407,12 @@ impl<I: Interpose> Uring<I> {
             });
         }
         self.in_flight -= out.len() - before;
+        // What was delivered before its turn came.
+        while let Some(&(generation, index)) = self.unsummed.front()
+            && self.slots[usize::from(index)].generation != generation
+        {
+            self.unsummed.pop_front();
+        }
     }
 
     /// Gives the kernel what is queued, without waiting.

@@ -54,11 +54,17 @@ impl Rig {
         });
         engine.attach_disks(images);
         let shell = Arc::new(Shell::start(engine, io).unwrap());
+        let of_stats = Arc::clone(&shell);
         let served = Served {
             shell: Arc::clone(&shell),
             arena: Arc::clone(&arena),
             generation,
             info: Box::new(|| serde_json::json!({})),
+            stats: undercroft_wire::StatsSource::new(move || {
+                let taken = of_stats.enter(|engine| (*engine.counters(), engine.gauges()));
+                let (counters, gauges) = taken.unwrap_or_default();
+                undercroft_wire::stats_json(&counters, &gauges)
+            }),
         };
         let server = Server::start(SocketPlace::At(socket), served).unwrap();
         Self {
