@@ -6,11 +6,40 @@
 
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::PyList;
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 
 /// The hashes as vLLM has them: `bytes` objects in a list.
 pub(crate) struct Hashes<'a, 'py>(pub(crate) &'a Bound<'py, PyList>);
+
+impl Hashes<'_, '_> {
+    /// The hash at `index`, where it lies; `None` if there is none.
+    #[inline]
+    fn bytes(&self, index: usize) -> Option<&[u8]> {
+        let index = ffi::Py_ssize_t::try_from(index).ok()?;
+        // SAFETY: `self.0` proves that the interpreter is attached and that this is a list; an index out of
+        // range gives null.
+        let item = unsafe { ffi::PyList_GetItem(self.0.as_ptr(), index) };
+        let bytes = if item.is_null() {
+            std::ptr::null_mut()
+        } else {
+            // SAFETY: a borrowed reference, alive while the list holds it, see below. Null if it is no bytes
+            // object.
+            unsafe { ffi::PyBytes_AsString(item) }
+        };
+        if bytes.is_null() {
+            // What it raised is nobody's business.
+            drop(PyErr::take(self.0.py()));
+            return None;
+        }
+        // SAFETY: a bytes object has a size, and as many bytes, which do not change. Nobody else runs Python
+        // code as long as this thread is attached, and nothing here does: the list holds it until then.
+        unsafe {
+            let size = usize::try_from(ffi::Py_SIZE(item)).ok()?;
+            Some(std::slice::from_raw_parts(bytes.cast(), size))
+        }
+    }
+}
 
 impl HashSource for Hashes<'_, '_> {
     fn len(&self) -> usize {
@@ -18,44 +47,28 @@ impl HashSource for Hashes<'_, '_> {
     }
 
     fn get(&self, index: usize) -> Option<BlockHash> {
-        let item = self.0.get_item(index).ok()?;
-        BlockHash::new(item.cast::<PyBytes>().ok()?.as_bytes())
+        BlockHash::new(self.bytes(index)?)
     }
 
     fn append_from(&self, from: usize, out: &mut Vec<u8>) -> (usize, usize) {
-        let (list, mut len) = (self.0.as_ptr(), 0);
-        for index in from..self.len() {
-            let count = (index - from, len);
-            let Ok(at) = ffi::Py_ssize_t::try_from(index) else {
-                return count;
-            };
-            // SAFETY: `self.0` proves that the interpreter is attached and `list` is a list; an index out of
-            // range gives null, which is looked at below.
-            let item = unsafe { ffi::PyList_GetItem(list, at) };
-            if item.is_null() {
-                return count;
-            }
-            let (mut bytes, mut size) = (std::ptr::null_mut(), 0);
-            // SAFETY: a borrowed reference, alive while the list holds it: nobody else runs Python code as long
-            // as this thread is attached, and nothing here does. The results are written to live variables.
-            if unsafe { ffi::PyBytes_AsStringAndSize(item, &raw mut bytes, &raw mut size) } != 0 {
-                // No bytes object: what it raised is nobody's business.
-                drop(PyErr::take(self.0.py()));
-                return count;
-            }
-            let Ok(size) = usize::try_from(size) else {
-                return count;
-            };
-            if size == 0 || size > HASH_BYTES_MAX || len != 0 && size != len {
-                return count;
-            }
-            if len == 0 {
-                out.reserve(size * (self.len() - index));
-            }
-            // SAFETY: its content has `size` bytes, does not change, and outlives this copy as the object does.
-            out.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.cast(), size) });
-            len = size;
+        let end = self.len();
+        let Some(len) = self.bytes(from).map(<[u8]>::len) else {
+            return (0, 0);
+        };
+        if !(1..=HASH_BYTES_MAX).contains(&len) {
+            return (0, 0);
         }
-        (self.len().saturating_sub(from), len)
+        out.reserve(len * (end - from));
+        for index in from..end {
+            match self.bytes(index).filter(|hash| hash.len() == len) {
+                None => return (index - from, len),
+                // The usual length, known to the compiler: two moves instead of a call.
+                Some(hash) => match <&[u8; HASH_BYTES_MAX]>::try_from(hash) {
+                    Ok(hash) => out.extend_from_slice(hash),
+                    Err(_) => out.extend_from_slice(hash),
+                },
+            }
+        }
+        (end - from, len)
     }
 }
