@@ -21,7 +21,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::checksum::{checksum, checksum_in_passing};
+use crate::checksum::{InPassing, checksum};
 use crate::memory;
 
 mod populate;
@@ -248,23 +248,28 @@ impl Arena {
 
     /// The checksum of the range.
     pub fn checksum(&self, offset: u64, len: u64) -> Result<u64, OutOfBounds> {
-        self.checksum_by(checksum, offset, len)
+        self.with(offset, len, checksum)
     }
 
-    /// The checksum of a range that this processor has no further use for ([`checksum_in_passing`]).
-    pub fn checksum_in_passing(&self, offset: u64, len: u64) -> Result<u64, OutOfBounds> {
-        self.checksum_by(checksum_in_passing, offset, len)
-    }
-
-    fn checksum_by(
+    /// Adds the range to a checksum.
+    pub fn sum_in_passing(
         &self,
-        checksum: fn(&[u8]) -> u64,
+        sum: &mut InPassing,
         offset: u64,
         len: u64,
-    ) -> Result<u64, OutOfBounds> {
+    ) -> Result<(), OutOfBounds> {
+        self.with(offset, len, |bytes| sum.update(bytes))
+    }
+
+    fn with<R>(
+        &self,
+        offset: u64,
+        len: u64,
+        work: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, OutOfBounds> {
         let start = self.pointer(offset, len)?;
         // SAFETY: valid for `len` bytes by the check; nobody writes the slot now (aliasing rule).
-        Ok(checksum(unsafe {
+        Ok(work(unsafe {
             std::slice::from_raw_parts(start, len as usize)
         }))
     }

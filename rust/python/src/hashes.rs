@@ -32,12 +32,11 @@ impl Hashes<'_, '_> {
             drop(PyErr::take(self.0.py()));
             return None;
         }
-        // SAFETY: a bytes object has a size, and as many bytes, which do not change. Nobody else runs Python
-        // code as long as this thread is attached, and nothing here does: the list holds it until then.
-        unsafe {
-            let size = usize::try_from(ffi::Py_SIZE(item)).ok()?;
-            Some(std::slice::from_raw_parts(bytes.cast(), size))
-        }
+        // SAFETY: a bytes object, so it has a size.
+        let size = usize::try_from(unsafe { ffi::Py_SIZE(item) }).ok()?;
+        // SAFETY: as many bytes, which do not change. Nobody else runs Python code as long as this thread is
+        // attached, and nothing here does: the list holds the object until then.
+        Some(unsafe { std::slice::from_raw_parts(bytes.cast(), size) })
     }
 }
 

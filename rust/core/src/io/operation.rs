@@ -8,6 +8,7 @@ use rustix::io::Errno;
 use super::interpose::Verdict;
 use super::{FileKind, IO_ALIGN, IoFault, IoRequest};
 use crate::arena::Arena;
+use crate::checksum::InPassing;
 
 const UNIT: u32 = IO_ALIGN as u32;
 
@@ -166,15 +167,26 @@ impl Operation {
 
     /// The checksum of the source of a write; 0 for others.
     pub(super) fn source_checksum(&self, arena: &Arena) -> u64 {
-        match self.body {
-            Body::Write {
-                arena_offset,
-                payload_len,
-            } => arena
-                .checksum_in_passing(arena_offset, u64::from(payload_len))
-                .unwrap_or_default(),
-            _ => 0,
-        }
+        let mut summing = Summing::default();
+        while !self.sum(arena, &mut summing, u32::MAX) {}
+        summing.finish()
+    }
+
+    /// Adds the next bytes of the source of a write to its checksum, at most `most`. Whether it is whole.
+    pub(super) fn sum(&self, arena: &Arena, summing: &mut Summing, most: u32) -> bool {
+        let Body::Write {
+            arena_offset,
+            payload_len,
+        } = self.body
+        else {
+            return true;
+        };
+        let len = most.min(payload_len - summing.done);
+        let from = arena_offset + u64::from(summing.done);
+        // In range: checked when the request came.
+        let added = arena.sum_in_passing(&mut summing.sum, from, u64::from(len));
+        summing.done += len;
+        added.is_err() || summing.done == payload_len
     }
 
     /// Carries out a [`Verdict::Flip`] on a piece that was read to `done` bytes behind the start.
@@ -203,6 +215,20 @@ impl Operation {
             },
             _ => Ok(written),
         }
+    }
+}
+
+/// How far the checksum of a source is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Summing {
+    done: u32,
+    sum: InPassing,
+}
+
+impl Summing {
+    /// The checksum.
+    pub(super) fn finish(self) -> u64 {
+        self.sum.finish()
     }
 }
 

@@ -289,6 +289,9 @@ impl Ring {
     /// Gives what is queued to the kernel.
     pub(super) fn submit(&mut self) -> Result<(), Errno> {
         self.enable()?;
+        if self.ring.submission().is_empty() {
+            return Ok(());
+        }
         pass(self.ring.submit())
     }
 

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::batch::Batch;
 use super::interpose::{Call, CallKind, Direct, Interpose, Verdict};
-use super::operation::{Body, Next, Operation, Progress};
+use super::operation::{Body, Next, Operation, Progress, Summing};
 use super::ring::{Buffer, Ring, Transfer, WAKE};
 use super::waker::{EventWake, Wake};
 use super::{
@@ -27,6 +27,10 @@ const ENTRIES_PER_OPERATION: usize = 4;
 /// How many bytes one `wait` verifies before it returns, so that the caller can keep the device busy
 /// meanwhile.
 const VERIFY_BYTES: u64 = 512 << 10;
+
+/// How many bytes of a write are added to its checksum before the ring is looked at again: what has ended
+/// meanwhile leaves the device with less to do.
+const SUM_BYTES: u32 = 128 << 10;
 
 /// The ring counts as broken when the kernel has refused it this often in a row.
 const REFUSALS_MAX: u32 = 100;
@@ -57,9 +61,11 @@ pub struct Uring<I: Interpose = Direct> {
     ready: VecDeque<(u16, u16)>,
     /// Payload writes that wait for more of them, or for others to end.
     batch: Batch,
-    /// Writes whose checksums are to be computed, with the generations of their slots. The source stays as
-    /// it is until the write has been delivered, so the device does not wait for that.
+    /// Writes whose checksums are to be computed, with the generations of their slots, and how far that of
+    /// the first one is. The source stays as it is until the write has been delivered, so the device does
+    /// not wait for that.
     unsummed: VecDeque<(u32, u16)>,
+    summing: Summing,
     /// Operations whose transfers have ended.
     ended: VecDeque<u16>,
     /// Requests that were refused.
@@ -169,6 +175,7 @@ impl<I: Interpose> Uring<I> {
             ready: VecDeque::new(),
             batch: Batch::new(device_depth(depth)),
             unsummed: VecDeque::new(),
+            summing: Summing::default(),
             ended: VecDeque::new(),
             refused: Vec::new(),
             entries_max: depth * ENTRIES_PER_OPERATION,
@@ -357,18 +364,26 @@ impl<I: Interpose> Uring<I> {
         }
     }
 
-    /// Computes the checksum of one write that the device has. False if there is none to compute.
+    /// Goes on with the checksums of the writes that the device has. False if there is nothing to compute.
     fn sum(&mut self) -> bool {
-        while let Some((generation, index)) = self.unsummed.pop_front() {
-            let slot = &mut self.slots[usize::from(index)];
-            if slot.generation == generation
-                && let Some(active) = &mut slot.active
-            {
-                active.source = Some(active.operation.source_checksum(&self.arena));
-                return true;
-            }
+        let Some(&(_, index)) = self.unsummed.front() else {
+            return false;
+        };
+        // Those that were delivered are not in the queue any more.
+        if let Some(active) = &mut self.slots[usize::from(index)].active
+            && active
+                .operation
+                .sum(&self.arena, &mut self.summing, SUM_BYTES)
+        {
+            active.source = Some(self.summing.finish());
+            self.next_sum();
         }
-        false
+        true
+    }
+
+    fn next_sum(&mut self) {
+        self.unsummed.pop_front();
+        self.summing = Summing::default();
     }
 
     /// Hands over what has ended, verifying no more than [`VERIFY_BYTES`] or one payload.
@@ -411,7 +426,7 @@ impl<I: Interpose> Uring<I> {
         while let Some(&(generation, index)) = self.unsummed.front()
             && self.slots[usize::from(index)].generation != generation
         {
-            self.unsummed.pop_front();
+            self.next_sum();
         }
     }
 
