@@ -135,6 +135,26 @@ def test_windows_and_states_go_through_a_server_too(
         running.close()
 
 
+def test_hits_inside_a_block_go_through_a_server_too(qwen3_next: Path, serve: Callable[..., Any]) -> None:
+    model = Model("qwen3_next", qwen3_next, *MODELS["qwen3_next"])
+    server = serve()
+    running = model.start(options(server), prefix_match_unit=64)
+    try:
+        for length, end in ((model.block + 200, 832), (300, 256)):
+            ids = prompt(length, seed=length)
+            cold = running.generate(ids, TOKENS, logprobs=BEST)
+            at_rest(running, server)
+            assert running.reset_device_cache()
+            warm = running.generate(ids, TOKENS, logprobs=BEST)
+            at_rest(running, server)
+            assert (cold.cached, warm.cached) == (0, end)
+            assert model.same(warm, cold)
+        stats = server.stats()
+        assert (stats["jobs"], stats["loads"], stats["saves"], stats["load_failures"]) == (0, 0, 0, 0)
+    finally:
+        running.close()
+
+
 def test_an_engine_that_finds_its_directory_in_use_shares_it_and_takes_it_over(
     engine: Make, llama: Path, reference: References, tmp_path: Path
 ) -> None:

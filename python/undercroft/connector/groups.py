@@ -69,6 +69,8 @@ class Groups:
     that its chain needs to be found again after a restart."""
     parts: tuple[Part, ...] = field(init=False)
     """The engine's groups."""
+    tail_step: int = field(init=False)
+    """Inside a block, hits may end at multiples of this; 0 where they may not, or vLLM offers no state there."""
 
     def __post_init__(self) -> None:
         unit = math.lcm(self.hash_tokens, *(tokens for tokens in self.block_tokens if tokens))
@@ -77,6 +79,7 @@ class Groups:
             unit, parts = self.hash_tokens, tuple(self._split(0))
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "tail_step", self.alignment if self._has_tails(unit) else 0)
         object.__setattr__(self, "alignment", math.lcm(self.alignment, unit))
 
     @classmethod
@@ -97,6 +100,11 @@ class Groups:
             tuple(compat.group_window(group.kv_cache_spec) for group in groups),
             alignment if eagle and not compat.hash_lookahead_tokens(vllm_config) else 0,
         )
+
+    def _has_tails(self, unit: int) -> bool:
+        alike = set(self.block_tokens) <= {0, unit} and set(self.kinds) <= {"full", "state", "ignored"}
+        finer = self.alignment < unit and unit % self.alignment == 0 == self.alignment % self.hash_tokens
+        return alike and finer and self.has_states and not self.dropped_tokens
 
     def _split(self, unit: int) -> list[Part]:
         """The parts for nodes of ``unit`` tokens; 0 leaves each group whole."""

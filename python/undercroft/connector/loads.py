@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from undercroft.connector.metadata import CopyJob, GroupCopy
+from undercroft.connector.tails import tail_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,25 +25,39 @@ def plan_load(
     external_tokens: int,
     tables: Sequence[Sequence[int]],
     groups: Groups,
-) -> CopyJob | None:
+) -> tuple[CopyJob, list[int]] | None:
     """Pin the payloads of ``external_tokens`` after ``local_tokens`` and pair them with device blocks by position.
 
-    ``tables``: per group, the request's device blocks. None if a payload has gone, or if the plan would leave a block
+    ``tables``: per group, the request's device blocks. Returns the copy, and the engine's loads that it carries out:
+    that of whole blocks, that of a tail, or both. None if a payload has gone, or if the plan would leave a block
     unfilled that vLLM takes for filled.
     """
-    plan = session.begin_load(request_id, local_tokens, external_tokens)
-    if plan is None:
-        return None
-    job_id, token, extents = plan
+    end = local_tokens + external_tokens
+    whole = end // groups.unit * groups.unit
+    begun: list[int] = []
+    extents: list[tuple[int, int, bytes]] = []
+    tokens: set[int] = set()
+    copies = None
     try:
-        copies = _pair(extents, local_tokens, local_tokens + external_tokens, tables, groups)
-    except BaseException:
-        session.end_load(job_id, False)
-        raise
-    if copies is None:
-        session.end_load(job_id, False)
-        return None
-    return CopyJob(job_id, request_id, token, copies)
+        for name, after, before, moved in (
+            (request_id, local_tokens, whole, 0),
+            (tail_name(request_id, end), 0, groups.unit if end > whole else 0, whole // groups.unit),
+        ):
+            if before <= after:
+                continue
+            plan = session.begin_load(name, after, before - after)
+            if plan is None:
+                return None
+            begun.append(plan[0])
+            tokens.add(plan[1])
+            extents += [(index, first + moved, offsets) for index, first, offsets in plan[2]]
+        # Of two sessions if the server was lost in between.
+        copies = _pair(extents, local_tokens, end, tables, groups) if len(tokens) == 1 else None
+    finally:
+        if copies is None:
+            for job_id in begun:
+                session.end_load(job_id, False)
+    return None if copies is None else (CopyJob(begun[0], request_id, tokens.pop(), copies), begun)
 
 
 def _pair(

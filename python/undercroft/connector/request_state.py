@@ -39,6 +39,10 @@ class RequestState:
     """Tokens of a prefix that others share, beyond what can be loaded of it; 0 if there is none."""
     partial_tails: list[tuple[int, int, int]] = field(default_factory=list)
     """(group, device block, boundary) of states that vLLM offered as the request ended."""
+    tails: list[int] = field(default_factory=list)
+    """Where the tails end that are being looked up, the deepest first; one that was found is the only one left."""
+    tails_asked: tuple[int, int] | None = None
+    """The whole boundary and the limit that they were looked up for."""
     save_refused: bool = False
     """The last save left blocks out for want of memory: worth asking again."""
     epoch: int = 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from undercroft.connector.metadata import CopyJob, GroupCopy
+from undercroft.connector.tails import tail_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -101,11 +102,54 @@ class Saves:
         ``tables``: per group, the request's device blocks by position. ``boundaries``: where the windows are kept.
         ``states``: (group, device block, boundary) of states that the device holds. ``saved_tokens``: saved before.
         """
+        offers = window_offers(self._groups, tables, boundaries)
+        state_blocks = state_offers(self._groups, states)
+        hashes = self._groups.hashes(block_hashes)
+        return self._ask(request_id, hashes, num_tokens, tables, offers, state_blocks, saved_tokens)
+
+    def ask_tails(
+        self,
+        request_id: str,
+        block_hashes: list[Any],
+        tables: Sequence[Sequence[int]],
+        states: Iterable[tuple[int, int, int]],
+    ) -> list[Granted]:
+        """Ask for slots for the states that lie inside a block, each with that block of full attention.
+
+        Not asked for again if they are refused: vLLM offers them once.
+        """
         groups = self._groups
-        offers = window_offers(groups, tables, boundaries)
-        state_blocks = state_offers(groups, states)
-        offers += [(index, block, block + 1) for index, block in state_blocks]
-        save = self._session.begin_save(request_id, groups.hashes(block_hashes), num_tokens, offers)
+        ends: dict[int, dict[int, int]] = {}
+        for group, block_id, end in states:
+            if end % groups.unit and end % groups.tail_step == 0:
+                ends.setdefault(end, {})[group] = block_id
+        granted = []
+        for end, of_end in ends.items():
+            at, name = end // groups.unit, tail_name(request_id, end)
+            # A chain of one block, its first.
+            here = [table[at : at + 1] for table in tables]
+            state_blocks = {
+                (index, 0): of_end[part.group]
+                for index, part in enumerate(groups.parts)
+                if part.kind == "state" and part.group in of_end
+            }
+            block_hash = block_hashes[end // groups.hash_tokens - 1]
+            granted += self._ask(name, [block_hash], groups.unit, here, [], state_blocks, 0)
+            self._session.finish(name)
+        return granted
+
+    def _ask(
+        self,
+        request_id: str,
+        hashes: list[Any],
+        num_tokens: int,
+        tables: Sequence[Sequence[int]],
+        offers: list[tuple[int, int, int]],
+        state_blocks: dict[tuple[int, int], int],
+        saved_tokens: int,
+    ) -> list[Granted]:
+        offers = offers + [(index, block, block + 1) for index, block in state_blocks]
+        save = self._session.begin_save(request_id, hashes, num_tokens, offers)
         if save is None:
             return [Granted(request_id, num_tokens, True, None)]
         deadline = time.monotonic() + GRANT_TIMEOUT_S
@@ -260,7 +304,7 @@ def window_offers(
 
 
 def state_offers(groups: Groups, states: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
-    """Device blocks of the states at the ends of blocks, by (part, block). No hit from here ends inside a block."""
+    """Device blocks of the states at the ends of blocks, by (part, block)."""
     found = {}
     for group, block_id, boundary in states:
         for index, part in enumerate(groups.parts):

@@ -14,6 +14,7 @@ from undercroft.connector.loads import plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
+from undercroft.connector.tails import Tails, tail_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -62,9 +63,10 @@ class SchedulerConnector:
         self._arena = arena
         self._lookup = request_params.of_request(None, config)
         self._saves = Saves(session, groups, world_size, report)
+        self._tails = Tails(session, groups)
         self._requests: dict[str, RequestState] = {}
-        self._loading: dict[str, int] = {}
-        """Loads that the workers have not reported yet, by request; -1 for one that failed before it began."""
+        self._loading: dict[str, list[int]] = {}
+        """Loads that the workers have not reported yet, by request; none for one that failed before it began."""
         self._metadata = UndercroftMetadata()
         """What the next step's metadata already holds."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0
@@ -95,10 +97,17 @@ class SchedulerConnector:
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
         limit = self._groups.align(request.num_tokens - 1)
-        if limit > 0:
-            local = self._device_tokens(request)
+        if not limit and not self._tails.limit(request):
+            return
+        local = self._device_tokens(request)
+        if limit:
             hashes = self._groups.hashes(request.block_hashes)
             self._session.submit(request.request_id, hashes, local, limit, state.lookup.wait_ms)
+        if self._groups.tail_step:
+            # A server has not answered yet; its tails are looked up once it has.
+            base = min(self._session.shared_tokens(request.request_id), limit)
+            if base or not limit:
+                self._tails.begin(state, max(base, self._groups.align(local)))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``num_computed_tokens`` can be loaded; None while the disk still owes the answer.
@@ -112,21 +121,16 @@ class SchedulerConnector:
             return 0, False
         if state.asked_at is None:
             limit = self._groups.align(request.num_tokens - 1)
-            if limit <= num_computed_tokens:
+            if max(limit, self._tails.limit(request)) <= num_computed_tokens:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
-        limit = state.limit
-        boundary = self._poll(state, num_computed_tokens, limit)
-        if boundary is None and state.lookup.blocking:
-            boundary = self._wait(state, num_computed_tokens, limit)
+        boundary = self._boundary(state, num_computed_tokens)
         if boundary is None:
             if time.perf_counter() - state.asked_at < LOOKUP_DEADLINE_S:
                 state.deferred = True
                 return None, False
             return self._give_up(state), False
-        self._note_junction(state, max(boundary, num_computed_tokens), limit)
-        # The limit is of when it was asked first.
-        gain = min(boundary, limit, self._groups.align(request.num_tokens - 1)) - num_computed_tokens
+        gain = boundary - num_computed_tokens
         if gain < max(1, self._config.min_load_tokens):
             gain = 0
         if state.counted_for != request.num_preemptions:
@@ -143,10 +147,12 @@ class SchedulerConnector:
             # Admitted without us, or the load is done: the lookup and what it keeps from eviction are not needed.
             if request_id not in self._loading:
                 self._session.discard(request_id)
+                if (known := self._requests.get(request_id)) is not None:
+                    self._tails.drop(known)
             return
         state = self._state(request)
         try:
-            job = plan_load(
+            plan = plan_load(
                 self._session,
                 request_id,
                 state.local_tokens,
@@ -157,10 +163,10 @@ class SchedulerConnector:
         except BaseException:
             self._load_impossible(state)
             raise
-        if job is None:
+        if plan is None:
             self._load_impossible(state)
             return
-        self._loading[request_id] = job.job_id
+        job, self._loading[request_id] = plan
         self._metadata.loads.append(job)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -172,7 +178,12 @@ class SchedulerConnector:
         state = self._requests.get(request.request_id)
         if compat.CacheHitSource is None or state is None or num_external_tokens == 0:
             return {}
-        host, disk = self._session.tiers(request.request_id, state.local_tokens, num_external_tokens)
+        tail = (state.local_tokens + num_external_tokens) % self._groups.unit
+        host, disk = self._session.tiers(request.request_id, state.local_tokens, num_external_tokens - tail)
+        if tail:
+            name = tail_name(request.request_id, state.local_tokens + num_external_tokens)
+            _, from_disk = self._session.tiers(name, 0, self._groups.unit)
+            host, disk = (host, disk + tail) if from_disk else (host + tail, disk)
         self._counts.add("hit_tokens_host", host)
         self._counts.add("hit_tokens_disk", disk)
         sources = {compat.CacheHitSource.HOST: host, compat.CacheHitSource.DISK: disk}
@@ -217,15 +228,15 @@ class SchedulerConnector:
         # Each on its own: what is reported here is reported once, so one's trouble must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
-            job_id = self._loading.pop(request_id, None)
-            if job_id is None:
+            job_ids = self._loading.pop(request_id, None)
+            if job_ids is None:
                 continue
             ok = request_id not in failed
             if not ok:
                 self._counts.add("failed_loads")
                 if (state := self._requests.get(request_id)) is not None:
                     state.lookup_failed = True
-            if job_id >= 0:
+            for job_id in job_ids:
                 self._tell(self._session.end_load, job_id, ok)
         if isinstance(output.kv_connector_worker_meta, UndercroftWorkerMetadata):
             for job_id, ok in self._saves.acknowledge(output.kv_connector_worker_meta):
@@ -241,10 +252,12 @@ class SchedulerConnector:
             if state is not None and state.epoch == self._epoch and request_id not in self._loading:
                 num_hashes = self._complete_hashes(request, request.num_computed_tokens)
                 worth_it = num_hashes > state.saved_hashes or state.save_refused or self._groups.has_windows
-                if num_hashes and (worth_it or state.partial_tails):
+                if (num_hashes and worth_it) or state.partial_tails:
                     self._save(state, num_hashes, tables, self._metadata, states=state.partial_tails, finished=True)
         finally:
             self._session.finish(request_id)
+            if state is not None:
+                self._tails.drop(state)
 
     def register_finished_partial_tail(self, request: Request, offered: list[tuple[int, int, int]]) -> None:
         """States (group, device block, boundary) at the end of a request whose `request_finished` follows."""
@@ -295,6 +308,25 @@ class SchedulerConnector:
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
         return state
 
+    def _boundary(self, state: RequestState, local_tokens: int) -> int | None:
+        """Up to where the request's tokens can be had, not below ``local_tokens``; None while the disk owes it."""
+        request, limit = state.request, state.limit
+        boundary = self._poll(state, local_tokens, limit)
+        if boundary is None and state.lookup.blocking:
+            boundary = self._wait(state, local_tokens, limit)
+        if boundary is None:
+            return None
+        if state.lookup_failed:
+            return local_tokens
+        self._note_junction(state, max(boundary, local_tokens), limit)
+        # The limit is of when it was asked first.
+        base = max(min(boundary, limit, self._groups.align(request.num_tokens - 1)), local_tokens)
+        end = self._tails.find(state, base)
+        if end is None and state.lookup.blocking:
+            state.deferred = True
+            end = self._tails.wait(state, base)
+        return end
+
     def _poll(self, state: RequestState, local_tokens: int, limit: int) -> int | None:
         request = state.request
         hashes = self._groups.hashes(request.block_hashes)
@@ -312,12 +344,13 @@ class SchedulerConnector:
         state.lookup_failed = True
         self._counts.add("lookups_timed_out")
         self._session.discard(state.request.request_id)
+        self._tails.drop(state)
         return 0
 
     def _load_impossible(self, state: RequestState) -> None:
         """vLLM already waits for this load: the workers must report it as failed."""
         state.lookup_failed = True
-        self._loading[state.request.request_id] = -1
+        self._loading[state.request.request_id] = []
         self._metadata.failed_loads.append(state.request.request_id)
 
     def _completes(self, request: Request, local_tokens: int) -> bool:
@@ -383,16 +416,17 @@ class SchedulerConnector:
     ) -> None:
         state.saved_hashes = num_hashes
         state.save_refused = False
-        if not num_hashes:
-            return
         request = state.request
         num_tokens = num_hashes * self._groups.unit
         try:
-            boundaries = self._kept_boundaries(state, num_tokens, finished)
-            granted = self._saves.ask(
-                request.request_id, request.block_hashes, num_tokens, tables, boundaries, states, state.saved_tokens
-            )
-            self._take(granted, metadata)
+            if num_hashes:
+                boundaries = self._kept_boundaries(state, num_tokens, finished)
+                granted = self._saves.ask(
+                    request.request_id, request.block_hashes, num_tokens, tables, boundaries, states, state.saved_tokens
+                )
+                self._take(granted, metadata)
+            if self._groups.tail_step and states:
+                self._take(self._saves.ask_tails(request.request_id, request.block_hashes, tables, states), metadata)
         except Exception as error:
             # One request's trouble must not lose the other requests' copies of this step.
             self._report("build_connector_meta", error)
