@@ -54,11 +54,11 @@ def test_a_wrong_block_would_be_noticed(
     plan = scheduler.plan_load
 
     def doubled(*args: Any) -> Any:
-        job = plan(*args)
+        job, loads = plan(*args)
         # Not another order: attention does not see the order of whole blocks, whose keys know their positions.
         job.groups[0].slots = job.groups[0].slots.copy()
         job.groups[0].slots[3] = job.groups[0].slots[2]
-        return job
+        return job, loads
 
     monkeypatch.setattr(scheduler, "plan_load", doubled)
     wrong = running.generate(LONG, TOKENS)
