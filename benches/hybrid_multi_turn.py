@@ -4,7 +4,8 @@
 
 Real vLLM engines on the CPU platform. The device's own cache is emptied between turns, so that every hit is from host
 memory. A turn is the whole conversation so far and some new tokens. "kept" is vLLM's own
-prefix_cache_retention_interval: the states that it keeps, and so hands out, between the ends of prompts.
+prefix_cache_retention_interval: the states that it keeps, and so hands out, between the ends of prompts. "hits at" is
+its prefix_match_unit: hits may end inside a block.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ def main() -> None:
                 "linear and full attention, blocks of 640, kept 640",
                 qwen,
                 {"dtype": "bfloat16", "prefix_cache_retention_interval": 640},
+            ),
+            (
+                "linear and full attention, blocks of 640, hits at 64",
+                qwen,
+                {"dtype": "bfloat16", "prefix_match_unit": 64},
             ),
         ]
         results = []
