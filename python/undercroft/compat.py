@@ -134,6 +134,18 @@ def hash_lookahead_tokens(vllm_config: VllmConfig) -> int:
     return getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0
 
 
+def drops_last_block(vllm_config: VllmConfig) -> bool:
+    """Whether hits leave out the last block, since a draft layer's KV there depends on the token after it.
+
+    vLLM flags the draft's groups where it can tell which they are, and takes all for it where it cannot.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return False
+    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
+    return bool(drops())
+
+
 def layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
     """The specs of a group's layers: one for all, or one for each (the workers' configuration)."""
     inner = getattr(spec, "kv_cache_specs", None)

@@ -43,6 +43,14 @@ def gemma2(model_root: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def llama4(model_root: Path) -> Path:
+    """Directory of a model with a group of chunked local attention and a full attention group."""
+    from models import make_llama4
+
+    return make_llama4(model_root / "llama4")
+
+
+@pytest.fixture(scope="session")
 def qwen3_next(model_root: Path) -> Path:
     """Directory of a model with a linear attention group and a full attention group."""
     from models import make_qwen3_next

@@ -46,15 +46,7 @@ def make_llama(directory: Path, shape: Shape | None = None, tokenizer: bool = Fa
 
     def write() -> None:
         s = shape or Shape()
-        config = _config(s, "LlamaForCausalLM", "llama") | {
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        }
-        norms = {"input_layernorm": 1.0, "post_attention_layernorm": 1.0}
-        tensors = _decoder_weights(s, norms, final_norm=1.0)
-        tensors["lm_head.weight"] = torch.randn(s.vocab, s.hidden) * 0.2
-        _write(directory, config, tensors)
+        _write(directory, _llama_config(s, "LlamaForCausalLM", "llama"), _llama_weights(s))
         if tokenizer:
             _write_tokenizer(directory, s.vocab)
 
@@ -84,6 +76,55 @@ def make_gemma2(directory: Path) -> Path:
             "post_feedforward_layernorm": 20.0,
         }
         _write(directory, config, _decoder_weights(s, norms, final_norm=0.0))
+
+    return _once(directory, write)
+
+
+def make_llama_windows(directory: Path) -> Path:
+    """A Llama model with groups of a sliding window of 256 tokens and of full attention, for the draft `make_mtp`."""
+
+    def write() -> None:
+        s = Shape()
+        config = _llama_config(s, "LlamaForCausalLM", "llama") | {
+            "sliding_window": 256,
+            "layer_types": ["sliding_attention", "full_attention"] * (s.layers // 2),
+            "num_nextn_predict_layers": 1,
+        }
+        _write(directory, config, _llama_weights(s))
+
+    return _once(directory, write)
+
+
+def make_eagle(directory: Path) -> Path:
+    """An EAGLE draft of one layer for a Llama model. Hardly any of its drafts is right."""
+
+    def write() -> None:
+        s = Shape(layers=1)
+        weights = _llama_weights(s).items()
+        tensors = {name.removeprefix("model."): one for name, one in weights if name.startswith("model.layers.")}
+        # The first layer of such a draft has none.
+        del tensors["layers.0.input_layernorm.weight"]
+        tensors["fc.weight"] = torch.randn(s.hidden, 2 * s.hidden) / math.sqrt(2 * s.hidden)
+        _write(directory, _llama_config(s, "LlamaForCausalLM", "llama"), tensors)
+
+    return _once(directory, write)
+
+
+def make_mtp(directory: Path) -> Path:
+    """An MTP draft of one layer, as MiMo has it, for a Llama model. Hardly any of its drafts is right."""
+
+    def write() -> None:
+        s = Shape(layers=1)
+        layer = "model.mtp_layers.0"
+        tensors = {name.replace("model.layers.0", layer): one for name, one in _llama_weights(s).items()}
+        del tensors["model.norm.weight"]
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            tensors[f"{layer}.{name}.weight"] = torch.ones(s.hidden)
+        for name, heads in (("q_proj", s.heads), ("k_proj", s.kv_heads), ("v_proj", s.kv_heads)):
+            tensors[f"{layer}.self_attn.{name}.bias"] = torch.zeros(heads * s.head_dim)
+        tensors[f"{layer}.input_proj.weight"] = torch.randn(s.hidden, 2 * s.hidden) / math.sqrt(2 * s.hidden)
+        config = _llama_config(s, "MiMoForCausalLM", "qwen2") | {"num_nextn_predict_layers": 1}
+        _write(directory, config, tensors)
 
     return _once(directory, write)
 
@@ -127,9 +168,33 @@ def make_qwen3_next(directory: Path) -> Path:
     return _once(directory, write)
 
 
+def make_llama4(directory: Path) -> Path:
+    """A Llama-4-like model without experts: a group with chunks of 512 tokens, and one of full attention."""
+
+    def write() -> None:
+        s = Shape()
+        config = _llama_config(s, "Llama4ForCausalLM", "llama4_text") | {
+            "intermediate_size_mlp": s.intermediate,
+            "attention_chunk_size": 512,
+            "no_rope_layers": [1, 0] * (s.layers // 2),
+            "use_qk_norm": False,
+            "interleave_moe_layer_step": 0,
+            "moe_layers": [],
+            "num_local_experts": 1,
+        }
+        tensors = {name.replace(".mlp.", ".feed_forward."): one for name, one in _llama_weights(s).items()}
+        _write(directory, config, tensors)
+
+    return _once(directory, write)
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": make_llama,
     "gemma2": make_gemma2,
+    "llama4": make_llama4,
+    "llama_windows": make_llama_windows,
+    "eagle": make_eagle,
+    "mtp": make_mtp,
     "qwen3_next": make_qwen3_next,
 }
 
@@ -158,6 +223,21 @@ def _config(s: Shape, architecture: str, model_type: str) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def _llama_config(s: Shape, architecture: str, model_type: str) -> dict[str, Any]:
+    return _config(s, architecture, model_type) | {
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+
+def _llama_weights(s: Shape) -> dict[str, torch.Tensor]:
+    norms = {"input_layernorm": 1.0, "post_attention_layernorm": 1.0}
+    tensors = _decoder_weights(s, norms, final_norm=1.0)
+    tensors["lm_head.weight"] = torch.randn(s.vocab, s.hidden) * 0.2
+    return tensors
 
 
 def _decoder_weights(s: Shape, norms: dict[str, float], final_norm: float) -> dict[str, torch.Tensor]:

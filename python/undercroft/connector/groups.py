@@ -88,17 +88,21 @@ class Groups:
         hash_tokens, alignment = compat.block_sizes(vllm_config, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         kinds = tuple(compat.group_kind(group.kv_cache_spec) or "ignored" for group in groups)
-        eagle = any(group.is_eagle_group for group in groups)
+        block_tokens = tuple(
+            0 if kind == "ignored" else group.kv_cache_spec.block_size
+            for kind, group in zip(kinds, groups, strict=True)
+        )
+        drops = compat.drops_last_block(vllm_config) or any(group.is_eagle_group for group in groups)
+        if drops:
+            # Whole blocks only: no tails beside a draft.
+            alignment = math.lcm(alignment, *(tokens for tokens in block_tokens if tokens))
         return cls(
             hash_tokens,
             alignment,
             kinds,
-            tuple(
-                0 if kind == "ignored" else group.kv_cache_spec.block_size
-                for kind, group in zip(kinds, groups, strict=True)
-            ),
+            block_tokens,
             tuple(compat.group_window(group.kv_cache_spec) for group in groups),
-            alignment if eagle and not compat.hash_lookahead_tokens(vllm_config) else 0,
+            alignment if drops and not compat.hash_lookahead_tokens(vllm_config) else 0,
         )
 
     def _has_tails(self, unit: int) -> bool:

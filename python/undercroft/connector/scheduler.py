@@ -390,6 +390,9 @@ class SchedulerConnector:
             ends.add(align(end))
         if interval := align(self._config.state_interval_tokens + self._groups.alignment - 1):
             ends.update(range((begin // interval + 1) * interval, end + 1, interval))
+        if dropped := self._groups.dropped_tokens:
+            # Where a hit of what ends there does.
+            ends |= {boundary - dropped for boundary in ends}
         kept = {boundary for boundary in ends if begin < boundary <= end}
         return kept | {align(end)} if finished and align(end) else kept
 
