@@ -29,6 +29,8 @@ const ROUNDS: u64 = 8;
 /// Lookups or saves under way for each operation in flight, so that the IO thread never lacks work
 /// between two steps.
 const WINDOW: u32 = 4;
+/// The same for saves of the write part, which are faster: 2 ms of writes of 128 KiB are a hundred.
+const WRITE_WINDOW: u32 = 8;
 /// Arena, in blocks for each operation in flight: blocks being moved, waiting, and being looked up.
 const ARENA_BLOCKS: u64 = 16;
 /// Writes for each read of the mixed part, as a fraction: 30 to 70.
@@ -274,7 +276,8 @@ impl DiskBench {
     ) -> Result<(), BenchError> {
         let rig = self.open(store, self.capacity(), arena)?;
         (round.io_engine, round.registered_buffers) = (rig.io_engine, rig.registered_buffers);
-        let mut writer = Writer::new(&rig, first..first + self.blocks, 1, self.window());
+        let window = u64::from(WRITE_WINDOW * self.depth);
+        let mut writer = Writer::new(&rig, first..first + self.blocks, 1, window);
         let cpu = process_time();
         let elapsed = run(&rig, "saving", |engine| writer.step(&rig, engine, u64::MAX))?;
         (round.write_s, round.write_cpu_s) = (elapsed.as_secs_f64(), process_time() - cpu);

@@ -430,7 +430,7 @@ impl<I: Interpose> Uring<I> {
         }
     }
 
-    /// Gives the kernel what is queued, without waiting.
+    /// Gives the kernel what is queued, and takes in what has ended, without waiting.
     fn submit_queued(&mut self) {
         let outcome = self.ring.submit();
         self.note(outcome);
@@ -533,19 +533,19 @@ impl<I: Interpose> IoEngine for Uring<I> {
             // After reaping, which may have used the wake-up that was armed.
             self.arm_wake();
             self.push_ready();
+            // Before anything else: it may be that the device has nothing to do.
+            self.submit_queued();
             self.deliver(out);
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             let time_is_up = asked && left == Some(Duration::ZERO);
             if out.len() > before || self.wake.take() || time_is_up {
-                self.submit_queued();
                 return;
             }
-            self.submit_queued();
             let idle = !self.sum() && !self.ring.register_more();
             if idle {
                 self.enter(left);
-            } else if self.ring.has_news() {
-                self.enter(Some(Duration::ZERO));
+            } else {
+                self.submit_queued();
             }
             asked = idle;
         }
