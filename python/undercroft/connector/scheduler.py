@@ -298,6 +298,8 @@ class SchedulerConnector:
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
+            if state is not None:
+                self._tails.drop(state)
             lookup = self._lookup
             if request.kv_transfer_params:
                 try:
