@@ -369,7 +369,7 @@ impl<I: Interpose> Uring<I> {
         let Some(&(_, index)) = self.unsummed.front() else {
             return false;
         };
-        // Those that were delivered are not in the queue any more.
+        // Not one that was delivered: `deliver`, which comes before this, has taken those off the front.
         if let Some(active) = &mut self.slots[usize::from(index)].active
             && active
                 .operation
