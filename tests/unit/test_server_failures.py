@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from serve_process import ServeProcess
 from served_client import BLOCK, Peer, prompt, until
 from undercroft import _core
+from undercroft.connector.stats import EngineStats
 
 pytestmark = pytest.mark.server
 
@@ -189,9 +191,26 @@ def test_one_of_those_that_share_a_directory_takes_it_over_and_the_rest_follow(h
     peers[0].save(PROMPT)
     until("shared", lambda: all(peer.load(PROMPT) == TOKENS for peer in peers))
     until("it is on disk", written(host))
+    until("the owner has told", lambda: all(peer.engine.stats()["saved_blocks"] == len(PROMPT) for peer in peers))
+    counted = [EngineStats(peer.engine) for peer in peers]
+    totals: Counter[str] = Counter()
+
+    def count() -> None:
+        for stats in counted:
+            taken = stats.take(time.monotonic(), force=True).get("counters", {})
+            assert all(amount > 0 for amount in taken.values())
+            totals.update(taken)
+
+    def counting(condition: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: (count(), condition())[1]
+
     host.strike(state)
-    until("one has taken it over", lambda: sum(peer.engine.took_over for peer in peers) == 1)
-    until("all follow", lambda: all(peer.load(PROMPT) == TOKENS for peer in peers))
+    until("one has taken it over", counting(lambda: sum(peer.engine.took_over for peer in peers) == 1))
+    until("all follow", counting(lambda: all(peer.load(PROMPT) == TOKENS for peer in peers)))
+    until("it counts", counting(lambda: totals["disk_reads"] > 0))
+    # Its own reads, and nothing of the owner before it.
+    assert totals["saved_blocks"] == 0
+    assert totals["disk_reads"] <= len(PROMPT)
     first = next(peer for peer in peers if peer.engine.took_over)
     peers.remove(first)
     peers[0].save(prompt("more"))

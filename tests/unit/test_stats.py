@@ -43,6 +43,28 @@ def test_engine_counters_become_differences_at_most_once_a_second():
     assert stats.take(101.7)["counters"] == {"saved_blocks": 2}
 
 
+def test_a_counter_that_began_again_from_zero_counts_what_it_has():
+    engine = Engine()
+    stats = EngineStats(engine)
+    engine.values.update(saved_blocks=9, disk_read_seconds=2.0)
+    assert stats.take(100.0)["counters"] == {"saved_blocks": 9, "disk_read_seconds": 2.0}
+    engine.values.update(saved_blocks=4, disk_read_seconds=0.0)
+    assert stats.take(102.0)["counters"] == {"saved_blocks": 4}
+    engine.values.update(saved_blocks=6)
+    assert stats.take(104.0)["counters"] == {"saved_blocks": 2}
+
+
+def test_an_engine_that_has_not_answered_yet_counts_nothing_and_nothing_twice():
+    engine = Engine()
+    stats = EngineStats(engine)
+    engine.values.update(saved_blocks=9)
+    assert stats.take(100.0)["counters"] == {"saved_blocks": 9}
+    known, engine.values = engine.values, {}
+    assert stats.take(102.0) == {}
+    engine.values = known
+    assert stats.take(104.0)["counters"] == {}
+
+
 def test_counts_are_handed_out_once():
     counts = Counts()
     counts.lookup(0.5, hit=True, waited=True)
@@ -109,13 +131,27 @@ def registry():
     return CollectorRegistry()
 
 
-def test_prometheus_export(registry):
+def prometheus(registry):
     def bound(metric):
         return lambda **kwargs: metric(registry=registry, **kwargs)
 
     types = {Counter: bound(Counter), Gauge: bound(Gauge), Histogram: bound(Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
-    metrics = UndercroftPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    return UndercroftPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+
+
+def test_what_cannot_be_recorded_is_said_once_and_kept_from_the_frontend(registry, caplog):
+    metrics = prometheus(registry)
+    for _ in range(3):
+        metrics.observe({"counters": {"load_bytes": -1}}, 0)
+        metrics.observe({"counters": {"load_bytes": 1}}, 7)
+    assert len([record for record in caplog.records if "metrics are incomplete" in record.message]) == 1
+    metrics.observe({"counters": {"load_bytes": 2}}, 0)
+    assert 'load",engine="0",model_name="m",tier="host"} 2.0' in generate_latest(registry).decode()
+
+
+def test_prometheus_export(registry):
+    metrics = prometheus(registry)
     counters = {"lookups_host": 2, "load_bytes": 10, "disk_read_bytes": 5, "unheard_of": 1, "refused_host_full": 1}
     data = {
         "counters": counters,

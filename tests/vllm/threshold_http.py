@@ -35,7 +35,7 @@ class Client:
     ) -> dict[str, Any]:
         body = {"prompt": ids, "max_tokens": tokens, "return_token_ids": True} | fields
         response = self.raw(body, headers=headers)
-        assert response.status_code == 200, response.text
+        assert response.status_code == 200, response.text + self.server.log_tail()
         return response.json()
 
     def chat(self, text: str, tokens: int = 4, **fields: Any) -> httpx.Response:

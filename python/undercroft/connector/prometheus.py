@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
+from vllm.logger import init_logger
 
 from undercroft.compat import KVConnectorPromMetrics
 from undercroft.metrics import METRICS, PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.undercroft")
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -28,6 +31,7 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         make = {"counter": metric_types[Counter], "gauge": metric_types[Gauge], "histogram": metric_types[Histogram]}
         self._sources: dict[str, tuple[Any, str, tuple[str, ...]]] = {}
+        self._reported = False
         for metric in METRICS:
             extra = {"buckets": _SECONDS} if metric.kind == "histogram" else {}
             family = make[metric.kind](
@@ -45,7 +49,15 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one step's data of `UndercroftStats`."""
+        """Record one step's data of `UndercroftStats`. Raises nothing: in vLLM's frontend an error here ends all requests."""
+        try:
+            self._observe(transfer_stats_data, engine_idx)
+        except Exception as error:
+            if not self._reported:
+                self._reported = True
+                logger.error("undercroft: its metrics are incomplete; said once (%r)", error, exc_info=error)
+
+    def _observe(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
         engine_labels = self.per_engine_labelvalues[engine_idx]
         for key, amount in transfer_stats_data.get("counters", {}).items():
             if child := self._child(key, engine_labels):

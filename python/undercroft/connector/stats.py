@@ -195,12 +195,20 @@ class EngineStats:
             # Another process counts for all that share its engine.
             return {}
         stats = self._engine.stats()
+        if not stats:
+            # Taken over, and not answered yet.
+            return {}
         self._health.check(stats.get("disk_degraded", 0))
         counters = {
-            name: stats[name] - self._last.get(name, 0)
+            name: since
             for name in STATS_KEYS
-            if name in COUNTERS and name in stats and stats[name] != self._last.get(name, 0)
+            if name in COUNTERS and name in stats and (since := _since(stats[name], self._last.get(name, 0)))
         }
         gauges = {name: stats[name] for name in STATS_KEYS if name in GAUGES and name in stats}
         self._last = stats
         return {"counters": counters, "gauges": gauges, "io_engine": str(self._engine.info().get("io_engine", ""))}
+
+
+def _since(now: float, before: float) -> float:
+    """What was counted since ``before``; a counter that went back began again from zero."""
+    return now - before if now >= before else now

@@ -13,6 +13,7 @@ pub mod key;
 pub mod memory;
 pub mod metrics;
 pub mod namespace;
+pub mod panics;
 pub mod policy;
 pub mod resolve;
 pub mod shell;

@@ -5,12 +5,14 @@
 //! the [`IoEngine`]. `waits` says, under the lock, that the IO thread is going to sleep and must be
 //! woken for new work, so a wake-up is neither lost nor sent twice.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::engine::Engine;
 use crate::io::{IoCompletion, IoEngine, IoRequest, Waker};
+use crate::panics::contained;
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
@@ -110,7 +112,7 @@ impl Shell {
         let of_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("undercroft-io".to_owned())
-            .spawn(move || run(&of_thread, io))?;
+            .spawn(move || run_or_break(&of_thread, io))?;
         Ok(Self {
             shared,
             thread: Mutex::new(Some(thread)),
@@ -125,45 +127,45 @@ impl Shell {
 
     /// Enters the engine. `None` if it is broken: a thread panicked in it.
     pub fn enter<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> Option<R> {
-        let mut state = self.shared.lock()?;
-        let result = work(&mut state.engine);
-        let wake = state.waits && state.engine.has_io();
-        state.waits &= !wake;
-        drop(state);
-        if wake {
-            self.shared.waker.wake();
-        }
-        Some(result)
+        contained(|| {
+            let mut state = self.shared.lock()?;
+            let result = work(&mut state.engine);
+            let wake = state.waits && state.engine.has_io();
+            state.waits &= !wake;
+            drop(state);
+            if wake {
+                self.shared.waker.wake();
+            }
+            Some(result)
+        })
     }
 
     /// Looks at the engine. Unlike [`Shell::enter`] it never wakes the IO thread, since a look makes no
     /// work: what waits for memory or budget would be tried again each time. `None` if it is broken.
     pub fn look<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
-        self.shared.lock().map(|state| work(&state.engine))
+        contained(|| self.shared.lock().map(|state| work(&state.engine)))
     }
 
     /// Enters the engine now and after each completion until `done` says so, at most for `timeout`.
     pub fn wait_until(&self, timeout: Duration, mut done: impl FnMut(&mut Engine) -> bool) -> bool {
         let deadline = Instant::now() + timeout;
-        let Some(mut state) = self.shared.lock() else {
-            return false;
-        };
-        loop {
-            let is_done = done(&mut state.engine);
-            if state.waits && state.engine.has_io() {
-                state.waits = false;
-                self.shared.waker.wake();
+        let waited = contained(|| {
+            let mut state = self.shared.lock()?;
+            loop {
+                let is_done = done(&mut state.engine);
+                if state.waits && state.engine.has_io() {
+                    state.waits = false;
+                    self.shared.waker.wake();
+                }
+                let left = deadline.saturating_duration_since(Instant::now());
+                if is_done || left.is_zero() || state.stopped {
+                    return Some(is_done);
+                }
+                (state, _) = self.shared.progress.wait_timeout(state, left).ok()?;
+                self.shared.tell_time(&mut state);
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if is_done || left.is_zero() || state.stopped {
-                return is_done;
-            }
-            state = match self.shared.progress.wait_timeout(state, left) {
-                Ok((state, _)) => state,
-                Err(_) => return false,
-            };
-            self.shared.tell_time(&mut state);
-        }
+        });
+        waited.unwrap_or(false)
     }
 
     /// Finishes what waits to be written, for at most `timeout`, and stops the IO thread. Idempotent.
@@ -185,6 +187,16 @@ impl Drop for Shell {
     fn drop(&mut self) {
         self.stop(Duration::ZERO);
     }
+}
+
+/// The IO thread. Without it nothing that waits would ever end, so its panic breaks the engine, too.
+fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
+    let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(shared, io))) else {
+        return;
+    };
+    let _poisoned = shared.state.lock();
+    shared.progress.notify_all();
+    resume_unwind(panic);
 }
 
 fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {

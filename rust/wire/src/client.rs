@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use undercroft_core::key::HashSource;
 use undercroft_core::namespace::NamespaceSpec;
+use undercroft_core::panics::contained;
 
 use crate::connection::{ConnectError, Connection, wait};
 use crate::protocol::{Reply, Request, WireExtent};
@@ -76,14 +77,16 @@ impl Shared {
 
     /// Does something with the table, and has the thread send what that left to be sent.
     fn with<R>(&self, work: impl FnOnce(&mut Table) -> R) -> Option<R> {
-        let mut table = self.lock()?;
-        let result = work(&mut table);
-        let wake = !table.outbox.is_empty() && self.asleep.swap(false, Ordering::AcqRel);
-        drop(table);
-        if wake {
-            self.wake();
-        }
-        Some(result)
+        contained(|| {
+            let mut table = self.lock()?;
+            let result = work(&mut table);
+            let wake = !table.outbox.is_empty() && self.asleep.swap(false, Ordering::AcqRel);
+            drop(table);
+            if wake {
+                self.wake();
+            }
+            Some(result)
+        })
     }
 
     fn wake(&self) {
@@ -301,26 +304,22 @@ impl Client {
     }
 
     fn read<R: Default>(&self, work: impl FnOnce(&Table) -> R) -> R {
-        self.shared
-            .lock()
-            .map_or_else(R::default, |table| work(&table))
+        contained(|| self.shared.lock().map(|table| work(&table))).unwrap_or_default()
     }
 
     fn wait_until(&self, deadline: Instant, mut done: impl FnMut(&mut Table) -> bool) -> bool {
-        let Some(mut table) = self.shared.lock() else {
-            return false;
-        };
-        loop {
-            let is_done = done(&mut table);
-            let left = deadline.saturating_duration_since(Instant::now());
-            if is_done || left.is_zero() || self.shared.stopping() {
-                return is_done;
+        let waited = contained(|| {
+            let mut table = self.shared.lock()?;
+            loop {
+                let is_done = done(&mut table);
+                let left = deadline.saturating_duration_since(Instant::now());
+                if is_done || left.is_zero() || self.shared.stopping() {
+                    return Some(is_done);
+                }
+                (table, _) = self.shared.changed.wait_timeout(table, left).ok()?;
             }
-            table = match self.shared.changed.wait_timeout(table, left) {
-                Ok((table, _)) => table,
-                Err(_) => return false,
-            };
-        }
+        });
+        waited.unwrap_or(false)
     }
 }
 

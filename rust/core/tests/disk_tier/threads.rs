@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use undercroft_core::arena::Arena;
 use undercroft_core::engine::{Answer, Engine, EngineConfig, SessionId};
 use undercroft_core::io::fault::FaultEngine;
 use undercroft_core::io::pool::ThreadPool;
+use undercroft_core::io::{IoCompletion, IoEngine, IoRequest, Waker};
 use undercroft_core::shell::{Clock, Shell};
 
 use crate::rig::{DEPTH, DISK, GRANULE, HOST, MODEL, Model, Open, PATIENCE, SECOND, dir};
@@ -104,4 +106,68 @@ fn a_disk_that_answers_after_ten_seconds_holds_up_nobody() {
     assert_eq!(load(&shell, &arena, session, 1), 10);
     let gauges = shell.enter(|engine| engine.gauges()).unwrap();
     assert_eq!((gauges.jobs, gauges.disk_degraded), (0, 0));
+}
+
+/// An engine with nothing in it.
+fn empty(io: impl IoEngine + 'static) -> Shell {
+    Shell::start(Engine::new(EngineConfig::new(HOST)), Box::new(io)).unwrap()
+}
+
+fn pool() -> ThreadPool {
+    ThreadPool::new(DEPTH, Arc::new(Arena::create(HOST).unwrap()), Vec::new()).unwrap()
+}
+
+#[test]
+fn a_panic_in_the_engine_stays_there_and_nobody_enters_it_again() {
+    let panics: [fn(&Shell); 3] = [
+        |shell| assert_eq!(shell.enter(|_| panic!("for a test")), None::<()>),
+        |shell| assert_eq!(shell.look(|_| panic!("for a test")), None::<()>),
+        |shell| assert!(!shell.wait_until(PATIENCE, |_| panic!("for a test"))),
+    ];
+    for panics in panics {
+        let shell = empty(pool());
+        assert_eq!(shell.enter(|_| 1), Some(1));
+        panics(&shell);
+        assert_eq!(shell.enter(|_| 1), None);
+        assert_eq!(shell.look(|_| 1), None);
+        assert!(!shell.wait_until(PATIENCE, |_| true));
+        shell.stop(PATIENCE);
+    }
+}
+
+/// Fails as soon as it is woken.
+#[derive(Debug)]
+struct Broken(ThreadPool);
+
+impl IoEngine for Broken {
+    fn name(&self) -> &'static str {
+        "broken"
+    }
+    fn in_flight(&self) -> usize {
+        self.0.in_flight()
+    }
+    fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
+        assert!(timeout.is_some(), "for a test");
+        self.0.wait(timeout, out);
+    }
+    fn submit(&mut self, request: IoRequest) {
+        self.0.submit(request);
+    }
+    fn depth(&self) -> usize {
+        self.0.depth()
+    }
+    fn waker(&self) -> Waker {
+        self.0.waker()
+    }
+}
+
+#[test]
+fn a_panic_of_the_io_thread_ends_every_wait() {
+    let shell = empty(Broken(pool()));
+    assert!(
+        !shell.wait_until(PATIENCE, |_| false),
+        "woken, not timed out"
+    );
+    assert_eq!(shell.enter(|_| 1), None);
+    shell.stop(PATIENCE);
 }

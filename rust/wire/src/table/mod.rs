@@ -176,6 +176,8 @@ impl Table {
         self.outbox.clear();
         self.awaiting.clear();
         self.pinged = None;
+        // The next server counts from zero.
+        self.stats.clear();
         self.jobs.clear();
         self.names.clear();
         let session = link.session;

@@ -323,6 +323,19 @@ fn a_lost_connection_voids_answers_and_ends_saves_that_wait() {
     assert_eq!(world.sent(), ["submit 4.1 0+8 local 0 asked true"]);
 }
 
+#[test]
+fn what_the_last_server_counted_is_not_taken_for_the_next_ones() {
+    let mut world = World::new();
+    world.table.tick(world.now);
+    let stats = "{}".to_owned();
+    assert!(world.table.reply(Reply::Pong { stats }, world.now));
+    assert_eq!(world.table.stats, "{}");
+    world.table.lost("gone".to_owned());
+    assert_eq!(world.table.stats, "");
+    world.table.registered(link(2), false, String::new());
+    assert_eq!(world.table.stats, "");
+}
+
 /// A save with slots and a load, then a lost connection.
 fn interrupted(world: &mut World) -> (u64, u64) {
     world.poll("a", 0, 128);

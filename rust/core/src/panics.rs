@@ -1,0 +1,11 @@
+//! Panics end here, not in the process that embeds us.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// What `work` returns; `None` if it panics, which the panic hook has reported then.
+///
+/// Unwind-safe because of what it is for: `work` takes a lock, a panic poisons it, and nobody gets to
+/// see again what the lock protects. In vLLM's scheduler a panic that went on would end the engine.
+pub fn contained<R>(work: impl FnOnce() -> Option<R>) -> Option<R> {
+    catch_unwind(AssertUnwindSafe(work)).ok().flatten()
+}
