@@ -171,8 +171,9 @@ pub(crate) struct Namespace {
     pub(crate) spec: NamespaceSpec,
     /// Ties records on disk to one life of the namespace: a reset takes a new one.
     pub(crate) instance: u64,
-    /// Not in the namespace table: its records end with the process. Set by a reset, after which
-    /// the weights may be others than the description says.
+    /// Of one session alone, whose weights may be others than the description says.
+    pub(crate) private: bool,
+    /// Not in the namespace table: its records end with the process.
     pub(crate) volatile: bool,
     /// Size class of each group in the arena; `None` for ignored groups.
     pub(crate) host_class: Vec<Option<Class>>,

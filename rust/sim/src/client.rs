@@ -54,7 +54,8 @@ pub(crate) struct Session {
 
 impl World {
     pub(crate) fn open_session(&mut self) -> Result<(), String> {
-        let namespace = self.random.index(self.models.len());
+        let shared = self.models.iter().filter(|model| !model.private).count();
+        let namespace = self.random.index(shared);
         let spec = self.models[namespace].spec.clone();
         let id = self
             .engine
@@ -95,7 +96,11 @@ impl World {
                 self.reset(session);
                 Ok(())
             }
-            8..=29 => self.repeat_acknowledgement(),
+            8 => {
+                self.make_private(session);
+                Ok(())
+            }
+            9..=29 => self.repeat_acknowledgement(),
             30..=399 => self.transfer_step(session),
             _ => self.request_step(session),
         }
@@ -339,9 +344,32 @@ impl World {
         let Session { id, namespace, .. } = self.sessions[session];
         self.engine.reset(id);
         self.models[namespace].advance();
-        self.undurable.push(namespace);
         self.stats.resets += 1;
         self.note(|| format!("reset namespace {namespace}"));
+        if !self.models[namespace].private {
+            self.undurable.push(namespace);
+            self.part(session);
+        }
+    }
+
+    /// What a session does that had its namespace reset at another engine.
+    fn make_private(&mut self, session: usize) {
+        let Session { id, namespace, .. } = self.sessions[session];
+        self.engine.make_private(id);
+        if !self.models[namespace].private {
+            self.sessions[session].requests.clear();
+            self.part(session);
+        }
+    }
+
+    /// A session has its own namespace from now on.
+    fn part(&mut self, session: usize) {
+        let namespace = self.sessions[session].namespace;
+        self.names += 1;
+        let private = self.models[namespace].private(self.names);
+        self.models.push(private);
+        self.sessions[session].namespace = self.models.len() - 1;
+        self.note(|| format!("a session parts with namespace {namespace}"));
     }
 
     pub(crate) fn close_session(&mut self, session: usize) -> Result<(), String> {
@@ -356,6 +384,9 @@ impl World {
             self.let_go_of_save(save);
         }
         self.engine.close_session(session.id);
+        if self.models[session.namespace].private {
+            self.models[session.namespace].stored.clear();
+        }
         self.note(|| "close a session".to_owned());
         Ok(())
     }

@@ -26,8 +26,8 @@ pub(crate) struct Model {
     /// A reset was not durable when the engine ended: before anything else it is repeated, or the
     /// weights of before come back.
     pub(crate) must_reset: bool,
-    /// There was a reset since the engine started: nothing survives its end.
-    pub(crate) was_reset: bool,
+    /// Of one session, that had its namespace reset: nothing survives its end.
+    pub(crate) private: bool,
     /// Payloads saved under the present weights.
     pub(crate) stored: HashSet<Payload>,
 }
@@ -115,7 +115,21 @@ impl Model {
             newest: 0,
             entered: 0,
             must_reset: false,
-            was_reset: false,
+            private: false,
+            stored: HashSet::new(),
+        }
+    }
+
+    /// What a session that parts with this one has to itself. `epoch`: no other's.
+    pub(crate) fn private(&self, epoch: u64) -> Self {
+        Self {
+            spec: self.spec.clone(),
+            hash_bytes: self.hash_bytes,
+            epoch,
+            newest: epoch,
+            entered: 0,
+            must_reset: false,
+            private: true,
             stored: HashSet::new(),
         }
     }
@@ -163,7 +177,6 @@ impl Model {
     pub(crate) fn advance(&mut self) {
         self.newest += 1;
         self.epoch = self.newest;
-        self.was_reset = true;
         self.stored.clear();
     }
 }

@@ -317,11 +317,13 @@ impl World {
         self.let_go_of_save(&save);
         if !fails {
             self.stats.blocks_saved += save.blocks.len() as u64;
-            let model = &mut self.models[self.sessions[session].namespace];
-            let now = save.blocks.iter().map(|block| block.payload);
-            model
-                .stored
-                .extend(now.filter(|payload| payload.epoch == model.epoch));
+            for Block { payload, .. } in &save.blocks {
+                // Of the namespace of when it began.
+                let model = &mut self.models[payload.namespace];
+                if payload.epoch == model.epoch {
+                    model.stored.insert(*payload);
+                }
+            }
         }
         self.end_transfer(save.id, !fails);
         Ok(())

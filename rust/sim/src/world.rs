@@ -142,15 +142,7 @@ impl World {
                 "{left} payloads were on disk when the engine stopped; at its start: {recovery:?}"
             ));
         }
-        for model in &mut self.models {
-            if model.was_reset {
-                model.stored.clear();
-                if !model.must_reset {
-                    model.entered = model.epoch;
-                }
-            }
-            model.was_reset = false;
-        }
+        self.models.retain(|model| !model.private);
         self.check()?;
         for _ in 0..self.random.range(1, 3) {
             self.open_session()?;
@@ -244,7 +236,9 @@ impl World {
             self.engine.complete(completion);
         }
         if !self.engine.reset_pending() && !self.engine.reset_failed() {
-            self.undurable.clear();
+            for namespace in self.undurable.drain(..) {
+                self.models[namespace].entered = self.models[namespace].epoch;
+            }
         }
         Ok(())
     }
@@ -355,9 +349,8 @@ impl World {
     /// Compares what is on disk with what was saved, where nothing may be missing.
     fn count_stored(&mut self) -> Result<(), String> {
         let sound = self.settings.faults.is_none();
-        let volatile = self.models.iter().any(|model| model.was_reset);
         let on_disk = self.engine.gauges().disk_blocks;
-        if sound && !volatile {
+        if sound {
             self.left_on_disk = Some(on_disk);
         }
         let stored: usize = self.models.iter().map(|model| model.stored.len()).sum();

@@ -283,7 +283,8 @@ impl Engine {
     fn register(&mut self, spec: NamespaceSpec) -> Result<NsId, RegisterError> {
         spec.validate()?;
         let digest = spec.digest();
-        if let Some(at) = self.namespaces.iter().position(|ns| ns.digest == digest) {
+        let shared = |ns: &Namespace| ns.digest == digest && !ns.private;
+        if let Some(at) = self.namespaces.iter().position(shared) {
             if self.namespaces[at].spec.groups != spec.groups
                 || self.namespaces[at].spec.hash_block_tokens != spec.hash_block_tokens
             {
@@ -306,13 +307,24 @@ impl Engine {
         &mut self,
         spec: NamespaceSpec,
         instance: u64,
-        volatile: bool,
+        private: bool,
     ) -> Result<NsId, RegisterError> {
-        if self.namespaces.len() >= NAMESPACES_MAX {
-            return Err(RegisterError::TooMany {
-                count: self.namespaces.len(),
-            });
+        let count = self.namespaces.iter().filter(|ns| !ns.private).count();
+        // As many private ones as there are sessions.
+        if !private && count >= NAMESPACES_MAX || self.namespaces.len() >= usize::from(NsId::MAX) {
+            return Err(RegisterError::TooMany { count });
         }
+        let namespace = self.make_namespace(spec, instance, private)?;
+        self.namespaces.push(namespace);
+        Ok(self.forest.add_namespace())
+    }
+
+    fn make_namespace(
+        &mut self,
+        spec: NamespaceSpec,
+        instance: u64,
+        private: bool,
+    ) -> Result<Namespace, RegisterError> {
         let mut host_class = Vec::new();
         let mut disk_class = vec![Vec::new(); self.disks.len()];
         for (index, group) in spec.groups.iter().enumerate() {
@@ -347,15 +359,15 @@ impl Engine {
                 classes.push(class);
             }
         }
-        self.namespaces.push(Namespace {
+        Ok(Namespace {
             digest: spec.digest(),
             spec,
             instance,
-            volatile,
+            private,
+            volatile: private,
             host_class,
             disk_class,
-        });
-        Ok(self.forest.add_namespace())
+        })
     }
 
     /// Ends a session: its lookups, leases, loads and saves.
@@ -372,7 +384,11 @@ impl Engine {
         for transfer in of_session {
             self.end_transfer(transfer, false);
         }
-        self.sessions.remove(session);
+        if let Some(state) = self.sessions.remove(session)
+            && self.namespaces[usize::from(state.ns)].private
+        {
+            self.drop_all(state.ns);
+        }
     }
 
     /// Ends a session's lookups and frees their leases. Loads and saves under way go on.

@@ -62,26 +62,21 @@ impl Engine {
     /// cannot be found after a restart either once [`Engine::reset_pending`] and
     /// [`Engine::reset_failed`] are false.
     ///
-    /// A reset usually follows a change of the weights, which the description of the namespace may
-    /// not show. So what is saved from now on is found by this process only.
+    /// A reset usually follows a change of the session's weights, which the description of the namespace
+    /// may not show. So the session goes on by itself, see [`Engine::make_private`].
     pub fn reset(&mut self, session: SessionId) {
         let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
             return;
         };
-        let mut roots = Vec::new();
-        let mut root = self.forest.first_root(ns);
-        while root != NONE {
-            roots.push(root);
-            root = self.forest.next_sibling(root);
+        self.drop_all(ns);
+        let namespace = &mut self.namespaces[usize::from(ns)];
+        let (old, is_private) = (namespace.instance, namespace.private);
+        namespace.volatile = true;
+        let instance = self.new_instance();
+        self.namespaces[usize::from(ns)].instance = instance;
+        if is_private {
+            return;
         }
-        for root in roots {
-            if !self.forest.node(root).detached {
-                self.detach(root);
-            }
-        }
-        let old = self.namespaces[usize::from(ns)].instance;
-        self.namespaces[usize::from(ns)].instance = self.new_instance();
-        self.namespaces[usize::from(ns)].volatile = true;
         for (device, disk) in self.disks.iter_mut().enumerate() {
             for (index, entry) in disk.namespace_entries.iter_mut().enumerate() {
                 if *entry == old {
@@ -94,6 +89,78 @@ impl Engine {
                         failed: false,
                     });
                 }
+            }
+        }
+        self.enter_again();
+        self.part(session, ns);
+    }
+
+    /// From now on a session finds what it has saved itself, and nobody else finds that, nor does a
+    /// restart: its weights are not those that the description says. Ends its lookups. Idempotent.
+    pub fn make_private(&mut self, session: SessionId) {
+        let ns = self.sessions.get(session).map(|state| state.ns);
+        if let Some(ns) = ns.filter(|&ns| !self.namespaces[usize::from(ns)].private) {
+            self.end_lookups(session);
+            self.part(session, ns);
+        }
+    }
+
+    /// Gives a session of the shared namespace `ns` one of its own.
+    fn part(&mut self, session: SessionId, ns: NsId) {
+        let spec = self.namespaces[usize::from(ns)].spec.clone();
+        let instance = self.new_instance();
+        let private = match self.unused_private() {
+            Some(unused) => self
+                .make_namespace(spec, instance, true)
+                .map(|namespace| self.namespaces[usize::from(unused)] = namespace)
+                .map(|()| unused),
+            None => self.add_namespace(spec, instance, true),
+        };
+        // It fitted when the session was opened.
+        let Ok(private) = private else { return };
+        if let Some(state) = self.sessions.get_mut(session) {
+            state.ns = private;
+            for &request in state.requests.values() {
+                self.requests[request].ns = private;
+            }
+        }
+    }
+
+    /// A private namespace that nobody uses any more.
+    fn unused_private(&self) -> Option<NsId> {
+        let used = |ns: NsId| self.sessions.values().any(|state| state.ns == ns);
+        (0..).zip(&self.namespaces).find_map(|(ns, namespace)| {
+            let unused = namespace.private && self.forest.first_root(ns) == NONE && !used(ns);
+            unused.then_some(ns)
+        })
+    }
+
+    /// Drops everything of a namespace; what is in use goes when it is not any more.
+    pub(super) fn drop_all(&mut self, ns: NsId) {
+        let mut roots = Vec::new();
+        let mut root = self.forest.first_root(ns);
+        while root != NONE {
+            roots.push(root);
+            root = self.forest.next_sibling(root);
+        }
+        for root in roots {
+            if !self.forest.node(root).detached {
+                self.detach(root);
+            }
+        }
+    }
+
+    /// Enters namespaces that were reset once nothing of before can come back: for those who still have
+    /// the weights that the description says.
+    fn enter_again(&mut self) {
+        if self.clearing().next().is_some() {
+            return;
+        }
+        for at in 0..self.namespaces.len() {
+            let namespace = &mut self.namespaces[at];
+            if namespace.volatile && !namespace.private {
+                namespace.volatile = false;
+                self.save_namespace(NsId::try_from(at).unwrap_or(NsId::MAX));
             }
         }
     }
@@ -171,6 +238,9 @@ impl Engine {
         };
         let Err(fault) = result else {
             self.disks[device].write_succeeded(self.now_ns);
+            if write.clears {
+                self.enter_again();
+            }
             return;
         };
         if fault != IoFault::Stopped {
