@@ -250,7 +250,9 @@ impl Forest {
     ) -> Option<(NodeId, u32)> {
         let probe = |index: usize| {
             let id = self.find(ns, &hashes.get(index)?)?;
-            accept(self.node(id)).then_some(id)
+            let node = self.node(id);
+            // Of hashes that are no chain, only what stands where they say counts.
+            (node.depth as usize == index + 1 && accept(node)).then_some(id)
         };
         let mut best = None;
         let mut low = 0;

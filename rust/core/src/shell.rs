@@ -17,6 +17,9 @@ use crate::panics::contained;
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
 
+/// How often the IO thread looks at a device that has reads and does not answer.
+const LOOK: Duration = Duration::from_millis(250);
+
 /// What tells the engine the time.
 pub trait Clock: std::fmt::Debug + Send + Sync {
     /// Nanoseconds since the engine started; never goes back.
@@ -213,15 +216,17 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             state.engine.complete(completion);
         }
         let room = io.room();
-        state.engine.next_io(room, &mut requests);
-        let waiting = state.engine.has_io();
         let stopping = state.stop_at;
+        let late = stopping.is_some_and(|at| Instant::now() >= at);
+        if !late {
+            state.engine.next_io(room, &mut requests);
+        }
+        let (waiting, reads) = (state.engine.has_io(), state.engine.reads());
         state.waits = true;
         if progress {
             shared.progress.notify_all();
         }
-        let quiet = state.engine.is_quiet();
-        if stopping.is_some_and(|at| quiet || Instant::now() >= at) && requests.is_empty() {
+        if late || stopping.is_some() && state.engine.is_quiet() && requests.is_empty() {
             state.stopped = true;
             shared.progress.notify_all();
             return;
@@ -236,7 +241,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         }
         timeout = match stopping {
             // What could not be started is looked at again; what is full waits for a completion.
-            None if !waiting || full => None,
+            None if !waiting || full => reads.then_some(LOOK),
             _ => Some(RETRY),
         };
     }

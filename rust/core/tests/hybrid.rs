@@ -210,3 +210,66 @@ fn what_a_load_reads_stays_however_tight_it_gets() {
     press(&mut engine, 40..50);
     assert_eq!(hit(&mut engine, session, &hashes, 0), 0);
 }
+
+/// A namespace with one group alone.
+fn alone(kind: GroupKind) -> (Engine, SessionId) {
+    let mut spec = spec(kind);
+    spec.groups.remove(FULL);
+    let mut engine = Engine::new(EngineConfig::new(4 << 20));
+    let session = engine.open_session(spec).unwrap();
+    (engine, session)
+}
+
+#[test]
+fn a_long_chain_of_nodes_without_payloads_goes_on_a_small_stack() {
+    let small = std::thread::Builder::new().stack_size(1 << 20);
+    let thread = small.spawn(|| {
+        let (mut engine, session) = alone(GroupKind::State);
+        let depth = 65_536;
+        let hashes = chain(1, depth);
+        let last = Offer {
+            group: 0,
+            first_block: depth - 1,
+            end_block: depth,
+        };
+        let job = engine
+            .begin_save(session, "r", &hashes, depth * GRANULE, &[last])
+            .unwrap();
+        assert_eq!(engine.gauges().nodes, u64::from(depth));
+        engine.end_transfer(job.id, false);
+        assert_eq!(engine.gauges().nodes, 0);
+    });
+    thread.unwrap().join().unwrap();
+}
+
+#[test]
+fn hashes_that_are_no_chain_are_misses_and_save_nothing_twice() {
+    for kind in [
+        GroupKind::Full,
+        GroupKind::State,
+        GroupKind::SlidingWindow { tokens: 64 },
+    ] {
+        let (mut engine, session) = alone(kind);
+        let [x, y, z] = [1, 2, 3].map(|seed| chain(seed, 1)[0]);
+        let all = [Offer {
+            group: 0,
+            first_block: 0,
+            end_block: 9,
+        }];
+        let save = |engine: &mut Engine, hashes: &Vec<BlockHash>| {
+            let job = engine.begin_save(session, "s", hashes, 3 * GRANULE, &all);
+            let slots = job.as_ref().map_or(0, |job| job.extents[0].slots.len());
+            if let Some(job) = job {
+                engine.end_transfer(job.id, true);
+            }
+            slots
+        };
+        assert_eq!(save(&mut engine, &vec![x]), 1);
+        // Below another one.
+        assert_eq!(hit(&mut engine, session, &vec![y, x], 0), 0, "{kind:?}");
+        assert_eq!(save(&mut engine, &vec![y, x]), 1, "the other one");
+        // Twice.
+        assert_eq!(save(&mut engine, &vec![z, z, z]), 1);
+        assert_eq!(hit(&mut engine, session, &vec![z, z, z], 0), 1);
+    }
+}

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -16,7 +15,7 @@ use undercroft_wire::{is_served, server_status};
 
 use crate::errors::{ConfigError, StoreError, UndercroftError};
 use crate::json::to_python;
-use crate::opened::{EngineOptions, OpenError, Opened, runtime_dir, share};
+use crate::opened::{EngineOptions, OpenError, Opened, TakenOver, runtime_dir, share};
 use crate::remote::{OWNER_TIMEOUT, Remote};
 use crate::session::PySession;
 
@@ -25,8 +24,8 @@ const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 
 enum Mode {
     Own(Opened),
-    /// Another process's engine, and whether this process has taken its directories over.
-    Shared(Remote, Arc<AtomicBool>),
+    /// Another process's engine, and that of this process once it has taken its directories over.
+    Shared(Remote, TakenOver),
 }
 
 /// The engine: index, host arena, job table, disk tier, and the IO thread.
@@ -160,10 +159,10 @@ impl PyEngine {
         let mode = match py.detach(|| open(&options, share)) {
             Ok(opened) => Mode::Own(opened),
             Err(OpenError::Store(in_use @ CoreStoreError::InUse { .. })) if share => {
-                let (resolve, took_over) = self::share(options);
+                let (resolve, taken_over) = self::share(options);
                 let in_use = Some(in_use.to_string());
                 let remote = Remote::new(resolve, server_timeout_ms, lookup_spin_us, in_use);
-                Mode::Shared(remote, took_over)
+                Mode::Shared(remote, taken_over)
             }
             Err(error @ OpenError::Store(_)) => {
                 return Err(StoreError::new_err(error.to_string()));
@@ -237,7 +236,10 @@ impl PyEngine {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match &self.mode {
             Mode::Own(opened) => to_python(py, &opened.stats()),
-            Mode::Shared(remote, _) => report(py, remote.client().map(|of| of.reports().1)),
+            Mode::Shared(remote, taken_over) => match own(taken_over) {
+                Some(opened) => to_python(py, &opened.stats()),
+                None => report(py, remote.client().map(|of| of.reports().1)),
+            },
         }
     }
 
@@ -245,7 +247,10 @@ impl PyEngine {
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match &self.mode {
             Mode::Own(opened) => to_python(py, &opened.info()),
-            Mode::Shared(remote, _) => report(py, remote.client().map(|of| of.reports().0)),
+            Mode::Shared(remote, taken_over) => match own(taken_over) {
+                Some(opened) => to_python(py, &opened.info()),
+                None => report(py, remote.client().map(|of| of.reports().0)),
+            },
         }
     }
 
@@ -262,7 +267,7 @@ impl PyEngine {
     fn took_over(&self) -> bool {
         match &self.mode {
             Mode::Own(_) => false,
-            Mode::Shared(_, took_over) => took_over.load(Ordering::Acquire),
+            Mode::Shared(_, taken_over) => taken_over.get().is_some(),
         }
     }
 
@@ -276,11 +281,12 @@ impl PyEngine {
     #[pyo3(signature = (timeout_s = 10.0))]
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
         let timeout = Duration::from_secs_f64(timeout_s.clamp(0.0, 1e6));
+        let quiet = |opened: &Opened| {
+            py.detach(|| opened.shell.wait_until(timeout, |engine| engine.is_quiet()))
+        };
         match &self.mode {
-            Mode::Own(opened) => {
-                py.detach(|| opened.shell.wait_until(timeout, |engine| engine.is_quiet()))
-            }
-            Mode::Shared(..) => true,
+            Mode::Own(opened) => quiet(opened),
+            Mode::Shared(_, taken_over) => own(taken_over).is_none_or(|opened| quiet(&opened)),
         }
     }
 
@@ -291,6 +297,10 @@ impl PyEngine {
             Mode::Shared(remote, _) => remote.close(),
         });
     }
+}
+
+fn own(taken_over: &TakenOver) -> Option<Arc<Opened>> {
+    taken_over.get()?.upgrade()
 }
 
 /// Opens the engine. Where its directories may be shared, an owner that is just ending, or that does not serve yet,

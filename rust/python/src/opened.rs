@@ -1,8 +1,7 @@
 //! An engine that is open: its directories, arena, threads and socket.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -248,20 +247,24 @@ pub(crate) fn runtime_dir(given: Option<PathBuf>, from_env: Option<PathBuf>) -> 
     })
 }
 
+/// An engine that this process has opened after all, as long as it is open.
+pub(crate) type TakenOver = Arc<OnceLock<Weak<Opened>>>;
+
 /// Finds the engine of the directories: the one that owns them, or one of our own, which is opened when
-/// nobody owns them any more; the flag says that it was.
-pub(crate) fn share(options: EngineOptions) -> (undercroft_wire::Resolve, Arc<AtomicBool>) {
-    let took_over = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&took_over);
-    let mut own: Option<Opened> = None;
+/// nobody owns them any more.
+pub(crate) fn share(options: EngineOptions) -> (undercroft_wire::Resolve, TakenOver) {
+    let taken_over = TakenOver::default();
+    let told = Arc::clone(&taken_over);
+    let mut own: Option<Arc<Opened>> = None;
     let resolve = move || {
         if let Some(own) = &own {
             return Ok(own.socket.clone());
         }
         match Opened::open(&options) {
             Ok(opened) => {
-                flag.store(true, Ordering::Release);
-                Ok(own.insert(opened).socket.clone())
+                let opened = own.insert(Arc::new(opened));
+                let _ = told.set(Arc::downgrade(opened));
+                Ok(opened.socket.clone())
             }
             Err(OpenError::Store(StoreError::InUse {
                 socket: Some(socket),
@@ -270,5 +273,5 @@ pub(crate) fn share(options: EngineOptions) -> (undercroft_wire::Resolve, Arc<At
             Err(error) => Err(error.to_string()),
         }
     };
-    (Box::new(resolve), took_over)
+    (Box::new(resolve), taken_over)
 }

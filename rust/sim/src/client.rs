@@ -232,7 +232,8 @@ impl World {
                 let config = &self.settings.engine;
                 let since = before.unwrap_or(now_ns).max(self.last_read_ns);
                 // One that ended without a read may have been followed by another.
-                state.stalls += u32::from(now_ns - since > config.stall_ns);
+                let looked_ns = self.last_look_ns;
+                state.stalls += u32::from(looked_ns.saturating_sub(since) > config.stall_ns);
                 if state.stalls > PROMOTIONS_MAX {
                     return Err(format!("{name} waits for a device that answers no more"));
                 }

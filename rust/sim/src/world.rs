@@ -23,8 +23,9 @@ pub(crate) struct World {
     pub(crate) random: Random,
     pub(crate) settings: Settings,
     pub(crate) now_ns: u64,
-    /// When a payload read ended last.
+    /// When a payload read ended last, and when the device was looked at.
     pub(crate) last_read_ns: u64,
+    pub(crate) last_look_ns: u64,
     pub(crate) engine: Engine,
     pub(crate) arena: Arena,
     pub(crate) disks: Disks,
@@ -57,6 +58,7 @@ impl World {
         Self {
             now_ns: 0,
             last_read_ns: 0,
+            last_look_ns: 0,
             engine: Engine::new(settings.engine.clone()),
             arena: Arena::new(settings.engine.host_bytes),
             disks: Disks::new(devices, settings.depth, settings.latency_ns),
@@ -121,6 +123,7 @@ impl World {
         self.disks.faults = self.settings.faults;
         self.now_ns = 0;
         self.last_read_ns = 0;
+        self.last_look_ns = 0;
         self.sessions.clear();
         self.ended.clear();
         self.arena.abandon();
@@ -204,6 +207,7 @@ impl World {
     fn start_io(&mut self) -> Result<(), String> {
         let mut requests = Vec::new();
         let room = self.disks.room();
+        self.last_look_ns = self.now_ns;
         self.engine.next_io(room, &mut requests);
         if requests.len() > room {
             return Err(format!("{} requests for a room of {room}", requests.len()));

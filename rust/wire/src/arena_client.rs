@@ -14,6 +14,7 @@ use crate::frame::{
     ARENA_BODY_BYTES, FrameError, HEADER_BYTES, Header, Kind, attach_request, decode_arena_body,
 };
 use crate::peer::peer_uid;
+use crate::socket_dir::connect_at_once;
 
 /// How long the server may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -84,7 +85,12 @@ pub fn attach(path: &Path, session: u128) -> Result<Attachment, AttachError> {
             source,
         }
     };
-    let mut connection = UnixStream::connect(path).map_err(os("connecting"))?;
+    // A frozen server whose queue is full does not hold us up.
+    let socket = connect_at_once(path).map_err(|errno| os("connecting")(errno.into()))?;
+    let mut connection = UnixStream::from(socket);
+    connection
+        .set_nonblocking(false)
+        .map_err(os("making it wait"))?;
     connection
         .set_read_timeout(Some(ANSWER_TIMEOUT))
         .map_err(os("setting a timeout"))?;

@@ -30,6 +30,9 @@ const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the last frames of a client that ends may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
 
+/// How much nicer than the process the thread is that serves a connection.
+const NICER: i32 = 5;
+
 /// Finds the socket to connect to; the error says why there is none.
 pub type Resolve = Box<dyn FnMut() -> Result<PathBuf, String> + Send>;
 
@@ -122,7 +125,7 @@ impl Client {
         });
         let of_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
-            .name("undercroft-client".to_owned())
+            .name("undercroft-link".to_owned())
             .spawn(move || run(&of_thread, resolve))?;
         Ok(Self {
             shared,
@@ -277,11 +280,7 @@ impl Client {
 
     /// Drops everything of the namespace; whether that was durable within `timeout`.
     pub fn reset(&self, timeout: Duration) -> bool {
-        let Some(ticket) = self
-            .shared
-            .with(|table| table.reset(Instant::now()))
-            .flatten()
-        else {
+        let Some(ticket) = self.shared.with(Table::reset).flatten() else {
             return false;
         };
         let mut ended = None;
@@ -330,8 +329,6 @@ impl Drop for Client {
 }
 
 fn run(shared: &Shared, mut resolve: Resolve) {
-    // Where cores are few, the scheduler that wakes this thread goes on first.
-    let _ = rustix::process::setpriority_process(None, 5);
     let mut pause = PAUSE_MIN;
     while !shared.stopping() {
         let why = match resolve() {
@@ -340,7 +337,7 @@ fn run(shared: &Shared, mut resolve: Resolve) {
                 Err(error) => error.to_string(),
                 Ok(mut connection) => {
                     pause = PAUSE_MIN;
-                    let error = serve(shared, &mut connection);
+                    let error = serve_nicely(shared, &mut connection);
                     error.map_or_else(String::new, |error| error.to_string())
                 }
             },
@@ -360,13 +357,11 @@ fn run(shared: &Shared, mut resolve: Resolve) {
 /// Connects and opens the session.
 fn open(shared: &Shared, socket: PathBuf) -> Result<Connection, ConnectError> {
     let mut connection = Connection::open(&socket)?;
-    let resume = shared
-        .lock()
-        .and_then(|table| table.last.as_ref().map(|link| link.session));
+    let private = shared.lock().is_some_and(|table| table.private);
     let request = Request::Register {
         spec: shared.config.spec.clone(),
         dropped_tokens: shared.config.dropped_tokens,
-        resume: resume.unwrap_or(0),
+        private,
     };
     let deadline = Instant::now() + REGISTER_TIMEOUT;
     let reply = connection.ask(&request, deadline, || shared.stopping())?;
@@ -375,7 +370,6 @@ fn open(shared: &Shared, socket: PathBuf) -> Result<Connection, ConnectError> {
         match reply {
             Reply::Registered {
                 session,
-                resumed,
                 generation,
                 info,
                 ..
@@ -386,7 +380,7 @@ fn open(shared: &Shared, socket: PathBuf) -> Result<Connection, ConnectError> {
                     generation,
                     session,
                 };
-                table.registered(link, resumed, info);
+                table.registered(link, private, info);
             }
             Reply::Refused { reason } => table.refused = Some(reason),
             _ => {}
@@ -398,6 +392,21 @@ fn open(shared: &Shared, socket: PathBuf) -> Result<Connection, ConnectError> {
     } else {
         Err(ConnectError::Closed { path: socket })
     }
+}
+
+/// Serves from a thread that lets the scheduler, which wakes it, go on first where cores are few. The
+/// thread that opens connections is not that one: an engine that it opens inherits its priority.
+fn serve_nicely(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
+    let thread = std::thread::Builder::new().name("undercroft-client".to_owned());
+    std::thread::scope(|scope| {
+        let served = thread.spawn_scoped(scope, || {
+            let own = rustix::process::getpriority_process(None).unwrap_or(0);
+            let _ = rustix::process::setpriority_process(None, own + NICER);
+            serve(shared, connection)
+        });
+        // A panic of the thread has been reported by the panic hook.
+        served.ok()?.join().ok()?
+    })
 }
 
 /// Carries frames both ways until the connection is lost (the error) or the client ends (`None`).
@@ -419,6 +428,10 @@ fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
         };
         if let Err(error) = connection.send() {
             return Some(error);
+        }
+        if !connection.is_blocked() && shared.lock().is_some_and(|table| !table.outbox.is_empty()) {
+            // What was there was left from before.
+            continue;
         }
         if stopping {
             let until = *closing.get_or_insert(Instant::now() + CLOSE_TIMEOUT);

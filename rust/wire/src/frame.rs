@@ -14,7 +14,7 @@
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
 /// Version of the protocol; both ends must have the same.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 12;
@@ -189,7 +189,7 @@ mod tests {
         let bytes = attach_request(1);
         assert_eq!(
             bytes[..16],
-            *b"UCFT\x02\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
+            *b"UCFT\x03\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
         );
     }
 

@@ -50,6 +50,9 @@ impl Hashes<'_> {
     }
 }
 
+/// Requests that a session may have at a time.
+pub const REQUESTS_MAX: usize = 1 << 16;
+
 /// What a client says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request<'a> {
@@ -59,8 +62,8 @@ pub enum Request<'a> {
         spec: NamespaceSpec,
         /// How far before the end of what is cached every hit must end.
         dropped_tokens: u32,
-        /// The token of the session that a lost connection had, or 0: its loads and saves go on.
-        resume: u128,
+        /// The client has asked for a reset before, perhaps of another server: it shares with nobody.
+        private: bool,
     },
     /// Starts a lookup, or another one for the same request. Answered by `Answer`.
     Submit {
@@ -153,10 +156,8 @@ pub type WireExtent = (u8, u32, Vec<i64>);
 pub enum Reply {
     /// The session is open.
     Registered {
-        /// Names the session: workers attach with it, a lost connection resumes with it.
+        /// Names the session: workers attach with it.
         session: u128,
-        /// The loads and saves of the lost connection go on.
-        resumed: bool,
         /// Digest of the namespace, hexadecimal.
         namespace: String,
         /// Which arena it is.

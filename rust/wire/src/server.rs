@@ -204,10 +204,11 @@ impl Drop for Server {
         self.control.stop.store(true, Ordering::Release);
         self.control.woken.store(false, Ordering::Release);
         self.control.wake();
+        // Before the listener goes: after that, another server may have made it anew.
+        let _ = std::fs::remove_file(&self.path);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        let _ = std::fs::remove_file(&self.path);
     }
 }
 
@@ -409,11 +410,11 @@ impl Service {
                 Ok(Request::Register {
                     spec,
                     dropped_tokens,
-                    resume,
+                    private,
                 }) => {
                     let info = (self.served.info)();
                     let (token, reply) =
-                        self.sessions.register(spec, dropped_tokens, resume, &info);
+                        self.sessions.register(spec, dropped_tokens, private, &info);
                     if let Some(token) = token {
                         connection.role = Role::Client(token);
                     }

@@ -1,7 +1,7 @@
 //! The server's sessions: what clients ask for, done with the engine.
 //!
-//! A session outlives a lost connection as long as a worker of its vLLM has the arena mapped: its loads and
-//! saves may still be copying. Its lookups end with the connection.
+//! A session outlives a lost connection as long as a worker of its vLLM has the arena mapped: what it was
+//! told may still be copied, also of a load that we have not heard of. The client opens another session.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,11 +12,8 @@ use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::shell::Shell;
 
-use crate::protocol::{Hashes, Ready, Reply, Request, WireExtent};
+use crate::protocol::{Hashes, REQUESTS_MAX, Ready, Reply, Request, WireExtent};
 use crate::stats::StatsSource;
-
-/// Requests that a session may have at a time.
-const REQUESTS_MAX: usize = 1 << 16;
 
 /// A frame that does not belong where it came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,30 +78,21 @@ impl Sessions {
         }
     }
 
-    /// Opens a session, or takes up one whose connection was lost. The token, and the reply.
+    /// Opens a session. The token, and the reply.
     pub(crate) fn register(
         &mut self,
         spec: NamespaceSpec,
         dropped_tokens: u32,
-        resume: u128,
+        private: bool,
         info: &Value,
     ) -> (Option<u128>, Reply) {
         let digest = spec.digest().to_hex();
-        let registered = |token, resumed| Reply::Registered {
-            session: token,
-            resumed,
-            namespace: digest.clone(),
-            generation: self.generation,
-            info: info.to_string(),
-        };
-        let lost = self.sessions.get_mut(&resume);
-        if let Some(lost) = lost.filter(|lost| !lost.connected && lost.namespace == digest) {
-            lost.connected = true;
-            return (Some(resume), registered(resume, true));
-        }
         let opened = self.shell.enter(|engine| {
             let session = engine.open_session(spec)?;
             engine.set_dropped_tokens(session, dropped_tokens);
+            if private {
+                engine.make_private(session);
+            }
             Ok::<_, undercroft_core::error::RegisterError>(session)
         });
         let refused = |reason: String| (None, Reply::Refused { reason });
@@ -114,7 +102,12 @@ impl Sessions {
             None => return refused("the engine has failed; see the server's log".to_owned()),
         };
         let token = token();
-        let reply = registered(token, false);
+        let reply = Reply::Registered {
+            session: token,
+            namespace: digest.clone(),
+            generation: self.generation,
+            info: info.to_string(),
+        };
         let session = Session {
             id,
             namespace: digest,
@@ -151,7 +144,7 @@ impl Sessions {
             session.requests.clear();
             session.pending.clear();
             session.resets.clear();
-            self.shell.enter(|engine| engine.end_lookups(session.id));
+            self.shell.enter(|engine| engine.end_unanswered(session.id));
             self.close_if_gone(token);
         }
     }

@@ -45,7 +45,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         Request::Register {
             spec,
             dropped_tokens: 1,
-            resume: u128::MAX,
+            private: true,
         },
         Request::Submit {
             request: u64::MAX,
@@ -87,7 +87,6 @@ fn samples() -> Vec<(String, Vec<u8>)> {
     let replies = [
         Reply::Registered {
             session: 5,
-            resumed: false,
             namespace: "ab".repeat(32),
             generation: 6,
             info: "{}".to_owned(),

@@ -19,6 +19,10 @@ use crate::slots::{SLOT_ALIGN, page_bytes_for};
 
 /// Smallest `disk_capacity`, in bytes.
 pub const CAPACITY_MIN: u64 = 16 << 20;
+
+/// Largest data file, in bytes: places count [`SLOT_ALIGN`](crate::slots::SLOT_ALIGN) in 32 bits. What a
+/// directory is given beyond that stays unused.
+pub const CAPACITY_MAX: u64 = crate::slots::SLOT_ALIGN << 32;
 /// One part in this many of a capacity is for records and namespaces: enough for a record of every
 /// slot of the least size, so that `disk_capacity` holds for all files together.
 const META_SHARE: u64 = 30;
@@ -144,15 +148,16 @@ pub fn open(path: &Path, capacity: u64, store_id: u64) -> Result<Directory, Stor
     }
     fs::create_dir_all(path).map_err(failed(path, "create the directory"))?;
     check_owner(path)?;
-    let is_new = check_names(path)?;
-    if !is_new {
+    if !check_names(path)? {
         read_superblock(path)?;
     }
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
     let lock = take_lock(path)?;
+    // Again: another process may have made it, used it and left.
+    let is_new = check_names(path)?;
     check_space(path, capacity)?;
-    let data_bytes = capacity - capacity / META_SHARE;
+    let data_bytes = (capacity - capacity / META_SHARE).min(CAPACITY_MAX);
     let superblock = if is_new {
         let page_bytes = page_bytes_for(data_bytes);
         let superblock = Superblock {

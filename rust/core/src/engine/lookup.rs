@@ -139,7 +139,8 @@ impl Engine {
             u128::from(since) >= u128::from(base) + part
         });
         let stalled = state.promotion.as_ref().is_some_and(|promotion| {
-            self.now_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
+            // A process that was held up itself has reads that ended meanwhile.
+            self.looked_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
         });
         waited || stalled
     }

@@ -15,7 +15,7 @@ use slotmap::SlotMap;
 
 use crate::disk::Disk;
 use crate::error::RegisterError;
-use crate::forest::{Forest, NodeId, NsId};
+use crate::forest::{Forest, NONE, NodeId, NsId};
 use crate::io::{IoCompletion, IoRequest, device_depth};
 use crate::key::BlockHash;
 use crate::metrics::{Counters, Gauges};
@@ -65,7 +65,8 @@ pub struct EngineConfig {
     pub promotion_bytes: u64,
     /// A hit that gains fewer tokens than this is not worth a load.
     pub min_load_tokens: u32,
-    /// A promotion that sees no read end for this long is answered with what is there.
+    /// A promotion that sees no read end for this long, as of the last look at the device, is answered
+    /// with what is there.
     pub stall_ns: u64,
     /// How long a request that the scheduler has asked for may wait for its promotion, as a base and a
     /// part for every 1,000 tokens it would gain; `None` waits as long as reads come in.
@@ -140,6 +141,8 @@ enum Op {
 pub struct Engine {
     config: EngineConfig,
     now_ns: u64,
+    /// When the device was looked at last: what had ended by then is known.
+    looked_ns: u64,
     tick: u64,
     random: u64,
     forest: Forest,
@@ -200,6 +203,7 @@ impl Engine {
             host,
             config,
             now_ns: 0,
+            looked_ns: 0,
             tick: 0,
             disks: Vec::new(),
             namespaces: Vec::new(),
@@ -401,6 +405,22 @@ impl Engine {
         }
     }
 
+    /// Ends a session's lookups but for those that were answered with a hit: a worker may copy what they
+    /// keep, for a load that was begun and that we have not heard of.
+    pub fn end_unanswered(&mut self, session: SessionId) {
+        let Some(state) = self.sessions.get_mut(session) else {
+            return;
+        };
+        let answered = |id: &RequestId| {
+            let of = &self.requests[*id];
+            of.promotion.is_none() && of.lease != NONE
+        };
+        let ended = state.requests.extract_if(|_, id| !answered(id));
+        for (_, request) in ended.collect::<Vec<_>>() {
+            self.drop_request(request);
+        }
+    }
+
     /// A session's lookups, those of them that the disk owes an answer, loads and saves.
     pub fn session_jobs(&self, session: SessionId) -> [usize; 4] {
         let requests = self.sessions.get(session).map(|state| &state.requests);
@@ -438,8 +458,16 @@ impl Engine {
         self.ops.is_empty() && !self.has_io()
     }
 
-    /// Appends IO requests to start now, at most `room` of them: reads before writes.
+    /// Whether the device has reads. Whoever takes their ends then calls [`Engine::next_io`] from time to
+    /// time also if none ends: that is how the engine knows that the device answers no more.
+    pub fn reads(&self) -> bool {
+        self.reads_in_flight > 0
+    }
+
+    /// Appends IO requests to start now, at most `room` of them: reads before writes. All that has ended
+    /// has been taken ([`Engine::complete`]).
     pub fn next_io(&mut self, room: usize, out: &mut Vec<IoRequest>) {
+        self.looked_ns = self.now_ns;
         let limit = out.len() + room;
         self.next_reads(out.len() + self.reads_room(room), out);
         self.next_writes(limit, out);

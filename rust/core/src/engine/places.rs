@@ -357,15 +357,24 @@ impl Engine {
                 self.refresh(id);
                 return;
             }
-            self.detach(id);
             // What could be freed was; a parent that is left may have become a leaf.
-            return;
+            match self.take_out(id) {
+                Some(parent) => id = parent,
+                None => return,
+            }
         }
     }
 
     /// Takes a node and all that stands on it out of the index. What is in use lives on, unfindable,
     /// until it is let go.
     pub(super) fn detach(&mut self, id: NodeId) {
+        if let Some(parent) = self.take_out(id) {
+            self.settle(parent);
+        }
+    }
+
+    /// As [`Engine::detach`]; returns a parent that is still in the index and has to be settled.
+    fn take_out(&mut self, id: NodeId) -> Option<NodeId> {
         let mut order = vec![id];
         let mut next = 0;
         while let Some(&at) = order.get(next) {
@@ -401,9 +410,7 @@ impl Engine {
                 parent = Some(above);
             }
         }
-        if let Some(parent) = parent.filter(|&parent| !self.forest.node(parent).detached) {
-            self.settle(parent);
-        }
+        parent.filter(|&parent| !self.forest.node(parent).detached)
     }
 
     /// Frees a detached node that nothing refers to, with its slots; returns its parent.

@@ -92,10 +92,19 @@ impl Engine {
         entries: &[Vec<Option<NamespaceEntry>>],
         recovery: &mut Recovery,
     ) {
-        for entry in entries.iter().flatten().flatten() {
+        let places = entries.iter().enumerate().flat_map(|(device, entries)| {
+            let found = entries.iter().enumerate();
+            found.filter_map(move |(index, entry)| Some((device, index, entry.as_ref()?)))
+        });
+        for (device, index, entry) in places {
             self.instances.insert(entry.instance);
             let digest = entry.spec.digest();
-            if self.namespaces.iter().any(|ns| ns.digest == digest) {
+            if let Some(known) = self.namespaces.iter().find(|ns| ns.digest == digest) {
+                if known.instance != entry.instance {
+                    // Another life of it, which a directory has that was not here for a while. A reset
+                    // would not know of it, so it ends now.
+                    self.clear_entry(device, index);
+                }
                 continue;
             }
             // One that does not fit the arena of today stays on disk, unused.

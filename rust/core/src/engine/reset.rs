@@ -77,22 +77,27 @@ impl Engine {
         if is_private {
             return;
         }
-        for (device, disk) in self.disks.iter_mut().enumerate() {
-            for (index, entry) in disk.namespace_entries.iter_mut().enumerate() {
-                if *entry == old {
-                    *entry = 0;
-                    self.entry_writes.push_back(EntryWrite {
-                        device,
-                        index,
-                        bytes: vec![0; BLOCK_BYTES].into(),
-                        clears: true,
-                        failed: false,
-                    });
+        for device in 0..self.disks.len() {
+            for index in 0..self.disks[device].namespace_entries.len() {
+                if self.disks[device].namespace_entries[index] == old {
+                    self.clear_entry(device, index);
                 }
             }
         }
         self.enter_again();
         self.part(session, ns);
+    }
+
+    /// Ends the life of a namespace on a directory, durably.
+    pub(super) fn clear_entry(&mut self, device: usize, index: usize) {
+        self.disks[device].namespace_entries[index] = 0;
+        self.entry_writes.push_back(EntryWrite {
+            device,
+            index,
+            bytes: vec![0; BLOCK_BYTES].into(),
+            clears: true,
+            failed: false,
+        });
     }
 
     /// From now on a session finds what it has saved itself, and nobody else finds that, nor does a

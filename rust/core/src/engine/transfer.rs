@@ -258,7 +258,9 @@ impl Engine {
             depth
         } + 1;
         for depth in first..=granules {
-            let Some(hash) = hashes.get(depth as usize - 1) else {
+            let hash = hashes.get(depth as usize - 1);
+            // One that is here already, elsewhere, is of hashes that are no chain.
+            let Some(hash) = hash.filter(|hash| self.forest.find(ns, hash).is_none()) else {
                 break;
             };
             let groups = self.namespaces[usize::from(ns)].spec.groups.len();

@@ -267,8 +267,15 @@ fn a_device_that_answers_late_delays_one_answer_and_wastes_no_read() {
     assert_eq!(ask(&mut rig), Answer::Pending);
     assert!(rig.start_io() > 0);
     rig.pass(stall_ns - 1);
+    assert_eq!(rig.start_io(), 0);
     assert_eq!(ask(&mut rig), Answer::Pending);
     rig.pass(1);
+    assert_eq!(
+        ask(&mut rig),
+        Answer::Pending,
+        "it may have answered by now"
+    );
+    assert_eq!(rig.start_io(), 0);
     assert_eq!(ask(&mut rig), Answer::Ready(0), "the request recomputes");
     rig.engine.discard(session, "r");
     // Ten seconds later the answers come. Their slots were nobody else's meanwhile.

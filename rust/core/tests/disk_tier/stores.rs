@@ -10,7 +10,7 @@ use undercroft_core::io::interpose::{CallKind, Direct};
 
 use crate::child;
 use crate::faults::Broken;
-use crate::rig::{DISK, HOST, Io, Model, Open, SECOND, dir};
+use crate::rig::{DISK, HOST, Io, MODEL, Model, Open, SECOND, dir};
 
 /// What all files of a directory take on the filesystem.
 fn disk_usage(store: &Path) -> u64 {
@@ -241,4 +241,34 @@ fn the_host_tier_may_be_larger_than_the_disk() {
     let hits: u32 = (0..prompts).map(|prompt| rig.hit(prompt, len)).sum();
     assert_eq!(hits, prompts as u32 * len);
     assert!(rig.engine.gauges().disk_blocks < u64::from(hits));
+}
+
+#[test]
+fn a_directory_that_was_away_brings_nothing_from_before_a_reset() {
+    for last in [[0, 1], [1, 0]] {
+        let ((_one, one), (_other, other)) = (dir(), dir());
+        let both = [one.clone(), other.clone()];
+        let mut life = 0;
+        let mut open = |dirs: &[std::path::PathBuf]| {
+            let mut open = Open::new(dirs);
+            life += 1;
+            open.config.seed = life;
+            open.plain()
+        };
+        open(&both[1..]).save(1, 10);
+        open(&both[..1]).save(2, 10);
+        let mut rig = open(&both);
+        let session = rig.session(&MODEL);
+        rig.engine.reset(session);
+        rig.pump();
+        assert!(!rig.engine.reset_pending() && !rig.engine.reset_failed());
+        drop(rig);
+        let mut rig = open(&last.map(|at| both[at].clone()));
+        assert_eq!((rig.hit(1, 10), rig.hit(2, 10)), (0, 0));
+        drop(rig);
+        for at in 0..2 {
+            let mut rig = open(&both[at..=at]);
+            assert_eq!((rig.hit(1, 10), rig.hit(2, 10)), (0, 0));
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! The engine behind its threads, by a clock that the test sets.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use undercroft_core::arena::Arena;
@@ -91,6 +91,12 @@ fn a_disk_that_answers_after_ten_seconds_holds_up_nobody() {
     clock.pass(stall_ns - 1);
     assert_eq!(ask(&shell, session, 1, false), Answer::Pending);
     clock.pass(1);
+    // Once the device was looked at.
+    let start = std::time::Instant::now();
+    while ask(&shell, session, 1, false) == Answer::Pending {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::yield_now();
+    }
     assert_eq!(
         ask(&shell, session, 1, false),
         Answer::Ready(0),
@@ -170,4 +176,67 @@ fn a_panic_of_the_io_thread_ends_every_wait() {
     );
     assert_eq!(shell.enter(|_| 1), None);
     shell.stop(PATIENCE);
+}
+
+/// Does one operation, well, at each look, once it may.
+#[derive(Debug)]
+struct Slow {
+    may: Arc<AtomicBool>,
+    queue: std::collections::VecDeque<u64>,
+    pool: ThreadPool,
+}
+
+impl IoEngine for Slow {
+    fn name(&self) -> &'static str {
+        "slow"
+    }
+    fn depth(&self) -> usize {
+        DEPTH
+    }
+    fn in_flight(&self) -> usize {
+        self.queue.len()
+    }
+    fn submit(&mut self, request: IoRequest) {
+        self.queue.push_back(request.token());
+    }
+    fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
+        if self.queue.is_empty() || !self.may.load(Ordering::SeqCst) {
+            return self.pool.wait(timeout, out);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        let done = self.queue.pop_front();
+        out.extend(done.map(|token| IoCompletion {
+            token,
+            result: Ok(0),
+        }));
+    }
+    fn waker(&self) -> Waker {
+        self.pool.waker()
+    }
+}
+
+#[test]
+fn a_stop_writes_no_longer_than_it_may() {
+    let (_guard, store) = dir();
+    let directory = undercroft_core::disk::open::open(&store, DISK, 1).unwrap();
+    let (_, image, _lock) = directory.into_parts();
+    let mut engine = Engine::new(EngineConfig::new(HOST));
+    engine.attach_disks(vec![image]);
+    let session = engine.open_session(MODEL.spec()).unwrap();
+    let may = Arc::new(AtomicBool::new(false));
+    let slow = Slow {
+        may: Arc::clone(&may),
+        queue: std::collections::VecDeque::new(),
+        pool: pool(),
+    };
+    let shell = Shell::start(engine, Box::new(slow)).unwrap();
+    let hashes = Model::hashes(1, 300);
+    let save = |engine: &mut Engine| engine.begin_save(session, "s", &hashes, 300 * GRANULE, &[]);
+    let transfer = shell.enter(save).flatten().unwrap();
+    shell.enter(|engine| engine.end_transfer(transfer.id, true));
+    // A third of a second of writes at least.
+    may.store(true, Ordering::SeqCst);
+    shell.stop(Duration::ZERO);
+    let written = shell.enter(|engine| engine.counters().disk_writes).unwrap();
+    assert!(written < 100, "{written} were written");
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use undercroft_core::key::HashSource;
 
 use super::{Job, Polled, State, Table};
-use crate::protocol::{Request, append_with_hashes};
+use crate::protocol::{REQUESTS_MAX, Request, append_with_hashes};
 
 /// An answer without a gain is asked for again when it is older than this: others save all the time.
 const MISS_FRESH: Duration = Duration::from_millis(5);
@@ -160,14 +160,23 @@ impl Table {
         }
     }
 
-    /// A request's number, and how many of its hashes the server has.
-    pub(super) fn job<H: HashSource + ?Sized>(&mut self, name: &str, hashes: &H) -> (u64, u32) {
+    /// A request's number, and how many of its hashes the server has. `None` if it has too many requests.
+    pub(super) fn job<H: HashSource + ?Sized>(
+        &mut self,
+        name: &str,
+        hashes: &H,
+    ) -> Option<(u64, u32)> {
         if let Some(job) = self.jobs.get(name) {
-            if job.known as usize <= hashes.len() {
-                return (job.id, job.known);
+            // Each hash covers all before it.
+            let last = job.known.checked_sub(1).map(|at| at as usize);
+            if last.and_then(|at| hashes.get(at)) == job.last {
+                return Some((job.id, job.known));
             }
             // Another prompt under the same name.
             self.forget(name);
+        }
+        if self.jobs.len() >= REQUESTS_MAX {
+            return None;
         }
         let id = self.next();
         self.names.insert(id, name.into());
@@ -175,6 +184,7 @@ impl Table {
             id,
             version: 0,
             known: 0,
+            last: None,
             local_tokens: 0,
             max_tokens: 0,
             asked: false,
@@ -185,12 +195,15 @@ impl Table {
             from_disk: None,
         };
         self.jobs.insert(name.into(), job);
-        (id, 0)
+        Some((id, 0))
     }
 
-    pub(super) fn learned(&mut self, name: &str, count: u32) {
+    /// The server has `count` more of a request's hashes.
+    pub(super) fn learned<H: HashSource + ?Sized>(&mut self, name: &str, hashes: &H, count: u32) {
         if let Some(job) = self.jobs.get_mut(name) {
             job.known += count;
+            let last = job.known.checked_sub(1);
+            job.last = last.and_then(|at| hashes.get(at as usize));
         }
     }
 
@@ -203,7 +216,9 @@ impl Table {
         asked: bool,
         now: Instant,
     ) -> bool {
-        let (request, known) = self.job(name, hashes);
+        let Some((request, known)) = self.job(name, hashes) else {
+            return false;
+        };
         let version = self.jobs.get(name).map_or(0, |job| job.version) + 1;
         if self.up.is_none() {
             return false;
@@ -220,7 +235,7 @@ impl Table {
         let Some(count) = append_with_hashes(&mut self.outbox, hashes, known, frame) else {
             return false;
         };
-        self.learned(name, count);
+        self.learned(name, hashes, count);
         self.awaiting.push_back(now);
         if let Some(job) = self.jobs.get_mut(name) {
             job.version = version;

@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
 
 use crate::protocol::{Ready, Reply, Request, WireExtent};
@@ -73,8 +74,9 @@ enum State {
 struct Job {
     id: u64,
     version: u32,
-    /// Hashes that the server has.
+    /// Hashes that the server has, and the last of them.
     known: u32,
+    last: Option<BlockHash>,
     local_tokens: u32,
     max_tokens: u32,
     asked: bool,
@@ -86,12 +88,6 @@ struct Job {
     /// Of the last answer.
     shared_tokens: u32,
     from_disk: Option<(u32, u32)>,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum End {
-    Load(u64, bool),
-    Save(u64, bool),
 }
 
 #[derive(Debug)]
@@ -122,8 +118,8 @@ pub(crate) struct Table {
     saves: HashMap<u64, bool>,
     grants: Vec<Grant>,
     resets: HashMap<u64, Option<bool>>,
-    /// Ends that could not be told because the connection was lost.
-    ends: Vec<End>,
+    /// A reset was asked for: the weights may be others than the namespace says, whatever server comes.
+    pub(crate) private: bool,
 }
 
 impl Table {
@@ -148,28 +144,25 @@ impl Table {
             saves: HashMap::new(),
             grants: Vec::new(),
             resets: HashMap::new(),
-            ends: Vec::new(),
+            private: false,
         }
     }
 
-    /// The session is open.
-    pub(crate) fn registered(&mut self, link: Link, resumed: bool, info: String) {
-        if !resumed {
-            // The server knows nothing of them.
-            self.loads.clear();
-            self.saves.clear();
-            self.ends.clear();
-        }
+    /// The session is open. `private`: as it was asked for.
+    pub(crate) fn registered(&mut self, link: Link, private: bool, info: String) {
         self.info = info;
         self.refused = None;
         self.up = Some(link.clone());
         self.last = Some(link);
-        for end in std::mem::take(&mut self.ends) {
-            self.end(end);
+        if self.private && !private {
+            // Asked for while the session was being opened.
+            let ticket = self.next();
+            self.send(&Request::Reset { ticket });
         }
     }
 
-    /// The connection is lost: nobody answers what was asked.
+    /// The connection is lost, and with it the session: nobody answers what was asked, and the server
+    /// ends the loads and saves once the workers have let go.
     pub(crate) fn lost(&mut self, why: String) {
         self.trouble = why;
         let Some(link) = self.up.take() else { return };
@@ -180,16 +173,15 @@ impl Table {
         self.stats.clear();
         self.jobs.clear();
         self.names.clear();
+        self.loads.clear();
         let session = link.session;
-        let waiting = self.saves.iter().filter(|(_, granted)| !**granted);
-        let empty = waiting.map(|(&save, _)| Grant {
+        let waiting = self.saves.drain().filter(|&(_, granted)| !granted);
+        self.grants.extend(waiting.map(|(save, _)| Grant {
             save,
             session,
             refused: false,
             extents: Vec::new(),
-        });
-        self.grants.extend(empty);
-        self.saves.retain(|_, granted| *granted);
+        }));
         self.resets.values_mut().for_each(|ended| {
             ended.get_or_insert(false);
         });
@@ -251,7 +243,9 @@ impl Table {
                         });
                     }
                     None if extents.is_empty() => {}
-                    None => self.end(End::Save(save, false)),
+                    None => {
+                        self.send(&Request::EndSave { save, ok: false });
+                    }
                 }
             }
             Reply::Reset { ticket, ok } => {

@@ -9,7 +9,7 @@ use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 
 use super::{Grant, Link, Polled, Table};
 use crate::frame;
-use crate::protocol::{Ready, Reply, Request};
+use crate::protocol::{REQUESTS_MAX, Ready, Reply, Request};
 
 const DEADLINE: Duration = Duration::from_millis(5);
 const MS: Duration = Duration::from_millis(1);
@@ -353,32 +353,80 @@ fn interrupted(world: &mut World) -> (u64, u64) {
     assert!(world.table.reply(granted, world.now));
     world.table.lost(String::new());
     assert_eq!(world.table.take_grants().len(), 1);
-    world.table.end_load(load, true);
     (load, save)
 }
 
 #[test]
-fn what_was_under_way_goes_on_where_the_session_is_resumed() {
+fn another_session_is_told_nothing_of_the_last_ones_loads_and_saves() {
     let mut world = World::new();
     let (load, save) = interrupted(&mut world);
-    world.table.registered(link(1), true, String::new());
+    world.table.registered(link(1), false, String::new());
+    world.table.end_load(load, true);
     world.table.end_save(save, true);
-    assert_eq!(
-        world.sent(),
-        [
-            format!("EndLoad {{ load: {load}, ok: true }}"),
-            format!("EndSave {{ save: {save}, ok: true }}"),
-        ]
-    );
+    assert_eq!(world.sent(), [""; 0]);
 }
 
 #[test]
-fn a_new_server_is_told_nothing_of_the_old_ones_loads_and_saves() {
+fn a_reset_of_a_server_that_is_not_there_keeps_to_itself_whatever_comes() {
     let mut world = World::new();
-    let (_, save) = interrupted(&mut world);
-    world.table.registered(link(2), false, String::new());
-    world.table.end_save(save, true);
+    assert!(!world.table.private);
+    world.table.lost("gone".to_owned());
+    assert_eq!(world.table.reset(), None);
+    assert!(world.table.private, "as the next session is opened");
+    world.table.registered(link(2), true, String::new());
     assert_eq!(world.sent(), [""; 0]);
+    // Asked for while the session was being opened.
+    world.table.lost("gone".to_owned());
+    world.table.registered(link(3), false, String::new());
+    let [sent] = &world.sent()[..] else {
+        panic!("one frame")
+    };
+    assert!(sent.starts_with("Reset"), "{sent}");
+}
+
+#[test]
+fn a_reset_of_a_late_server_waits_its_turn() {
+    let mut world = World::new();
+    world.poll("a", 0, 128);
+    world.now += 10 * DEADLINE;
+    assert!(world.table.is_late(world.now));
+    world.sent();
+    assert!(world.table.reset().is_some());
+    assert_eq!(world.sent().len(), 2, "the lookup is released");
+}
+
+#[test]
+fn more_requests_than_a_session_may_have_are_misses() {
+    let mut world = World::new();
+    for number in 0..REQUESTS_MAX {
+        let name = number.to_string();
+        world
+            .table
+            .submit(&name, &hashes(1), (0, 16), None, world.now);
+    }
+    world.sent();
+    assert_eq!(world.poll("one more", 0, 128), Polled::Ready(0));
+    let save = world
+        .table
+        .begin_save("one more", &hashes(8), 128, &[], world.now);
+    assert_eq!((save, world.sent()), (None, Vec::new()));
+    world.table.forget("7");
+    assert_eq!(world.poll("one more", 0, 128), Polled::Soon);
+}
+
+#[test]
+fn other_hashes_under_the_same_name_are_another_prompt() {
+    let mut world = World::new();
+    world.poll("a", 0, 128);
+    world.sent();
+    let mut changed = hashes(9);
+    changed.swap(7, 8);
+    let span = (0, 144);
+    world.table.poll("a", &changed, span, None, world.now);
+    let sent = world.sent();
+    assert_eq!(sent.len(), 2, "{sent:?}");
+    assert!(sent[0].starts_with("Forget"), "{sent:?}");
+    assert!(sent[1].contains(" 0+9 "), "{sent:?}");
 }
 
 #[test]
@@ -408,7 +456,7 @@ fn a_reset_voids_every_answer() {
     let mut world = World::new();
     world.poll("a", 0, 128);
     world.answer(2, 1, true, Some(128));
-    let ticket = world.table.reset(world.now).unwrap();
+    let ticket = world.table.reset().unwrap();
     assert_eq!(world.table.begin_load("a", 0, 128), None);
     assert_eq!(world.table.take_reset(ticket), None);
     world

@@ -5,7 +5,7 @@ use std::time::Instant;
 use undercroft_core::key::HashSource;
 use undercroft_core::namespace::GroupKind;
 
-use super::{End, Grant, State, Table};
+use super::{Grant, State, Table};
 use crate::protocol::{Request, WireExtent, append_with_hashes};
 
 impl Table {
@@ -62,7 +62,7 @@ impl Table {
 
     pub(crate) fn end_load(&mut self, load: u64, ok: bool) {
         if self.loads.remove(&load) {
-            self.end(End::Load(load, ok));
+            self.send(&Request::EndLoad { load, ok });
         }
     }
 
@@ -79,8 +79,8 @@ impl Table {
         if self.up.is_none() || self.is_late(now) {
             return None;
         }
+        let (request, known) = self.job(name, hashes)?;
         let save = self.next();
-        let (request, known) = self.job(name, hashes);
         let offers = offers.to_vec();
         let frame = |hashes| Request::BeginSave {
             request,
@@ -90,7 +90,7 @@ impl Table {
             hashes,
         };
         let count = append_with_hashes(&mut self.outbox, hashes, known, frame)?;
-        self.learned(name, count);
+        self.learned(name, hashes, count);
         self.awaiting.push_back(now);
         self.saves.insert(save, false);
         Some(save)
@@ -104,26 +104,15 @@ impl Table {
     pub(crate) fn end_save(&mut self, save: u64, ok: bool) {
         // If its slots are still on their way, they are given back when they come.
         if self.saves.remove(&save) == Some(true) {
-            self.end(End::Save(save, ok));
+            self.send(&Request::EndSave { save, ok });
         }
     }
 
-    pub(super) fn end(&mut self, end: End) {
-        if self.up.is_none() {
-            self.ends.push(end);
-            return;
-        }
-        match end {
-            End::Load(load, ok) => self.send(&Request::EndLoad { load, ok }),
-            End::Save(save, ok) => self.send(&Request::EndSave { save, ok }),
-        };
-    }
-
-    /// Asks to drop everything of the namespace; its number. `None` if the server is not there.
-    pub(crate) fn reset(&mut self, now: Instant) -> Option<u64> {
-        if self.up.is_none() || self.is_late(now) {
-            return None;
-        }
+    /// Asks to drop everything of the namespace; its number. `None` if the server is not there. Whatever
+    /// comes of it, nothing from before is found from now on.
+    pub(crate) fn reset(&mut self) -> Option<u64> {
+        self.private = true;
+        self.up.as_ref()?;
         // Answers from before must not be loaded any more.
         let names: Vec<Box<str>> = self.jobs.keys().cloned().collect();
         for name in names {

@@ -1,10 +1,11 @@
-//! Who keeps what, and until when: clients that vanish, workers that still copy, sessions taken up again.
+//! Who keeps what, and until when: clients that vanish, workers that still copy, sessions that part.
 
+use undercroft_core::key::BlockHash;
 use undercroft_wire::protocol::{Reply, Request};
-use undercroft_wire::{AttachError, attach};
+use undercroft_wire::{AttachError, Client, attach};
 
 use crate::raw::{Raw, joined, register, run};
-use crate::rig::{Rig, TOKENS, client, hashes, save, until};
+use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, save, until};
 
 fn rig() -> (tempfile::TempDir, std::path::PathBuf, Rig) {
     let dir = tempfile::tempdir().unwrap();
@@ -40,7 +41,7 @@ fn loading(rig: &Rig, socket: &std::path::Path, raw: &mut Raw) {
 #[test]
 fn a_client_that_vanishes_frees_its_lookups_at_once() {
     let (_dir, socket, rig) = rig();
-    let (mut raw, _, _) = Raw::registered(&socket, 0);
+    let (mut raw, _) = Raw::registered(&socket);
     let prompt = hashes(1, 4);
     for request in 0..100 {
         raw.submit(request, &prompt);
@@ -54,12 +55,12 @@ fn a_client_that_vanishes_frees_its_lookups_at_once() {
 #[test]
 fn what_workers_may_still_copy_is_kept_until_all_of_them_are_gone() {
     let (_dir, socket, rig) = rig();
-    let (mut raw, token, _) = Raw::registered(&socket, 0);
+    let (mut raw, token) = Raw::registered(&socket);
     loading(&rig, &socket, &mut raw);
     assert_eq!(raw.save(8, 80, &hashes(2, 3)), 3);
     let workers = [0; 2].map(|_| attach(&socket, token).unwrap());
     drop(raw);
-    until("the lookups are freed", || rig.in_use()[0] == 0);
+    until("the client has gone", || rig.in_use()[0] == 0);
     let [first, second] = workers;
     drop(first);
     until("one worker is left", || rig.server.counters().attached == 1);
@@ -75,41 +76,107 @@ fn what_workers_may_still_copy_is_kept_until_all_of_them_are_gone() {
 }
 
 #[test]
-fn a_lost_connection_is_taken_up_again_with_its_loads_and_saves() {
+fn what_a_client_was_told_stays_for_its_workers_although_we_have_not_heard_of_the_load() {
     let (_dir, socket, rig) = rig();
-    let (mut raw, token, _) = Raw::registered(&socket, 0);
-    loading(&rig, &socket, &mut raw);
-    assert_eq!(raw.save(8, 80, &hashes(2, 3)), 3);
-    let _worker = attach(&socket, token).unwrap();
+    let (mut raw, token) = Raw::registered(&socket);
+    let writer = client(&socket);
+    until("linked", || writer.link().is_some());
+    let prompt = hashes(1, 4);
+    save(&rig, &writer, "w", &prompt);
+    until("saved", || rig.in_use() == [0; 4]);
+    raw.submit(7, &prompt);
+    let told = match raw.hear() {
+        Some(Reply::Answer {
+            ready: Some(ready), ..
+        }) => ready.extents[0].2.clone(),
+        other => panic!("{other:?}"),
+    };
+    // The client begins the load and its worker copies; the frame is lost with the connection.
+    let worker = attach(&socket, token).unwrap();
     drop(raw);
-    until("lost", || rig.in_use()[0] == 0);
-    let (mut raw, again, resumed) = Raw::registered(&socket, token);
-    assert_eq!((again, resumed), (token, true));
-    raw.say(&Request::EndLoad { load: 70, ok: true });
-    raw.say(&Request::EndSave { save: 80, ok: true });
-    assert!(raw.is_served());
-    assert_eq!(rig.in_use(), [0; 4]);
-    assert_eq!(
-        rig.shell.enter(|engine| engine.counters().saved_blocks),
-        Some(7)
-    );
+    until("lost", || {
+        rig.server.counters().attached == 1 && rig.sessions() == 2
+    });
+    let (mut raw, again) = Raw::registered(&socket);
+    assert_ne!(again, token);
+    // Others want all of the memory.
+    for other in 2..200 {
+        let slots = match raw.try_save(&hashes(other, 4)) {
+            Some(slots) => slots,
+            None => break,
+        };
+        assert!(!slots.iter().any(|slot| told.contains(slot)));
+    }
+    for (index, &slot) in (0u8..).zip(&told) {
+        let at = u64::try_from(slot).unwrap();
+        assert_eq!(rig.arena.read(at, 8).unwrap(), [index; 8]);
+    }
+    drop(worker);
+    until("its session has ended", || rig.sessions() == 2);
 }
 
 #[test]
-fn a_session_in_use_is_not_taken_from_its_client() {
+fn a_session_that_was_reset_and_the_others_do_not_find_each_others_blocks() {
     let (_dir, socket, rig) = rig();
-    let (mut owner, token, _) = Raw::registered(&socket, 0);
-    let (_, other, resumed) = Raw::registered(&socket, token);
-    assert!(!resumed);
-    assert_ne!(other, token);
-    assert!(owner.is_served());
-    drop(rig);
+    let (one, other) = (client(&socket), client(&socket));
+    until("linked", || one.link().is_some() && other.link().is_some());
+    let ask = |client: &Client, name: &str, prompt: &[BlockHash]| {
+        let mut found = None;
+        until("an answer", || {
+            found = client.poll(name, prompt, 0, 64, None);
+            found.is_some()
+        });
+        client.forget(name);
+        found.unwrap()
+    };
+    let (before, after, theirs) = (hashes(1, 4), hashes(2, 4), hashes(3, 4));
+    save(&rig, &one, "before", &before);
+    until("shared", || ask(&other, "r", &before) == 64);
+    assert!(one.reset(PATIENCE));
+    assert_eq!((ask(&one, "r", &before), ask(&other, "r", &before)), (0, 0));
+    save(&rig, &one, "after", &after);
+    save(&rig, &other, "theirs", &theirs);
+    until("each has its own", || {
+        ask(&one, "r", &after) == 64 && ask(&other, "r", &theirs) == 64
+    });
+    assert_eq!((ask(&one, "r", &theirs), ask(&other, "r", &after)), (0, 0));
+    // The same prompt, twice.
+    save(&rig, &other, "after", &after);
+    until("theirs, too", || ask(&other, "r", &after) == 64);
+    let blocks = |rig: &Rig| rig.shell.enter(|engine| engine.gauges().host_blocks);
+    assert_eq!(blocks(&rig), Some(12));
+    one.close();
+    until("what was its own has gone", || blocks(&rig) == Some(8));
+}
+
+#[test]
+fn a_client_that_was_reset_keeps_to_itself_at_the_next_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let prompt = hashes(1, 4);
+    let first = Rig::start(&socket, None, 1);
+    let one = client(&socket);
+    until("linked", || one.link().is_some());
+    assert!(one.reset(PATIENCE));
+    drop(first);
+    let second = Rig::start(&socket, None, 2);
+    let other = client(&socket);
+    let there = |client: &Client| client.link().is_some_and(|link| link.generation == 2);
+    until("linked again", || there(&one) && there(&other));
+    save(&second, &one, "w", &prompt);
+    until("saved", || one.poll("r", &prompt, 0, 64, None) == Some(64));
+    let mut found = None;
+    until("an answer", || {
+        found = other.poll("r", &prompt, 0, 64, None);
+        found.is_some()
+    });
+    assert_eq!(found, Some(0));
 }
 
 #[test]
 fn an_unknown_session_has_no_workers() {
     let (_dir, socket, rig) = rig();
-    let (raw, token, _) = Raw::registered(&socket, 0);
+    let (raw, token) = Raw::registered(&socket);
     drop(raw);
     until("the session has ended", || {
         matches!(attach(&socket, token), Err(AttachError::Incomplete { .. }))
@@ -120,10 +187,10 @@ fn an_unknown_session_has_no_workers() {
 #[test]
 fn nobody_ends_or_reads_what_belongs_to_another() {
     let (_dir, socket, rig) = rig();
-    let (mut owner, _, _) = Raw::registered(&socket, 0);
+    let (mut owner, _) = Raw::registered(&socket);
     loading(&rig, &socket, &mut owner);
     assert_eq!(owner.save(8, 80, &hashes(2, 3)), 3);
-    let (mut other, _, _) = Raw::registered(&socket, 0);
+    let (mut other, _) = Raw::registered(&socket);
     other.say(&Request::EndLoad { load: 70, ok: true });
     other.say(&Request::EndSave { save: 80, ok: true });
     other.say(&Request::Forget { request: 7 });
@@ -138,7 +205,7 @@ fn nobody_ends_or_reads_what_belongs_to_another() {
 #[test]
 fn a_load_goes_on_though_its_prefix_was_dropped_meanwhile() {
     let (_dir, socket, rig) = rig();
-    let (mut raw, _, _) = Raw::registered(&socket, 0);
+    let (mut raw, _) = Raw::registered(&socket);
     let prompt = hashes(1, 4);
     let writer = client(&socket);
     until("linked", || writer.link().is_some());
@@ -154,7 +221,7 @@ fn a_load_goes_on_though_its_prefix_was_dropped_meanwhile() {
         Some(Reply::Answer { ready, .. }) => ready.unwrap(),
         other => panic!("{other:?}"),
     };
-    assert!(writer.reset(crate::rig::PATIENCE));
+    assert!(writer.reset(PATIENCE));
     raw.say(&Request::BeginLoad {
         request: 7,
         load: 70,
@@ -177,28 +244,28 @@ fn a_load_goes_on_though_its_prefix_was_dropped_meanwhile() {
 fn a_namespace_that_cannot_be_served_is_refused_with_the_reason() {
     let (_dir, socket, _rig) = rig();
     let mut raw = Raw::connect(&socket);
-    let Request::Register { mut spec, .. } = register(0) else {
+    let Request::Register { mut spec, .. } = register() else {
         unreachable!()
     };
     spec.groups[0].payload_bytes = 512 << 20;
     raw.say(&Request::Register {
         spec,
         dropped_tokens: 0,
-        resume: 0,
+        private: false,
     });
     match raw.hear() {
         Some(Reply::Refused { reason }) => assert!(reason.contains("host_memory"), "{reason}"),
         other => panic!("{other:?}"),
     }
     // Another one may be.
-    raw.say(&register(0));
+    raw.say(&register());
     assert!(matches!(raw.hear(), Some(Reply::Registered { .. })));
 }
 
 #[test]
 fn a_number_in_use_ends_the_connection_and_leaks_nothing() {
     let (_dir, socket, rig) = rig();
-    let (mut raw, _, _) = Raw::registered(&socket, 0);
+    let (mut raw, _) = Raw::registered(&socket);
     assert_eq!(raw.save(8, 80, &hashes(2, 3)), 3);
     let bytes = joined(&hashes(3, 2));
     raw.say(&Request::BeginSave {

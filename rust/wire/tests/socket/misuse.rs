@@ -25,7 +25,7 @@ fn what_does_not_belong_there_ends_that_connection_alone() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("run/s.sock");
     let rig = Rig::start(&socket, None, 1);
-    let (mut good, _, _) = Raw::registered(&socket, 0);
+    let (mut good, _) = Raw::registered(&socket);
     let bytes = joined(&hashes(1, 2));
     let gap = Hashes {
         known: 5,
@@ -63,11 +63,11 @@ fn what_does_not_belong_there_ends_that_connection_alone() {
         submit(too_long),
         submit(ragged),
         begin_load,
-        register(0),
+        register(),
         Request::Status,
     ];
     for request in &within {
-        let (mut raw, _, _) = Raw::registered(&socket, 0);
+        let (mut raw, _) = Raw::registered(&socket);
         raw.say(request);
         assert_eq!(raw.hear(), None, "{request:?}");
         bad += 1;
@@ -81,7 +81,7 @@ fn what_does_not_belong_there_ends_that_connection_alone() {
         (Kind::Request, BODY_BYTES_MAX + 1, b""),
     ];
     for (kind, len, body) in frames {
-        let (mut raw, _, _) = Raw::registered(&socket, 0);
+        let (mut raw, _) = Raw::registered(&socket);
         raw.stream.write_all(&header(kind, len)).unwrap();
         raw.stream.write_all(body).unwrap();
         assert_eq!(raw.hear(), None, "{kind:?} {body:?}");
@@ -98,7 +98,7 @@ fn ends_and_releases_of_what_is_not_there_are_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("run/s.sock");
     let rig = Rig::start(&socket, None, 1);
-    let (mut raw, _, _) = Raw::registered(&socket, 0);
+    let (mut raw, _) = Raw::registered(&socket);
     for ok in [false, true] {
         raw.say(&Request::EndLoad { load: 1, ok });
         raw.say(&Request::EndSave { save: 1, ok });
@@ -115,7 +115,7 @@ fn requests_of_one_client_are_bounded() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("run/s.sock");
     let rig = Rig::start(&socket, None, 1);
-    let (mut raw, _, _) = Raw::registered(&socket, 0);
+    let (mut raw, _) = Raw::registered(&socket);
     let mut reader = raw.other_half();
     let replies = std::thread::spawn(move || {
         let mut replies = 0;

@@ -13,6 +13,7 @@ use crate::rig::{PATIENCE, TOKENS, spec};
 pub(crate) struct Raw {
     pub(crate) stream: UnixStream,
     inbox: Vec<u8>,
+    numbers: u64,
 }
 
 impl Raw {
@@ -22,17 +23,16 @@ impl Raw {
         Self {
             stream,
             inbox: Vec::new(),
+            numbers: 0,
         }
     }
 
-    /// With a session: its token, and whether it was resumed.
-    pub(crate) fn registered(socket: &Path, resume: u128) -> (Self, u128, bool) {
+    /// With a session: its token.
+    pub(crate) fn registered(socket: &Path) -> (Self, u128) {
         let mut raw = Self::connect(socket);
-        raw.say(&register(resume));
+        raw.say(&register());
         match raw.hear() {
-            Some(Reply::Registered {
-                session, resumed, ..
-            }) => (raw, session, resumed),
+            Some(Reply::Registered { session, .. }) => (raw, session),
             other => panic!("{other:?}"),
         }
     }
@@ -42,6 +42,7 @@ impl Raw {
         Self {
             stream: self.stream.try_clone().unwrap(),
             inbox: Vec::new(),
+            numbers: 0,
         }
     }
 
@@ -114,11 +115,30 @@ impl Raw {
     }
 }
 
-pub(crate) fn register(resume: u128) -> Request<'static> {
+impl Raw {
+    /// Asks for slots under new numbers: which ones came, `None` if there are none left.
+    pub(crate) fn try_save(&mut self, hashes: &[BlockHash]) -> Option<Vec<i64>> {
+        self.numbers += 1;
+        let bytes = joined(hashes);
+        self.say(&Request::BeginSave {
+            request: 1000 + self.numbers,
+            save: 1000 + self.numbers,
+            hashes: run(&bytes),
+            tokens: u32::try_from(hashes.len()).unwrap() * TOKENS,
+            offers: Vec::new(),
+        });
+        match self.hear() {
+            Some(Reply::Granted { extents, .. }) => extents.into_iter().next().map(|of| of.2),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+pub(crate) fn register() -> Request<'static> {
     Request::Register {
         spec: spec(),
         dropped_tokens: 0,
-        resume,
+        private: false,
     }
 }
 

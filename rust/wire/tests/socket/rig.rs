@@ -75,6 +75,11 @@ impl Rig {
         }
     }
 
+    /// Sessions that are open.
+    pub(crate) fn sessions(&self) -> u64 {
+        self.shell.enter(|engine| engine.gauges()).unwrap().sessions
+    }
+
     /// Lookups, promotions under way, loads and saves of all sessions, and bytes that are kept from eviction.
     pub(crate) fn in_use(&self) -> [u64; 4] {
         let gauges = self.shell.enter(|engine| engine.gauges()).unwrap();
