@@ -291,6 +291,10 @@ class Arena:
     def generation(self) -> int:
         """The engine's number of this arena, as in `Engine.arena_generation`."""
 
+    @property
+    def is_served(self) -> bool:
+        """Whether its engine still runs, as far as the socket tells; true without one (`create`)."""
+
 @final
 class Copier:
     """Copies between device pages in host memory (vLLM's CPU platform) and the arena, on threads of its own.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -89,7 +88,8 @@ def _number(low: float, high: float) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{type(value).__name__} instead of a number")
-        if not math.isfinite(value) or not low <= value <= high:
+        # Comparing first: a huge integer has no float.
+        if not low <= value <= high:
             raise ValueError("out of range")
         return float(value)
 
@@ -106,6 +106,12 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{type(value).__name__} instead of text")
     return value
+
+
+def _directory(value: Any) -> str:
+    """Absolute, since other processes read it; empty if it is."""
+    text = _text(value)
+    return str(Path(text).expanduser().absolute()) if text else ""
 
 
 def _positive_amount(value: Any) -> Amount:
@@ -306,7 +312,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "socket_dir", "path", "", "a directory only this user can enter",
         "Where the engine's socket is made; by default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
-        _text, str,
+        _directory, str,
     ),
 )
 # fmt: on

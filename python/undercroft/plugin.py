@@ -15,12 +15,9 @@ logger = logging.getLogger("vllm.undercroft")
 
 def register() -> None:
     """Register the connector's name, and put our hooks into vLLM. Does nothing the second time."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     from undercroft import compat, threshold
 
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    register_name()
     threshold.install()
     try:
         compat.recompute_failed_loads(is_ours)
@@ -28,6 +25,14 @@ def register() -> None:
         logger.warning(
             'undercroft: as a child of MultiConnector set kv_load_failure_policy to "recompute" yourself: %s', error
         )
+
+
+def register_name() -> None:
+    """Make the connector known by its name: vLLM's frontend looks a child of MultiConnector up by it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
 
 
 def is_ours(connector: Any) -> bool:

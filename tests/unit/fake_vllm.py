@@ -100,12 +100,13 @@ def scheduler_output(scheduled, tables):
     )
 
 
-def worker_output(meta: UndercroftMetadata, ranks=1, failed_saves=(), failed_loads=()):
+def worker_output(meta: UndercroftMetadata, ranks=1, failed_saves=(), failed_loads=(), invalid_blocks=()):
     """What workers that do everything at once answer to a step's metadata."""
     answer = UndercroftWorkerMetadata({job.job_id: ranks for job in meta.saves}, set(failed_saves))
     received = {job.request_id for job in meta.loads} | set(meta.failed_loads)
     return SimpleNamespace(
         finished_recving=received,
         failed_recving=set(failed_loads) | set(meta.failed_loads),
+        invalid_block_ids=set(invalid_blocks),
         kv_connector_worker_meta=answer if answer.saves_ended else None,
     )

@@ -13,6 +13,7 @@ import random
 import select
 import struct
 import sys
+import time
 from collections import Counter
 
 from undercroft import _core
@@ -56,9 +57,12 @@ class SoakClient:
         """A new session, of one namespace or another."""
         self.description = self.random.choice(DESCRIPTIONS)
         # A machine that is shared by so many is late now and then.
-        self.client = _core.Client(self.socket, server_timeout_ms=2000)
+        self.client = _core.Client(self.socket, server_timeout_ms=30_000)
         self.session = self.client.register(self.description, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
-        assert self.client.link() == ("up", "")
+        end = time.monotonic() + 30
+        while self.client.link() != ("up", ""):
+            assert time.monotonic() < end, self.client.link()
+            time.sleep(0.001)
         socket, _, self.token = self.client.arena
         self.arena = _core.Arena.attach(socket, self.token)
         self.requests: dict[str, list[bytes]] = {}

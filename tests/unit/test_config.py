@@ -83,7 +83,7 @@ BAD = {
     "state_interval_tokens": [-1, 1.5, "8k", True, 10**9],
     "min_load_tokens": [-1, 1.0, "64", True, 10**9],
     "lookup": ["sync", None],
-    "lookup_timeout_ms": [-1, "5", True, float("inf"), 60_001],
+    "lookup_timeout_ms": [-1, "5", True, float("inf"), float("nan"), 10**400, 60_001],
     "promotion_wait": ["never", 5, None, {"base": 1}, {"base_ms": -1}, {"base_ms": "1"}, {"per_1k_tokens_ms": True}],
     "promotion_memory": ["some", 0],
     "early_prefetch": [1, "true", None],
@@ -221,3 +221,11 @@ def test_impossible_sizes_are_refused(tmp_path: Path):
 
 def test_available_memory_is_plausible():
     assert available_memory() > 64 << 20
+
+
+def test_directories_are_absolute_since_other_processes_read_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = parse({"socket_dir": "run", "disk_path": "~/cache"})
+    assert (config.socket_dir, config.disk_path) == (str(tmp_path / "run"), ("/home/somebody/cache",))
+    assert parse({}).socket_dir == ""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from types import SimpleNamespace
 
@@ -234,3 +235,11 @@ def test_child_of_a_multi_connector_is_found(engine):
     assert plugin.is_ours(SimpleNamespace(_connectors=[SimpleNamespace(), connector]))
     assert not plugin.is_ours(SimpleNamespace(_connectors=[]))
     assert not plugin.is_ours(None)
+
+
+def test_it_is_known_by_its_name_also_where_no_plugin_was_loaded(monkeypatch):
+    """vLLM's frontend looks the children of a MultiConnector up by name."""
+    monkeypatch.delitem(KVConnectorFactory._registry, plugin.CONNECTOR, raising=False)
+    spec = importlib.util.spec_from_file_location("found_by_its_path", module.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR) is UndercroftConnector

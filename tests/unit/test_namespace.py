@@ -271,6 +271,15 @@ def test_kinds_that_are_served():
 )
 def test_only_tensor_parallelism_is_served(name):
     assert name in why_unsupported(vllm_config(**{name: 2}), kv_cache_config())
+
+
+def test_a_scheduler_for_each_rank_is_declined():
+    config = vllm_config()
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.parallel_config.world_size = 2
+    assert "external_launcher" in why_unsupported(config, kv_cache_config())
+    config.parallel_config.world_size = 1
+    assert why_unsupported(config, kv_cache_config()) is None
     assert why_unsupported(vllm_config(tensor_parallel_size=2), kv_cache_config()) is None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from serve_process import ServeProcess, run
+from served_client import until
 from undercroft import _core
 
 pytestmark = pytest.mark.server
@@ -170,5 +171,5 @@ def test_it_serves_over_the_borders_of_containers(tmp_path: Path) -> None:
         assert _core.Arena.attach(str(server.socket)).size == 64 << 20
         client = _core.Client(str(server.socket))
         client.register("{}", [("full", 16, 4096, 0)], 16)
-        assert client.link() == ("up", "")
+        until("up", lambda: client.link() == ("up", ""))
         client.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -20,7 +21,8 @@ from undercroft.connector.stats import EngineStats
 
 pytestmark = pytest.mark.server
 
-LIMIT_S = 2.0
+DEADLINE_MS = 20
+LIMIT_S = 20.0
 """Far above every deadline, so that a loaded machine does not fail a test; a call that waits for a server that is gone
 would wait for ever."""
 PROMPT = prompt("p")
@@ -41,16 +43,15 @@ class Host:
         self.server.__enter__()
 
     def peer(self) -> Peer:
-        return Peer(_core.Client(str(self.socket), server_timeout_ms=20, lookup_spin_us=5000))
+        return Peer(_core.Client(str(self.socket), server_timeout_ms=DEADLINE_MS, lookup_spin_us=5000))
 
     def strike(self, state: str) -> None:
         assert self.server is not None
         if state == "frozen":
             pid = self.server.process.pid
             os.kill(pid, signal.SIGSTOP)
-            # Each thread stops when it next runs.
-            stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
-            until("it is frozen", lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats))
+            # Each thread stops when it next runs, or ends before.
+            until("it is frozen", lambda: set(thread_states(pid)) == {"T"})
         else:
             self.server.stop(signal.SIGTERM if state == "stopped" else signal.SIGKILL)
 
@@ -67,6 +68,12 @@ class Host:
             if self.server.process.poll() is None:
                 os.kill(self.server.process.pid, signal.SIGCONT)
             self.server.__exit__(None, None, None)
+
+
+def thread_states(pid: int) -> Iterator[str]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture
@@ -103,9 +110,9 @@ def test_a_server_that_is_struck_costs_misses_and_comes_back(host: Host, state: 
     if moment == "submitted":
         peer.call("submit", "r", PROMPT, 0)
     elif moment == "answered":
-        assert peer.answer("r", PROMPT) == TOKENS
+        until("a hit", lambda: peer.answer("r", PROMPT) == TOKENS)
     elif moment == "loading":
-        assert peer.answer("r", PROMPT) == TOKENS
+        until("a hit", lambda: peer.answer("r", PROMPT) == TOKENS)
         load = peer.begin_load("r", PROMPT, TOKENS)
         assert load is not None
         peer.memory(load[1])
@@ -129,11 +136,13 @@ def test_a_server_that_is_struck_costs_misses_and_comes_back(host: Host, state: 
         peer.fill(save[1], save[2])
         peer.call("end_save", save[0], True)
     peer.call("finish", "r")
-    start = time.perf_counter()
+    waits = []
     for number in range(100):
+        start = time.perf_counter()
         assert ask(peer, f"later {number}", mode) == 0
+        waits.append(time.perf_counter() - start)
         peer.call("finish", f"later {number}")
-    assert time.perf_counter() - start < LIMIT_S, "one wait, not one for each request"
+    assert sorted(waits)[50] < DEADLINE_MS / 1e3 / 2, "one wait, not one for each request"
     assert peer.worst_s < LIMIT_S
 
     host.revive(state)

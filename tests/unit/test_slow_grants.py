@@ -120,3 +120,25 @@ def test_without_a_server_nothing_is_held_and_it_is_tried_again(monkeypatch: pyt
     jobs = [job for _ in range(8) for job in world.step([(request, 0)]).saves]
     assert [len(job.groups[0].slots) for job in jobs] == [2]
     assert world.errors == []
+
+
+def test_slots_that_came_too_late_are_asked_for_again(monkeypatch):
+    world = World(server_timeout_ms=30_000)
+    now = [100.0]
+    monkeypatch.setattr(saves.time, "monotonic", lambda: now[0])
+    world.session.is_slow = True
+    request = Request("r", tokens(2 * BLOCK))
+    world.connector.on_new_request(request)
+    world.connector.get_num_new_matched_tokens(request, 0)
+    world.admit(request)
+    world.step([(request, 2 * BLOCK)])
+    now[0] += 29.0
+    world.step()
+    assert world.connector.has_pending_push_work(), "as patient as with every other answer"
+    now[0] += 2.0
+    world.step()
+    assert not world.connector.has_pending_push_work()
+    world.session.is_slow = False
+    request.append(*tokens(1))
+    jobs = [job for _ in range(8) for job in world.step([(request, 0)]).saves]
+    assert [len(job.groups[0].slots) for job in jobs] == [2]

@@ -16,7 +16,7 @@ SOURCE_SUFFIXES = {".rs", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".yml", 
 
 # Modules of the core, lowest layer first; a module uses its own layer and lower ones only.
 LAYERS = (
-    ("key", "error", "config", "metrics", "checksum", "memory"),
+    ("key", "error", "config", "metrics", "checksum", "memory", "panics"),
     ("arena", "slots", "copy"),
     ("namespace", "forest", "resolve", "policy"),
     ("jobs", "disk"),

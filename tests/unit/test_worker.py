@@ -15,6 +15,7 @@ from kv_caches import BLOCKS, allocate, block_content, fill, full, group, plan
 from undercroft._core import Arena, UndercroftError
 from undercroft.connector.metadata import CopyJob, GroupCopy, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.worker import WorkerConnector, logger
+from undercroft.device.copier import make_copier
 from undercroft.device.layout import LayoutError
 
 ARENA = 1 << 20
@@ -255,3 +256,37 @@ def test_slots_of_a_lost_session_are_not_touched(host: Host) -> None:
     assert one.step(now) == ({"x"}, {"x"}, UndercroftWorkerMetadata({3: 1}, {3}))
     assert one.step(meta(loads=[job(4, [5], [0], "y")]))[:2] == ({"y"}, set())
     assert one.block(5) == expected
+
+
+class Gone:
+    """An arena whose engine ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.arena = Arena.create(ARENA)
+        self.is_served = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.arena, name)
+
+
+@pytest.mark.parametrize("why", ["its engine has gone", "there is another session"])
+def test_an_arena_that_serves_no_more_is_let_go_of(host: Host, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, old = Rank(host), Gone()
+    monkeypatch.setitem(host.arenas, "/a", old)
+    monkeypatch.setattr(
+        "undercroft.connector.worker.make_copier",
+        lambda layout, arena, rank: make_copier(layout, getattr(arena, "arena", arena), rank),
+    )
+    one.worker.register_kv_caches(one.caches)
+    assert one.step(meta(saves=[job(1, [2], [0])]))[2] == UndercroftWorkerMetadata({1: 1})
+    one.step(meta())
+    assert one.worker._arena is old
+    if why == "its engine has gone":
+        old.is_served = False
+        one.step(meta())
+    else:
+        one.step(meta(socket="/b"))
+    assert one.worker._arena is None and one.worker._copier is None
+    host.arenas["/b"] = Arena.create(ARENA)
+    assert one.step(meta(socket="/b", saves=[job(2, [2], [0])]))[2] == UndercroftWorkerMetadata({2: 1})
+    assert host.attempts == ["/a", "/b"]

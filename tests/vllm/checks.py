@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,12 @@ def begun(one: Engine) -> bool:
     return request.status is not RequestStatus.WAITING
 
 
-def step_until(one: Engine, condition: Callable[[], bool], limit: int = 5000) -> None:
+def step_until(one: Engine, condition: Callable[[], bool]) -> None:
     """Step until something holds."""
-    for _ in range(limit):
-        if condition():
-            return
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "not reached within 60 s"
         one.llm.llm_engine.step()
-    raise AssertionError(f"not reached within {limit} steps")
 
 
 def finish(one: Engine) -> dict[str, list[int]]:

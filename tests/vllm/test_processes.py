@@ -14,7 +14,7 @@ import pytest
 
 from checks import Reference
 from harness import prompt
-from threshold_http import Client, start_server, the_choice
+from threshold_http import Client, start_server, the_choice, wait_until_on_disk
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -80,6 +80,7 @@ def test_two_ranks_killed_and_restarted(
         client.wait_until_idle()
         assert hit_tokens(client, "host") == len(FIRST) * HIT
         assert client.metric("vllm:prompt_tokens_cached_by_source_total", source="host") == len(FIRST) * HIT
+        wait_until_on_disk(tmp_path / "cache", len(FIRST) * HIT // 128)
         assert kill_during_traffic(client, reference) >= len(TRAFFIC) // 2
 
     with start_server(llama_with_tokenizer, tmp_path / "second.log", options, *TWO_RANKS) as client:

@@ -77,6 +77,7 @@ def test_a_hit_in_host_memory_loads_in_the_step_that_asks(
         assert stats(one)["loads"] == 1
         # The copy is in the workers' hands after this one step.
         assert len(worker()._running) == 1
+        worker()._copier.drain()
     step(one)  # hears that it has ended
     step(one)  # and computes the last token
     [request] = one.scheduler.requests.values()

@@ -12,6 +12,7 @@ import pytest
 from connector_engine import LONG, OTHER, TOKENS, References
 from harness import Engine, prompt
 from hybrid_engine import BEST, MODELS, Model
+from served_client import until
 
 pytestmark = pytest.mark.vllm
 
@@ -95,8 +96,7 @@ def test_a_server_that_restarts_costs_misses_only(
     assert (cold.cached, cold.tokens) == (0, reference(LONG))
     again = serve(**disk)
     generation = again.arena[1]
-    while one.connector._engine.arena[1] != generation:
-        pass
+    until("at the next server", lambda: one.connector._engine.arena[1] == generation)
     assert one.reset_device_cache()
     warm = one.generate(LONG, TOKENS)
     assert (warm.cached, warm.tokens) == (896, reference(LONG))
@@ -169,8 +169,8 @@ def test_an_engine_that_finds_its_directory_in_use_shares_it_and_takes_it_over(
     at_rest(one, owner)
     assert owner.stats()["saved_blocks"] == 7
     owner.close()
-    while not one.connector._engine.took_over or one.connector._engine.link()[0] != "up":
-        pass
+    shared = one.connector._engine
+    until("it has taken over", lambda: shared.took_over and shared.link()[0] == "up")
     assert one.reset_device_cache()
     warm = one.generate(LONG, TOKENS)
     assert (warm.cached, warm.tokens) == (896, reference(LONG))

@@ -87,7 +87,8 @@ def test_metrics_show_each_tier(engine: Make, llama: Path, tmp_path: Path) -> No
     assert since(warm, ("vllm:undercroft_hook_errors", ())) == 0
     one.close()
 
-    two = engine(llama, options, blocks=64)
+    # Read when it is asked for, so that the question is answered "later" however slow this process is.
+    two = engine(llama, options | {"early_prefetch": False}, blocks=64)
     start = metrics(two)
     assert two.generate(LONG, 1).cached == HIT
     found = settle(two)

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 from vllm_server import Server
 
+from undercroft import _core
+
 REASON = "cache_threshold"
 
 
@@ -79,6 +81,14 @@ class Client:
 def the_choice(answer: dict[str, Any]) -> dict[str, Any]:
     [choice] = answer["choices"]
     return choice
+
+
+def wait_until_on_disk(directory: Path, blocks: int) -> None:
+    """Until so many blocks would survive the end of the directory's owner, which writes them behind."""
+    deadline = time.monotonic() + 60
+    while (found := sum(one["blocks"] for one in _core.inspect(str(directory))["namespaces"])) < blocks:
+        assert time.monotonic() < deadline, f"{found} blocks are on disk, not {blocks}"
+        time.sleep(0.1)
 
 
 @contextmanager

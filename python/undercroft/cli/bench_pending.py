@@ -97,7 +97,8 @@ def _crowd(engine: Engine, config: UndercroftConfig, prompts: list[list[int]]) -
             connector.on_new_request(request)
         steps = []
         end = time.perf_counter() + CROWD_S
-        while time.perf_counter() < end:
+        # Of the first step nothing is kept.
+        while time.perf_counter() < end or len(steps) < 2:
             start = time.perf_counter_ns()
             for request in waiting:
                 connector.get_num_new_matched_tokens(request, 0)

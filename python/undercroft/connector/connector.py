@@ -29,6 +29,7 @@ from undercroft.connector.namespace import describe, random_seed_warning
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.device.layout import group_shard_bytes
+from undercroft.plugin import register_name
 from undercroft.threshold import for_connector
 
 if TYPE_CHECKING:
@@ -413,3 +414,7 @@ def _whose(engine: Engine | Client, config: UndercroftConfig) -> str:
     if engine.is_shared:
         return f"disk_path is in use, shared with the engine at {engine.arena[0]}"
     return ""
+
+
+# Also where vLLM found this file by kv_connector_module_path and was told not to load the plugin.
+register_name()

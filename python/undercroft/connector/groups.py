@@ -163,6 +163,8 @@ def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         size = getattr(parallel, name, 1)
         if size > 1:
             return f"{name} = {size} is not supported (only tensor parallelism is)"
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
+        return "with external_launcher each rank has a scheduler of its own, whose saves hold one shard"
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"
     kinds = []

@@ -49,7 +49,10 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one step's data of `UndercroftStats`. Raises nothing: in vLLM's frontend an error here ends all requests."""
+        """Record one step's data of `UndercroftStats`.
+
+        Raises nothing: in vLLM's frontend an error here would end all requests.
+        """
         try:
             self._observe(transfer_stats_data, engine_idx)
         except Exception as error:

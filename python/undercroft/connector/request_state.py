@@ -21,6 +21,9 @@ class RequestState:
     """Tokens the device itself held when the scheduler last asked."""
     asked_at: float | None = None
     """When the question that is still open was asked first (monotonic seconds); None when answered."""
+    ran: bool = False
+    """Whether a step has run it since the scheduler asked: what counts as computed of it is on the device then. Before,
+    a load may be under way, also another connector's."""
     limit: int = 0
     """Deepest boundary of use to it, in tokens, when the question was opened."""
     deferred: bool = False

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _NULL_BLOCK = 0
 GRANT_TIMEOUT_S = 1.0
-"""Longest wait for the slots of a save. A server answers in a fraction of a millisecond, or has trouble."""
+"""Longest wait for the slots of a save, unless a server may take longer: it answers in a fraction of a millisecond, or
+has trouble."""
 
 
 @dataclass(slots=True)
@@ -69,9 +70,15 @@ class Saves:
     """
 
     def __init__(
-        self, session: Session, groups: Groups, world_size: int, report: Callable[[str, Exception], None]
+        self,
+        session: Session,
+        groups: Groups,
+        world_size: int,
+        report: Callable[[str, Exception], None],
+        server_timeout_s: float = 0.0,
     ) -> None:
         """``report`` takes an error that was caught, and the hook it happened in."""
+        self._grant_timeout_s = max(GRANT_TIMEOUT_S, server_timeout_s)
         self._session = session
         self._groups = groups
         self._world_size = world_size
@@ -152,7 +159,7 @@ class Saves:
         save = self._session.begin_save(request_id, hashes, num_tokens, offers)
         if save is None:
             return [Granted(request_id, num_tokens, True, None)]
-        deadline = time.monotonic() + GRANT_TIMEOUT_S
+        deadline = time.monotonic() + self._grant_timeout_s
         asked = self._asked[save] = _Asked(request_id, num_tokens, tables, state_blocks, deadline)
         try:
             granted = self.take()
@@ -174,14 +181,18 @@ class Saves:
             elif job_id:
                 self._session.end_save(job_id, False)
         if self._asked:
-            self._give_up(time.monotonic())
+            granted += self._give_up(time.monotonic())
         return granted
 
-    def _give_up(self, now: float) -> None:
+    def _give_up(self, now: float) -> list[Granted]:
         """A server that does not answer must not keep device blocks, nor vLLM stepping."""
+        given_up = []
         for save in [save for save, asked in self._asked.items() if now > asked.deadline]:
-            self._unpin(self._asked.pop(save))
+            asked = self._asked.pop(save)
+            self._unpin(asked)
             self._session.end_save(save, False)
+            given_up.append(Granted(asked.request_id, asked.num_tokens, True, None))
+        return given_up
 
     def _granted(self, asked: _Asked, job_id: int, token: int, extents: list[Any], refused: bool) -> Granted:
         copies: list[GroupCopy] = []
@@ -246,6 +257,13 @@ class Saves:
                 self._unpin(save)
                 ended.append((job_id, not save.failed))
         return ended
+
+    def invalidate(self, block_ids: set[int]) -> None:
+        """These device blocks do not hold what was thought: what is being saved from them is dropped."""
+        for save in self._saves.values():
+            save.failed |= any(block.block_id in block_ids for block in save.pinned)
+        for asked in self._asked.values():
+            asked.abandoned |= any(block.block_id in block_ids for block in asked.pinned or ())
 
     def abandon(self) -> None:
         """Let go of all device blocks at once. What is being copied from them is dropped when it is acknowledged."""

@@ -62,7 +62,7 @@ class SchedulerConnector:
         self._config = config
         self._arena = arena
         self._lookup = request_params.of_request(None, config)
-        self._saves = Saves(session, groups, world_size, report)
+        self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
         self._tails = Tails(session, groups)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, list[int]] = {}
@@ -117,6 +117,7 @@ class SchedulerConnector:
         state = self._state(request)
         state.local_tokens = num_computed_tokens
         state.epoch = self._epoch
+        state.ran = False
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
         if state.asked_at is None:
@@ -213,6 +214,7 @@ class SchedulerConnector:
             state = self._requests.get(request_id)
             if state is None or state.epoch != self._epoch:
                 continue
+            state.ran = True
             states = states_of.get(request_id, ())
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self._complete_hashes(state.request, computed)
@@ -225,6 +227,11 @@ class SchedulerConnector:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The workers' reports of a step."""
+        if output.invalid_block_ids:
+            # Another connector's load into them failed in a step that we took them for computed in.
+            self._saves.invalidate(output.invalid_block_ids)
+            for state in self._requests.values():
+                state.saved_hashes = state.saved_tokens = state.windows_kept = 0
         # Each on its own: what is reported here is reported once, so one's trouble must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
@@ -249,7 +256,7 @@ class SchedulerConnector:
         try:
             # The last blocks: with asynchronous scheduling their hashes appear after the step that filled them. A
             # request aborted while it loads counts its tokens as computed although they are not there yet.
-            if state is not None and state.epoch == self._epoch and request_id not in self._loading:
+            if state is not None and state.epoch == self._epoch and state.ran:
                 num_hashes = self._complete_hashes(request, request.num_computed_tokens)
                 worth_it = num_hashes > state.saved_hashes or state.save_refused or self._groups.has_windows
                 if (num_hashes and worth_it) or state.partial_tails:

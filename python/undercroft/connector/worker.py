@@ -66,6 +66,7 @@ class WorkerConnector:
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: DeviceLayout | None = None
         self._copier: DeviceCopier | None = None
+        self._arena: Arena | None = None
         self._arena_key: tuple[str, int, int] | None = None
         self._attach_failures = 0
         self._attach_after = 0.0
@@ -97,6 +98,9 @@ class WorkerConnector:
 
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
+        if self._arena is not None and (_arena_key(metadata) != self._arena_key or not self._arena.is_served):
+            # The engine that comes next may need its memory, and a session that was lost ends with it.
+            self._release_copier()
         for request_id in metadata.failed_loads:
             self._end_load(request_id, ok=False)
         for job in metadata.loads:
@@ -156,7 +160,7 @@ class WorkerConnector:
         """The copier for the arena that the metadata names; attached at its first use."""
         if self._layout is None:
             raise WorkerError("the KV cache is not registered, or its layout was declined")
-        key = (metadata.arena_socket, metadata.arena_generation, metadata.arena_session)
+        key = _arena_key(metadata)
         if key != self._arena_key:
             self._release_copier()
             self._arena_key = key
@@ -175,12 +179,14 @@ class WorkerConnector:
             arena = self._attach(socket, session)
             if arena.generation != generation:
                 raise WorkerError(f"{socket} hands out arena {arena.generation}, expected {generation}")
-            return make_copier(layout, arena, self._rank)
+            copier = make_copier(layout, arena, self._rank)
         except Exception:
             wait = min(ATTACH_RETRY_S * 2**self._attach_failures, ATTACH_RETRY_MAX_S)
             self._attach_failures += 1
             self._attach_after = self._clock() + wait
             raise
+        self._arena = arena
+        return copier
 
     def _release_copier(self) -> None:
         """End all copies, and keep their results for the next report."""
@@ -188,7 +194,7 @@ class WorkerConnector:
             copier = self._copier
             copier.drain()
             self._collect()
-            self._copier = None
+            self._copier = self._arena = None
             copier.close()
 
     def _collect(self) -> None:
@@ -223,3 +229,7 @@ class WorkerConnector:
             return
         self._reported.add(kind)
         logger.warning("undercroft: a copy job cannot start and is skipped (%s: %s)", type(error).__name__, error)
+
+
+def _arena_key(metadata: UndercroftMetadata) -> tuple[str, int, int]:
+    return metadata.arena_socket, metadata.arena_generation, metadata.arena_session

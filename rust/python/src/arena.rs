@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::errors::UndercroftError;
 
@@ -15,7 +16,7 @@ pub(crate) struct PyArena {
     arena: Arc<undercroft_core::arena::Arena>,
     generation: u64,
     /// Its end tells the engine that this process no longer copies.
-    _connection: Option<UnixStream>,
+    connection: Option<UnixStream>,
 }
 
 impl PyArena {
@@ -37,7 +38,7 @@ impl PyArena {
         Ok(Self {
             arena: Arc::new(attached.arena),
             generation: attached.generation,
-            _connection: Some(attached.connection),
+            connection: Some(attached.connection),
         })
     }
 
@@ -49,7 +50,7 @@ impl PyArena {
         Ok(Self {
             arena: Arc::new(arena),
             generation: 0,
-            _connection: None,
+            connection: None,
         })
     }
 
@@ -63,6 +64,17 @@ impl PyArena {
     #[getter]
     fn size(&self) -> u64 {
         self.arena.size()
+    }
+
+    /// Whether its engine still runs, as far as the socket tells; true without one (`create`).
+    #[getter]
+    fn is_served(&self) -> bool {
+        self.connection.as_ref().is_none_or(|connection| {
+            let mut fds = [PollFd::new(connection, PollFlags::IN)];
+            // The engine says nothing more on it: what comes is its end.
+            let nothing = Timespec::default();
+            poll(&mut fds, Some(&nothing)) == Ok(0)
+        })
     }
 
     /// The engine's number of this arena; another arena has another number.
