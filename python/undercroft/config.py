@@ -208,7 +208,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "disk_capacity", "size or share", "50%", _SHARE_FORMAT + " above 0%",
-        "Most that each directory may hold. A percentage is taken of the space that is free there or the tier's own.",
+        "Most that each directory may hold, of which 16 TiB are used. A percentage is taken of the space that is free "
+        "there or the tier's own.",
         _positive_amount, str,
     ),
     Option(

@@ -82,7 +82,7 @@ class Crowd:
 
     def save(self, count: int) -> None:
         """Save so many payloads, each the newest of all."""
-        for _ in range(count):
+        for number in range(count):
             self._count += 1
             hashes = [struct.pack("<Q24x", self._count)]
             assert self._session.poll("crowd", hashes, 0) == 0
@@ -91,7 +91,8 @@ class Crowd:
             assert job
             self._session.end_save(job, True)
             self._session.finish("crowd")
-            assert self._engine.flush(30.0)
+            if number % 32 == 31 or number == count - 1:
+                assert self._engine.flush(30.0)
 
     def leave(self) -> None:
         """Give all memory back."""

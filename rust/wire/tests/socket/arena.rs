@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit, setrlimit};
 use undercroft_core::arena::Arena;
 use undercroft_wire::frame::{arena_answer, attach_request};
 use undercroft_wire::{AttachError, Server, attach};
@@ -118,6 +119,10 @@ fn a_request_may_come_byte_by_byte() {
 
 #[test]
 fn connections_are_bounded() {
+    // Both ends of each are of this process.
+    let mut files = getrlimit(Resource::Nofile);
+    files.current = files.maximum;
+    setrlimit(Resource::Nofile, files).unwrap();
     let (_root, _arena, server) = server();
     let streams: Vec<_> = (0..1100)
         .map(|_| UnixStream::connect(server.path()).unwrap())
