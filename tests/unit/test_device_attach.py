@@ -85,6 +85,17 @@ def test_the_arena_is_the_servers_memory(serve: Any) -> None:
     assert server.bytes[100:121] == b"written by the worker"
 
 
+def test_a_worker_sees_that_the_engine_has_gone(serve: Any) -> None:
+    server = serve(7)
+    arena = Arena.attach(server.path)
+    assert arena.is_served
+    server.connections.pop().close()
+    assert not arena.is_served
+    # Its memory stays what it is.
+    ctypes.memmove(arena.address, b"still there", 11)
+    assert server.bytes[:11] == b"still there"
+
+
 def test_the_connection_lives_as_long_as_copies_may(serve: Any) -> None:
     server = serve(7)
     copier = Copier(Arena.attach(server.path))

@@ -228,6 +228,10 @@ def test_one_of_those_that_share_a_directory_takes_it_over_and_the_rest_follow(h
     first.close()
     until("another has taken it over", lambda: sum(peer.engine.took_over for peer in peers) == 1)
     until("and has all of it", lambda: all(peer.load(prompt("more")) == TOKENS for peer in peers))
+    last = next(peer for peer in peers if peer.engine.took_over)
+    (host.place / "disk" / "data").unlink()
+    assert last.engine.stats()["disk_degraded"] == 1
+    assert [disk["health"] for disk in last.engine.info()["disks"]] == ["file_missing"]
     for peer in peers:
         peer.close()
 

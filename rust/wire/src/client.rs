@@ -415,6 +415,7 @@ fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
     loop {
         // Before the frames are taken: what was said before the end is sent.
         let stopping = shared.stopping();
+        let left = connection.is_blocked();
         let pause = {
             let mut table = shared.lock()?;
             let pause = table.tick(Instant::now());
@@ -429,8 +430,8 @@ fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
         if let Err(error) = connection.send() {
             return Some(error);
         }
-        if !connection.is_blocked() && shared.lock().is_some_and(|table| !table.outbox.is_empty()) {
-            // What was there was left from before.
+        if left && !connection.is_blocked() {
+            // That was what was left from before: the table's frames have not been taken.
             continue;
         }
         if stopping {
