@@ -82,6 +82,7 @@ class Engine:
             )
         if blocks is not None:
             engine_args["num_gpu_blocks_override"] = blocks
+        _let_groups_be_made_again()
         try:
             self.llm = LLM(
                 model=str(model),
@@ -211,3 +212,11 @@ __all__ = [
     "same_block_size",
     "set_environment",
 ]
+
+
+def _let_groups_be_made_again() -> None:
+    """vLLM 0.33 makes the group of experts for models that have some only, and not for one that starts after others."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state.destroy_model_parallel()
