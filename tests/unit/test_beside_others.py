@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fake_vllm import BLOCK, Request
+from fake_vllm import BLOCK, Request, scheduler_output
 from scheduler_world import World, tokens
 
 
@@ -53,3 +53,16 @@ def test_what_another_connector_failed_to_load_is_dropped_and_saved_again(slow):
     assert len(world.session.host) == 3
     world.finish(request)
     assert world.connector.idle()
+
+
+def test_a_state_that_is_offered_does_not_say_that_the_request_has_run():
+    world = World()
+    request = Request("r", tokens(3 * BLOCK + 1))
+    world.connector.on_new_request(request)
+    world.connector.get_num_new_matched_tokens(request, 0)
+    world.admit(request, external=0)
+    request.num_computed_tokens = 3 * BLOCK
+    output = scheduler_output({}, world.tables)
+    output.kv_connector_block_state.boundary_state_offloads = {"r": [(0, 1, BLOCK)]}
+    world.connector.build_connector_meta(output)
+    assert not world.connector._requests["r"].ran

@@ -290,3 +290,17 @@ def test_an_arena_that_serves_no_more_is_let_go_of(host: Host, why: str, monkeyp
     host.arenas["/b"] = Arena.create(ARENA)
     assert one.step(meta(socket="/b", saves=[job(2, [2], [0])]))[2] == UndercroftWorkerMetadata({2: 1})
     assert host.attempts == ["/a", "/b"]
+
+
+def test_loads_of_a_step_are_answered_although_the_old_arena_cannot_be_let_go_of(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    assert one.step(meta(saves=[job(1, [2], [0])]))[2] == UndercroftWorkerMetadata({1: 1})
+
+    def broken() -> None:
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(one.worker, "_release_copier", broken)
+    assert one.step(meta(socket="/b", loads=[job(2, [2], [0], "x")]))[:2] == ({"x"}, {"x"})

@@ -214,7 +214,7 @@ class SchedulerConnector:
             state = self._requests.get(request_id)
             if state is None or state.epoch != self._epoch:
                 continue
-            state.ran = True
+            state.ran |= request_id in scheduled
             states = states_of.get(request_id, ())
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self._complete_hashes(state.request, computed)

@@ -100,7 +100,11 @@ class WorkerConnector:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
         if self._arena is not None and (_arena_key(metadata) != self._arena_key or not self._arena.is_served):
             # The engine that comes next may need its memory, and a session that was lost ends with it.
-            self._release_copier()
+            try:
+                self._release_copier()
+            except Exception as error:
+                # vLLM waits for the loads of this step whatever becomes of the old arena.
+                self._report(error)
         for request_id in metadata.failed_loads:
             self._end_load(request_id, ok=False)
         for job in metadata.loads:

@@ -11,6 +11,9 @@ use super::{Engine, RequestId, SessionId};
 /// Promotions that one lookup may start: what is evicted or lost again and again is left alone.
 const PROMOTIONS_MAX: u32 = 3;
 
+/// A device that nobody looked at for this many times the limit is held to be stalled.
+const NO_LOOK_STALLS: u64 = 5;
+
 /// What a lookup knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
@@ -139,8 +142,13 @@ impl Engine {
             u128::from(since) >= u128::from(base) + part
         });
         let stalled = state.promotion.as_ref().is_some_and(|promotion| {
-            // A process that was held up itself has reads that ended meanwhile.
-            self.looked_ns >= promotion.progress_ns.saturating_add(self.config.stall_ns)
+            // A process that was held up itself has reads that ended meanwhile. But whoever looks may be
+            // held up for good, by the device.
+            let after = |stalls: u64| {
+                let stall_ns = self.config.stall_ns.saturating_mul(stalls);
+                promotion.progress_ns.saturating_add(stall_ns)
+            };
+            self.looked_ns >= after(1) || self.now_ns >= after(NO_LOOK_STALLS)
         });
         waited || stalled
     }

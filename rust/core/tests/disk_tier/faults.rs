@@ -278,6 +278,13 @@ fn a_device_that_answers_late_delays_one_answer_and_wastes_no_read() {
     assert_eq!(rig.start_io(), 0);
     assert_eq!(ask(&mut rig), Answer::Ready(0), "the request recomputes");
     rig.engine.discard(session, "r");
+    // Nor for ever for a look: whoever looks may hang in the device, too.
+    assert_eq!(ask(&mut rig), Answer::Pending);
+    rig.pass(5 * stall_ns - 1);
+    assert_eq!(ask(&mut rig), Answer::Pending);
+    rig.pass(1);
+    assert_eq!(ask(&mut rig), Answer::Ready(0));
+    rig.engine.discard(session, "r");
     // Ten seconds later the answers come. Their slots were nobody else's meanwhile.
     rig.pass(10 * SECOND);
     control.release();
