@@ -7,6 +7,7 @@
 mod arena_client;
 mod client;
 mod connection;
+mod doze;
 pub mod frame;
 mod peer;
 pub mod protocol;
@@ -15,6 +16,11 @@ mod sessions;
 mod socket_dir;
 mod stats;
 mod table;
+
+/// What `doze` is built on: loom's in its test.
+mod atomic {
+    pub(crate) use std::sync::atomic::{AtomicU8, Ordering};
+}
 
 pub use arena_client::{AttachError, Attachment, attach};
 pub use client::{Client, ClientConfig, LinkState, Resolve};
