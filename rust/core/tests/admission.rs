@@ -16,9 +16,13 @@ const PAGE: u64 = 256 << 10;
 const HOST: u8 = 16;
 
 fn engine(policy: PolicyKind, disk_blocks: u64) -> (Engine, SessionId) {
+    engine_of(policy, u64::from(HOST), disk_blocks)
+}
+
+fn engine_of(policy: PolicyKind, host_blocks: u64, disk_blocks: u64) -> (Engine, SessionId) {
     let mut engine = Engine::new(EngineConfig {
         policy,
-        ..EngineConfig::new(u64::from(HOST) * PAYLOAD)
+        ..EngineConfig::new(host_blocks * PAYLOAD)
     });
     if disk_blocks > 0 {
         engine.attach_disks(vec![DeviceImage {
@@ -174,4 +178,19 @@ fn a_full_disk_of_writes_in_flight_leaves_the_rest_in_the_arena() {
     assert_eq!(writes as u64, disk_blocks);
     assert!(engine.counters().refused_disk_full >= 4);
     assert_eq!(hit(&mut engine, session, "again", &prompt), 8);
+}
+
+#[test]
+fn a_prompt_longer_than_the_disk_asks_for_room_once() {
+    // If each block asked for all above it again, this would take minutes.
+    let (blocks, disk) = (40_000_u32, 16);
+    let (mut engine, session) = engine_of(PolicyKind::Lru, 100_000, disk);
+    let prompt: Vec<BlockHash> = (0..blocks)
+        .map(|block| BlockHash::new(&[block.to_le_bytes(), [1; 4]].concat()).unwrap())
+        .collect();
+    assert_eq!(save(&mut engine, session, "r", &prompt), blocks);
+    settle(&mut engine);
+    let counters = engine.counters();
+    assert_eq!(counters.disk_writes, disk);
+    assert_eq!(counters.refused_disk_full, u64::from(blocks) - disk);
 }

@@ -264,6 +264,14 @@ impl Engine {
             "node {id}: host_chain is {}",
             node.host_chain
         );
+        // A write that fails leaves what stands on it without, until it is written again.
+        if used[1] > 0 && self.counters.write_failures == 0 {
+            let ground = self.ground(id);
+            ensure!(
+                ground == NONE || self.is_on_disk(ground),
+                "node {id}: on disk without {ground}, which it stands on"
+            );
+        }
         let shell = node.children == 0 && node.is_idle() && used == [0, 0];
         ensure!(!shell, "node {id}: an empty leaf");
         Ok(())

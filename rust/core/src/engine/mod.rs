@@ -171,6 +171,8 @@ pub struct Engine {
     prefetched: VecDeque<RequestId>,
     write_queue: VecDeque<writeback::Queued>,
     queued_bytes: u64,
+    /// The payload that was last refused since writes were last asked for.
+    last_refused: Option<(NodeId, u8, writeback::Refusal)>,
     write_tokens: u64,
     write_tokens_at_ns: u64,
     /// Nodes that could not be written although children of them are on disk.
@@ -221,6 +223,7 @@ impl Engine {
             prefetched: VecDeque::new(),
             write_queue: VecDeque::new(),
             queued_bytes: 0,
+            last_refused: None,
             write_tokens: 0,
             write_tokens_at_ns: 0,
             stranded: VecDeque::new(),

@@ -23,6 +23,19 @@ pub(super) struct Queued {
     rescued: bool,
 }
 
+/// Why a payload stays in the arena only.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Refusal {
+    /// The policy keeps what the disk has.
+    Admission,
+    /// Nothing on disk can go.
+    Full,
+    /// No directory takes writes.
+    Degraded,
+    /// What it stands on is not on disk.
+    Ground,
+}
+
 impl Engine {
     /// A node has become visible: queues its payloads, unless they have to show their worth first.
     pub(super) fn offer_new_to_disk(&mut self, id: NodeId) {
@@ -111,6 +124,7 @@ impl Engine {
     /// Appends writes to start now.
     pub(super) fn next_writes(&mut self, limit: usize, out: &mut Vec<IoRequest>) {
         self.next_namespace_writes(limit, out);
+        self.last_refused = None;
         self.rescue();
         self.refill();
         let reading = self.reads_in_flight > 0 || self.turns.iter().any(|turns| !turns.is_empty());
@@ -185,25 +199,35 @@ impl Engine {
         if node.detached || node.place(group).disk != DiskState::Queued {
             return None;
         }
+        let ground = self.ground(id);
+        if ground != NONE && self.is_queued(ground) {
+            // What stands on it would be lost at a restart: it goes first.
+            self.write_queue.push_back(queued);
+            return None;
+        }
         let slot = self.host.slot_bytes(self.host_class(id, group));
         self.queued_bytes -= slot;
         if !self.forest.node(id).requires(usize::from(group)) && !self.is_on_disk(id) {
             // Alone it is of no use after a restart.
-            self.refuse_write(id, group);
+            self.refuse_write(id, group, Refusal::Ground);
             return None;
         }
-        let ground = self.ground(id);
         if ground != NONE
-            && !self.is_on_disk(ground)
             && let Some(missing) = self.writable_place(ground)
         {
             let choosy = self.host_policy.touches_every_block() && !rescued;
-            if after == Some(missing) || choosy {
-                // It was offered first, and was refused.
-                self.refuse_write(id, group);
+            if let Some((node, place, why)) = self.last_refused
+                && (node, place) == (ground, missing)
+            {
+                // Down a long chain, each block would ask all above it again.
+                self.refuse_write(id, group, why);
                 return None;
             }
-            // What stands on it would be lost at a restart: it goes first.
+            if after == Some(missing) || choosy {
+                // It was offered first, and was refused.
+                self.refuse_write(id, group, Refusal::Ground);
+                return None;
+            }
             self.write_queue.push_front(Queued {
                 after: Some(missing),
                 ..queued
@@ -220,9 +244,12 @@ impl Engine {
         if ground != NONE {
             self.unpin(ground);
         }
-        let Some((device, offset)) = taken else {
-            self.refuse_write(id, group);
-            return None;
+        let (device, offset) = match taken {
+            Ok(taken) => taken,
+            Err(why) => {
+                self.refuse_write(id, group, why);
+                return None;
+            }
         };
         self.unleaf(id, Tier::Host);
         let started_ns = self.now_ns;
@@ -251,7 +278,7 @@ impl Engine {
     }
 
     /// The nearest ancestor that cannot do without a payload, or `NONE`.
-    fn ground(&self, id: NodeId) -> NodeId {
+    pub(super) fn ground(&self, id: NodeId) -> NodeId {
         let ns = usize::from(self.forest.node(id).ns);
         if !self.namespaces[ns].spec.has_full() {
             return NONE;
@@ -264,7 +291,14 @@ impl Engine {
     }
 
     /// Leaves a queued payload in the arena only.
-    fn refuse_write(&mut self, id: NodeId, group: u8) {
+    fn refuse_write(&mut self, id: NodeId, group: u8, why: Refusal) {
+        self.last_refused = Some((id, group, why));
+        match why {
+            Refusal::Admission => self.counters.refused_admission += 1,
+            Refusal::Full => self.counters.refused_disk_full += 1,
+            Refusal::Degraded => self.counters.refused_disk_degraded += 1,
+            Refusal::Ground => {}
+        }
         let node = self.forest.node_mut(id);
         node.place_mut(group).disk = DiskState::Empty;
         let (last, hit_class) = (node.last, node.hit_class);
@@ -332,15 +366,21 @@ impl Engine {
     }
 
     /// Whether every required payload of a node is on disk or on its way there.
-    fn is_on_disk(&self, id: NodeId) -> bool {
+    pub(super) fn is_on_disk(&self, id: NodeId) -> bool {
         let node = self.forest.node(id);
         node.places().iter().enumerate().all(|(group, place)| {
             !node.requires(group) || matches!(place.disk, DiskState::Writing | DiskState::Present)
         })
     }
 
-    /// A required payload of a node that is in the arena and not yet on its way to disk. One that is
-    /// queued further back counts as under way only when its turn comes, so it is not taken twice.
+    /// Whether a required payload of a node waits to be written.
+    fn is_queued(&self, id: NodeId) -> bool {
+        let node = self.forest.node(id);
+        let mut places = node.places().iter().enumerate();
+        places.any(|(group, place)| node.requires(group) && place.disk == DiskState::Queued)
+    }
+
+    /// A required payload of a node that is in the arena and neither on disk nor on its way there.
     fn writable_place(&self, id: NodeId) -> Option<u8> {
         let node = self.forest.node(id);
         (0u8..).zip(node.places()).find_map(|(group, place)| {
@@ -390,11 +430,8 @@ impl Engine {
 
     /// A slot on disk for a payload, and where: on another device if the chosen one holds nothing that
     /// could go.
-    fn take_disk(&mut self, id: NodeId, group: u8, rescued: bool) -> Option<(usize, u64)> {
-        let Some(chosen) = self.choose_disk(id) else {
-            self.counters.refused_disk_degraded += 1;
-            return None;
-        };
+    fn take_disk(&mut self, id: NodeId, group: u8, rescued: bool) -> Result<(usize, u64), Refusal> {
+        let chosen = self.choose_disk(id).ok_or(Refusal::Degraded)?;
         let bound = self.forest.node(id).places_used[Tier::Disk as usize] > 0;
         let others = (0..self.disks.len()).filter(|&device| device != chosen && !bound);
         for device in std::iter::once(chosen).chain(others) {
@@ -402,16 +439,14 @@ impl Engine {
                 continue;
             }
             if !rescued && !self.is_admitted(id, group, device) {
-                self.counters.refused_admission += 1;
-                return None;
+                return Err(Refusal::Admission);
             }
             if let Some(offset) = self.take_slot(id, group, device) {
-                return Some((device, offset));
+                return Ok((device, offset));
             }
         }
-        self.counters.refused_disk_full += 1;
         self.rescue_waits |= rescued;
-        None
+        Err(Refusal::Full)
     }
 
     fn is_admitted(&mut self, id: NodeId, group: u8, device: usize) -> bool {
