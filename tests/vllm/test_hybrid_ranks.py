@@ -7,23 +7,34 @@ from pathlib import Path
 import pytest
 
 from connector_engine import core
+from harness import prompt
 from hybrid_engine import HOST, MODELS, Model, ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
+FINE = 64
+"""Tokens of a hash where hits may end inside a block."""
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks(name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(
+    ("name", "fine"), [*((name, False) for name in MODELS), ("qwen3_next", True)], ids=[*MODELS, "tails"]
+)
+def test_two_ranks(
+    name: str, fine: bool, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = Model(name, request.getfixturevalue(name), *MODELS[name])
     options = {"host_memory": HOST, "disk_path": str(tmp_path / "cache"), "disk_capacity": "256MiB"}
+    ids = prompt(model.block + 200) if fine else model.ids(3)
+    cached = (model.block + 200) // FINE * FINE if fine else 3 * model.block
     answers = []
     for start in range(2):
-        running = model.start(options, executor="mp", tensor_parallel_size=2)
+        arguments = {"prefix_match_unit": FINE} if fine else {}
+        running = model.start(options, executor="mp", tensor_parallel_size=2, **arguments)
         try:
             for turn in range(2):
-                answer = ask(running, model.ids(3))
-                assert answer.cached == (3 * model.block if start or turn else 0)
+                answer = ask(running, ids)
+                assert answer.cached == (cached if start or turn else 0)
                 answers.append(answer)
             assert core(running).flush(30.0)
             assert (core(running).stats()["disk_reads"] > 0) == (start > 0)
