@@ -1,6 +1,6 @@
 //! The directory that holds the sockets: private to the user, and kept free of dead ones.
 
-use std::fs::{self, DirBuilder, Permissions};
+use std::fs::{self, DirBuilder, File, Permissions};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,6 +8,7 @@ use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt}
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Pid, geteuid, test_kill_process};
@@ -137,6 +138,8 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
     if bytes > SOCKET_PATH_MAX {
         return Err(SocketError::PathTooLong { path, bytes });
     }
+    // Until it listens: another that starts now would take it for dead.
+    let _locked = lock(path.parent().unwrap_or(Path::new("/")))?;
     let is_socket = |found: fs::Metadata| found.file_type().is_socket();
     if fs::symlink_metadata(&path).is_ok_and(is_socket) {
         // At once: a frozen server whose queue is full is one, too.
@@ -153,6 +156,14 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
         .set_nonblocking(true)
         .map_err(os(&path, "setting it non-blocking"))?;
     Ok((listener, path))
+}
+
+/// Keeps others from making sockets in the directory, until what it returns is dropped.
+fn lock(dir: &Path) -> Result<File, SocketError> {
+    let file = File::open(dir).map_err(os(dir, "opening"))?;
+    flock(&file, FlockOperation::LockExclusive)
+        .map_err(|errno| os(dir, "locking")(errno.into()))?;
+    Ok(file)
 }
 
 /// Connects, or says at once why not.
@@ -271,5 +282,26 @@ mod tests {
         fs::write(&notes, "mine").unwrap();
         assert!(listen_at(notes.clone()).is_err());
         assert_eq!(fs::read(notes).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn of_many_that_start_at_once_over_a_dead_socket_one_listens() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("s.sock");
+        for _ in 0..50 {
+            drop(UnixListener::bind(&path).unwrap());
+            let start = std::sync::Barrier::new(8);
+            let made: Vec<_> = std::thread::scope(|scope| {
+                let one = || {
+                    start.wait();
+                    listen_at(path.clone())
+                };
+                let threads: Vec<_> = (0..8).map(|_| scope.spawn(one)).collect();
+                threads.into_iter().map(|t| t.join().unwrap()).collect()
+            });
+            assert_eq!(made.iter().filter(|made| made.is_ok()).count(), 1);
+            assert!(connect_at_once(&path).is_ok(), "it can be reached");
+            fs::remove_file(&path).unwrap();
+        }
     }
 }

@@ -96,7 +96,9 @@ impl Engine {
         self.hasten(id);
         self.requests[id].asked_ns.get_or_insert(self.now_ns);
         let state = &self.requests[id];
-        let granule = self.namespaces[usize::from(state.ns)].spec.hash_block_tokens;
+        let granule = self.namespaces[usize::from(state.ns)]
+            .spec
+            .hash_block_tokens;
         let hashed = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
         let most = max_tokens.min(hashed.saturating_mul(granule));
         let gain = self.promised(state, most).saturating_sub(local_tokens);
