@@ -86,7 +86,7 @@ pub(super) struct Reader {
     len: u64,
     order: std::vec::IntoIter<u64>,
     window: usize,
-    under_way: VecDeque<(u64, String, u64, Instant)>,
+    under_way: VecDeque<(String, Vec<BlockHash>, Instant)>,
     count: u64,
     /// From lookup to answer, of full hits.
     pub(super) latencies: Vec<Duration>,
@@ -112,8 +112,8 @@ impl Reader {
         let session = rig.session;
         let all = BLOCK_TOKENS * self.len as u32;
         let (now, len) = (Instant::now(), self.len);
-        self.under_way.retain(|(_, name, number, asked)| {
-            match engine.poll(session, name, &prefix(*number, len), 0, u32::MAX) {
+        self.under_way.retain(|(name, hashes, asked)| {
+            match engine.poll(session, name, hashes, 0, u32::MAX) {
                 Answer::Pending => return true,
                 Answer::Ready(found) if found == all => {
                     self.latencies.push(now - *asked);
@@ -132,9 +132,9 @@ impl Reader {
         {
             self.count += 1;
             let name = self.count.to_string();
-            engine.submit(session, &name, &prefix(number, len), 0, u32::MAX);
-            let asked = Instant::now();
-            self.under_way.push_back((self.count, name, number, asked));
+            let hashes = prefix(number, len);
+            engine.submit(session, &name, &hashes, 0, u32::MAX);
+            self.under_way.push_back((name, hashes, Instant::now()));
         }
         self.under_way.is_empty()
     }
