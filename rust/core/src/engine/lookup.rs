@@ -55,6 +55,8 @@ pub(super) struct Request {
     tick: u64,
     /// Granules, from the first, that were offered to the policies to be saved.
     pub(super) offered: u32,
+    /// Granules, from the first, that it has saved or found here when it did.
+    pub(super) deduplicated: u32,
     /// Depth of the block that a policy did not admit, or 0: what stands on it is not saved.
     pub(super) not_admitted: u32,
 }
@@ -253,6 +255,7 @@ impl Engine {
         let id = self.requests.insert(Request {
             tick: self.tick,
             offered: 0,
+            deduplicated: 0,
             not_admitted: 0,
             ns: state.ns,
             lease: NONE,
@@ -288,21 +291,18 @@ impl Engine {
         let found = self.forest.deepest(ns, hashes, |node| node.visible);
         self.requests[id].shared_tokens = found.map_or(0, |(_, depth)| depth * granule);
         let Some((deepest, depth)) = found.filter(|&(_, depth)| depth > local) else {
-            self.lease(id, NONE);
-            return Answer::Ready(0);
+            return self.nothing(id);
         };
         let dropped = self.requests[id].dropped_tokens.div_ceil(granule);
         let limit = depth.saturating_sub(dropped).min(max_tokens / granule);
         if limit <= local {
-            self.lease(id, NONE);
-            return Answer::Ready(0);
+            return self.nothing(id);
         }
         let anywhere = self.boundary(deepest, limit, local, false);
         let least = self.config.min_load_tokens.max(1);
         let worth = |boundary: u32| boundary > local && boundary * granule - local_tokens >= least;
         if !worth(anywhere) {
-            self.lease(id, NONE);
-            return Answer::Ready(0);
+            return self.nothing(id);
         }
         let at = self.forest.ancestor(deepest, anywhere);
         let in_host = self.boundary(at, anywhere, local, true);
@@ -314,13 +314,19 @@ impl Engine {
             }
         }
         if !worth(in_host) {
-            self.lease(id, NONE);
-            return Answer::Ready(0);
+            return self.nothing(id);
         }
         let at = self.forest.ancestor(at, in_host);
         self.lease(id, at);
         self.touch_hit(id, at);
         Answer::Ready(in_host * granule)
+    }
+
+    /// The answer that there is no hit. What was promoted for it is nobody's by right any more.
+    fn nothing(&mut self, id: RequestId) -> Answer {
+        self.lease(id, NONE);
+        self.release_promoted(id);
+        Answer::Ready(0)
     }
 
     /// The deepest boundary at or below `limit` on the chain of `deepest`, counting what is in the

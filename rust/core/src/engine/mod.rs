@@ -11,6 +11,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
+use rustc_hash::FxHashMap;
 use slotmap::SlotMap;
 
 use crate::disk::Disk;
@@ -171,8 +172,9 @@ pub struct Engine {
     prefetched: VecDeque<RequestId>,
     write_queue: VecDeque<writeback::Queued>,
     queued_bytes: u64,
-    /// The payload that was last refused since writes were last asked for.
-    last_refused: Option<(NodeId, u8, writeback::Refusal)>,
+    /// Nodes that were refused a place on disk since one became free there, with their generations.
+    refused: FxHashMap<(NodeId, u32), writeback::Refusal>,
+    refused_at_ns: u64,
     write_tokens: u64,
     write_tokens_at_ns: u64,
     /// Nodes that could not be written although children of them are on disk.
@@ -223,7 +225,8 @@ impl Engine {
             prefetched: VecDeque::new(),
             write_queue: VecDeque::new(),
             queued_bytes: 0,
-            last_refused: None,
+            refused: FxHashMap::default(),
+            refused_at_ns: 0,
             write_tokens: 0,
             write_tokens_at_ns: 0,
             stranded: VecDeque::new(),

@@ -64,6 +64,9 @@ impl Engine {
     /// One place of `tier` fewer is in use at a node.
     fn place_left(&mut self, id: NodeId, tier: Tier, loss: Loss) {
         self.rescue_waits = false;
+        if tier == Tier::Disk {
+            self.refused.clear();
+        }
         let node = self.forest.node_mut(id);
         node.places_used[tier as usize] -= 1;
         if node.places_used[tier as usize] == 0 {

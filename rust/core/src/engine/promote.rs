@@ -23,12 +23,13 @@ pub(super) struct Promotion {
     pub(super) reached: NodeId,
     /// The boundary, in granules, if all goes well.
     pub(super) boundary: u32,
+    /// Bytes that were on disk only when it started, less what it has begun to read.
+    unread: u64,
     started_ns: u64,
     /// When it was started, or a read for it ended last.
     pub(super) progress_ns: u64,
 }
 
-#[cfg(feature = "check")]
 impl Promotion {
     /// Whether it has no more reads to start.
     pub(super) fn is_issued(&self) -> bool {
@@ -54,19 +55,22 @@ impl Engine {
         let mut steps = self.steps(target, local);
         let held = self.requests[id].promoted_bytes;
         let budget = self.config.promotion_bytes.saturating_sub(held);
+        let mut unread = self.missing_bytes(&steps);
+        let mut room = budget;
         // Larger than the budget: a part of the prefix is a hit too.
-        while self.missing_bytes(&steps) > budget {
-            let (span, need) = (u64::from(boundary - local), self.missing_bytes(&steps));
-            let share = u128::from(span) * u128::from(budget) / u128::from(need);
-            let reach = local + u32::try_from(share).unwrap_or(0).min(boundary - local - 1);
-            if reach <= local {
-                return false;
-            }
-            boundary = self.boundary(target, reach, local, false);
+        while unread > budget {
+            let reach = self.affordable(&steps, room);
+            boundary = match reach.min(boundary - 1) {
+                reach if reach > local => self.boundary(target, reach, local, false),
+                _ => return false,
+            };
             if boundary <= local {
                 return false;
             }
             steps = self.steps(self.forest.ancestor(target, boundary), local);
+            unread = self.missing_bytes(&steps);
+            // A window or a state at the new end may be more than what was left out.
+            room -= room / 16;
         }
         let target = self.forest.ancestor(target, boundary);
         self.lease(id, target);
@@ -76,6 +80,7 @@ impl Engine {
             waiting: 0,
             reached: NONE,
             boundary,
+            unread,
             started_ns: self.now_ns,
             progress_ns: self.now_ns,
         });
@@ -110,16 +115,27 @@ impl Engine {
     }
 
     fn missing_bytes(&self, steps: &[(NodeId, u8)]) -> u64 {
-        steps
-            .iter()
-            .filter(|(node, group)| {
-                !matches!(
-                    self.forest.node(*node).place(*group).host,
-                    HostState::Present | HostState::Reading
-                )
-            })
-            .map(|&(node, group)| self.host.slot_bytes(self.host_class(node, group)))
-            .sum()
+        steps.iter().map(|&step| self.missing(step)).sum()
+    }
+
+    /// Bytes that a payload takes of the arena beyond what it has there.
+    fn missing(&self, (node, group): (NodeId, u8)) -> u64 {
+        match self.forest.node(node).place(group).host {
+            HostState::Present | HostState::Reading => 0,
+            _ => self.host.slot_bytes(self.host_class(node, group)),
+        }
+    }
+
+    /// The depth to which `room` bytes suffice for what is missing, front to back.
+    fn affordable(&self, steps: &[(NodeId, u8)], mut room: u64) -> u32 {
+        let depth = |node| self.forest.node(node).depth;
+        for &step in steps {
+            match room.checked_sub(self.missing(step)) {
+                Some(left) => room = left,
+                None => return depth(step.0) - 1,
+            }
+        }
+        steps.last().map_or(0, |&(node, _)| depth(node))
     }
 
     /// The scheduler waits for this request: it goes before prefetches.
@@ -190,6 +206,10 @@ impl Engine {
                     return Turn::Blocked;
                 }
                 self.charge(id, node, group);
+                let slot = self.host.slot_bytes(self.host_class(node, group));
+                if let Some(promotion) = &mut self.requests[id].promotion {
+                    promotion.unread = promotion.unread.saturating_sub(slot);
+                }
                 out.push(self.read_request(node, group));
             }
             self.reach(id, node);
@@ -397,13 +417,14 @@ impl Engine {
         }
     }
 
-    /// Bytes that requests wait for and that are not being read yet.
+    /// Bytes that requests wait for and that are not being read yet. What others have read meanwhile counts
+    /// until a request's turn has passed it.
     pub(super) fn promotion_queue_bytes(&self) -> u64 {
-        self.turns
-            .iter()
-            .flatten()
-            .filter_map(|&id| self.requests.get(id)?.promotion.as_ref())
-            .map(|promotion| self.missing_bytes(&promotion.steps[promotion.next..]))
+        let promotions = self.requests.values();
+        promotions
+            .filter_map(|request| request.promotion.as_ref())
+            .filter(|promotion| !promotion.is_issued())
+            .map(|promotion| promotion.unread)
             .sum()
     }
 }

@@ -1,5 +1,7 @@
 //! Recovery: from the table of each directory to the forest. No payload is read.
 
+use std::collections::HashMap;
+
 use crate::disk::format::{
     LINK, NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
 };
@@ -96,15 +98,23 @@ impl Engine {
             let found = entries.iter().enumerate();
             found.filter_map(move |(index, entry)| Some((device, index, entry.as_ref()?)))
         });
+        let mut lives = HashMap::new();
+        for (_, _, entry) in places.clone() {
+            let (instance, several) = lives
+                .entry(entry.spec.digest())
+                .or_insert((entry.instance, false));
+            *several |= *instance != entry.instance;
+        }
         for (device, index, entry) in places {
             self.instances.insert(entry.instance);
             let digest = entry.spec.digest();
-            if let Some(known) = self.namespaces.iter().find(|ns| ns.digest == digest) {
-                if known.instance != entry.instance {
-                    // Another life of it, which a directory has that was not here for a while. A reset
-                    // would not know of it, so it ends now.
-                    self.clear_entry(device, index);
-                }
+            if lives.get(&digest).is_some_and(|&(_, several)| several) {
+                // A directory was not here for a while. One of its lives may be from before a reset, and
+                // nothing says which.
+                self.clear_entry(device, index);
+                continue;
+            }
+            if self.namespaces.iter().any(|ns| ns.digest == digest) {
                 continue;
             }
             // One that does not fit the arena of today stays on disk, unused.

@@ -238,6 +238,8 @@ impl Engine {
         let (mut offered, mut not_admitted) = request.map_or((0, 0), |id| {
             (self.requests[id].offered, self.requests[id].not_admitted)
         });
+        // What this request has saved or found before is not found again.
+        let known = request.map_or(0, |id| self.requests[id].deduplicated.max(offered));
         if not_admitted <= depth {
             not_admitted = 0;
         }
@@ -316,11 +318,12 @@ impl Engine {
             self.unpin(anchor);
         }
         if let Some(id) = request {
+            self.requests[id].deduplicated = known.max(depth);
             self.requests[id].offered = offered;
             self.requests[id].not_admitted = not_admitted;
         }
         self.sessions[session].save_refused = refused;
-        self.counters.deduplicated_blocks += u64::from(depth);
+        self.counters.deduplicated_blocks += u64::from(depth.saturating_sub(known));
         if places.is_empty() {
             return None;
         }

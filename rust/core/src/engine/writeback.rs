@@ -11,6 +11,9 @@ use super::{Engine, Op};
 /// The write budget may be saved up for this long, in nanoseconds.
 const BURST_NS: u64 = 250_000_000;
 
+/// How long a refusal stands if no place on disk becomes free, in nanoseconds: what is in use may be let go.
+const REFUSED_NS: u64 = 10_000_000_000;
+
 /// A payload that waits to be written.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Queued {
@@ -124,7 +127,10 @@ impl Engine {
     /// Appends writes to start now.
     pub(super) fn next_writes(&mut self, limit: usize, out: &mut Vec<IoRequest>) {
         self.next_namespace_writes(limit, out);
-        self.last_refused = None;
+        if self.now_ns >= self.refused_at_ns.saturating_add(REFUSED_NS) {
+            self.refused_at_ns = self.now_ns;
+            self.refused.clear();
+        }
         self.rescue();
         self.refill();
         let reading = self.reads_in_flight > 0 || self.turns.iter().any(|turns| !turns.is_empty());
@@ -216,10 +222,8 @@ impl Engine {
             && let Some(missing) = self.writable_place(ground)
         {
             let choosy = self.host_policy.touches_every_block() && !rescued;
-            if let Some((node, place, why)) = self.last_refused
-                && (node, place) == (ground, missing)
-            {
-                // Down a long chain, each block would ask all above it again.
+            // Down a long chain, each block would ask all above it again.
+            if let Some(why) = self.refused_lately(ground) {
                 self.refuse_write(id, group, why);
                 return None;
             }
@@ -290,9 +294,22 @@ impl Engine {
         at
     }
 
+    /// Why a node was refused, if asking again would be in vain.
+    fn refused_lately(&self, id: NodeId) -> Option<Refusal> {
+        let now_ns = self.now_ns;
+        if !self.disks.iter().any(|disk| disk.takes_writes(now_ns)) {
+            return Some(Refusal::Degraded);
+        }
+        let generation = self.forest.node(id).generation;
+        self.refused.get(&(id, generation)).copied()
+    }
+
     /// Leaves a queued payload in the arena only.
     fn refuse_write(&mut self, id: NodeId, group: u8, why: Refusal) {
-        self.last_refused = Some((id, group, why));
+        let node = self.forest.node(id);
+        if node.requires(usize::from(group)) {
+            self.refused.insert((id, node.generation), why);
+        }
         match why {
             Refusal::Admission => self.counters.refused_admission += 1,
             Refusal::Full => self.counters.refused_disk_full += 1,
@@ -521,11 +538,13 @@ impl Engine {
 
     /// Gives a directory up: what only it holds is gone.
     pub(super) fn give_up_disk(&mut self, device: usize) {
-        let ids: Vec<(NodeId, u32)> = self
+        let mut ids: Vec<(NodeId, u32)> = self
             .forest
             .ids()
             .map(|id| (id, self.forest.node(id).generation))
             .collect();
+        // The first one that is lost takes all that stands on it along.
+        ids.sort_unstable_by_key(|&(id, _)| self.forest.node(id).depth);
         for (id, generation) in ids {
             if !self.forest.is_live(id, generation)
                 || usize::from(self.forest.node(id).device) != device
