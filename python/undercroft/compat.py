@@ -52,10 +52,12 @@ __all__ = [
     "group_window",
     "hash_lookahead_tokens",
     "hash_seed",
+    "hashes_adapters",
     "keeps_states",
     "layer_specs",
     "recompute_failed_loads",
     "reconcile_local_hits",
+    "tell_adapters_apart",
     "vllm_release",
 ]
 
@@ -199,6 +201,39 @@ def reconcile_local_hits(kv_cache_manager: KVCacheManager, usable: Callable[[Req
 
     kv_cache_manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector  # type: ignore[method-assign]
     return True
+
+
+def hashes_adapters() -> bool:
+    """Whether block hashes have the part about LoRA adapters that `tell_adapters_apart` adds to."""
+    return hasattr(kv_cache_utils, "_gen_lora_extra_hash_keys")
+
+
+def tell_adapters_apart(of_request: Callable[[Request], str], before_loading: Callable[[Any], Any]) -> None:
+    """Put ``of_request`` into the block hashes of requests with a LoRA adapter. Does nothing the second time.
+
+    ``before_loading`` is told of adapters (`LoRARequest`) that are loaded before a request asks for them.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = kv_cache_utils._gen_lora_extra_hash_keys
+    if getattr(original, "_undercroft", False):
+        return
+
+    @functools.wraps(original)
+    def keys(request: Request) -> list[Any]:
+        found = original(request)
+        return [*found, ("lora_weights", of_request(request))] if found else found
+
+    keys._undercroft = True  # type: ignore[attr-defined]
+    kv_cache_utils._gen_lora_extra_hash_keys = keys
+    add_lora = EngineCore.add_lora
+
+    @functools.wraps(add_lora)
+    def add(self: Any, lora_request: Any) -> bool:
+        before_loading(lora_request)
+        return add_lora(self, lora_request)
+
+    EngineCore.add_lora = add  # type: ignore[method-assign]
 
 
 def before_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) -> None:

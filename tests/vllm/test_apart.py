@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,44 @@ def test_adapters_are_kept_apart(engine: Make, llama: Path, tmp_path: Path) -> N
             assert (answer.cached, answer.tokens) == (cached, tokens)
             nothing_left(one)
     assert stats(one)["host_blocks"] == 3 * HIT // BLOCK
+
+
+def test_an_adapter_that_was_trained_again_in_its_place_is_another(engine: Make, llama: Path, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "blocks": 64}
+    disk = {**MEMORY, "disk_path": str(tmp_path / "cache"), "disk_capacity": "256MiB"}
+    path = tmp_path / "sql"
+    adapter = LoRARequest("sql", 1, str(path))
+    answers = []
+    # Twice the first weights, then others under the same name and path; the last engine is without undercroft.
+    for seed, options in ((1, disk), (1, disk), (2, disk), (2, None)):
+        if seed == 2 and len(answers) == 2:
+            shutil.rmtree(path)
+        if not path.exists():
+            make_adapter(path, seed)
+        one = engine(llama, options, **lora)
+        answers.append(one.generate(IDS, 16, lora_request=adapter))
+        if options:
+            nothing_left(one)
+        one.close()
+    assert [answer.cached for answer in answers[:3]] == [0, HIT, 0]
+    assert answers[1].tokens == answers[0].tokens != answers[2].tokens == answers[3].tokens
+
+
+def test_an_adapter_that_changes_under_a_process_is_nobody_elses(engine: Make, llama: Path, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "blocks": 64}
+    adapter = LoRARequest("chat", 1, str(make_adapter(tmp_path / "chat", 3)))
+    one = engine(llama, MEMORY, **lora)
+    assert one.generate(IDS, 1, lora_request=adapter).cached == 0
+    nothing_left(one)
+    (tmp_path / "chat" / "adapter_model.safetensors").touch()
+    # Which weights the worker has, nobody knows: what is saved now is found in this process only.
+    assert one.generate(IDS, 1, lora_request=adapter).cached == 0
+    nothing_left(one)
+    assert one.generate(IDS, 1, lora_request=adapter).cached == HIT
 
 
 def test_salts_are_kept_apart(engine: Make, llama: Path) -> None:

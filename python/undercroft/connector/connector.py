@@ -20,8 +20,10 @@ from undercroft.compat import (
     KVConnectorStats,
     KVConnectorTransferResults,
     SupportsHMA,
+    tell_adapters_apart,
 )
 from undercroft.config import UndercroftConfig, unknown_environment
+from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.engine import open_engine, start_line
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
@@ -110,6 +112,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info('undercroft: kv_load_failure_policy is set to "recompute": a failed load is only a miss.')
         if warning := random_seed_warning(self._vllm_config):
             logger.warning(warning)
+        if getattr(self._vllm_config, "lora_config", None) is not None:
+            tell_adapters_apart(ADAPTERS.of_request, ADAPTERS.key)
         groups = Groups.of(self._vllm_config, self._kv_cache_config)
         description = describe(self._vllm_config, self._kv_cache_config, config.namespace_salt)
         tensor_parallel = self._vllm_config.parallel_config.tensor_parallel_size

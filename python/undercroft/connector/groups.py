@@ -165,6 +165,8 @@ def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             return f"{name} = {size} is not supported (only tensor parallelism is)"
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has a scheduler of its own, whose saves hold one shard"
+    if getattr(vllm_config, "lora_config", None) is not None and not compat.hashes_adapters():
+        return "this vLLM's block hashes do not tell LoRA adapters apart in a way known here"
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"
     kinds = []

@@ -96,7 +96,7 @@ def _model(model_config: Any) -> dict[str, Any]:
         "revision": model_config.revision,
         "commit": getattr(hf_config, "_commit_hash", None),
         "config": _digest(_hf_config_json(hf_config)),
-        "weights": _weights(getattr(model_config, "model_weights", "") or model_config.model),
+        "weights": weight_files(getattr(model_config, "model_weights", "") or model_config.model),
         "dtype": _plain(model_config.dtype),
         **{name: _plain(getattr(model_config, name, None)) for name in _MODEL_FIELDS},
         "multimodal": {name: _plain(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS},
@@ -126,7 +126,7 @@ def _hf_config_json(hf_config: Any) -> str:
     return json.dumps(_plain(values), sort_keys=True, separators=(",", ":"))
 
 
-def _weights(model: str) -> list[list[Any]]:
+def weight_files(model: str) -> list[list[Any]]:
     """Names, sizes and times of a local model's weight files, and its indexes' digests; empty for a remote name."""
     path = Path(model)
     if path.is_file():

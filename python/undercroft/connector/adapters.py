@@ -1,0 +1,76 @@
+"""Which weights a LoRA adapter has. vLLM's block hashes have its name and path only, which the next ones may share.
+
+For vLLM that is the flaw of a moment: its cache ends with the process. Ours is found after a restart, and by others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from undercroft.connector.namespace import weight_files
+
+_CONFIG = "adapter_config.json"
+_NOTE = "_undercroft_adapter"
+
+
+class Adapters:
+    """A key for the weights of each adapter, which goes into the hashes of its requests' blocks.
+
+    The same in every process that has the same files there. Where an adapter's files cannot be seen, or have changed
+    since this process saw them first, nobody can tell which weights a worker has loaded: such a key is of this process
+    alone.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], str] = {}
+        self._private: dict[tuple[str, str, str], str] = {}
+
+    def of_request(self, request: Any) -> str:
+        """The key of a request's adapter, the same for all of its blocks."""
+        key = getattr(request, _NOTE, None)
+        if key is None:
+            key = self.key(request.lora_request)
+            setattr(request, _NOTE, key)
+        return key
+
+    def key(self, adapter: Any) -> str:
+        """The key of a `LoRARequest`. To be asked for before its weights are loaded for the first time."""
+        named = (adapter.lora_name, adapter.lora_path)
+        try:
+            found = _fingerprint(adapter.lora_path)
+        except OSError:
+            found = ""
+        if found and self._seen.setdefault(named, found) == found:
+            return found
+        return self._private.setdefault((*named, found), secrets.token_hex(16))
+
+
+def _fingerprint(path: str) -> str:
+    directory = _directory(path)
+    files = weight_files(str(directory)) if directory else []
+    if directory is None or not files:
+        return ""
+    config = (directory / _CONFIG).read_bytes()
+    return hashlib.sha256(json.dumps([files, hashlib.sha256(config).hexdigest()]).encode()).hexdigest()
+
+
+def _directory(path: str) -> Path | None:
+    """Where vLLM finds the adapter (`vllm/lora/utils.py`), if it is on this machine."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(path, _CONFIG)
+    except Exception:  # not a repository's name, or another hub
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+ADAPTERS = Adapters()
+"""Those of this process."""

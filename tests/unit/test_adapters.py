@@ -1,0 +1,58 @@
+"""Keys of LoRA adapters: by their files, and of this process alone where those do not say it all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from undercroft.connector.adapters import Adapters
+
+
+def adapter(path: Path | str, name: str = "sql") -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=str(path))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """An adapter's directory."""
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def test_the_same_files_give_the_same_key_in_every_process(files: Path) -> None:
+    assert Adapters().key(adapter(files)) == Adapters().key(adapter(files))
+
+
+@pytest.mark.parametrize("changed", ["adapter_config.json", "adapter_model.safetensors"])
+def test_files_that_changed_before_the_start_give_another(files: Path, changed: str) -> None:
+    before = Adapters().key(adapter(files))
+    (files / changed).write_text("other")
+    assert Adapters().key(adapter(files)) != before
+
+
+def test_files_that_change_later_give_a_key_of_this_process(files: Path) -> None:
+    ours = Adapters()
+    before = ours.key(adapter(files))
+    (files / "adapter_model.safetensors").write_text("other")
+    after = ours.key(adapter(files))
+    assert after not in (before, Adapters().key(adapter(files)))
+    assert ours.key(adapter(files)) == after
+
+
+@pytest.mark.parametrize("path", ["somebody/adapter-that-is-not-here", "not a name at all", "/nowhere"])
+def test_files_that_cannot_be_seen_give_a_key_of_this_process(path: str) -> None:
+    ours = Adapters()
+    assert ours.key(adapter(path)) == ours.key(adapter(path)) != Adapters().key(adapter(path))
+
+
+def test_a_request_keeps_its_key(files: Path) -> None:
+    ours = Adapters()
+    request = SimpleNamespace(lora_request=adapter(files))
+    key = ours.of_request(request)
+    (files / "adapter_model.safetensors").write_text("other")
+    assert ours.of_request(request) == key
+    assert ours.of_request(SimpleNamespace(lora_request=adapter(files))) != key
