@@ -450,6 +450,24 @@ def test_refused_save_is_tried_again_and_at_the_end():
     assert len(world.session.host) == 3
 
 
+def test_refused_saves_come_back_one_after_the_other_and_ever_less_often():
+    world = World(capacity=0)
+    requests = [Request(name, tokens(2 * BLOCK, seed=seed)) for seed, name in enumerate("abcdefgh")]
+    for request in requests:
+        world.prefill(request)
+    asked = world.session.calls
+    steps = 4 * module._RETRY_STEPS
+    per_step = []
+    for _ in range(steps):
+        before = len([call for call in asked if call[0] == "begin_save"])
+        world.answer(world.step([(request, 0) for request in requests]))
+        per_step.append(len([call for call in asked if call[0] == "begin_save"]) - before)
+    # At first all within eight steps, and never all in one.
+    assert sum(per_step[: module._RETRY_STEPS + 1]) >= len(requests)
+    assert max(per_step) <= len(requests) // 2
+    assert sum(per_step) < len(requests) * steps // module._RETRY_STEPS
+
+
 def test_lookup_starts_at_arrival_unless_switched_off_or_incomplete():
     world = World()
     world.connector.on_new_request(Request("a", tokens(2 * BLOCK)))

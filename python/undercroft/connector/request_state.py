@@ -48,5 +48,9 @@ class RequestState:
     """The whole boundary and the limit that they were looked up for."""
     save_refused: bool = False
     """The last save left blocks out for want of memory: worth asking again."""
+    refusals: int = 0
+    """How many saves in a row did."""
+    retry_at: int = 0
+    """The step from which on it is asked again."""
     epoch: int = 0
     """The cache reset after which the blocks on the device were computed."""

@@ -363,8 +363,12 @@ def _group_copy(
             f"undercroft: a save wants blocks {part.position(first)} to {part.position(first + int(wanted[-1]))} of "
             f"group {part.group}, but the request has {len(table)}"
         )
+    elif len(wanted):
+        # Of a long table only what is wanted is read.
+        low, high = (part.position(first + int(wanted[at])) for at in (0, -1))
+        block_ids = np.array(table[low : high + 1], dtype=np.int64)[part.per_block * (wanted - wanted[0])]
     else:
-        block_ids = np.array(table, dtype=np.int64)[part.position(first) + part.per_block * wanted]
+        block_ids = np.zeros(0, dtype=np.int64)
     if (block_ids == _NULL_BLOCK).any():
         raise ValueError(f"undercroft: a save wants null blocks of group {part.group}")
     return GroupCopy(part.group, block_ids, slots[wanted])

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 LOOKUP_DEADLINE_S = 60.0
 """A request that is told "later" for longer than this computes its prompt: no defect may starve it."""
 _RETRY_STEPS = 8
-"""A refused save is asked for again after this many steps."""
+"""A refused save is asked for again after at most this many steps, and after twice as many each time that follows."""
+_DOUBLINGS = 5
+"""How often that number is doubled."""
 RESET_TIMEOUT_S = 10.0
 
 
@@ -73,6 +75,7 @@ class SchedulerConnector:
         self.completes_local_hits = False
         """Whether a local hit of full attention alone is welcome: the state at the loaded boundary completes it."""
         self._step = 0
+        self._refused = 0
         self._epoch = 0
         self._counts = counts
 
@@ -218,8 +221,9 @@ class SchedulerConnector:
             states = states_of.get(request_id, ())
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self._complete_hashes(state.request, computed)
-            retry = state.save_refused and self._step % _RETRY_STEPS == 0
-            if num_hashes == state.saved_hashes and not states and not retry:
+            # To ask again costs as much as the request is long, also for a block more.
+            due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
+            if not due and not states:
                 continue
             tables = tables_of.get_block_ids(request_id)
             if tables is not None:
@@ -454,6 +458,12 @@ class SchedulerConnector:
             state.save_refused = grant.refused
             if grant.refused:
                 state.saved_tokens = 0
+                # Where memory is short many are refused at once: they must not all come back in one step.
+                half = _RETRY_STEPS // 2 << min(state.refusals, _DOUBLINGS)
+                state.refusals += 1
+                self._refused += 1
+                state.retry_at = self._step + half + 1 + self._refused % half
             else:
+                state.refusals = 0
                 state.saved_tokens = max(state.saved_tokens, grant.num_tokens)
                 state.windows_kept = max(state.windows_kept, grant.num_tokens)

@@ -4,7 +4,7 @@
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::engine::{Answer, Engine, EngineConfig, SessionId};
-use undercroft_core::io::{IoCompletion, IoRequest};
+use undercroft_core::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::policy::PolicyKind;
@@ -50,6 +50,13 @@ fn engine_of(policy: PolicyKind, host_blocks: u64, disk_blocks: u64) -> (Engine,
 fn prompt(name: u8, len: u8) -> Vec<BlockHash> {
     (0..len)
         .map(|block| BlockHash::new(&[name, block, 1, 1, 1, name, block, 1]).unwrap())
+        .collect()
+}
+
+/// A prompt of `len` blocks.
+fn chain(len: u32) -> Vec<BlockHash> {
+    (0..len)
+        .map(|block| BlockHash::new(&[block.to_le_bytes(), [1; 4]].concat()).unwrap())
         .collect()
 }
 
@@ -185,12 +192,40 @@ fn a_prompt_longer_than_the_disk_asks_for_room_once() {
     // If each block asked for all above it again, this would take minutes.
     let (blocks, disk) = (40_000_u32, 16);
     let (mut engine, session) = engine_of(PolicyKind::Lru, 100_000, disk);
-    let prompt: Vec<BlockHash> = (0..blocks)
-        .map(|block| BlockHash::new(&[block.to_le_bytes(), [1; 4]].concat()).unwrap())
-        .collect();
+    let prompt = chain(blocks);
     assert_eq!(save(&mut engine, session, "r", &prompt), blocks);
     settle(&mut engine);
     let counters = engine.counters();
     assert_eq!(counters.disk_writes, disk);
     assert_eq!(counters.refused_disk_full, u64::from(blocks) - disk);
+}
+
+#[test]
+fn a_prompt_saved_block_by_block_asks_a_disk_that_takes_no_writes_for_each_block_once() {
+    // If each step asked for all that was refused before, this would take minutes.
+    let blocks = 40_000_u32;
+    let (mut engine, session) = engine_of(PolicyKind::Lru, 100_000, 100_000);
+    let prompt = chain(blocks);
+    save(&mut engine, session, "r", &prompt[..1].to_vec());
+    let mut io = Vec::new();
+    engine.next_io(64, &mut io);
+    for request in io.drain(..) {
+        engine.complete(IoCompletion {
+            token: request.token(),
+            result: Err(IoFault::Os(30)),
+        });
+    }
+    for tokens in 2..=blocks {
+        let save = engine.begin_save(session, "r", &prompt, tokens * GRANULE, &[]);
+        engine.end_transfer(save.unwrap().id, true);
+        engine.next_io(64, &mut io);
+        assert!(io.is_empty());
+    }
+    let counters = engine.counters();
+    assert_eq!(counters.refused_disk_degraded, u64::from(blocks) - 1);
+    // Its own blocks are no duplicates.
+    assert_eq!(
+        (counters.deduplicated_blocks, counters.saved_blocks),
+        (0, u64::from(blocks))
+    );
 }

@@ -421,12 +421,12 @@ fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
         // Before the frames are taken: what was said before the end is sent.
         let stopping = shared.stopping();
         let left = connection.is_blocked();
-        let pause = {
+        let mut pause = {
             let mut table = shared.lock()?;
             let now = Instant::now();
             let pause = table.tick(now);
             if table.is_overfull() {
-                return None;
+                return Some(connection.unread());
             }
             if !table.outbox.is_empty() {
                 linger_until = now + LINGER;
@@ -445,9 +445,11 @@ fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
         }
         if stopping {
             let until = *closing.get_or_insert(Instant::now() + CLOSE_TIMEOUT);
-            if !connection.is_blocked() || Instant::now() >= until {
+            let left = until.saturating_duration_since(Instant::now());
+            if !connection.is_blocked() || left.is_zero() {
                 return None;
             }
+            pause = pause.min(left);
         }
         if wait_for_frames(shared, connection, linger_until, pause) {
             let mut taken = false;

@@ -190,6 +190,13 @@ impl Connection {
         }
     }
 
+    /// The error of a server that reads no more.
+    pub(crate) fn unread(&self) -> ConnectError {
+        ConnectError::Timeout {
+            path: self.path.clone(),
+        }
+    }
+
     fn closed(&self) -> ConnectError {
         ConnectError::Closed {
             path: self.path.clone(),

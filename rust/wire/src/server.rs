@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
@@ -48,6 +48,14 @@ const PAUSE: Timespec = Timespec {
 const TICK: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 5_000_000,
+};
+
+/// With more requests waiting than this, the engine is asked about them every [`SETTLE`] at most.
+const CROWD: usize = 64;
+const SETTLE: Duration = Duration::from_millis(2);
+const SOON: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 2_000_000,
 };
 
 slotmap::new_key_type! {
@@ -137,7 +145,7 @@ impl Server {
             }
             SocketPlace::At(path) => {
                 socket_dir::prepare(path.parent().unwrap_or(Path::new("/")))?;
-                socket_dir::listen_at(path.to_owned())?
+                socket_dir::listen_alone(path.to_owned())?
             }
         };
         let os = |step, source| SocketError::Os {
@@ -171,6 +179,8 @@ impl Server {
             connections: SlotMap::with_key(),
             scratch: vec![0; 256 << 10],
             paused: false,
+            settled: Instant::now(),
+            unsettled: false,
         };
         let thread = std::thread::Builder::new()
             .name("undercroft-server".into())
@@ -224,6 +234,9 @@ struct Service {
     /// Accepting failed (out of descriptors, say): the listener is left alone for a while, since it
     /// stays readable.
     paused: bool,
+    /// When the engine was last asked for answers, and whether it is to be asked again soon.
+    settled: Instant,
+    unsettled: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -267,7 +280,7 @@ impl Service {
                     self.close(id, end);
                 }
             }
-            self.settle();
+            self.settle_in_time();
             self.flush();
             if accept {
                 self.accept();
@@ -282,7 +295,8 @@ impl Service {
         } else {
             PollFlags::IN
         };
-        let timeout = match (self.sessions.owes(), self.paused) {
+        let timeout = match (self.sessions.pending() > 0, self.paused) {
+            _ if self.unsettled => Some(&SOON),
             (true, _) => Some(&TICK),
             (false, true) => Some(&PAUSE),
             (false, false) => None,
@@ -440,7 +454,16 @@ impl Service {
         }
     }
 
-    /// Answers what the engine has by now.
+    /// Answers what the engine has by now; where many wait, which is a look at each of them, not at every frame.
+    fn settle_in_time(&mut self) {
+        let crowded = self.sessions.pending() > CROWD;
+        self.unsettled = crowded && self.settled.elapsed() < SETTLE;
+        if !self.unsettled {
+            self.settle();
+            self.settled = Instant::now();
+        }
+    }
+
     fn settle(&mut self) {
         for token in self.sessions.owed() {
             let of_token = Role::Client(token);

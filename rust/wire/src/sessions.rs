@@ -15,6 +15,9 @@ use undercroft_core::shell::Shell;
 use crate::protocol::{Hashes, REQUESTS_MAX, Ready, Reply, Request, WireExtent};
 use crate::stats::StatsSource;
 
+/// With so many bytes of answers queued, a client gets no more of them until it has read these.
+const ANSWERS_MAX: usize = 1 << 20;
+
 /// A frame that does not belong where it came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Violation;
@@ -289,10 +292,10 @@ impl Sessions {
         Ok(())
     }
 
-    /// Whether answers are owed, so that the engine is to be asked again soon.
-    pub(crate) fn owes(&self) -> bool {
-        let owes = |session: &Session| !session.pending.is_empty() || !session.resets.is_empty();
-        self.sessions.values().any(owes)
+    /// How many answers are owed: for them the engine is to be asked again soon.
+    pub(crate) fn pending(&self) -> usize {
+        let owed = |session: &Session| session.pending.len() + session.resets.len();
+        self.sessions.values().map(owed).sum()
     }
 
     /// Tokens of the sessions that are owed answers.
@@ -325,14 +328,20 @@ impl Sessions {
             self.settle_resets(token, out);
             return;
         }
+        let mut bytes = out.len();
         shell.enter(|engine| {
             session.pending.retain(|request| {
                 let Some(lookup) = requests.get(request) else {
                     return false;
                 };
+                if bytes > ANSWERS_MAX {
+                    // When the client has read these.
+                    return true;
+                }
                 let ready = lookup.answer(engine, id);
                 let pending = ready.is_none();
                 if let Some(ready) = ready {
+                    bytes += ready.extents.iter().map(|of| of.2.len() * 8).sum::<usize>();
                     found.push((*request, lookup.version, ready));
                 }
                 pending

@@ -5,8 +5,10 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -15,6 +17,10 @@ use rustix::process::{Pid, geteuid, test_kill_process};
 
 /// Longest path of a socket in bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_MAX: usize = 107;
+
+/// How long to wait for others that make a socket in the same directory, which takes them microseconds.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
+const LOCK_PAUSE: Duration = Duration::from_millis(1);
 
 /// Why a server could not make its socket.
 #[derive(Debug, thiserror::Error)]
@@ -138,8 +144,6 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
     if bytes > SOCKET_PATH_MAX {
         return Err(SocketError::PathTooLong { path, bytes });
     }
-    // Until it listens: another that starts now would take it for dead.
-    let _locked = lock(path.parent().unwrap_or(Path::new("/")))?;
     let is_socket = |found: fs::Metadata| found.file_type().is_socket();
     if fs::symlink_metadata(&path).is_ok_and(is_socket) {
         // At once: a frozen server whose queue is full is one, too.
@@ -158,12 +162,24 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
     Ok((listener, path))
 }
 
-/// Keeps others from making sockets in the directory, until what it returns is dropped.
-fn lock(dir: &Path) -> Result<File, SocketError> {
+/// As [`listen_at`], and of many that do so at once over a dead socket one succeeds: until it listens, others
+/// would take it for dead, too.
+pub(crate) fn listen_alone(path: PathBuf) -> Result<(UnixListener, PathBuf), SocketError> {
+    let dir = path.parent().unwrap_or(Path::new("/"));
     let file = File::open(dir).map_err(os(dir, "opening"))?;
-    flock(&file, FlockOperation::LockExclusive)
-        .map_err(|errno| os(dir, "locking")(errno.into()))?;
-    Ok(file)
+    let until = Instant::now() + LOCK_TIMEOUT;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::INTR | Errno::AGAIN) if Instant::now() < until => sleep(LOCK_PAUSE),
+            Err(Errno::INTR | Errno::AGAIN) => return Err(SocketError::InUse { path }),
+            // Some file systems have no locks.
+            _ => break,
+        }
+    }
+    let made = listen_at(path);
+    // By name: a child that was forked meanwhile has the file, too.
+    let _ = flock(&file, FlockOperation::Unlock);
+    made
 }
 
 /// Connects, or says at once why not.
@@ -190,8 +206,7 @@ fn is_stale(path: &Path) -> bool {
         .and_then(Pid::from_raw);
     let Some(pid) = pid else { return false };
     test_kill_process(pid) == Err(Errno::SRCH)
-        && UnixStream::connect(path)
-            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+        && connect_at_once(path).is_err_and(|errno| errno == Errno::CONNREFUSED)
 }
 
 #[cfg(test)]
@@ -294,7 +309,7 @@ mod tests {
             let made: Vec<_> = std::thread::scope(|scope| {
                 let one = || {
                     start.wait();
-                    listen_at(path.clone())
+                    listen_alone(path.clone())
                 };
                 let threads: Vec<_> = (0..8).map(|_| scope.spawn(one)).collect();
                 threads.into_iter().map(|t| t.join().unwrap()).collect()

@@ -55,8 +55,6 @@ pub(super) struct Request {
     tick: u64,
     /// Granules, from the first, that were offered to the policies to be saved.
     pub(super) offered: u32,
-    /// Granules, from the first, that it has saved or found here when it did.
-    pub(super) deduplicated: u32,
     /// Depth of the block that a policy did not admit, or 0: what stands on it is not saved.
     pub(super) not_admitted: u32,
 }
@@ -202,6 +200,7 @@ impl Engine {
         let Some(state) = self.sessions.get_mut(session) else {
             return;
         };
+        state.saved.remove(request);
         if let Some(id) = state.requests.remove(request) {
             self.drop_request(id);
         }
@@ -255,7 +254,6 @@ impl Engine {
         let id = self.requests.insert(Request {
             tick: self.tick,
             offered: 0,
-            deduplicated: 0,
             not_admitted: 0,
             ns: state.ns,
             lease: NONE,

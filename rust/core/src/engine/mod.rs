@@ -11,7 +11,6 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use rustc_hash::FxHashMap;
 use slotmap::SlotMap;
 
 use crate::disk::Disk;
@@ -66,8 +65,7 @@ pub struct EngineConfig {
     pub promotion_bytes: u64,
     /// A hit that gains fewer tokens than this is not worth a load.
     pub min_load_tokens: u32,
-    /// A promotion that sees no read end for this long, as of the last look at the device, is answered
-    /// with what is there.
+    /// A promotion that sees no read end for this long, by the last look, is answered with what is there.
     pub stall_ns: u64,
     /// How long a request that the scheduler has asked for may wait for its promotion, as a base and a
     /// part for every 1,000 tokens it would gain; `None` waits as long as reads come in.
@@ -108,6 +106,8 @@ impl EngineConfig {
 struct Session {
     ns: NsId,
     requests: HashMap<Box<str>, RequestId>,
+    /// How many granules each request has saved or found here when it did.
+    saved: HashMap<Box<str>, u32>,
     /// The last save left blocks out for want of memory.
     save_refused: bool,
     /// How far a hit must end before the end of what is here.
@@ -172,9 +172,7 @@ pub struct Engine {
     prefetched: VecDeque<RequestId>,
     write_queue: VecDeque<writeback::Queued>,
     queued_bytes: u64,
-    /// Nodes that were refused a place on disk since one became free there, with their generations.
-    refused: FxHashMap<(NodeId, u32), writeback::Refusal>,
-    refused_at_ns: u64,
+    refused: writeback::Refused,
     write_tokens: u64,
     write_tokens_at_ns: u64,
     /// Nodes that could not be written although children of them are on disk.
@@ -225,8 +223,7 @@ impl Engine {
             prefetched: VecDeque::new(),
             write_queue: VecDeque::new(),
             queued_bytes: 0,
-            refused: FxHashMap::default(),
-            refused_at_ns: 0,
+            refused: writeback::Refused::default(),
             write_tokens: 0,
             write_tokens_at_ns: 0,
             stranded: VecDeque::new(),
@@ -277,6 +274,7 @@ impl Engine {
         Ok(self.sessions.insert(Session {
             ns,
             requests: HashMap::new(),
+            saved: HashMap::new(),
             save_refused: false,
             dropped_tokens: 0,
         }))

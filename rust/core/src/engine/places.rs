@@ -65,7 +65,7 @@ impl Engine {
     fn place_left(&mut self, id: NodeId, tier: Tier, loss: Loss) {
         self.rescue_waits = false;
         if tier == Tier::Disk {
-            self.refused.clear();
+            self.refused.forget();
         }
         let node = self.forest.node_mut(id);
         node.places_used[tier as usize] -= 1;

@@ -224,7 +224,9 @@ impl Engine {
         offers: &[Offer],
     ) -> Option<Transfer> {
         let state = self.sessions.get(session)?;
-        let (ns, request) = (state.ns, state.requests.get(request).copied());
+        // What this request has saved or found before is not found again.
+        let known = state.saved.get(request).copied().unwrap_or(0);
+        let (name, ns, request) = (request, state.ns, state.requests.get(request).copied());
         let granule = self.namespaces[usize::from(ns)].spec.hash_block_tokens;
         let granules = (num_tokens / granule).min(u32::try_from(hashes.len()).unwrap_or(u32::MAX));
         let hashes = Limited {
@@ -238,8 +240,6 @@ impl Engine {
         let (mut offered, mut not_admitted) = request.map_or((0, 0), |id| {
             (self.requests[id].offered, self.requests[id].not_admitted)
         });
-        // What this request has saved or found before is not found again.
-        let known = request.map_or(0, |id| self.requests[id].deduplicated.max(offered));
         if not_admitted <= depth {
             not_admitted = 0;
         }
@@ -310,6 +310,10 @@ impl Engine {
             parent = node;
             tail_generation = self.forest.node(node).generation;
         }
+        let here = match parent {
+            NONE => 0,
+            parent => self.forest.node(parent).depth,
+        };
         // A tail without payloads would keep what it stands on from eviction.
         if self.forest.is_live(parent, tail_generation) {
             self.settle(parent);
@@ -318,11 +322,12 @@ impl Engine {
             self.unpin(anchor);
         }
         if let Some(id) = request {
-            self.requests[id].deduplicated = known.max(depth);
             self.requests[id].offered = offered;
             self.requests[id].not_admitted = not_admitted;
         }
-        self.sessions[session].save_refused = refused;
+        let state = &mut self.sessions[session];
+        state.save_refused = refused;
+        state.saved.insert(name.into(), known.max(here));
         self.counters.deduplicated_blocks += u64::from(depth.saturating_sub(known));
         if places.is_empty() {
             return None;

@@ -1,6 +1,8 @@
 //! Write-back: arena to disk, payload first, then record. Nothing waits for it, and it never goes
 //! before a read.
 
+use rustc_hash::FxHashMap;
+
 use crate::forest::{DiskState, HostState, NONE, NodeId, Tier};
 use crate::io::{IoFault, IoRequest};
 use crate::slots::Owner;
@@ -37,6 +39,21 @@ pub(super) enum Refusal {
     Degraded,
     /// What it stands on is not on disk.
     Ground,
+}
+
+/// Nodes, with their generations, that were refused a place on disk since one became free there: down a long
+/// chain, each block would ask all above it again.
+#[derive(Debug, Default)]
+pub(super) struct Refused {
+    nodes: FxHashMap<(NodeId, u32), Refusal>,
+    since_ns: u64,
+}
+
+impl Refused {
+    /// A place has become free.
+    pub(super) fn forget(&mut self) {
+        self.nodes.clear();
+    }
 }
 
 impl Engine {
@@ -127,9 +144,9 @@ impl Engine {
     /// Appends writes to start now.
     pub(super) fn next_writes(&mut self, limit: usize, out: &mut Vec<IoRequest>) {
         self.next_namespace_writes(limit, out);
-        if self.now_ns >= self.refused_at_ns.saturating_add(REFUSED_NS) {
-            self.refused_at_ns = self.now_ns;
-            self.refused.clear();
+        if self.now_ns >= self.refused.since_ns.saturating_add(REFUSED_NS) {
+            self.refused.since_ns = self.now_ns;
+            self.refused.forget();
         }
         self.rescue();
         self.refill();
@@ -222,7 +239,6 @@ impl Engine {
             && let Some(missing) = self.writable_place(ground)
         {
             let choosy = self.host_policy.touches_every_block() && !rescued;
-            // Down a long chain, each block would ask all above it again.
             if let Some(why) = self.refused_lately(ground) {
                 self.refuse_write(id, group, why);
                 return None;
@@ -301,14 +317,14 @@ impl Engine {
             return Some(Refusal::Degraded);
         }
         let generation = self.forest.node(id).generation;
-        self.refused.get(&(id, generation)).copied()
+        self.refused.nodes.get(&(id, generation)).copied()
     }
 
     /// Leaves a queued payload in the arena only.
     fn refuse_write(&mut self, id: NodeId, group: u8, why: Refusal) {
         let node = self.forest.node(id);
         if node.requires(usize::from(group)) {
-            self.refused.insert((id, node.generation), why);
+            self.refused.nodes.insert((id, node.generation), why);
         }
         match why {
             Refusal::Admission => self.counters.refused_admission += 1,

@@ -244,6 +244,42 @@ fn the_host_tier_may_be_larger_than_the_disk() {
 }
 
 #[test]
+fn a_directory_that_was_away_during_a_reset_is_not_believed() {
+    for last in [[0, 1], [1, 0]] {
+        let ((_one, one), (_other, other)) = (dir(), dir());
+        let both = [one.clone(), other.clone()];
+        let mut life = 0;
+        let mut open = |dirs: &[std::path::PathBuf]| {
+            let mut open = Open::new(dirs);
+            life += 1;
+            open.config.seed = life;
+            open.plain()
+        };
+        let mut rig = open(&both);
+        for prompt in 0..8 {
+            rig.save(prompt, 10);
+        }
+        drop(rig);
+        let mut rig = open(&both[1..]);
+        let session = rig.session(&MODEL);
+        rig.engine.reset(session);
+        rig.pump();
+        assert!(!rig.engine.reset_pending() && !rig.engine.reset_failed());
+        drop(rig);
+        open(&both[1..]).save(20, 10);
+        let mut rig = open(&last.map(|at| both[at].clone()));
+        for prompt in 0..8 {
+            assert_eq!(rig.hit(prompt, 10), 0, "{prompt}");
+        }
+        // It goes on as usual, also after the next start.
+        rig.save(30, 10);
+        drop(rig);
+        let mut rig = open(&both);
+        assert_eq!((rig.hit(0, 10), rig.hit(30, 10)), (0, 10));
+    }
+}
+
+#[test]
 fn a_directory_that_was_away_brings_nothing_from_before_a_reset() {
     for last in [[0, 1], [1, 0]] {
         let ((_one, one), (_other, other)) = (dir(), dir());

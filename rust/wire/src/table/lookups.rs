@@ -220,7 +220,7 @@ impl Table {
             return false;
         };
         let version = self.jobs.get(name).map_or(0, |job| job.version) + 1;
-        if self.up.is_none() {
+        if self.up.is_none() || self.is_filling() {
             return false;
         }
         let frame = |hashes| Request::Submit {

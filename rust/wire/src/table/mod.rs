@@ -287,6 +287,12 @@ impl Table {
         self.outbox.len() > OUTBOX_MAX
     }
 
+    /// Whether so many frames wait to be sent that nothing new is asked: what follows from what was asked
+    /// must still fit.
+    fn is_filling(&self) -> bool {
+        self.outbox.len() > OUTBOX_MAX / 2
+    }
+
     /// Whether the server owes a direct reply for longer than its deadline: it is not asked meanwhile.
     pub(crate) fn is_late(&self, now: Instant) -> bool {
         self.is_later(now, self.deadline)

@@ -475,3 +475,33 @@ fn replies_that_nobody_asked_for_are_no_replies() {
     let json = String::new();
     assert!(!world.table.reply(Reply::Status { json }, world.now));
 }
+
+#[test]
+fn a_burst_of_long_prompts_asks_no_more_than_can_be_sent() {
+    let mut world = World::new();
+    world.table.deadline = Duration::from_secs(60);
+    let prompt = hashes(80).repeat(100);
+    for index in 0..1000 {
+        let name = format!("burst {index}");
+        world
+            .table
+            .submit(&name, &prompt, (0, 128_000), None, world.now);
+    }
+    assert!(!world.table.is_overfull(), "the session would be lost");
+    // What was not asked is a miss, and a save that was not asked for is asked for later.
+    assert_eq!(
+        world
+            .table
+            .poll("burst 999", &prompt, (0, 128_000), None, world.now),
+        Polled::Ready(0)
+    );
+    let save = world
+        .table
+        .begin_save("burst 0", &prompt, 128_000, &[], world.now);
+    assert_eq!(save, None);
+    world.sent();
+    world
+        .table
+        .submit("later", &prompt, (0, 128_000), None, world.now);
+    assert_eq!(world.sent().len(), 1);
+}

@@ -76,7 +76,7 @@ impl Table {
         offers: &[(u8, u32, u32)],
         now: Instant,
     ) -> Option<u64> {
-        if self.up.is_none() || self.is_late(now) {
+        if self.up.is_none() || self.is_late(now) || self.is_filling() {
             return None;
         }
         let (request, known) = self.job(name, hashes)?;
