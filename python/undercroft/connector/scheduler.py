@@ -68,6 +68,7 @@ class SchedulerConnector:
         self._tails = Tails(session, groups)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, list[int]] = {}
+        self._sources: dict[str, tuple[int, int]] = {}
         """Loads that the workers have not reported yet, by request; none for one that failed before it began."""
         self._metadata = UndercroftMetadata()
         """What the next step's metadata already holds."""
@@ -172,6 +173,18 @@ class SchedulerConnector:
             return
         job, self._loading[request_id] = plan
         self._metadata.loads.append(job)
+        self._sources[request_id] = self._tiers(state, num_external_tokens)
+
+    def _tiers(self, state: RequestState, num_external_tokens: int) -> tuple[int, int]:
+        """Of the tokens of a load, how many come from (host memory, disk)."""
+        request_id = state.request.request_id
+        tail = (state.local_tokens + num_external_tokens) % self._groups.unit
+        host, disk = self._session.tiers(request_id, state.local_tokens, num_external_tokens - tail)
+        if tail:
+            name = tail_name(request_id, state.local_tokens + num_external_tokens)
+            _, from_disk = self._session.tiers(name, 0, self._groups.unit)
+            host, disk = (host, disk + tail) if from_disk else (host + tail, disk)
+        return host, disk
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Groups whose blocks a load fills."""
@@ -179,17 +192,9 @@ class SchedulerConnector:
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """The tokens of a load by the tier that held them."""
-        state = self._requests.get(request.request_id)
-        if compat.CacheHitSource is None or state is None or num_external_tokens == 0:
+        if compat.CacheHitSource is None or num_external_tokens == 0:
             return {}
-        tail = (state.local_tokens + num_external_tokens) % self._groups.unit
-        host, disk = self._session.tiers(request.request_id, state.local_tokens, num_external_tokens - tail)
-        if tail:
-            name = tail_name(request.request_id, state.local_tokens + num_external_tokens)
-            _, from_disk = self._session.tiers(name, 0, self._groups.unit)
-            host, disk = (host, disk + tail) if from_disk else (host + tail, disk)
-        self._counts.add("hit_tokens_host", host)
-        self._counts.add("hit_tokens_disk", disk)
+        host, disk = self._sources.get(request.request_id, (0, 0))
         sources = {compat.CacheHitSource.HOST: host, compat.CacheHitSource.DISK: disk}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
@@ -243,7 +248,11 @@ class SchedulerConnector:
             if job_ids is None:
                 continue
             ok = request_id not in failed
-            if not ok:
+            host, disk = self._sources.pop(request_id, (0, 0))
+            if ok:
+                self._counts.add("hit_tokens_host", host)
+                self._counts.add("hit_tokens_disk", disk)
+            else:
                 self._counts.add("failed_loads")
                 if (state := self._requests.get(request_id)) is not None:
                     state.lookup_failed = True
