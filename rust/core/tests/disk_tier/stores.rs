@@ -10,7 +10,7 @@ use undercroft_core::io::interpose::{CallKind, Direct};
 
 use crate::child;
 use crate::faults::Broken;
-use crate::rig::{DISK, HOST, Io, MODEL, Model, Open, SECOND, dir};
+use crate::rig::{DISK, HOST, Io, MODEL, Model, Open, Rig, SECOND, dir};
 
 /// What all files of a directory take on the filesystem.
 fn disk_usage(store: &Path) -> u64 {
@@ -243,18 +243,23 @@ fn the_host_tier_may_be_larger_than_the_disk() {
     assert!(rig.engine.gauges().disk_blocks < u64::from(hits));
 }
 
+/// Opens directories again and again, each time with other random choices.
+fn lives() -> impl FnMut(&[std::path::PathBuf]) -> Rig {
+    let mut life = 0;
+    move |dirs| {
+        let mut open = Open::new(dirs);
+        life += 1;
+        open.config.seed = life;
+        open.plain()
+    }
+}
+
 #[test]
 fn a_directory_that_was_away_during_a_reset_is_not_believed() {
     for last in [[0, 1], [1, 0]] {
         let ((_one, one), (_other, other)) = (dir(), dir());
         let both = [one.clone(), other.clone()];
-        let mut life = 0;
-        let mut open = |dirs: &[std::path::PathBuf]| {
-            let mut open = Open::new(dirs);
-            life += 1;
-            open.config.seed = life;
-            open.plain()
-        };
+        let mut open = lives();
         let mut rig = open(&both);
         for prompt in 0..8 {
             rig.save(prompt, 10);
@@ -284,13 +289,7 @@ fn a_directory_that_was_away_brings_nothing_from_before_a_reset() {
     for last in [[0, 1], [1, 0]] {
         let ((_one, one), (_other, other)) = (dir(), dir());
         let both = [one.clone(), other.clone()];
-        let mut life = 0;
-        let mut open = |dirs: &[std::path::PathBuf]| {
-            let mut open = Open::new(dirs);
-            life += 1;
-            open.config.seed = life;
-            open.plain()
-        };
+        let mut open = lives();
         open(&both[1..]).save(1, 10);
         open(&both[..1]).save(2, 10);
         let mut rig = open(&both);
