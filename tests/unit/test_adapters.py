@@ -43,7 +43,18 @@ def test_files_that_change_later_give_a_key_of_this_process(files: Path) -> None
     assert ours.key(adapter(files)) == after
 
 
-@pytest.mark.parametrize("path", ["somebody/adapter-that-is-not-here", "not a name at all", "/nowhere"])
+def test_files_that_changed_and_came_back_are_not_believed(files: Path) -> None:
+    ours, config = Adapters(), files / "adapter_config.json"
+    before, old = ours.key(adapter(files)), config.read_text()
+    config.write_text("other")
+    ours.key(adapter(files))
+    config.write_text(old)
+    assert Adapters().key(adapter(files)) == before != ours.key(adapter(files))
+
+
+@pytest.mark.parametrize(
+    "path", ["somebody/adapter-that-is-not-here", "not a name at all", "/nowhere", "~nobody-of-this-name/sql"]
+)
 def test_files_that_cannot_be_seen_give_a_key_of_this_process(path: str) -> None:
     ours = Adapters()
     assert ours.key(adapter(path)) == ours.key(adapter(path)) != Adapters().key(adapter(path))

@@ -42,10 +42,13 @@ class Adapters:
         named = (adapter.lora_name, adapter.lora_path)
         try:
             found = _fingerprint(adapter.lora_path)
-        except OSError:
+        except Exception:  # called where vLLM takes requests in: an adapter must not end the engine
             found = ""
         if found and self._seen.setdefault(named, found) == found:
             return found
+        if found:
+            # For good, also if the old files come back: a worker may have loaded these meanwhile.
+            self._seen[named] = ""
         return self._private.setdefault((*named, found), secrets.token_hex(16))
 
 
