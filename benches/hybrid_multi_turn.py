@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
 
-from harness import Engine, prompt, set_environment
+from real_engine import Engine, prompt, set_environment
 
 FIRST = 1300
 """Tokens of the first prompt."""
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     set_environment()
-    from models import make_gemma2, make_qwen3_next
+    from tiny_models import make_gemma2, make_qwen3_next
 
     with tempfile.TemporaryDirectory() as root:
         gemma, qwen = make_gemma2(Path(root) / "gemma"), make_qwen3_next(Path(root) / "qwen")

@@ -16,7 +16,7 @@ from typing import Any
 
 from engines import Runner, compare
 
-from harness import prompt, set_environment
+from real_engine import prompt, set_environment
 
 TOKENS = (32, 64, 96, 128, 192, 256, 512, 1024)
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     set_environment()
-    from models import make_llama
+    from tiny_models import make_llama
 
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as root:

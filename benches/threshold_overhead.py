@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
 
-from harness import prompt, set_environment
-from undercroft import threshold
+from real_engine import prompt, set_environment
+from undercroft import vllm_patches
 from undercroft.threshold.policy import HitThreshold
 
 REQUESTS = 16
@@ -40,7 +40,7 @@ def hook_costs() -> dict[str, float]:
     """Nanoseconds that each hook adds."""
     from vllm.v1.engine import EngineCoreOutput
 
-    from undercroft.threshold import engine, frontend
+    from undercroft.vllm_patches import frontend, rejections
 
     policy = HitThreshold(0.0)
     request = SimpleNamespace(
@@ -54,10 +54,10 @@ def hook_costs() -> dict[str, float]:
         return None
 
     class Scheduler:
-        connector = SimpleNamespace(take_threshold_rejects=policy.take)
+        connector = SimpleNamespace(take_threshold_rejects=policy.collect)
 
     scheduler = Scheduler()
-    update = engine.wrap_update_from_output(update_from_output, None, None, None)
+    update = rejections.wrap_update_from_output(update_from_output, None, None, None)
     process = frontend.wrap_process_outputs(process_outputs, object)
     outputs = [EngineCoreOutput(request_id=str(i), new_token_ids=[i]) for i in range(256)]
     return {
@@ -71,8 +71,8 @@ def hook_costs() -> dict[str, float]:
 
 def engine_steps() -> dict[str, float]:
     """Median time of a decode step with and without the hooks, in microseconds."""
-    from models import make_llama
     from threshold_engine import make
+    from tiny_models import make_llama
 
     switch = hooks_switch()
     with tempfile.TemporaryDirectory() as directory:
@@ -102,7 +102,7 @@ def engine_steps() -> dict[str, float]:
 
 def hooks_switch() -> Callable[[bool], None]:
     """A function that puts the hooks of a step into vLLM's classes, or takes them out."""
-    threshold.install()
+    vllm_patches.reject_requests()
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import OutputProcessor
 

@@ -1,5 +1,15 @@
 """Set before any test file imports torch, whose OpenMP reads it once: how a sum is split among threads rounds it."""
 
-from harness import set_environment
+from __future__ import annotations
+
+import pytest
+
+from real_engine import set_environment
 
 set_environment()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest first: with several workers, none is left with such a file at the end."""
+    markers = ("server", "vllm")
+    items.sort(key=lambda item: next((rank for rank, one in enumerate(markers) if item.get_closest_marker(one)), 2))

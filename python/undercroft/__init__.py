@@ -6,6 +6,7 @@ or the compiled core is imported here, so that the command line and vLLM's front
 
 from __future__ import annotations
 
-from undercroft.config import ConfigError, UndercroftConfig
+from undercroft.config import UndercroftConfig
+from undercroft.errors import ConfigError
 
 __all__ = ["ConfigError", "UndercroftConfig"]

@@ -1,268 +1,317 @@
 """The Rust core. Types are documented here and checked against the module."""
 
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+from undercroft.errors import ConfigError as ConfigError
+from undercroft.errors import ServerError as ServerError
+from undercroft.errors import StoreError as StoreError
+from undercroft.errors import UndercroftError as UndercroftError
 
 __version__: str
 
-class UndercroftError(Exception):
-    """Base of every error the core raises; the message names what was found and what to do."""
+class _Group(Protocol):
+    """A KV cache group."""
 
-class ConfigError(UndercroftError):
-    """A configuration value is impossible on this machine (too large, not a directory, ...)."""
+    @property
+    def kind(self) -> str:
+        """One of "full", "sliding_window", "chunked_local", "state", "ignored"."""
 
-class StoreError(UndercroftError):
-    """A disk directory is foreign, damaged, of another format version, or in use."""
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block: a multiple of the hash block size."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block, of all ranks together."""
+
+    @property
+    def window_tokens(self) -> int:
+        """Width of the window or chunk; means nothing for the other kinds."""
+
+class _Offer(Protocol):
+    """Blocks of a group, which is not of full attention, that the device holds."""
+
+    @property
+    def group(self) -> int:
+        """Index of the group."""
+
+    @property
+    def first_block(self) -> int:
+        """Index of the first block in the request's block table of that group."""
+
+    @property
+    def end_block(self) -> int:
+        """Index of the block after the last."""
 
 def resolve(
-    groups: list[tuple[str, int, int, int]],
-    hash_block_tokens: int,
+    groups: Sequence[_Group],
+    hash_block_size: int,
     alignment_tokens: int,
     present: list[list[bool]],
     max_tokens: int,
-    local_tokens: int = 0,
+    num_computed_tokens: int = 0,
 ) -> int:
     """Where a hit may end, in tokens: for tests and tools.
 
-    ``groups``, ``hash_block_tokens``, ``alignment_tokens``: as for `Engine.register`. ``present``: per group and block,
-    whether its payload can be had. ``max_tokens``: the deepest boundary of use. ``local_tokens``: what the device has.
+    ``groups``, ``hash_block_size``, ``alignment_tokens``: as for `Engine.register`. ``present``: per group and block,
+    whether its payload can be had. ``max_tokens``: the deepest boundary of use. ``num_computed_tokens``: those that the
+    device has. Raises ConfigError.
     """
 
 @final
+class ArenaAddress:
+    """Where workers get the arena."""
+
+    @property
+    def socket(self) -> str:
+        """The engine's socket; empty before there was a session with a server."""
+
+    @property
+    def arena_id(self) -> int:
+        """Differs from arena to arena."""
+
+    @property
+    def session(self) -> int:
+        """The session to name there; 0 for the engine of this process."""
+
+@final
+class Lookup:
+    """How much of a prompt is cached."""
+
+    @property
+    def pending(self) -> bool:
+        """Payloads are being read from disk, or a server's reply is on its way: ask again."""
+
+    @property
+    def tokens(self) -> int:
+        """The deepest usable boundary, counted from the start of the prompt; 0 if there is nothing to load."""
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the prompt whose chain is in the index, usable or not: other prompts share them."""
+
+@final
+class Extent:
+    """Blocks of one group and where each lies in the arena."""
+
+    @property
+    def group(self) -> int:
+        """Index of the group."""
+
+    @property
+    def first_block(self) -> int:
+        """Index of the first block in the request's block table of that group."""
+
+    @property
+    def offsets(self) -> bytes:
+        """One little-endian int64 for each block: bytes from the start of the arena, -1 if nothing is to be copied."""
+
+@final
+class Load:
+    """A load that has begun: its payloads stay where they are until `Session.end_transfer`."""
+
+    @property
+    def transfer_id(self) -> int:
+        """Names it to `Session.end_transfer`."""
+
+    @property
+    def session(self) -> int:
+        """The session that the payloads are kept for, and no other: that of `ArenaAddress`."""
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Where to copy from."""
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens that were in host memory."""
+
+    @property
+    def disk_tokens(self) -> int:
+        """Tokens that were read from disk."""
+
+@final
+class SaveGrant:
+    """Slots for a save, or that they come later."""
+
+    @property
+    def transfer_id(self) -> int:
+        """Names the save to `Session.end_transfer`, and its grant if that is pending."""
+
+    @property
+    def pending(self) -> bool:
+        """The grant with the same `transfer_id` comes from `Session.poll_saves`; the other fields mean nothing yet."""
+
+    @property
+    def session(self) -> int:
+        """The session that the slots are kept for, and no other: that of `ArenaAddress`."""
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Where to copy to. Empty, unless pending: there is nothing to copy, and the save has ended."""
+
+    @property
+    def refused(self) -> bool:
+        """Blocks were left out for want of memory: the save may be asked for again."""
+
+@final
 class Engine:
-    """The engine, embedded: index, host arena, job table, disk tier, and the IO thread."""
+    """An engine that sessions can be opened on: of this process, of the one that has its directories open, or of a
+    server."""
 
-    def __new__(
-        cls,
-        *,
-        host_memory: int,
-        disks: list[tuple[str, int]] = ...,
-        io_engine: str = "auto",
-        io_depth: int = 32,
-        runtime_dir: str | None = None,
-        socket: str | None = None,
-        promotion_memory: int | None = None,
-        min_load_tokens: int = 1,
-        eviction_policy: str = "lru",
-        disk_admission: str = "all",
-        disk_write_rate: int = 0,
-        share: bool = False,
-        server_timeout_ms: float = 5.0,
-        lookup_spin_us: float = 200.0,
-    ) -> Engine:
-        """Open the engine.
+    def __new__(cls, options: dict[str, Any]) -> Engine:
+        """Open it. ``options``, all but the sizes by the names of `undercroft.config`, and each may be left out:
 
-        ``host_memory``: size of the arena in bytes. ``disks``: (directory, capacity in bytes) of each device.
-        ``io_engine``: "auto", "io_uring" or "thread_pool". ``runtime_dir``: where the socket is made (default:
-        $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>, mode 0700).
-        ``socket``: exactly where instead. ``promotion_memory``: most bytes that reads from disk may hold at once
-        (default: half of the arena). ``share``: if a directory is in use by another engine of this user, use that one,
-        and take the directories over when it ends. The others are as in `undercroft.config`; ``disk_write_rate`` is in
-        bytes per second, 0 for no limit.
+        ``server`` ("unix:///path"), ``server_timeout_ms``, ``lookup_spin_us``, ``host_memory`` (bytes), ``disks`` (list
+        of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``io_engine``,
+        ``io_depth``, ``min_load_tokens``, ``eviction_policy``, ``disk_admission``, ``disk_write_rate`` (bytes per
+        second), ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
+        directory is in use by another engine of this user, use that one, and take the directories over when it ends).
+        With ``server`` the engine's own options mean nothing.
 
         Raises ConfigError, StoreError.
         """
 
     @property
     def is_shared(self) -> bool:
-        """Whether another process owns the directories, and this one uses its engine (see ``share``)."""
+        """Whether another process runs the engine, or did when it was opened."""
 
     @property
     def took_over(self) -> bool:
-        """Whether this process has taken the directories over from an engine that ended."""
+        """Whether this process has taken over the directories of an engine that ended."""
 
     @property
-    def arena(self) -> tuple[str, int, int]:
-        """Where workers get the arena: (socket, generation of the arena, token of the session, 0 if it is not shared).
-
-        The generation is another one whenever the arena is another one.
-        """
-
-    def link(self) -> tuple[str, str]:
-        """Whether the engine can be used ("up", "late", "down" or "refused"), and why not."""
-
-    def status(self) -> dict[str, Any]:
-        """What goes on: as `server_status`."""
+    def arena(self) -> ArenaAddress:
+        """Where workers get the arena, now."""
 
     def register(
         self,
         description: str,
-        groups: list[tuple[str, int, int, int]],
-        hash_block_tokens: int,
+        groups: Sequence[_Group],
+        hash_block_size: int,
         alignment_tokens: int | None = None,
         dropped_tokens: int = 0,
     ) -> Session:
-        """A session for one namespace.
+        """A session for one namespace. An engine of another process takes one, which is opened when its server answers.
 
         ``description``: canonical JSON of all that must be equal for bytes to be interchangeable; its SHA-256 is the
-        namespace. ``groups``: per KV cache group (kind, tokens per block, payload bytes of all ranks together, window
-        in tokens or 0), kind one of "full", "sliding_window", "chunked_local", "state", "ignored".
-        ``hash_block_tokens``: tokens per block hash; each group's tokens per block is a multiple of it.
-        ``alignment_tokens``: every hit is a multiple of this (default: of a block hash). ``dropped_tokens``: how far
-        before the end of what is cached every hit must end.
+        namespace. ``hash_block_size``: tokens per block hash. ``alignment_tokens``: every hit is a multiple of this
+        (default: of a block hash). ``dropped_tokens``: how far before the end of what is cached every hit must end.
 
-        Raises ConfigError if a payload does not fit the arena.
+        Raises ConfigError if a payload does not fit the arena or the server refuses the session, StoreError if the
+        owner of the directories does not answer.
         """
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges since the start, as one flat dict of numbers (keys in `undercroft.connector.stats`)."""
+        """Counters and gauges since the start, as one flat dict of numbers (keys in `undercroft.connector.stats`).
+
+        A server's are about a second old, and empty before there was a session.
+        """
 
     def info(self) -> dict[str, Any]:
-        """What was configured and found: sizes, IO engine, O_DIRECT, blocks recovered, namespaces, messages."""
+        """What was configured and found; empty before there was a session with a server.
+
+        Keys: host_memory, huge_pages, io_engine, io_fallback, registered_buffers, disks (list of path, capacity,
+        o_direct, blocks_recovered, health, fault), blocks_recovered, records_dropped, records_damaged, namespaces.
+        """
+
+    def status(self) -> dict[str, Any]:
+        """As `server_status` of the engine's own server. Raises ServerError."""
+
+    def connection(self) -> tuple[str, str]:
+        """Whether the engine can be used ("up", "late", "down" or "refused"), and why not."""
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until nothing is in flight or waits to be written, at most ``timeout_s`` seconds (GIL released).
 
-        Returns whether that is so.
+        Returns whether that is so. Of another process's engine nothing is waited for.
         """
 
     def close(self) -> None:
-        """Finish writes under way (bounded), stop the IO thread, release the directories. Idempotent."""
-
-@final
-class Client:
-    """The engine of an `undercroft serve` on this host. It is connected in the background, again and again."""
-
-    def __new__(cls, socket: str, *, server_timeout_ms: float = 5.0, lookup_spin_us: float = 200.0) -> Client:
-        """Nothing is done yet. ``server_timeout_ms``: a server that owes a reply for longer counts as gone until it
-        answers. ``lookup_spin_us``: longest wait of `Session.poll` for a reply that is on its way."""
-
-    @property
-    def is_shared(self) -> bool: ...
-    @property
-    def took_over(self) -> bool: ...
-    @property
-    def arena(self) -> tuple[str, int, int]:
-        """As `Engine.arena`; ("", 0, 0) before there was a session."""
-
-    def register(
-        self,
-        description: str,
-        groups: list[tuple[str, int, int, int]],
-        hash_block_tokens: int,
-        alignment_tokens: int | None = None,
-        dropped_tokens: int = 0,
-    ) -> Session:
-        """The session: one for a client. As `Engine.register`.
-
-        If the server is not there the session is opened when it comes. Raises ConfigError if the server refuses it.
-        """
-
-    def stats(self) -> dict[str, Any]:
-        """As `Engine.stats`, of about a second ago; empty before there was a session."""
-
-    def info(self) -> dict[str, Any]:
-        """As `Engine.info`; empty before there was a session."""
-
-    def link(self) -> tuple[str, str]:
-        """Whether there is a session ("up", "late", "down" or "refused"), and why not."""
-
-    def close(self) -> None:
-        """End the session. Idempotent."""
+        """End the session with a server; finish writes under way (bounded), stop the threads and release the
+        directories of an engine of this process. Idempotent."""
 
 def server_status(socket: str, timeout_s: float = 5.0) -> dict[str, Any]:
-    """What goes on in the server at ``socket``. Raises UndercroftError if nobody answers there.
+    """What goes on in the server at ``socket``. Raises ServerError if nobody answers there.
 
     Keys: version, pid, uptime_s, socket, stats (`Engine.stats`), info (`Engine.info`), sessions (list of namespace,
-    connected, workers, jobs, pending, loads, saves), server (connections, workers, refused, malformed, lookups,
+    connected, workers, lookups, pending, loads, saves), server (connections, workers, refused, malformed, lookups,
     descriptors).
     """
 
+def default_server_socket() -> str:
+    """Where `undercroft serve` listens, and `undercroft status` asks, unless told otherwise."""
+
 @final
 class Session:
-    """One vLLM engine's use of one namespace. Every call takes microseconds and never blocks on IO."""
+    """One vLLM scheduler's use of one namespace.
+
+    Calls take microseconds and never wait for IO, but for those with a timeout. Each may be repeated, and none fails:
+    without an engine there are misses.
+    """
 
     @property
     def namespace(self) -> str:
         """Digest of the namespace, hexadecimal."""
 
-    def submit(
+    def lookup(
         self,
         request_id: str,
         hashes: list[bytes],
         num_computed_tokens: int = 0,
         max_tokens: int | None = None,
         wait_ms: tuple[float, float] | None = None,
-    ) -> None:
-        """Start the lookup of a request, and the promotion of what lies on disk only. Idempotent.
+        prefetch: bool = False,
+    ) -> Lookup:
+        """How much of a prompt is cached. Starts to promote the payloads that are on disk only.
 
-        ``num_computed_tokens``, ``max_tokens``, ``wait_ms``: as for `poll`.
-        """
-
-    def poll(
-        self,
-        request_id: str,
-        hashes: list[bytes],
-        num_computed_tokens: int,
-        max_tokens: int | None = None,
-        wait_ms: tuple[float, float] | None = None,
-    ) -> int | None:
-        """The deepest usable boundary in tokens, counted from the start of the prompt, or None while it is pending.
-
-        ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched. An answer not
-        above it means that there is nothing to load. ``max_tokens``: the deepest boundary of use (a hit must stay
-        below the number of tokens). ``wait_ms``: (base, per 1,000 tokens) after which the answer is what host memory
-        holds; None waits for all. A request that was not submitted is submitted.
+        ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched.
+        ``max_tokens``: the deepest boundary of use. ``wait_ms``: (base, per 1,000 tokens) after which the answer is
+        the hit in host memory; None waits for all. ``prefetch``: the scheduler does not wait for the answer yet. The
+        payloads of a hit stay in the arena until the request's next lookup, its load, or its end.
         """
 
     def wait(self, request_id: str, timeout_s: float) -> bool:
         """Wait until a lookup is no longer pending, woken by its answer, at most ``timeout_s`` seconds (GIL released).
 
-        Returns whether it is; the answer is then `poll`'s.
+        Returns whether it is; the answer is that of the next `lookup`.
         """
 
-    def shared_tokens(self, request_id: str) -> int:
-        """How many tokens of the request's prompt its last lookup found a chain for, whether a hit may end there."""
+    def end_lookup(self, request_id: str) -> None:
+        """The request's lookup is not needed any more: it was admitted without a load, or given up."""
 
-    def tiers(self, request_id: str, num_computed_tokens: int, num_external_tokens: int) -> tuple[int, int]:
-        """Of the tokens after ``num_computed_tokens``, how many came from (host, disk). For metrics."""
+    def begin_load(self, request_id: str, num_computed_tokens: int, num_external_tokens: int) -> Load | None:
+        """Begin the load of the tokens after ``num_computed_tokens``, up to a boundary that the last hit covers.
 
-    def begin_load(
-        self, request_id: str, num_computed_tokens: int, num_external_tokens: int
-    ) -> tuple[int, int, list[tuple[int, int, bytes]]] | None:
-        """Pin the payloads of a load: (job id, session's token, per group (group, first block's index, offsets)).
-
-        The slots are kept for the session with this token (see `Engine.arena`), and for no other.
-
-        ``offsets``: little-endian int64 arena offsets, one per block from that index on; -1 where the group needs no
-        block (before a window). None if a payload has meanwhile gone: the caller must then report the load as failed.
+        None if no hit covers it: the caller reports the load as failed.
         """
-
-    def end_load(self, job_id: int, ok: bool) -> None:
-        """All ranks have ended the copies of a load. After ``ok=False`` the request's later lookups answer 0."""
 
     def begin_save(
-        self, request_id: str, hashes: list[bytes], num_tokens: int, offers: list[tuple[int, int, int]] = ...
-    ) -> int | None:
-        """Ask for slots for the blocks of the first ``num_tokens`` tokens that are not here yet.
+        self, request_id: str, hashes: list[bytes], num_tokens: int, offers: Sequence[_Offer] = ...
+    ) -> SaveGrant | None:
+        """Ask for slots for the full blocks of the first ``num_tokens`` tokens that are not cached yet.
 
-        Returns the number of the save, whose answer comes from `grants`: at once from an engine in this process, soon
-        from a server. None if no server is there. ``offers``: what the device holds of groups that are not full
-        attention, as (group, first block, block after the last); it is added to tokens that were saved before, too.
+        None if nobody can be asked. ``offers`` are added to blocks that are cached already, too.
         """
 
-    def grants(self) -> list[tuple[int, int, int, list[tuple[int, int, bytes]], bool]]:
-        """The answers to `begin_save` that have come since the last call.
+    def poll_saves(self) -> list[SaveGrant]:
+        """The grants of pending saves that have come since the last call."""
 
-        (number of the save, job id or 0 if there is nothing to copy, session's token, per group (group, index of the
-        first block, offsets), whether blocks were left out). An offset is -1 for a block that is here already or that
-        is left out. What was left out (arena full of data in use) can be asked for again.
+    def end_transfer(self, transfer_id: int, ok: bool) -> None:
+        """All ranks have ended the copies of a load or a save, or nobody will copy.
+
+        After a load that failed the request's lookups are misses; a save that failed is dropped.
         """
 
-    def end_save(self, job_id: int, ok: bool) -> None:
-        """All ranks have ended the copies of a save: its payloads become visible, or are dropped."""
-
-    def discard(self, request_id: str) -> None:
-        """The lookup of a request is not needed any more. Loads and saves under way go on. Idempotent."""
-
-    def finish(self, request_id: str) -> None:
-        """The request has finished or was aborted: forget it. Loads and saves under way go on. Idempotent."""
+    def finish_request(self, request_id: str) -> None:
+        """The request has finished or was aborted. Loads and saves under way go on."""
 
     def reset(self, timeout_s: float = 10.0) -> bool:
         """Drop everything of this namespace, durably. False if that could not be made durable in time."""
 
     def close(self) -> None:
-        """End the session: all of its jobs and leases are freed. Idempotent."""
+        """End the session: its lookups, leases, loads and saves. Idempotent."""
 
 @final
 class Arena:
@@ -270,14 +319,14 @@ class Arena:
 
     @staticmethod
     def attach(socket_path: str, session: int = 0) -> Arena:
-        """Get the descriptor from the engine's socket (same uid only) and map it. Raises UndercroftError.
+        """Get the descriptor from the engine's socket (same uid only) and map it. Raises ServerError.
 
-        ``session``: the token of `Engine.arena`.
+        ``session``: that of `ArenaAddress`.
         """
 
     @staticmethod
     def create(size: int) -> Arena:
-        """An arena of this process alone, for benchmarks and tests of the copiers. Raises UndercroftError."""
+        """An arena of this process alone, for benchmarks and tests of the copiers. Raises ConfigError."""
 
     @property
     def address(self) -> int:
@@ -288,8 +337,8 @@ class Arena:
         """Bytes."""
 
     @property
-    def generation(self) -> int:
-        """The engine's number of this arena, as in `Engine.arena_generation`."""
+    def arena_id(self) -> int:
+        """Differs from arena to arena: that of `ArenaAddress`."""
 
     @property
     def is_served(self) -> bool:
@@ -316,29 +365,14 @@ class Copier:
     def drain(self) -> None:
         """Wait until every queued job has ended (GIL released)."""
 
-def bench_replay(
-    trace: str, host_blocks: int, disk_blocks: int, policy: str, second_touch: bool = False
-) -> dict[str, Any]:
-    """Replay a trace on the engine, without payloads: hit rates and insert rates.
-
-    ``policy`` is "lru" or "leafhd"; ``disk_blocks`` 0 means no disk tier. Keys of the result: ``undercroft bench
-    replay``. Raises UndercroftError.
+def available_memory() -> int:
+    """Bytes of memory that this process may still take: what the kernel estimates, or what the limit of its control
+    group leaves if that is less. Inactive file cache counts as available. Raises UndercroftError if the kernel does
+    not tell.
     """
 
-def bench_disk(
-    directory: str, block_bytes: int, blocks: int, depth: int = 32, io_engine: str = "auto"
-) -> dict[str, Any]:
-    """The disk tier through the whole engine, against a bare O_DIRECT loop in the same run.
-
-    ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench disk``. Raises UndercroftError.
-    """
-
-def bench_recover(directory: str, blocks: int) -> dict[str, Any]:
-    """How long opening a directory of ``blocks`` blocks takes.
-
-    ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench recover``. Raises
-    UndercroftError.
-    """
+def probe_io_uring() -> str | None:
+    """Why this process cannot use io_uring, with the likely cause; None if it can. Opens a ring and closes it."""
 
 def inspect(directory: str) -> dict[str, Any]:
     """What a cache directory holds. Changes nothing.
@@ -347,6 +381,9 @@ def inspect(directory: str) -> dict[str, Any]:
     description, blocks, bytes, and the age of the oldest and newest block, oldest_s and newest_s, in seconds). Raises
     StoreError.
     """
+
+def descriptions(directory: str) -> list[str]:
+    """The descriptions of the namespaces that a cache directory holds, which may be in use. Raises StoreError."""
 
 def verify(directory: str, progress: Callable[[int, int], object]) -> dict[str, Any]:
     """Reads every payload of a cache directory and compares its checksum. Changes nothing.
@@ -358,5 +395,5 @@ def verify(directory: str, progress: Callable[[int, int], object]) -> dict[str, 
 def drop_namespace(directory: str, digest: str) -> int:
     """Remove namespaces from a cache directory that is not in use: how many whose digest starts with ``digest``.
 
-    At least eight hexadecimal digits. Raises StoreError.
+    At least eight hexadecimal digits. Raises ConfigError, StoreError.
     """

@@ -1,11 +1,12 @@
-"""The names and behaviours of vLLM that differ between the versions supported (0.31 to 0.33).
+"""The names and behaviours of vLLM that differ between the supported versions (0.31 to 0.33).
 
-Everything is found by looking for the feature, never by comparing version numbers. Imported by the connector only.
+Features are detected, version numbers are never compared. Only the connector imports this module. The changes to
+vLLM are in `undercroft.vllm_patches`.
 """
 
 from __future__ import annotations
 
-import functools
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,9 @@ except ImportError:  # 0.31: hits are not split by tier
     CacheHitSource = None
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
@@ -45,19 +45,17 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
-    "before_prefix_cache_reset",
     "block_sizes",
+    "caps_external_hits",
     "device_hit_tokens",
     "group_kind",
     "group_window",
     "hash_lookahead_tokens",
     "hash_seed",
     "hashes_adapters",
+    "hosts",
     "keeps_states",
     "layer_specs",
-    "recompute_failed_loads",
-    "reconcile_local_hits",
-    "tell_adapters_apart",
     "vllm_release",
 ]
 
@@ -69,33 +67,11 @@ _KINDS = {
     "ChunkedLocalAttentionSpec": "chunked_local",
     "MambaSpec": "state",
 }
-"""What a hit needs of each spec. By exact class: a subclass nobody looked at may need something else."""
-
-
-def recompute_failed_loads(is_ours: Callable[[Any], bool]) -> None:
-    """Make every scheduler whose connector ``is_ours`` recompute what failed to load.
-
-    A connector can set vLLM's policy for itself in its constructor, but not as a child of MultiConnector, whose policy
-    counts.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    original = Scheduler.__init__
-    if getattr(original, "_undercroft", False):
-        return
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if is_ours(self.connector) and hasattr(self, "recompute_kv_load_failures"):
-            self.recompute_kv_load_failures = True
-
-    init._undercroft = True  # type: ignore[attr-defined]
-    Scheduler.__init__ = init  # type: ignore[method-assign]
+"""The blocks that a hit needs of each spec. By exact class, since an unknown subclass may need others."""
 
 
 def vllm_release() -> str:
-    """Major and minor version of vLLM, such as "0.32": pages may be laid out anew from one to the next."""
+    """Major and minor version of vLLM, such as "0.32"."""
     from vllm import __version__
 
     return ".".join(__version__.split(".")[:2])
@@ -111,11 +87,11 @@ def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tupl
 
 
 def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int:
-    """Tokens of a request's prompt that the device's own prefix cache holds now. Counts as no use of them."""
+    """Tokens of a request's prompt that the device's own prefix cache holds now. Their last use stays as it was."""
     if not kv_cache_manager.enable_caching:
         return 0
     hit = kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-    return hit[1]
+    return int(hit[1])
 
 
 def hash_seed(algorithm: str) -> str | None:
@@ -170,9 +146,9 @@ def group_window(spec: KVCacheSpec) -> int:
     first = next(layer_specs(spec))
     if isinstance(first, kv_cache_interface.SlidingWindowSpec):
         # Blocks below the window that vLLM keeps all the same must be filled by a load, too.
-        return first.sliding_window + getattr(first, "extra_retained_tokens", 0)
+        return int(first.sliding_window) + int(getattr(first, "extra_retained_tokens", 0))
     if isinstance(first, kv_cache_interface.ChunkedLocalAttentionSpec):
-        return first.attention_chunk_size
+        return int(first.attention_chunk_size)
     return 0
 
 
@@ -181,71 +157,29 @@ def keeps_states(spec: KVCacheSpec) -> bool:
     return all(inner.mamba_cache_mode == "align" for inner in layer_specs(spec))
 
 
-def reconcile_local_hits(kv_cache_manager: KVCacheManager, usable: Callable[[Request, int], bool]) -> bool:
-    """Ask ``usable(request, tokens)`` before vLLM takes full attention's local hit for one that we complete.
-
-    vLLM asks for an external hit above that only, and where there is none it does not ask again for one above the
-    boundary that all groups hold. False if this vLLM has no such hits.
-    """
-    original = getattr(kv_cache_manager, "get_computed_blocks_for_connector", None)
-    if original is None:
-        return False
-
-    def get_computed_blocks_for_connector(request: Request, *limits: Any, **named_limits: Any) -> Any:
-        # 0.33 says how long the hit may be.
-        hit = original(request, *limits, **named_limits)
-        *_, tokens, _, diverged = hit
-        if diverged and not usable(request, tokens):
-            return (*kv_cache_manager.get_computed_blocks(request, *limits, **named_limits), False)
-        return hit
-
-    kv_cache_manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector  # type: ignore[method-assign]
-    return True
-
-
 def hashes_adapters() -> bool:
-    """Whether block hashes have the part about LoRA adapters that `tell_adapters_apart` adds to."""
+    """Whether block hashes have the part about LoRA adapters that `vllm_patches.tell_adapters_apart` adds to."""
     return hasattr(kv_cache_utils, "_gen_lora_extra_hash_keys")
 
 
-def tell_adapters_apart(of_request: Callable[[Request], str], before_loading: Callable[[Any], Any]) -> None:
-    """Put ``of_request`` into the block hashes of requests with a LoRA adapter. Does nothing the second time.
-
-    ``before_loading`` is told of adapters (`LoRARequest`) that are loaded before a request asks for them.
-    """
-    from vllm.v1.engine.core import EngineCore
-
-    original = kv_cache_utils._gen_lora_extra_hash_keys
-    if getattr(original, "_undercroft", False):
-        return
-
-    @functools.wraps(original)
-    def keys(request: Request) -> list[Any]:
-        found = original(request)
-        return [*found, ("lora_weights", of_request(request))] if found else found
-
-    keys._undercroft = True  # type: ignore[attr-defined]
-    kv_cache_utils._gen_lora_extra_hash_keys = keys
-    add_lora = EngineCore.add_lora
-
-    @functools.wraps(add_lora)
-    def add(self: Any, lora_request: Any) -> bool:
-        before_loading(lora_request)
-        return add_lora(self, lora_request)
-
-    EngineCore.add_lora = add  # type: ignore[method-assign]
+def caps_external_hits() -> bool:
+    """Whether vLLM shortens hits to what its store of routed experts holds; before 0.33 such a hit ends the engine."""
+    try:
+        from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    except ImportError:
+        return False
+    return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 
 
-def before_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) -> None:
-    """Run ``action`` each time before the pool resets its prefix cache.
-
-    A reset is refused while anybody holds blocks, and vLLM asks the connector only afterwards: too late for a
-    connector that could let go of its own.
-    """
-    reset: Callable[[], bool] = block_pool.reset_prefix_cache
-
-    def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
-        action()
-        return reset(*args, **kwargs)
-
-    block_pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
+def hosts(parallel_config: Any) -> int:
+    """Machines that the workers of one scheduler run on, as far as vLLM knows when it makes the connectors."""
+    spread = int(getattr(parallel_config, "nnodes_within_dp", getattr(parallel_config, "nnodes", 1)))
+    group = getattr(parallel_config, "placement_group", None)
+    if group is None:
+        return spread
+    try:
+        ray: Any = importlib.import_module("ray")
+        bundles = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        return max(spread, len(set(bundles.values())))
+    except Exception:  # whatever another version of Ray may raise: workers that cannot attach only never hit
+        return spread

@@ -14,14 +14,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from undercroft.errors import ConfigError
 from undercroft.units import SIZE_FORMAT, Amount, parse_amount, parse_size
 
 ENV_PREFIX = "UNDERCROFT_"
 EXTRA_CONFIG = "kv_connector_extra_config"
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names key, value, what is allowed, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +47,9 @@ class Option:
     """From a JSON value to the field of `UndercroftConfig`; raises ValueError with the reason."""
     from_text: Callable[[str], Any]
     """From an environment variable's text to the JSON value; raises ValueError with the reason."""
+    scope: str = "connector"
+    """Who takes it: "engine" (the engine, also of `undercroft serve`, whose flag it is), "session" (the way of a vLLM
+    to its engine) or "connector" (Python alone)."""
 
     @property
     def env(self) -> str:
@@ -199,18 +199,18 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "host_memory", "size or share", "25%", _SHARE_FORMAT + " above 0%",
         "Size of the host tier. A percentage is taken of the memory available at start.",
-        _positive_amount, str,
+        _positive_amount, str, "engine",
     ),
     Option(
         "disk_path", "path or list of paths", [], "directories on local disks",
         "Directories of the disk tier, one per device; none: no disk tier. In the environment, separated by colons.",
-        _paths, _text_paths,
+        _paths, _text_paths, "engine",
     ),
     Option(
         "disk_capacity", "size or share", "50%", _SHARE_FORMAT + " above 0%",
         "Most that each directory may hold, of which 16 TiB are used. A percentage is taken of the space that is free "
         "there or the tier's own.",
-        _positive_amount, str,
+        _positive_amount, str, "engine",
     ),
     Option(
         "save", "text", "all", '"all" or "prompt"',
@@ -227,7 +227,7 @@ OPTIONS: tuple[Option, ...] = (
         "min_load_tokens", "number", 64, "0 to 1000000",
         "A hit that gains fewer tokens over what the device holds is not loaded: a load takes one engine step more "
         "than computing. 64 suits an idle engine; for a busy one, step time times prompt tokens a second.",
-        _integer(0, 1_000_000), _text_number,
+        _integer(0, 1_000_000), _text_number, "session",
     ),
     Option(
         "lookup", "text", "async", '"async" or "blocking"',
@@ -248,7 +248,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "promotion_memory", "size or share", "50%", _SHARE_FORMAT + " above 0%",
         "Most host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
-        _positive_amount, str,
+        _positive_amount, str, "engine",
     ),
     Option(
         "early_prefetch", "true or false", True, "true or false",
@@ -263,27 +263,27 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "eviction_policy", "text", "lru", '"lru" or "leafhd"',
         "What is evicted first: the least recently used leaf, or the leaf with the least learned hit density.",
-        _choice("lru", "leafhd"), str,
+        _choice("lru", "leafhd"), str, "engine",
     ),
     Option(
         "disk_admission", "text", "all", '"all" or "second_touch"',
         "What is written to disk: every block, or blocks from their second use on (spares the flash).",
-        _choice("all", "second_touch"), str,
+        _choice("all", "second_touch"), str, "engine",
     ),
     Option(
         "disk_write_rate", "size", 0, SIZE_FORMAT + "; 0 is unlimited",
         "Most bytes per second written to disk. What exceeds it stays in host memory only.",
-        parse_size, str,
+        parse_size, str, "engine",
     ),
     Option(
         "io_engine", "text", "auto", '"auto", "io_uring" or "thread_pool"',
         "How disks are read and written; auto takes io_uring where the machine allows it.",
-        _choice("auto", "io_uring", "thread_pool"), str,
+        _choice("auto", "io_uring", "thread_pool"), str, "engine",
     ),
     Option(
         "io_depth", "number", 32, "1 to 1024",
         "Reads, or writes, that a disk has at once.",
-        _integer(1, 1024), _text_number,
+        _integer(1, 1024), _text_number, "engine",
     ),
     Option(
         "kv_layout", "text", "auto", '"auto" or "cross_layer"',
@@ -296,24 +296,34 @@ OPTIONS: tuple[Option, ...] = (
         _text, str,
     ),
     Option(
+        "weights", "text", "sampled", '"sampled" or "full"',
+        "How the model's weights are known: by headers and samples of each file, or by every byte, read once.",
+        _choice("sampled", "full"), str,
+    ),
+    Option(
+        "model_id", "text", "", "any text",
+        "Stands for the weights, which are not looked at then: you vouch that it changes when they do.",
+        _text, str,
+    ),
+    Option(
         "server", "text", "", '"unix:///path" of a running `undercroft serve`',
         "Use the engine of a server on this host, shared with other vLLMs, instead of one in this process.",
-        _server, str,
+        _server, str, "session",
     ),
     Option(
         "server_timeout_ms", "number", 5, "0.1 to 60000",
         "A server or owner of the directory that owes a reply for longer counts as gone until it answers again.",
-        _number(0.1, 60_000), _text_number,
+        _number(0.1, 60_000), _text_number, "session",
     ),
     Option(
         "lookup_spin_us", "number", 200, "0 to 100000",
         "Longest wait in the scheduler for a server's reply that is on its way.",
-        _number(0, 100_000), _text_number,
+        _number(0, 100_000), _text_number, "session",
     ),
     Option(
         "socket_dir", "path", "", "a directory only this user can enter",
         "Where the engine's socket is made; by default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
-        _directory, str,
+        _directory, str, "session",
     ),
 )
 # fmt: on
@@ -342,6 +352,8 @@ class UndercroftConfig:
     io_depth: int
     kv_layout: str
     namespace_salt: str
+    weights: str
+    model_id: str
     server: str
     server_timeout_ms: float
     lookup_spin_us: float

@@ -22,9 +22,9 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """What of `METRICS` this process counts; the rest is counted by vLLM's."""
+        """The metrics that this process counts; vLLM's processes count the others."""
         status = self._engine.status()
-        # Not the status's statistics: a missing file counts among the engine's own only.
+        # Not the statistics in the status: only the engine's own count a missing file.
         values = self._engine.stats() | {f"server_{name}": value for name, value in status["server"].items()}
         for metric in (*METRICS, *SERVER_METRICS):
             sources = {key: labels for key, labels in metric.sources.items() if key in values}
@@ -45,7 +45,7 @@ class EngineCollector(Collector):
 def start(host: str, port: int, engine: Engine) -> int:
     """Serve the engine's metrics on threads of their own, and return the port (another one if ``port`` is 0).
 
-    Raises OSError if the address cannot be had.
+    Raises OSError if the address is not available.
     """
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))

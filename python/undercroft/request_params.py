@@ -1,4 +1,4 @@
-"""What one request may say of its lookup in vLLM's ``kv_transfer_params``: it goes before the configuration."""
+"""Options of one request's lookup, in vLLM's ``kv_transfer_params``. They override the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from undercroft.config import UndercroftConfig
 
 NAMES = ("lookup", "lookup_timeout_ms", "promotion_wait")
-"""Options of the configuration that a request may give too."""
+"""Options of the configuration that a request may override."""
 
 _OPTIONS = {option.name: option for option in OPTIONS if option.name in NAMES}
 
@@ -34,7 +34,7 @@ class LookupParams:
     timeout_s: float
     """Longest wait of a blocking lookup."""
     wait_ms: tuple[float, float] | None
-    """How long the disk may take: base and part for every 1,000 tokens; None: as long as it takes."""
+    """Longest wait for the disk: a base and an addition for every 1,000 tokens; None: no limit."""
 
 
 def check(kv_transfer_params: Any) -> None:

@@ -1,4 +1,4 @@
-"""Turns configured amounts into bytes on this machine: reads available memory and free disk space."""
+"""Turns configured amounts into bytes, from the available memory and the free disk space of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from undercroft.config import ConfigError, UndercroftConfig
+from undercroft.config import UndercroftConfig
+from undercroft.errors import ConfigError
 from undercroft.units import format_size
 
 _MIN_HOST_MEMORY = 16 << 20
@@ -23,8 +24,10 @@ class Sizes:
 
 
 def resolve_sizes(config: UndercroftConfig) -> Sizes:
-    """The engine's sizes on this machine. Raises ConfigError for what is impossible here."""
-    available = available_memory()
+    """The engine's sizes on this machine. Raises ConfigError for a size that is impossible here."""
+    from undercroft import _core
+
+    available = _core.available_memory()
     host = config.host_memory.of(available)
     if host > available:
         raise ConfigError(
@@ -46,31 +49,6 @@ def resolve_sizes(config: UndercroftConfig) -> Sizes:
         return Sizes(host, promotion, _disks(config))
     except OSError as error:
         raise ConfigError(f"undercroft: disk_path = {error.filename}: {error.strerror}.") from error
-
-
-def available_memory() -> int:
-    """Bytes a process can still allocate: the kernel's estimate, or what the control group leaves if that is less."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        current = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit != "max":
-            # Page cache counts as current but is given back under pressure.
-            cached = _cgroup_file_bytes()
-            available = min(available, max(0, int(limit) - current + cached))
-    except (OSError, ValueError):
-        pass
-    return available
-
-
-def _cgroup_file_bytes() -> int:
-    for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
 
 
 def _disks(config: UndercroftConfig) -> list[tuple[str, int]]:

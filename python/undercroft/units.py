@@ -71,9 +71,10 @@ def parse_amount(value: object) -> Amount:
     return Amount(size=round(number * _UNITS[unit.upper()]))
 
 
-def format_size(size: int) -> str:
-    """A size for people, in binary units, with at most three digits after the point."""
+def format_size(size: float) -> str:
+    """A number of bytes for people: in binary units, with four significant digits."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
-            return f"{size / scale:.4g} {unit}"
-    return f"{size} B"
+            value = size / scale
+            return f"{value:.4g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+    return f"{size:.0f} B"

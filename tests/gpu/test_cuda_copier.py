@@ -13,9 +13,9 @@ import torch
 
 from copy_workload import Workload
 from undercroft._core import Arena
-from undercroft.device.copier import make_copier
 from undercroft.device.cuda import STRATEGIES, CudaCopier
 from undercroft.device.cuda_streams import CudaStreams, pin
+from undercroft.device.factory import make_copier
 from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy
 from undercroft.device.memcpy import BatchedCopy, DriverBatch, DriverLoop, VllmCopy, driver_copy
 from undercroft.device.pinning import ArenaPinner

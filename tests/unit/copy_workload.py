@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from undercroft._core import Arena
-from undercroft.device.copier import DeviceCopier
+from undercroft.device.api import DeviceCopier
 from undercroft.device.layout import GroupCopy
 from undercroft.device.synthetic import SyntheticCache
 

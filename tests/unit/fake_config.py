@@ -55,13 +55,14 @@ def kv_cache_config(specs=None, layers=2, **changes):
 class HfConfig:
     def __init__(self, **values):
         self._commit_hash = None
+        self.architectures = values.get("architectures")
         self.values = {"hidden_size": 256, "rope_theta": 10000.0, "_name_or_path": "/somewhere", **values}
 
     def to_dict(self):
         return self.values
 
 
-def vllm_config(model="org/model", extra=None, **parallel):
+def vllm_config(model="org/model", extra=None, max_model_len=4096, **parallel):
     sizes = {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -87,12 +88,20 @@ def vllm_config(model="org/model", extra=None, **parallel):
             convert_type="none",
             disable_sliding_window=False,
             multimodal_config=None,
+            max_model_len=max_model_len,
         ),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
+        lora_config=None,
+        kernel_config=None,
+        aux_output_config=None,
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         cache_config=SimpleNamespace(
-            cache_dtype="auto", prefix_caching_hash_algo="sha256", block_size=BLOCK, enable_prefix_caching=True
+            cache_dtype="auto",
+            prefix_caching_hash_algo="sha256",
+            block_size=BLOCK,
+            enable_prefix_caching=True,
+            kv_cache_dtype_skip_layers=[],
         ),
         parallel_config=SimpleNamespace(
             **sizes, world_size=sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"], rank=0

@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import itertools
 import struct
+from types import SimpleNamespace
 
 SLOT = 4096
+
+
+def extent(group, first_block, offsets):
+    return SimpleNamespace(group=group, first_block=first_block, offsets=struct.pack(f"<{len(offsets)}q", *offsets))
+
+
+def save_grant(transfer_id, extents, refused, *, pending=False):
+    return SimpleNamespace(transfer_id=transfer_id, pending=pending, session=0, extents=extents, refused=refused)
 
 
 class FakeEngine:
     def __init__(self, capacity: int = 10_000, **options):
         self.options = options
         self.capacity = capacity
-        self.arena = ("/fake.sock", 7, 0)
+        self.arena = SimpleNamespace(socket="/fake.sock", arena_id=7, session=0)
         self.is_shared = False
         self.took_over = False
         self.closed = False
         self.counters = {"saved_blocks": 0, "host_used_bytes": 0}
 
-    def register(self, description, groups, hash_block_tokens, alignment_tokens=None, dropped_tokens=0):
-        session = FakeSession(self, description, groups, hash_block_tokens)
-        session.alignment = alignment_tokens or hash_block_tokens
+    def register(self, description, groups, hash_block_size, alignment_tokens=None, dropped_tokens=0):
+        session = FakeSession(self, description, groups, hash_block_size)
+        session.alignment = alignment_tokens or hash_block_size
         session.dropped = dropped_tokens
         return session
 
@@ -33,7 +42,7 @@ class FakeEngine:
     def info(self):
         return {"host_memory": 1 << 30, "huge_pages": False, "disks": [], "io_engine": "thread_pool"}
 
-    def link(self):
+    def connection(self):
         return ("up", "")
 
     def close(self):
@@ -41,10 +50,10 @@ class FakeEngine:
 
 
 class FakeSession:
-    def __init__(self, engine, description, groups, hash_tokens):
+    def __init__(self, engine, description, groups, hash_block_size):
         self.engine = engine
         self.groups = groups
-        self.hash_tokens = hash_tokens
+        self.hash_block_size = hash_block_size
         self.namespace = "ab" * 32
         self.host: dict[tuple[int, bytes], int] = {}  # (group, last hash of the block) -> arena offset
         self.disk: set[tuple[int, bytes]] = set()
@@ -85,45 +94,38 @@ class FakeSession:
             self.promote()
         return self.delivers
 
-    def submit(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None):
-        self.calls.append(("submit", request_id, num_computed_tokens, max_tokens))
-        self.lookups.setdefault(request_id, list(hashes))
-
     def _payload(self, group, hashes, index):
-        step = self.groups[group][1] // self.hash_tokens
+        step = self.groups[group].block_tokens // self.hash_block_size
         return (group, hashes[(index + 1) * step - 1])
 
     def _boundary(self, hashes):
         tokens = 0
         for end in range(1, len(hashes) + 1):
-            for group, (_, block, _, _) in enumerate(self.groups):
-                if block and end * self.hash_tokens % block == 0:
-                    index = end * self.hash_tokens // block - 1
+            for group, block in enumerate(of.block_tokens for of in self.groups):
+                if block and end * self.hash_block_size % block == 0:
+                    index = end * self.hash_block_size // block - 1
                     if self._payload(group, hashes, index) not in self.host:
                         return tokens
-            tokens = end * self.hash_tokens
+            tokens = end * self.hash_block_size
         return tokens
 
-    def poll(self, request_id, hashes, num_computed_tokens, max_tokens=None, wait_ms=None):
-        self.calls.append(("poll", request_id, num_computed_tokens))
+    def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, prefetch=False):
+        self.calls.append(("prefetch" if prefetch else "lookup", request_id, num_computed_tokens, max_tokens))
         if request_id in self.failed:
-            return 0
+            return SimpleNamespace(pending=False, tokens=0, shared_tokens=0)
         self.lookups[request_id] = list(hashes)
-        boundary = max(0, min(self._boundary(hashes) - self.dropped, max_tokens or 1 << 30))
+        shared = self._boundary(hashes)
+        boundary = max(0, min(shared - self.dropped, max_tokens or 1 << 30))
         boundary = boundary // self.alignment * self.alignment
         owed = [
             self._payload(group, hashes, index)
-            for group, (_, block, _, _) in enumerate(self.groups)
+            for group, block in enumerate(of.block_tokens for of in self.groups)
             if block
             for index in range(num_computed_tokens // block, boundary // block)
         ]
-        return None if self.disk.intersection(owed) else boundary
-
-    def tiers(self, request_id, num_computed_tokens, num_external_tokens):
-        hashes = self.lookups[request_id]
-        first, last = num_computed_tokens // self.hash_tokens, (num_computed_tokens + num_external_tokens)
-        promoted = sum((0, hashes[index]) in self.promoted for index in range(first, last // self.hash_tokens))
-        return num_external_tokens - promoted * self.hash_tokens, promoted * self.hash_tokens
+        pending = bool(self.disk.intersection(owed))
+        tokens = 0 if pending or boundary <= num_computed_tokens else boundary
+        return SimpleNamespace(pending=pending, tokens=tokens, shared_tokens=shared)
 
     def begin_load(self, request_id, num_computed_tokens, num_external_tokens):
         self.calls.append(("begin_load", request_id, num_computed_tokens, num_external_tokens))
@@ -131,30 +133,30 @@ class FakeSession:
             return None
         hashes = self.lookups[request_id]
         plan = []
-        for group, (_, block, _, _) in enumerate(self.groups):
+        for group, block in enumerate(of.block_tokens for of in self.groups):
             if not block:
                 continue
             first, last = num_computed_tokens // block, (num_computed_tokens + num_external_tokens) // block
             offsets = [self.host[self._payload(group, hashes, index)] for index in range(first, last)]
-            plan.append((group, first, struct.pack(f"<{len(offsets)}q", *offsets)))
-        job = next(self.jobs)
-        self.loads[job] = request_id
-        return job, 0, plan
-
-    def end_load(self, job_id, ok):
-        self.calls.append(("end_load", job_id, ok))
-        request_id = self.loads.pop(job_id)
-        if not ok:
-            self.failed.add(request_id)
-
-    def shared_tokens(self, request_id):
-        return self._boundary(self.lookups.get(request_id, []))
+            plan.append(extent(group, first, offsets))
+        transfer = next(self.jobs)
+        self.loads[transfer] = request_id
+        first, last = num_computed_tokens // self.hash_block_size, num_computed_tokens + num_external_tokens
+        promoted = sum((0, hashes[index]) in self.promoted for index in range(first, last // self.hash_block_size))
+        disk = promoted * self.hash_block_size
+        return SimpleNamespace(
+            transfer_id=transfer,
+            session=0,
+            extents=plan,
+            host_tokens=num_external_tokens - disk,
+            disk_tokens=disk,
+        )
 
     def begin_save(self, request_id, hashes, num_tokens, offers=()):
         self.calls.append(("begin_save", request_id, num_tokens))
         refused = False
         job, plan, taken = next(self.jobs), [], []
-        for group, (_, block, _, _) in enumerate(self.groups):
+        for group, block in enumerate(of.block_tokens for of in self.groups):
             if not block:
                 continue
             offsets = []
@@ -170,32 +172,40 @@ class FakeSession:
                     self.reserved[payload] = job
                     taken.append((payload, slot))
                     offsets.append(slot)
-            plan.append((group, 0, struct.pack(f"<{len(offsets)}q", *offsets)))
+            plan.append(extent(group, 0, offsets))
         if taken:
             self.saves[job] = taken
-        self.granted.append((job, job if taken else 0, 0, plan if taken else [], refused))
-        return job
+        grant = save_grant(job, plan if taken else [], refused)
+        if not self.is_slow:
+            return grant
+        self.granted.append(grant)
+        return save_grant(job, [], False, pending=True)
 
-    def grants(self):
+    def poll_saves(self):
         if self.is_slow:
             return []
         granted, self.granted = self.granted, []
         return granted
 
-    def end_save(self, job_id, ok):
-        self.calls.append(("end_save", job_id, ok))
-        for payload, slot in self.saves.pop(job_id):
+    def end_transfer(self, transfer_id, ok):
+        self.calls.append(("end_transfer", transfer_id, ok))
+        if transfer_id in self.loads:
+            request_id = self.loads.pop(transfer_id)
+            if not ok:
+                self.failed.add(request_id)
+            return
+        for payload, slot in self.saves.pop(transfer_id):
             del self.reserved[payload]
             if ok:
                 self.host[payload] = slot
                 self.engine.counters["saved_blocks"] += 1
 
-    def discard(self, request_id):
-        self.calls.append(("discard", request_id))
+    def end_lookup(self, request_id):
+        self.calls.append(("end_lookup", request_id))
         self.lookups.pop(request_id, None)
 
-    def finish(self, request_id):
-        self.calls.append(("finish", request_id))
+    def finish_request(self, request_id):
+        self.calls.append(("finish_request", request_id))
         self.lookups.pop(request_id, None)
 
     def reset(self, timeout_s=10.0):

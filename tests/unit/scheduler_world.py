@@ -18,7 +18,9 @@ class World:
     def __init__(self, groups=FULL, ranks=1, capacity=10_000, **options):
         self.engine = FakeEngine(capacity)
         registration = groups.registration([SLOT] * len(groups.kinds))
-        self.session = self.engine.register("{}", registration, groups.unit, groups.alignment, groups.dropped_tokens)
+        self.session = self.engine.register(
+            "{}", registration, groups.engine_block_size, groups.alignment, groups.dropped_tokens
+        )
         config = UndercroftConfig.parse({"min_load_tokens": 0, **options}, {})
         self.errors = []
         self.counts = Counts()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from core_values import Group, granted, places
 from undercroft import _core
 
 BLOCK = 16
@@ -40,7 +41,7 @@ class Peer:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.session = engine.register('{"model": "m"}', [("full", BLOCK, PAYLOAD, 0)], BLOCK)
+        self.session = engine.register('{"model": "m"}', [Group("full", BLOCK, PAYLOAD)], BLOCK)
         self.worst_s = 0.0
         self._arenas: dict[int, tuple[Any, np.ndarray]] = {}
 
@@ -52,30 +53,30 @@ class Peer:
             self.worst_s = max(self.worst_s, time.perf_counter() - start)
 
     def is_up(self) -> bool:
-        return self.engine.link()[0] == "up"
+        return self.engine.connection()[0] == "up"
 
     def memory(self, session: int) -> np.ndarray:
         """The arena of this session; it stays mapped, whatever becomes of its server."""
         if session not in self._arenas:
-            socket, generation, now = self.engine.arena
-            assert now == session
-            arena = _core.Arena.attach(socket, session)
-            assert arena.generation == generation
+            address = self.engine.arena
+            assert address.session == session
+            arena = _core.Arena.attach(address.socket, session)
+            assert arena.arena_id == address.arena_id
             view = np.ctypeslib.as_array((ctypes.c_uint8 * arena.size).from_address(arena.address))
             self._arenas[session] = arena, view
         return self._arenas[session][1]
 
-    def begin_save(self, request: str, hashes: list[bytes]) -> tuple[int, int, list[tuple[int, bytes]]]:
-        """Job, session, and (slot, hash) of what is to be copied."""
-        until("a server", lambda: self.call("begin_save", request, hashes, len(hashes) * BLOCK) is not None)
-        granted: list[Any] = []
-        until("the slots", lambda: granted.extend(self.call("grants")) or granted)
-        _, job, session, extents, _ = granted[-1]
-        places = []
-        for _, first, offsets in extents:
-            slots = np.frombuffer(offsets, dtype="<i8").tolist()
-            places += [(slot, hashes[first + at]) for at, slot in enumerate(slots) if slot >= 0]
-        return job, session, places
+    def begin_save(self, request: str, hashes: list[bytes]) -> tuple[_core.SaveGrant, list[tuple[int, bytes]]]:
+        """The grant, and (slot, hash) of what is to be copied."""
+        asked: list[Any] = []
+
+        def ask() -> bool:
+            asked.append(self.call("begin_save", request, hashes, len(hashes) * BLOCK))
+            return asked[-1] is not None
+
+        until("a server", ask)
+        grant = granted(self.session, asked[-1])
+        return grant, places(grant.extents, hashes)
 
     def fill(self, session: int, places: list[tuple[int, bytes]]) -> None:
         memory = self.memory(session)
@@ -83,37 +84,33 @@ class Peer:
             memory[slot : slot + PAYLOAD] = content(block_hash)
 
     def save(self, hashes: list[bytes]) -> None:
-        job, session, places = self.begin_save("save", hashes)
-        if job:
-            self.fill(session, places)
-            self.call("end_save", job, True)
-        self.call("finish", "save")
+        grant, places = self.begin_save("save", hashes)
+        if places:
+            self.fill(grant.session, places)
+            self.call("end_transfer", grant.transfer_id, True)
+        self.call("finish_request", "save")
 
     def answer(self, request: str, hashes: list[bytes]) -> int:
         """Ask until there is an answer, as the scheduler does."""
         found: list[int] = []
 
-        def poll() -> bool:
-            answer = self.call("poll", request, hashes, 0)
-            found.extend([] if answer is None else [answer])
+        def ask() -> bool:
+            answer = self.call("lookup", request, hashes)
+            found.extend([] if answer.pending else [answer.tokens])
             return bool(found)
 
-        until("an answer", poll)
+        until("an answer", ask)
         return found[0]
 
     def begin_load(
         self, request: str, hashes: list[bytes], tokens: int
-    ) -> tuple[int, int, list[tuple[int, bytes]]] | None:
-        plan = self.call("begin_load", request, 0, tokens)
-        if plan is None:
+    ) -> tuple[_core.Load, list[tuple[int, bytes]]] | None:
+        load = self.call("begin_load", request, 0, tokens)
+        if load is None:
             return None
-        job, session, extents = plan
-        places = []
-        for _, first, offsets in extents:
-            slots = np.frombuffer(offsets, dtype="<i8").tolist()
-            places += [(slot, hashes[first + at]) for at, slot in enumerate(slots)]
-        assert len(places) == tokens // BLOCK
-        return job, session, places
+        found = places(load.extents, hashes)
+        assert len(found) == tokens // BLOCK
+        return load, found
 
     def check(self, session: int, places: list[tuple[int, bytes]]) -> None:
         memory = self.memory(session)
@@ -127,12 +124,12 @@ class Peer:
             begun = self.begin_load(request, hashes, tokens) if tokens else None
             if begun is None:
                 return 0
-            job, session, places = begun
-            self.check(session, places)
-            self.call("end_load", job, True)
+            load, places = begun
+            self.check(load.session, places)
+            self.call("end_transfer", load.transfer_id, True)
             return tokens
         finally:
-            self.call("finish", request)
+            self.call("finish_request", request)
 
     def close(self) -> None:
         self.engine.close()

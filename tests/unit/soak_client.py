@@ -11,11 +11,11 @@ import itertools
 import json
 import random
 import select
-import struct
 import sys
 import time
 from collections import Counter
 
+from core_values import Group, places
 from undercroft import _core
 
 BLOCK = 16
@@ -57,14 +57,14 @@ class SoakClient:
         """A new session, of one namespace or another."""
         self.description = self.random.choice(DESCRIPTIONS)
         # A machine that is shared by so many is late now and then.
-        self.client = _core.Client(self.socket, server_timeout_ms=30_000)
-        self.session = self.client.register(self.description, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
+        self.engine = _core.Engine({"server": f"unix://{self.socket}", "server_timeout_ms": 30_000})
+        self.session = self.engine.register(self.description, [Group("full", BLOCK, PAYLOAD)], BLOCK)
         end = time.monotonic() + 30
-        while self.client.link() != ("up", ""):
-            assert time.monotonic() < end, self.client.link()
+        while self.engine.connection() != ("up", ""):
+            assert time.monotonic() < end, self.engine.connection()
             time.sleep(0.001)
-        socket, _, self.token = self.client.arena
-        self.arena = _core.Arena.attach(socket, self.token)
+        self.token = self.engine.arena.session
+        self.arena = _core.Arena.attach(self.engine.arena.socket, self.token)
         self.requests: dict[str, list[bytes]] = {}
         self.asked: dict[int, list[bytes]] = {}
         self.loads: dict[int, tuple[str, list[tuple[int, bytes]]]] = {}
@@ -74,20 +74,20 @@ class SoakClient:
     def step(self) -> None:
         """One thing that an engine does."""
         actions = {
-            self.submit: 10, self.poll: 20, self.save: 5, self.end_load: 15, self.take_grants: 5, self.end_save: 10,
-            self.discard: 2, self.finish: 8, self.wait: 1, self.disconnect: 0.1,
+            self.prefetch: 10, self.lookup: 20, self.save: 5, self.end_load: 15, self.poll_saves: 5, self.end_save: 10,
+            self.end_lookup: 2, self.finish: 8, self.wait: 1, self.disconnect: 0.1,
         }  # fmt: skip
         self.random.choices(list(actions), list(actions.values()))[0]()
 
-    def submit(self) -> None:
+    def prefetch(self) -> None:
         if len(self.requests) < 30:
             name = f"request-{next(self.names)}"
             hashes = self.random.choice(self.chains)
             self.requests[name] = hashes[: self.random.randint(1, CHAIN_BLOCKS)]
-            self.session.submit(name, self.requests[name])
-            self.done["submit"] += 1
+            self.session.lookup(name, self.requests[name], prefetch=True)
+            self.done["prefetch"] += 1
 
-    def poll(self) -> None:
+    def lookup(self) -> None:
         loading = {name for name, _ in self.loads.values()}
         waiting = [name for name in self.requests if name not in loading]
         if not waiting:
@@ -95,19 +95,18 @@ class SoakClient:
         name = self.random.choice(waiting)
         hashes = self.requests[name]
         local = BLOCK * self.random.choice((0, 0, 0, 1, len(hashes) // 2))
-        answer = self.session.poll(name, hashes, local)
-        self.done["poll"] += 1
-        if answer is None or answer <= local:
+        answer = self.session.lookup(name, hashes, local).tokens
+        self.done["lookup"] += 1
+        if answer <= local:
             return
         assert answer % BLOCK == 0
         assert answer <= len(hashes) * BLOCK
         self.done["hit"] += 1
-        started = self.session.begin_load(name, local, answer - local)
-        if started is not None:
-            job, token, plan = started
-            assert token == self.token
-            slots = self.slots(plan, hashes)
-            self.loads[job] = (name, slots)
+        load = self.session.begin_load(name, local, answer - local)
+        if load is not None:
+            assert load.session == self.token
+            slots = places(load.extents, hashes)
+            self.loads[load.transfer_id] = (name, slots)
             self.check(slots)
 
     def wait(self) -> None:
@@ -118,16 +117,17 @@ class SoakClient:
         if not self.requests:
             return
         name, hashes = self.random.choice(list(self.requests.items()))
-        number = self.session.begin_save(name, hashes, len(hashes) * BLOCK)
-        if number is not None:
-            self.asked[number] = hashes
+        grant = self.session.begin_save(name, hashes, len(hashes) * BLOCK)
+        if grant is not None:
+            assert grant.pending
+            self.asked[grant.transfer_id] = hashes
 
-    def take_grants(self) -> None:
-        for number, job, token, plan, _ in self.session.grants():
-            hashes = self.asked.pop(number)
-            if job:
-                assert token == self.token
-                self.saves[job] = self.slots(plan, hashes)
+    def poll_saves(self) -> None:
+        for grant in self.session.poll_saves():
+            hashes = self.asked.pop(grant.transfer_id)
+            if grant.extents:
+                assert grant.session == self.token
+                self.saves[grant.transfer_id] = places(grant.extents, hashes)
                 self.done["save"] += 1
 
     def end_load(self) -> None:
@@ -135,7 +135,7 @@ class SoakClient:
         if self.loads:
             job, (_, slots) = self.loads.popitem()
             self.check(slots)
-            self.session.end_load(job, self.random.random() < 0.95)
+            self.session.end_transfer(job, self.random.random() < 0.95)
             self.done["load"] += 1
 
     def end_save(self) -> None:
@@ -143,31 +143,25 @@ class SoakClient:
             job, slots = self.saves.popitem()
             for slot, block_hash in slots:
                 ctypes.memmove(self.arena.address + slot, payload(self.description, block_hash), PAYLOAD)
-            self.session.end_save(job, self.random.random() < 0.95)
+            self.session.end_transfer(job, self.random.random() < 0.95)
 
-    def discard(self) -> None:
+    def end_lookup(self) -> None:
         """A lookup that is not needed now may be asked for again."""
         if self.requests:
-            self.session.discard(self.random.choice(list(self.requests)))
+            self.session.end_lookup(self.random.choice(list(self.requests)))
 
     def finish(self) -> None:
         if self.requests:
             name = self.random.choice(list(self.requests))
             del self.requests[name]
-            self.session.finish(name)
+            self.session.finish_request(name)
 
     def disconnect(self) -> None:
         """Ends everything at once, or as an engine does that shuts down."""
         if self.random.random() < 0.5:
             self.session.close()
-        self.client.close()
+        self.engine.close()
         self.connect()
-
-    def slots(self, plan: list[tuple[int, int, bytes]], hashes: list[bytes]) -> list[tuple[int, bytes]]:
-        """Where in the arena which blocks lie."""
-        [(_, first, offsets)] = plan
-        found = struct.unpack(f"<{len(offsets) // 8}q", offsets)
-        return [(slot, hashes[index]) for index, slot in enumerate(found, first) if slot >= 0]
 
     def check(self, slots: list[tuple[int, bytes]]) -> None:
         for slot, block_hash in slots:
@@ -181,7 +175,7 @@ def main() -> None:
     client = SoakClient(sys.argv[1], int(sys.argv[2]))
     while not select.select([sys.stdin], [], [], 0)[0]:
         client.step()
-    client.client.close()
+    client.engine.close()
     print(json.dumps(client.done))
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from undercroft import _core
-from undercroft.cli import bench_pending, doctor_system, main, output
-from undercroft.cli.doctor import Check
+import undercroft
+from core_values import Group
+from undercroft import _core, errors
+from undercroft.cli import main, output
+from undercroft.cli.doctor import system
+from undercroft.cli.doctor.check import Check
+from undercroft_bench import pending
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict]:
@@ -33,55 +39,63 @@ def test_doctor_fails_on_a_path_that_is_no_directory(capsys: pytest.CaptureFixtu
 
 
 def test_a_missing_disk_path_is_judged_by_its_parent(tmp_path: Path) -> None:
-    check = doctor_system.direct_io(tmp_path / "not" / "yet")
+    check = system.direct_io(tmp_path / "not" / "yet")
     assert check.status in ("ok", "warn")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_path_that_cannot_be_written_fails() -> None:
-    assert doctor_system.direct_io(Path("/proc")).status == "fail"
+    assert system.direct_io(Path("/proc")).status == "fail"
 
 
 def test_doctor_names_the_files_that_a_store_lacks(tmp_path: Path) -> None:
-    assert doctor_system.store_files(tmp_path) == []
-    for name in doctor_system.STORE_FILES:
+    assert system.store_files(tmp_path) == []
+    for name in system.STORE_FILES:
         (tmp_path / name).touch()
-    assert [check.status for check in doctor_system.store_files(tmp_path)] == ["ok"]
+    assert [check.status for check in system.store_files(tmp_path)] == ["ok"]
     (tmp_path / "data").unlink()
-    (check,) = doctor_system.store_files(tmp_path)
+    (check,) = system.store_files(tmp_path)
     assert (check.status, "lacks data" in check.found) == ("fail", True)
 
 
-def test_io_uring_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing:
-        def syscall(self, *_: object) -> int:
-            import ctypes
-            import errno
-
-            ctypes.set_errno(errno.EPERM)
-            return -1
-
-    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: Refusing())
-    monkeypatch.setattr(doctor_system, "_read", lambda _path: "0")
-    check = doctor_system.io_uring()
+def test_io_uring_is_judged_by_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "probe_io_uring", lambda: None)
+    assert system.io_uring().status == "ok"
+    monkeypatch.setattr(_core, "probe_io_uring", lambda: "io_uring refused: reason")
+    monkeypatch.setattr(system, "_read", lambda _path: "0")
+    check = system.io_uring()
     assert check.status == "warn"
+    assert check.found.startswith("io_uring refused: reason")
     assert "seccomp" in check.advice
+    assert "Linux 5.11" in check.advice
+    monkeypatch.setattr(system, "_read", lambda _path: "2")
+    assert "sysctl kernel.io_uring_disabled" in system.io_uring().advice
 
 
-@pytest.mark.parametrize(
-    ("limit", "used", "found"),
-    [("max", "5", "100.0 GiB available"), (str(8 << 30), str(2 << 30), "6.0 GiB available within")],
-)
-def test_memory_counts_the_cgroup_in(monkeypatch: pytest.MonkeyPatch, limit: str, used: str, found: str) -> None:
-    files = {
-        "/proc/meminfo": f"MemAvailable: {100 << 20} kB",
-        "/sys/fs/cgroup/memory.max": limit,
-        "/sys/fs/cgroup/memory.current": used,
-    }
-    monkeypatch.setattr(doctor_system, "_read", lambda path: files.get(path, ""))
-    check = doctor_system.memory()
-    assert check.status == "ok"
-    assert check.found.startswith(found)
+def test_memory_is_what_the_core_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available, status in ((6 << 30, "ok"), (1 << 30, "warn")):
+        monkeypatch.setattr(_core, "available_memory", lambda available=available: available)
+        check = system.memory()
+        assert check.status == status
+        assert check.found.startswith(f"{available >> 30} GiB available")
+
+    def unknown() -> int:
+        raise _core.UndercroftError("the reason")
+
+    monkeypatch.setattr(_core, "available_memory", unknown)
+    assert (system.memory().status, system.memory().found) == ("warn", "the reason")
+
+
+def test_doctor_reports_a_core_that_cannot_be_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "undercroft._core", None)
+    monkeypatch.delattr(undercroft, "_core")
+    code, report = run_json(capsys, "doctor")
+    assert code == 1
+    status = {check["name"]: check["status"] for check in report["checks"]}
+    assert status["undercroft"] == "fail"
+    assert not {"io_uring", "memory"} & set(status)
 
 
 @pytest.mark.parametrize(
@@ -98,21 +112,52 @@ def test_an_expected_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
     def fail(_path: str | None) -> list[Check]:
         raise output.CommandError("the reason")
 
-    monkeypatch.setattr(doctor_system, "checks", fail)
+    monkeypatch.setattr(system, "checks", fail)
     assert main.main(["doctor"]) == 1
     assert capsys.readouterr().err == "undercroft: error: the reason\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("undercroft: x"), 2),
+        (errors.StoreError("x"), 2),
+        (errors.ServerError("x"), 1),
+        (errors.UndercroftError("x"), 1),
+        (OSError("x"), 1),
+    ],
+)
+def test_exit_code_2_is_what_the_operator_must_change(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_path: str | None) -> list[Check]:
+        raise error
+
+    monkeypatch.setattr(system, "checks", fail)
+    assert main.main(["doctor"]) == code
+    assert capsys.readouterr().err == "undercroft: error: x\n"
+
+
+def test_without_the_benchmarks_the_command_says_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "undercroft_bench.cli", raising=False)
+    monkeypatch.setitem(sys.modules, "undercroft_bench", None)
+    assert main.main(["bench", "lookup"]) == 2
+    assert "pip install 'undercroft[bench]'" in capsys.readouterr().err
+
+
+def test_nothing_but_the_benchmarks_loads_them() -> None:
+    code = (
+        "import sys; from undercroft.cli import main; main.build_parser('serve'); "
+        "sys.exit('undercroft_bench' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_table_columns_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(("a", "b"), [("long cell", 1), ("x", 2.5)])
     assert capsys.readouterr().out == "a          b\nlong cell  1\nx          2.500\n"
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (1 << 52, "4096.0 TiB")]
-)
-def test_sizes(size: int, shown: str) -> None:
-    assert output.bytes_text(size) == shown
 
 
 def test_bench_lookup_reports_the_fields_of_an_embedded_engine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +171,7 @@ def test_bench_lookup_reports_the_fields_of_an_embedded_engine(capsys: pytest.Ca
 def test_bench_lookup_asks_for_a_crowd_that_waits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_pending, "CROWD_S", 0.05)
+    monkeypatch.setattr(pending, "CROWD_S", 0.05)
     code, report = run_json(capsys, "bench", "lookup", "--mode", "embedded", "--pending", "8")
     assert code == 0
     assert report["pending"] == 8
@@ -155,14 +200,18 @@ def test_bench_recover_finds_every_block(capsys: pytest.CaptureFixture[str], tmp
 
 def _store(directory: Path) -> None:
     """A store with 20 blocks of one namespace and 10 of another, closed."""
-    engine = _core.Engine(host_memory=8 << 20, disks=[(str(directory), 32 << 20)])
+    engine = _opened(directory)
     for name, blocks in (("one", 20), ("two", 10)):
-        session = engine.register(json.dumps({"model": name}), [("full", 16, 8192, 0)], 16)
-        session.begin_save("a", [bytes([block]) * 32 for block in range(blocks)], blocks * 16)
-        [(_, job, _, _, _)] = session.grants()
-        session.end_save(job, True)
+        session = engine.register(json.dumps({"model": name}), [Group("full", 16, 8192)], 16)
+        grant = session.begin_save("a", [bytes([block]) * 32 for block in range(blocks)], blocks * 16)
+        assert grant is not None
+        session.end_transfer(grant.transfer_id, True)
     assert engine.flush()
     engine.close()
+
+
+def _opened(directory: Path) -> _core.Engine:
+    return _core.Engine({"host_memory": 8 << 20, "disks": [{"path": str(directory), "capacity": 32 << 20}]})
 
 
 def test_inspect_verifies_every_payload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -174,27 +223,52 @@ def test_inspect_verifies_every_payload(capsys: pytest.CaptureFixture[str], tmp_
     code, found = run_json(capsys, "inspect", str(tmp_path), "--verify")
     assert (code, found["verify"]["corrupt"]) == (1, 1)
     assert main.main(["inspect", str(tmp_path), "--verify"]) == 1
-    assert "verified 30 blocks, 240.0 KiB: 1 corrupt" in capsys.readouterr().out
+    assert "verified 30 blocks, 240 KiB: 1 corrupt" in capsys.readouterr().out
 
 
 def test_inspect_drops_one_namespace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _store(tmp_path)
     _, before = run_json(capsys, "inspect", str(tmp_path))
-    blocks = {json.loads(space["description"])["model"]: space["blocks"] for space in before["namespaces"]}
+    blocks = {space["description"]["model"]: space["blocks"] for space in before["namespaces"]}
     assert blocks == {"one": 20, "two": 10}
     digest = next(space["digest"] for space in before["namespaces"] if space["blocks"] == 20)
     code, after = run_json(capsys, "inspect", str(tmp_path), "--drop", digest[:12])
     assert (code, after["dropped_namespaces"]) == (0, 1)
     assert [space["blocks"] for space in after["namespaces"]] == [10]
-    engine = _core.Engine(host_memory=8 << 20, disks=[(str(tmp_path), 32 << 20)])
+    engine = _opened(tmp_path)
     assert engine.info()["blocks_recovered"] == 10
     # While somebody uses it, nothing is removed.
-    assert main.main(["inspect", str(tmp_path), "--drop", after["namespaces"][0]["digest"]]) == 1
+    assert main.main(["inspect", str(tmp_path), "--drop", after["namespaces"][0]["digest"]]) == 2
     assert "in use" in capsys.readouterr().err
     engine.close()
-    for wrong, why in ((digest, "no namespace"), ("12", "at least 8")):
-        assert main.main(["inspect", str(tmp_path), "--drop", wrong]) == 1
+    for wrong, why, code in ((digest, "no namespace", 1), ("12", "at least 8", 2)):
+        assert main.main(["inspect", str(tmp_path), "--drop", wrong]) == code
         assert why in capsys.readouterr().err
+
+
+def test_inspect_compares_namespaces_and_names_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _store(tmp_path)
+    _, found = run_json(capsys, "inspect", str(tmp_path))
+    one, two = (space["digest"] for space in sorted(found["namespaces"], key=lambda space: -space["blocks"]))
+    assert main.main(["inspect", str(tmp_path), "--diff", one[:12], two[:12]]) == 0
+    assert capsys.readouterr().out == f"model one, in {two[:12]} two\n"
+    assert main.main(["inspect", str(tmp_path), "--diff", one, one]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    assert main.main(["inspect", str(tmp_path), "--diff", "", two]) == 1
+    assert "start of 2 namespaces" in capsys.readouterr().err
+    # Asked on a terminal, and refused.
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "")
+    assert main.main(["inspect", str(tmp_path), "--drop", one]) == 1
+    assert asked == [f"Remove {one[:12]} (? one): 20 blocks, 160 KiB? [y/N] "]
+    assert main.main(["inspect", str(tmp_path), "--drop", one, "--yes"]) == 0
+    assert len(asked) == 1
+    capsys.readouterr()
+    _, left = run_json(capsys, "inspect", str(tmp_path))
+    assert [space["digest"] for space in left["namespaces"]] == [two]
 
 
 def test_a_refused_argument_of_the_core_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

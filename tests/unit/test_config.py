@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from undercroft import _core
 from undercroft.config import OPTIONS, ConfigError, PromotionWait, UndercroftConfig, option_table, unknown_environment
-from undercroft.sizing import available_memory, resolve_sizes
+from undercroft.sizing import resolve_sizes
 from undercroft.units import Amount, format_size, parse_amount, parse_size
 
 
@@ -61,9 +62,22 @@ def test_shares():
         parse_size("25%")
 
 
-def test_format_size():
-    assert format_size(16 << 30) == "16 GiB"
-    assert format_size(1000) == "1000 B"
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (12.5, "12 B"),
+        (1536, "1.5 KiB"),
+        (240 << 10, "240 KiB"),
+        ((1 << 20) - 1, "1024 KiB"),
+        (16 << 30, "16 GiB"),
+        (64_488_000, "61.5 MiB"),
+        (1 << 54, "16384 TiB"),
+    ],
+)
+def test_format_size(size, shown):
+    assert format_size(size) == shown
 
 
 def test_unknown_key_names_everything():
@@ -95,6 +109,8 @@ BAD = {
     "io_depth": [0, 1025, 3.0, "32", True],
     "kv_layout": ["LBHNC", None],
     "namespace_salt": [1, None],
+    "weights": ["none", 1],
+    "model_id": [1, None],
     "server": [1, "/run/undercroft.sock", "unix://run/x.sock", "tcp://localhost:1"],
     "server_timeout_ms": [0, -1, "5", True, 60_001],
     "lookup_spin_us": [-1, "200", True, 100_001],
@@ -219,8 +235,11 @@ def test_impossible_sizes_are_refused(tmp_path: Path):
         resolve_sizes(parse({"host_memory": "64MiB", "disk_path": str(file)}))
 
 
-def test_available_memory_is_plausible():
-    assert available_memory() > 64 << 20
+def test_shares_are_of_the_memory_that_the_core_counts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_core, "available_memory", lambda: 1 << 30)
+    assert resolve_sizes(parse({"host_memory": "25%"})).host_memory == 256 << 20
+    with pytest.raises(ConfigError, match="more than the 1 GiB of memory"):
+        resolve_sizes(parse({"host_memory": "2GiB"}))
 
 
 def test_directories_are_absolute_since_other_processes_read_them(tmp_path, monkeypatch):

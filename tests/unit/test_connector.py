@@ -10,13 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from fake_config import kv_cache_config, unknown, vllm_config
 from fake_core import FakeEngine
 from fake_vllm import FakePool, Request, scheduler_output, worker_output
-from undercroft import plugin
+from undercroft import log, plugin, registration
 from undercroft.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from undercroft.config import ConfigError
 from undercroft.connector import connector as module
 from undercroft.connector.connector import UndercroftConnector
-from undercroft.connector.engine import start_line
+from undercroft.connector.groups import GroupRegistration
 from undercroft.connector.metadata import UndercroftMetadata
+from undercroft.engine import start_line
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_no_error_leaves_a_hook(engine, hook, caplog):
     connector._scheduler = connector._engine_stats = connector._engine = Broken()
     for _ in range(3):
         assert getattr(connector, hook)(*CALLS[hook]) == ANSWERS.get(hook)
-    assert connector._counts.take()["counters"]["hook_errors"] == 3
+    assert connector._counts.collect()["counters"]["hook_errors"] == 3
 
 
 @pytest.mark.parametrize(
@@ -132,12 +133,12 @@ def test_no_error_leaves_a_worker_hook(engine, hook):
         assert not answer.finished_recving
     else:
         assert answer is None
-    assert connector._counts.take()["counters"]["hook_errors"] == 1
+    assert connector._counts.collect()["counters"]["hook_errors"] == 1
 
 
 def test_errors_are_logged_once_per_kind(engine, monkeypatch):
     logged = []
-    monkeypatch.setattr(module.logger, "error", lambda message, *args, **kwargs: logged.append(args))
+    monkeypatch.setattr(log.logger, "log", lambda level, message, *args, **kwargs: logged.append(args))
     connector = make()
     connector._scheduler = Broken()
     for _ in range(5):
@@ -187,10 +188,10 @@ def test_payloads_hold_the_shards_of_all_ranks(engine, monkeypatch):
     register = engine.register
     monkeypatch.setattr(engine, "register", lambda *args: registered.append(args) or register(*args))
     make(vllm_config(tensor_parallel_size=2))
-    (_, groups, hash_tokens, alignment, _) = registered[0]
+    (_, groups, hash_block_size, alignment, _) = registered[0]
     page = kv_cache_config().kv_cache_groups[0].kv_cache_spec.page_size_bytes
-    assert groups == [("full", 16, 2 * 2 * page, 0)]
-    assert (hash_tokens, alignment) == (16, 16)
+    assert groups == [GroupRegistration("full", 16, 2 * 2 * page, 0)]
+    assert (hash_block_size, alignment) == (16, 16)
 
 
 def test_threshold_gives_requests_back(engine):
@@ -231,15 +232,15 @@ def test_plugin_registers_once():
 
 def test_child_of_a_multi_connector_is_found(engine):
     connector = make()
-    assert plugin.is_ours(connector)
-    assert plugin.is_ours(SimpleNamespace(_connectors=[SimpleNamespace(), connector]))
-    assert not plugin.is_ours(SimpleNamespace(_connectors=[]))
-    assert not plugin.is_ours(None)
+    assert registration.is_ours(connector)
+    assert registration.is_ours(SimpleNamespace(_connectors=[SimpleNamespace(), connector]))
+    assert not registration.is_ours(SimpleNamespace(_connectors=[]))
+    assert not registration.is_ours(None)
 
 
 def test_it_is_known_by_its_name_also_where_no_plugin_was_loaded(monkeypatch):
     """vLLM's frontend looks the children of a MultiConnector up by name."""
-    monkeypatch.delitem(KVConnectorFactory._registry, plugin.CONNECTOR, raising=False)
+    monkeypatch.delitem(KVConnectorFactory._registry, registration.CONNECTOR, raising=False)
     spec = importlib.util.spec_from_file_location("found_by_its_path", module.__file__)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR) is UndercroftConnector
+    assert KVConnectorFactory.get_connector_class_by_name(registration.CONNECTOR) is UndercroftConnector

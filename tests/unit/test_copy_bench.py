@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from undercroft.device.bench import run_copy_bench
+from undercroft_bench.copy_cpu import run_copy_bench
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])

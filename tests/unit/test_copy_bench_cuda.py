@@ -13,7 +13,7 @@ import torch
 from manual_streams import Event, ManualStreams, Queue
 from undercroft._core import Arena
 from undercroft.cli import main
-from undercroft.device.bench_cuda import GRID, Bench, Case
+from undercroft_bench.copy_cuda import GRID, Bench, Case
 
 
 class AtOnce(ManualStreams):
@@ -128,5 +128,5 @@ def test_without_a_device_the_command_says_what_to_do(capsys: pytest.CaptureFixt
 def test_options_of_the_other_device_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main.main(["bench", "copy", *arguments]) == 1
+    assert main.main(["bench", "copy", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from core_values import Group
 from undercroft import _core
 
 BLOCK = 16
 PAYLOAD = 10_000
 MIB = 1 << 20
 DESCRIPTION = '{"model": "test"}'
+GROUPS = [Group("full", BLOCK, PAYLOAD)]
 
 
 def chain(n: int, seed: int = 0) -> list[bytes]:
@@ -39,53 +41,55 @@ class Client:
 
     def __init__(self, engine: _core.Engine) -> None:
         self.engine = engine
-        self.session = engine.register(DESCRIPTION, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
-        socket, _, session = engine.arena
-        self.arena = _core.Arena.attach(socket, session)
+        self.session = engine.register(DESCRIPTION, GROUPS, BLOCK)
+        self.arena = _core.Arena.attach(engine.arena.socket, engine.arena.session)
         self.memory = np.ctypeslib.as_array((ctypes.c_uint8 * self.arena.size).from_address(self.arena.address))
 
     def save(self, hashes: list[bytes]) -> int:
         """Save a prefix; how many blocks were copied."""
-        assert self.session.begin_save("save", hashes, len(hashes) * BLOCK)
-        [(_, job, _, extents, _)] = self.session.grants()
-        if not job:
+        grant = self.session.begin_save("save", hashes, len(hashes) * BLOCK)
+        assert grant is not None
+        assert not grant.pending
+        if not grant.extents:
             return 0
-        [(group, first, offsets)] = extents
-        assert group == 0
-        slots = np.frombuffer(offsets, dtype="<i8")
-        for index, slot in enumerate(slots.tolist(), first):
+        [extent] = grant.extents
+        assert extent.group == 0
+        slots = np.frombuffer(extent.offsets, dtype="<i8")
+        for index, slot in enumerate(slots.tolist(), extent.first_block):
             self.memory[slot : slot + PAYLOAD] = payload(hashes[index])
-        self.session.end_save(job, True)
+        self.session.end_transfer(grant.transfer_id, True)
         return len(slots)
 
     def load(self, request: str, hashes: list[bytes], local: int = 0) -> int:
         """Look a prefix up, wait for the disk, and check every byte of the load. Tokens that were hit."""
-        boundary = self.session.poll(request, hashes, local)
-        if boundary is None:
+        answer = self.session.lookup(request, hashes, local)
+        if answer.pending:
             assert self.session.wait(request, 10)
-            boundary = self.session.poll(request, hashes, local)
+            answer = self.session.lookup(request, hashes, local)
+        boundary = answer.tokens
         if not boundary:
-            self.session.discard(request)
+            self.session.finish_request(request)
             return 0
-        plan = self.session.begin_load(request, local, boundary - local)
-        assert plan is not None
-        job, token, [(_, first, offsets)] = plan
-        assert token == self.engine.arena[2] == 0
-        slots = np.frombuffer(offsets, dtype="<i8").tolist()
-        assert first == local // BLOCK
+        load = self.session.begin_load(request, local, boundary - local)
+        assert load is not None
+        assert load.host_tokens + load.disk_tokens == boundary - local
+        assert load.session == self.engine.arena.session == 0
+        [extent] = load.extents
+        slots = np.frombuffer(extent.offsets, dtype="<i8").tolist()
+        assert extent.first_block == local // BLOCK
         assert len(slots) == (boundary - local) // BLOCK
-        for index, slot in enumerate(slots, first):
+        for index, slot in enumerate(slots, extent.first_block):
             assert (self.memory[slot : slot + PAYLOAD] == payload(hashes[index])).all(), index
-        self.session.end_load(job, True)
-        self.session.discard(request)
+        self.session.end_transfer(load.transfer_id, True)
+        self.session.finish_request(request)
         return boundary
 
 
 @contextmanager
 def opened(path: Path | None, host: int = 16 * MIB, disk: int = 64 * MIB, **options: object) -> Iterator[_core.Engine]:
     """An engine, closed at the end."""
-    disks = [(str(path), disk)] if path else []
-    engine = _core.Engine(host_memory=host, disks=disks, **options)
+    disks = [{"path": str(path), "capacity": disk}] if path else []
+    engine = _core.Engine({"host_memory": host, "disks": disks, **options})
     try:
         yield engine
     finally:
@@ -98,7 +102,7 @@ def test_a_saved_prefix_is_hit_at_once_and_as_far_as_it_reaches():
         hashes = chain(40)
         assert client.load("a", hashes) == 0
         assert client.save(hashes[:30]) == 30
-        assert client.session.poll("b", hashes, 0) == 30 * BLOCK
+        assert client.session.lookup("b", hashes).tokens == 30 * BLOCK
         assert client.load("b", hashes) == 30 * BLOCK
         assert client.load("c", hashes, local=7 * BLOCK) == 30 * BLOCK
         assert client.save(hashes) == 10
@@ -118,9 +122,9 @@ def test_a_restart_finds_the_cache_on_disk(tmp_path, io_engine):
     with opened(tmp_path, io_engine=io_engine) as engine:
         assert engine.info()["blocks_recovered"] == 50
         client = Client(engine)
-        assert client.session.poll("a", hashes, 0) is None
+        assert client.session.lookup("a", hashes).pending
         assert client.load("a", hashes) == 50 * BLOCK
-        assert client.session.poll("b", hashes, 0) == 50 * BLOCK
+        assert client.session.lookup("b", hashes).tokens == 50 * BLOCK
         assert engine.stats()["disk_reads"] == 50
 
 
@@ -140,7 +144,7 @@ def test_more_than_memory_holds_is_evicted_and_read_again(tmp_path):
         stats = engine.stats()
         assert stats["host_evictions"] > 0
         assert stats["checksum_failures"] == 0
-        assert stats["jobs"] == stats["loads"] == stats["saves"] == stats["host_pinned_bytes"] == 0
+        assert stats["active_lookups"] == stats["loads"] == stats["saves"] == stats["host_pinned_bytes"] == 0
 
 
 def test_a_flipped_bit_on_disk_is_a_miss_and_never_served(tmp_path):
@@ -200,8 +204,9 @@ def test_namespaces_are_kept_apart(tmp_path):
     hashes = chain(20)
     with opened(tmp_path) as engine:
         Client(engine).save(hashes)
-        other = engine.register('{"model": "another"}', [("full", BLOCK, PAYLOAD, 0)], BLOCK)
-        assert other.poll("a", hashes, 0) == 0
+        other = engine.register('{"model": "another"}', GROUPS, BLOCK)
+        answer = other.lookup("a", hashes)
+        assert (answer.pending, answer.tokens, answer.shared_tokens) == (False, 0, 0)
 
 
 def test_a_directory_in_use_is_refused_with_the_owner(tmp_path):
@@ -224,7 +229,7 @@ def test_files_are_private_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
         with opened(tmp_path / "new") as engine:
-            socket = Path(engine.arena[0])
+            socket = Path(engine.arena.socket)
             assert socket.stat().st_mode & 0o777 == 0o600
             assert socket.parent.stat().st_mode & 0o777 == 0o700
     finally:
@@ -235,13 +240,51 @@ def test_files_are_private_whatever_the_umask(tmp_path):
 
 def test_a_payload_that_cannot_fit_is_refused_at_registration():
     with opened(None, host=16 * MIB) as engine, pytest.raises(_core.ConfigError, match="raise host_memory"):
-        engine.register(DESCRIPTION, [("full", BLOCK, 64 * MIB, 0)], BLOCK)
+        engine.register(DESCRIPTION, [Group("full", BLOCK, 64 * MIB)], BLOCK)
 
 
 def test_hashes_that_are_no_hashes_are_a_miss():
     with opened(None) as engine:
-        session = engine.register(DESCRIPTION, [("full", BLOCK, PAYLOAD, 0)], BLOCK)
-        assert session.poll("a", [b"", b"x" * 33], 0) == 0
-        session.begin_save("a", [b""], BLOCK)
-        [(_, job, _, extents, refused)] = session.grants()
-        assert (job, extents, refused) == (0, [], False)
+        session = engine.register(DESCRIPTION, GROUPS, BLOCK)
+        assert session.lookup("a", [b"", b"x" * 33]).tokens == 0
+        grant = session.begin_save("a", [b""], BLOCK)
+        assert grant is not None
+        assert (grant.pending, grant.extents, grant.refused) == (False, [], False)
+
+
+def test_options_are_refused_by_their_names():
+    for options, message in (
+        ({"host_mem": 1}, r"unknown field `host_mem`, expected one of .*`host_memory`"),
+        ({"host_memory": 16 * MIB, "io_engine": "aio"}, r"^io_engine: .*`io_uring`"),
+        ({"host_memory": 16 * MIB, "eviction_policy": "LRU"}, r"^eviction_policy: .*`lru`"),
+        ({"server": "/run/s"}, r'^server is "/run/s"; allowed: "unix:///path"'),
+        ({"host_memory": 1 << 60}, r"^host_memory 1048576 TiB: only .*iB of memory are available"),
+    ):
+        with pytest.raises(_core.ConfigError, match=message):
+            _core.Engine(options)
+
+
+def test_a_share_of_the_memory_is_rounded_to_whole_pages():
+    with opened(None, host=16 * MIB + 1000) as engine:
+        assert engine.info()["host_memory"] == 16 * MIB
+
+
+def test_the_exceptions_are_those_of_the_package():
+    from undercroft import config, errors
+
+    assert _core.ConfigError is config.ConfigError is errors.ConfigError
+    for error in (_core.ConfigError, _core.StoreError, _core.ServerError):
+        assert issubclass(error, errors.UndercroftError)
+        assert getattr(errors, error.__name__) is error
+
+
+def test_nobody_at_a_socket_is_a_server_error(tmp_path):
+    with pytest.raises(_core.ServerError, match="gone"):
+        _core.server_status(str(tmp_path / "gone"), 1.0)
+    with pytest.raises(_core.ServerError, match="gone"):
+        _core.Arena.attach(str(tmp_path / "gone"))
+    engine = _core.Engine({"server": f"unix://{tmp_path}/gone"})
+    assert (engine.is_shared, engine.arena.socket, engine.stats(), engine.info()) == (True, "", {}, {})
+    with pytest.raises(_core.ServerError, match="not registered yet"):
+        engine.status()
+    engine.close()

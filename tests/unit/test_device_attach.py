@@ -19,25 +19,25 @@ import pytest
 
 from kv_caches import allocate, block_content, fill, full, group, plan
 from undercroft._core import Arena, Copier, UndercroftError
-from undercroft.connector.metadata import CopyJob, GroupCopy, UndercroftMetadata
+from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
 from undercroft.connector.worker import WorkerConnector
 
 SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-REQUEST = struct.pack("<4sHBBI16x", b"UCFT", 3, 1, 0, 16)
+REQUEST = struct.pack("<4sHBBI16x", b"UCFT", 4, 1, 0, 16)
 
 
 class Server:
     """Hands out one memfd. ``answer`` replaces the frame it answers with."""
 
-    def __init__(self, path: Path, generation: int, answer: bytes | None = None, seals: int = SEALS) -> None:
+    def __init__(self, path: Path, arena_id: int, answer: bytes | None = None, seals: int = SEALS) -> None:
         self.path = str(path)
         self.fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         os.ftruncate(self.fd, SIZE)
         if seals:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.bytes = mmap.mmap(self.fd, SIZE)
-        self.answer = answer or struct.pack("<4sHBBIQQ", b"UCFT", 3, 2, 0, 16, SIZE, generation)
+        self.answer = answer or struct.pack("<4sHBBIQQ", b"UCFT", 4, 2, 0, 16, SIZE, arena_id)
         self.connections: list[socket.socket] = []
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(self.path)
@@ -80,7 +80,7 @@ def serve(tmp_path: Path) -> Iterator[Any]:
 def test_the_arena_is_the_servers_memory(serve: Any) -> None:
     server = serve(7)
     arena = Arena.attach(server.path)
-    assert (arena.size, arena.generation) == (SIZE, 7)
+    assert (arena.size, arena.arena_id) == (SIZE, 7)
     ctypes.memmove(arena.address + 100, b"written by the worker", 21)
     assert server.bytes[100:121] == b"written by the worker"
 
@@ -113,7 +113,7 @@ def test_the_connection_lives_as_long_as_copies_may(serve: Any) -> None:
     [
         ({"answer": b"HTTP/1.1 400 Bad Request....."}, "not an undercroft socket"),
         ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", 9, 2, 0, 16, SIZE, 1)}, "protocol version 9"),
-        ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", 3, 2, 0, 16, 2 * SIZE, 1)}, "expected a memfd of 2097152 bytes"),
+        ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", 4, 2, 0, 16, 2 * SIZE, 1)}, "expected a memfd of 2097152 bytes"),
         ({"seals": 0}, "sealed: false"),
     ],
     ids=["magic", "version", "size", "seals"],
@@ -132,7 +132,7 @@ def test_two_ranks_fill_a_payload_over_the_socket(serve: Any) -> None:
     server = serve(3)
     config = plan("LBHNC", [group("full", 3, full())])
     payload = b""
-    job = CopyJob(1, "r", 0, [GroupCopy(0, np.array([4]), np.array([8192]))])
+    job = TransferJob(1, "r", 0, [GroupCopy(0, np.array([4]), np.array([8192]))])
     for rank in range(2):
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=2)
         vllm_config: Any = SimpleNamespace(parallel_config=parallel)
@@ -149,13 +149,13 @@ def test_two_ranks_fill_a_payload_over_the_socket(serve: Any) -> None:
     assert server.bytes[8192 : 8192 + len(payload)] == payload
 
 
-def test_an_arena_of_another_generation_is_not_used(serve: Any) -> None:
+def test_an_arena_of_another_arena_id_is_not_used(serve: Any) -> None:
     server = serve(3)
     config = plan("LBHNC", [group("full", 3, full())])
     vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1))
     worker = WorkerConnector(vllm_config, config)
     worker.register_kv_caches(allocate(config))
-    job = CopyJob(1, "r", 0, [GroupCopy(0, np.array([4]), np.array([0]))])
+    job = TransferJob(1, "r", 0, [GroupCopy(0, np.array([4]), np.array([0]))])
     worker.start_load_kv(UndercroftMetadata(server.path, 4, loads=[job]))
     results = worker.get_transfer_results(set())
     assert results.finished_recving == results.failed_recving == {"r"}

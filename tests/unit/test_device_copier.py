@@ -9,7 +9,9 @@ import pytest
 
 from kv_caches import BLOCKS, allocate, block_content, fill, full, group, mixed_group, plan, sliding, state, storage
 from undercroft._core import Arena, Copier, UndercroftError
-from undercroft.device.copier import CpuCopier, Ended, job_copies, make_copier
+from undercroft.device.api import Ended
+from undercroft.device.cpu import CpuCopier, job_copies
+from undercroft.device.factory import make_copier
 from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, device_layout
 
 ARENA = 1 << 20

@@ -13,7 +13,7 @@ import torch
 from copy_workload import Workload
 from manual_streams import Event, LaterExecutor, ManualStreams, Queue
 from undercroft._core import Arena
-from undercroft.device.copier import Ended
+from undercroft.device.api import Ended
 from undercroft.device.cuda import STRATEGIES, CudaCopier, join, split
 from undercroft.device.layout import SUPPORTED_LAYOUTS, GroupCopy
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from undercroft.connector.health import DiskHealth
+from undercroft.log import logger
 
 
 class _Engine:
@@ -23,8 +24,8 @@ class _Engine:
 def test_each_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = _Engine()
     health = DiskHealth(engine)  # type: ignore[arg-type]
-    caplog.set_level(logging.INFO, logger="undercroft")
-    logging.getLogger("undercroft").addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger=logger.name)
+    logger.addHandler(caplog.handler)
     try:
         health.check(0)
         assert engine.asked == 0
@@ -41,9 +42,9 @@ def test_each_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             health.check(1)
     finally:
-        logging.getLogger("undercroft").removeHandler(caplog.handler)
+        logger.removeHandler(caplog.handler)
     said = list(dict.fromkeys(record.getMessage() for record in caplog.records))
-    expected = ["no writes", "given up", "works again", "the file data was deleted"]
+    expected = ["no writes", "has failed", "works again", "the file data was deleted"]
     assert all(words in line for words, line in zip(expected, said, strict=True)), said
     assert "No space left" in said[0]
     assert "/a" in said[0]

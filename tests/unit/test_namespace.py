@@ -21,8 +21,10 @@ from vllm.v1.kv_cache_interface import (
 
 from fake_config import HfConfig, attention, kv_cache_config, sliding, vllm_config
 from undercroft import compat
-from undercroft.connector.groups import Groups, why_unsupported
-from undercroft.connector.namespace import describe, random_seed_warning
+from undercroft.connector import schemes
+from undercroft.connector.groups import GroupRegistration, Groups, why_unsupported
+from undercroft.connector.namespace import Naming, describe, random_seed
+from undercroft.connector.weights import Digests
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def test_same_settings_same_text():
 def test_canonical_form():
     text = describe(vllm_config(), kv_cache_config())
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
-    assert json.loads(text)["format"] == 1
+    assert json.loads(text)["format"] == 2
 
 
 def test_same_text_in_another_process():
@@ -67,6 +69,14 @@ def changed(path, value):
 DRAFT = SimpleNamespace(method="eagle", draft_model_config=vllm_config("org/draft").model_config)
 
 
+def llama4(max_model_len=8192, **override):
+    """A model whose attention vLLM tunes by the length and the generation config."""
+    config = vllm_config(max_model_len=max_model_len)
+    config.model_config.hf_config = HfConfig(architectures=["Llama4ForConditionalGeneration"])
+    config.model_config.override_generation_config = override
+    return config
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -81,6 +91,11 @@ DRAFT = SimpleNamespace(method="eagle", draft_model_config=vllm_config("org/draf
         ("model_config.runner_type", "pooling"),
         ("model_config.disable_sliding_window", True),
         ("model_config.multimodal_config", SimpleNamespace(video_pruning_rate=0.5)),
+        ("model_config.multimodal_config", SimpleNamespace(mm_encoder_attn_dtype="fp8")),
+        ("model_config.multimodal_config", SimpleNamespace(mm_encoder_fp8_scale_path="/scales.json")),
+        ("lora_config", SimpleNamespace(target_modules=["q_proj"])),
+        ("kernel_config", SimpleNamespace(moe_backend="marlin")),
+        ("cache_config.kv_cache_dtype_skip_layers", ["0"]),
         ("load_config.load_format", "dummy"),
         ("speculative_config", DRAFT),
         ("attention_config.backend", "FLASHINFER"),
@@ -170,42 +185,161 @@ def test_number_of_device_blocks_does_not_matter():
     assert describe(vllm_config(), kv_cache_config(num_blocks=16)) == describe(vllm_config(), kv_cache_config())
 
 
-def test_salt_and_vllm_release_matter(monkeypatch):
+def test_salt_matters():
+    assert describe(vllm_config(), kv_cache_config(), Naming("mine")) != describe(vllm_config(), kv_cache_config())
+
+
+def test_a_release_stands_for_how_it_hashes_and_lays_out_pages(monkeypatch):
+    monkeypatch.setattr(schemes, "attention_backends", lambda *_: ["FLASH_ATTN"])
+    texts = {}
+    for release in ("0.31", "0.32", "0.33", "0.99", "1.0"):
+        monkeypatch.setattr(compat, "vllm_release", lambda release=release: release)
+        texts[release] = describe(vllm_config(), kv_cache_config())
+    assert texts["0.32"] == texts["0.33"]
+    assert len(set(texts.values())) == 4, "a release that nobody has read shares with no other"
+
+
+@pytest.mark.parametrize(
+    ("backend", "spec"),
+    [
+        ("CPU_ATTN/vec", attention()),
+        ("TURBOQUANT", attention()),
+        ("FLASH_ATTN", attention(dtype=torch.uint8)),
+        ("FLASH_ATTN", MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)),
+    ],
+)
+def test_pages_that_kernels_pack_are_of_one_release(monkeypatch, backend, spec):
+    monkeypatch.setattr(compat, "vllm_release", lambda: "0.32")
+    assert schemes.page_scheme(kv_cache_config([spec]), [backend]) == "vllm 0.32"
+    assert schemes.page_scheme(kv_cache_config([attention()]), ["FLASH_ATTN"]) == 2
+
+
+def test_a_serialization_stands_for_its_python(monkeypatch):
     before = describe(vllm_config(), kv_cache_config())
-    assert describe(vllm_config(), kv_cache_config(), "mine") != before
-    monkeypatch.setattr(compat, "vllm_release", lambda: "9.9")
+    monkeypatch.setattr(sys, "version_info", SimpleNamespace(major=3, minor=99))
+    assert describe(vllm_config(), kv_cache_config()) == before
+    monkeypatch.setattr("pickle.dumps", lambda value, protocol: b"another pickle")
     assert describe(vllm_config(), kv_cache_config()) != before
 
 
-def test_python_matters_only_where_hashes_are_of_pickles(monkeypatch):
-    cbor = changed("cache_config.prefix_caching_hash_algo", "sha256_cbor")
-    pickled_before, cbor_before = describe(vllm_config(), kv_cache_config()), describe(cbor, kv_cache_config())
-    monkeypatch.setattr(sys, "version_info", SimpleNamespace(major=3, minor=99))
-    assert describe(vllm_config(), kv_cache_config()) != pickled_before
-    assert describe(cbor, kv_cache_config()) == cbor_before
+def test_instruction_set_of_the_pages_matters(monkeypatch):
+    texts = set()
+    for isa in ("vec", "amx"):
+        monkeypatch.setattr(schemes, "_resolve", lambda *_: "CPU_ATTN")
+        monkeypatch.setattr(schemes, "instruction_set", lambda *_, isa=isa: isa)
+        texts.add(describe(vllm_config(), kv_cache_config()))
+    assert len(texts) == 2
 
 
-def test_weights_on_disk_matter(tmp_path: Path):
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"12345678")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text("{}")
-    os.utime(weights, ns=(1, 1))
-    text = describe(vllm_config(str(tmp_path)), kv_cache_config())
-    assert text == describe(vllm_config(str(tmp_path)), kv_cache_config())
-    (tmp_path / "notes.txt").write_text("nothing to do with it")
-    assert text == describe(vllm_config(str(tmp_path)), kv_cache_config())
-    seen = {text}
-    os.utime(weights, ns=(2, 2))
-    seen.add(describe(vllm_config(str(tmp_path)), kv_cache_config()))
-    weights.write_bytes(b"123456789")
-    os.utime(weights, ns=(2, 2))
-    seen.add(describe(vllm_config(str(tmp_path)), kv_cache_config()))
-    index.write_text('{"a": 1}')
-    seen.add(describe(vllm_config(str(tmp_path)), kv_cache_config()))
-    (tmp_path / "more.safetensors").write_bytes(b"")
-    seen.add(describe(vllm_config(str(tmp_path)), kv_cache_config()))
-    assert len(seen) == 5
+def test_shuffled_pages_matter(monkeypatch):
+    monkeypatch.setattr(schemes, "_resolve", lambda *_: "ROCM_AITER_FA")
+    texts = set()
+    for shuffles in (True, False):
+        monkeypatch.setattr(schemes, "_shuffles_pages", lambda shuffles=shuffles: shuffles)
+        texts.add(describe(vllm_config(), kv_cache_config()))
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("rope", "matters"),
+    [
+        ({"rope_type": "longrope"}, True),
+        ({"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}, True),
+        ({"rope_type": "one that nobody knows"}, True),
+        ({"rope_type": "yarn"}, False),
+        ({"rope_type": "llama3"}, False),
+    ],
+)
+def test_max_model_len_matters_where_rotary_factors_depend_on_it(rope, matters):
+    texts = set()
+    for length in (1024, 4096):
+        config = vllm_config(max_model_len=length)
+        config.model_config.hf_config = HfConfig(text_config={"rope_parameters": rope})
+        texts.add(describe(config, kv_cache_config()))
+    assert len(texts) == (2 if matters else 1)
+
+
+def test_length_that_vllm_has_shortened_is_not_one_that_was_asked_for():
+    texts = set()
+    for asked in (-1, 4096):
+        config = vllm_config(max_model_len=4096)
+        config.model_config.original_max_model_len = asked
+        config.model_config.hf_config = HfConfig(rope_scaling={"type": "longrope"})
+        texts.add(describe(config, kv_cache_config()))
+    assert len(texts) == 2
+
+
+def test_tuning_of_attention_matters():
+    texts = {
+        describe(config, kv_cache_config())
+        for config in (llama4(8192), llama4(65536), llama4(8192, attn_temperature_tuning=True))
+    }
+    assert len(texts) == 3
+    assert describe(vllm_config(max_model_len=1), kv_cache_config()) == describe(vllm_config(), kv_cache_config())
+
+
+def test_tuning_that_a_worker_has_set_does_not_matter():
+    tuned = llama4()
+    tuned.model_config.hf_config.values["attn_temperature_tuning"] = True
+    assert describe(tuned, kv_cache_config()) == describe(llama4(), kv_cache_config())
+
+
+def test_scales_of_the_encoder_matter_by_content(tmp_path: Path):
+    texts = set()
+    for name, content in (("a.json", "1"), ("b.json", "1"), ("c.json", "2")):
+        (tmp_path / name).write_text(content)
+        multimodal = SimpleNamespace(mm_encoder_fp8_scale_path=str(tmp_path / name))
+        texts.add(describe(changed("model_config.multimodal_config", multimodal), kv_cache_config()))
+    assert len(texts) == 2
+
+
+def copy_of_a_model(directory: Path, content: bytes = b"12345678") -> str:
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(content)
+    (directory / "model.safetensors.index.json").write_text("{}")
+    return str(directory)
+
+
+def test_weights_matter_by_content_not_by_place(tmp_path: Path):
+    one = vllm_config(copy_of_a_model(tmp_path / "one"))
+    two = vllm_config(copy_of_a_model(tmp_path / "two"))
+    other = vllm_config(copy_of_a_model(tmp_path / "three", b"12345679"))
+    assert describe(one, kv_cache_config()) == describe(two, kv_cache_config())
+    assert describe(one, kv_cache_config()) != describe(other, kv_cache_config())
+
+
+def test_weights_that_the_operator_vouches_for_are_not_read(tmp_path: Path):
+    one = vllm_config(copy_of_a_model(tmp_path / "one"))
+    other = vllm_config(copy_of_a_model(tmp_path / "two", b"other"))
+    digests = Digests(tmp_path / "digests.json")
+    mine = describe(one, kv_cache_config(), Naming(model_id="mine", digests=digests))
+    digests.save()
+    assert not (tmp_path / "digests.json").exists()
+    assert mine == describe(other, kv_cache_config(), Naming(model_id="mine"))
+    assert mine != describe(one, kv_cache_config(), Naming(model_id="yours"))
+    other.model_config.hf_config = HfConfig(rope_theta=500000.0)
+    assert mine != describe(other, kv_cache_config(), Naming(model_id="mine"))
+
+
+def test_dummy_weights_are_those_of_any_place(tmp_path: Path):
+    texts = set()
+    for name, content in (("one", b"1"), ("two", b"2")):
+        config = vllm_config(copy_of_a_model(tmp_path / name, content))
+        config.load_config.load_format = "dummy"
+        texts.add(describe(config, kv_cache_config()))
+    assert len(texts) == 1
+
+
+def test_code_that_a_model_brings_matters(tmp_path: Path):
+    config = vllm_config(copy_of_a_model(tmp_path / "one"))
+    (tmp_path / "one" / "modeling.py").write_text("a")
+    config.model_config.hf_config = HfConfig(auto_map={"AutoModel": "modeling.Model"})
+    texts = [describe(config, kv_cache_config())]
+    config.model_config.trust_remote_code = True
+    texts.append(describe(config, kv_cache_config()))
+    (tmp_path / "one" / "modeling.py").write_text("b")
+    texts.append(describe(config, kv_cache_config()))
+    assert len(set(texts)) == 3
 
 
 def test_seed_matters_and_is_not_written_down(monkeypatch):
@@ -216,13 +350,14 @@ def test_seed_matters_and_is_not_written_down(monkeypatch):
     assert "424242" not in after
 
 
-def test_random_seed_is_warned_of(monkeypatch):
-    config = changed("cache_config.prefix_caching_hash_algo", "xxhash")
-    assert random_seed_warning(vllm_config()) is None
-    assert "PYTHONHASHSEED" in random_seed_warning(config)
+def test_random_seed_is_told(monkeypatch):
+    config = changed("cache_config.prefix_caching_hash_algo", "xxhash_cbor")
+    monkeypatch.setattr(schemes, "serialized_sample", lambda algorithm: "")
+    assert random_seed(vllm_config()) is None
+    assert "no later start of this one can find" in random_seed(config)
     random = describe(config, kv_cache_config())
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert random_seed_warning(config) is None
+    assert random_seed(config) is None
     assert describe(config, kv_cache_config()) != random
 
 
@@ -267,6 +402,42 @@ def test_kinds_that_are_served():
 
 
 @pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("cache_config.enable_prefix_caching", False, "prefix caching is off"),
+        ("aux_output_config", SimpleNamespace(enabled=True), "routed-experts"),
+    ],
+)
+def test_vllms_own_word_that_prefixes_are_not_reusable(monkeypatch, path, value, message):
+    monkeypatch.setattr(compat, "caps_external_hits", lambda: False)
+    assert message in why_unsupported(changed(path, value), kv_cache_config())
+    monkeypatch.setattr(compat, "caps_external_hits", lambda: True)
+    assert (why_unsupported(changed(path, value), kv_cache_config()) is None) == (path == "aux_output_config")
+
+
+def test_non_causal_attention_is_declined():
+    groups = kv_cache_config([attention(), attention(non_causal=True)])
+    assert "non-causal" in why_unsupported(vllm_config(), groups)
+    both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": attention(), "b": attention(non_causal=True)})
+    assert "non-causal" in why_unsupported(vllm_config(), kv_cache_config([both]))
+
+
+def test_pooling_of_whole_prompts_is_declined_also_where_prefix_caching_is_forced():
+    config = changed("model_config.runner_type", "pooling")
+    assert why_unsupported(config, kv_cache_config()) is None
+    config.model_config.is_prefix_caching_supported = False
+    assert "pooling" in why_unsupported(config, kv_cache_config())
+
+
+@pytest.mark.parametrize("spread", [{"nnodes": 2}, {"nnodes": 4, "nnodes_within_dp": 2}])
+def test_tensor_parallelism_over_several_nodes_is_declined(spread):
+    config = vllm_config(tensor_parallel_size=2)
+    assert why_unsupported(config, kv_cache_config()) is None
+    vars(config.parallel_config).update(spread)
+    assert "over 2 nodes" in why_unsupported(config, kv_cache_config())
+
+
+@pytest.mark.parametrize(
     "name", ["pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"]
 )
 def test_only_tensor_parallelism_is_served(name):
@@ -289,8 +460,10 @@ def test_group_sizes():
     assert groups.block_tokens == (16, 32)
     assert groups.loaded == (0, 1)
     assert groups.dropped_tokens == 0
-    assert (groups.unit, groups.alignment) == (32, 32)
-    assert groups.registration([100, 200]) == [("full", 32, 100, 0), ("full", 32, 100, 0), ("full", 32, 200, 0)]
+    assert (groups.engine_block_size, groups.alignment) == (32, 32)
+    assert groups.registration([100, 200]) == [
+        GroupRegistration("full", 32, payload_bytes, 0) for payload_bytes in (100, 100, 200)
+    ]
     assert groups.hashes([b"0", b"1", b"2", b"3", b"4"]) == [b"1", b"3"]
 
 

@@ -126,12 +126,12 @@ def our_hit(specs: list[KVCacheSpec], held: set[tuple[int, int]], hashes: int, m
     assert why_unsupported(vllm_config(), config) is None
     groups = Groups.of(vllm_config(), config)
     present = []
-    for part in groups.parts:
+    for part in groups.engine_groups:
         step = specs[part.group].block_size // HASH
         blocks = range(hashes * HASH // part.block_tokens)
         present.append([(part.group, (part.position(block) + 1) * step - 1) in held for block in blocks])
     registration = groups.registration([64] * len(specs))
-    return _core.resolve(registration, groups.unit, groups.alignment, present, most)
+    return _core.resolve(registration, groups.engine_block_size, groups.alignment, present, most)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -21,8 +21,8 @@ def test_prefill_saves_every_full_block_with_its_device_block():
     assert job.request_id == "a"
     assert copy.block_ids.dtype == np.int64
     assert copy.block_ids.tolist() == world.tables["a"][0][:3]
-    assert copy.slots.tolist() == [0, SLOT, 2 * SLOT]
-    assert (meta.arena_socket, meta.arena_generation) == ("/fake.sock", 7)
+    assert copy.offsets.tolist() == [0, SLOT, 2 * SLOT]
+    assert (meta.arena_socket, meta.arena_id) == ("/fake.sock", 7)
     assert len(world.session.host) == 3
 
 
@@ -70,7 +70,7 @@ def test_failed_save_is_dropped():
     world.connector.on_new_request(request)
     world.admit(request)
     meta = world.step([(request, 2 * BLOCK)])
-    world.answer(meta, failed_saves={meta.saves[0].job_id})
+    world.answer(meta, failed_saves={meta.saves[0].transfer_id})
     assert not world.session.host
     assert not world.session.reserved
     assert all(world.pool.blocks[b].ref_cnt == 1 for b in world.tables["a"][0])
@@ -156,14 +156,14 @@ def test_hit_is_loaded_by_position_beyond_what_the_device_has():
     meta = world.step()
     (job,) = meta.loads
     assert job.groups[0].block_ids.tolist() == table[1:4]
-    assert job.groups[0].slots.tolist() == [SLOT, 2 * SLOT, 3 * SLOT]
+    assert job.groups[0].offsets.tolist() == [SLOT, 2 * SLOT, 3 * SLOT]
     assert world.connector.has_pending_push_work()
-    assert ("discard", "b") not in world.session.calls
+    assert ("end_lookup", "b") not in world.session.calls
     world.answer(meta)
-    assert ("end_load", job.job_id, True) in world.session.calls
+    assert ("end_transfer", job.transfer_id, True) in world.session.calls
     # vLLM's second call, after the load.
     world.connector.update_state_after_alloc(request, Blocks((table,)), 0)
-    assert ("discard", "b") in world.session.calls
+    assert ("end_lookup", "b") in world.session.calls
     assert not world.connector.has_pending_push_work()
     # What was loaded is not saved again.
     request.num_computed_tokens = 4 * BLOCK
@@ -228,7 +228,7 @@ def test_disk_is_waited_for_and_counted():
     sources = world.connector.get_external_cache_hit_sources(request, 4 * BLOCK)
     assert {source.value: count for source, count in sources.items()} == {"disk": 4 * BLOCK}
     world.answer(world.step())
-    data = world.counts.take()
+    data = world.counts.collect()
     assert data["counters"]["lookups_disk"] == 1
     assert data["counters"]["lookups_miss"] == 1
     assert data["counters"]["hit_tokens_disk"] == 4 * BLOCK
@@ -245,7 +245,7 @@ def test_blocking_lookup_waits_for_the_disk():
     request = Request("b", [*prefix, 1])
     assert world.connector.get_num_new_matched_tokens(request, 0) == (4 * BLOCK, True)
     assert ("wait", "b", 0.04) in world.session.calls
-    assert world.counts.take()["counters"]["lookups_disk"] == 1
+    assert world.counts.collect()["counters"]["lookups_disk"] == 1
 
 
 def test_blocking_lookup_that_runs_out_of_time_loads_nothing():
@@ -258,7 +258,7 @@ def test_blocking_lookup_that_runs_out_of_time_loads_nothing():
     assert "b" not in world.session.lookups
     world.session.promote()
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert world.counts.take()["counters"]["lookups_timed_out"] == 1
+    assert world.counts.collect()["counters"]["lookups_timed_out"] == 1
 
 
 def test_endless_wait_is_given_up(monkeypatch):
@@ -274,7 +274,7 @@ def test_endless_wait_is_given_up(monkeypatch):
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     world.session.promote()
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert world.counts.take()["counters"]["lookups_timed_out"] == 1
+    assert world.counts.collect()["counters"]["lookups_timed_out"] == 1
 
 
 def test_failed_load_is_remembered():
@@ -286,10 +286,10 @@ def test_failed_load_is_remembered():
     world.admit(request, external=4 * BLOCK)
     meta = world.step()
     world.answer(meta, failed_loads={"b"})
-    assert ("end_load", meta.loads[0].job_id, False) in world.session.calls
+    assert ("end_transfer", meta.loads[0].transfer_id, False) in world.session.calls
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert world.connector.get_num_new_matched_tokens(Request("c", [*prefix, 1]), 0)[0] == 4 * BLOCK
-    assert world.counts.take()["counters"]["failed_loads"] == 1
+    assert world.counts.collect()["counters"]["failed_loads"] == 1
 
 
 def test_load_that_cannot_begin_is_reported_by_the_workers():
@@ -334,8 +334,9 @@ def test_plan_that_leaves_a_block_unfilled_is_refused(monkeypatch):
     begin = world.session.begin_load
 
     def short(*args):
-        job, token, [(group, first, offsets)] = begin(*args)
-        return job, token, [(group, first, offsets[:-8])]
+        load = begin(*args)
+        load.extents[0].offsets = load.extents[0].offsets[:-8]
+        return load
 
     monkeypatch.setattr(world.session, "begin_load", short)
     world.admit(request, external=4 * BLOCK)
@@ -354,7 +355,7 @@ def test_null_blocks_are_not_loaded_into():
     world.connector.update_state_after_alloc(request, Blocks((table,)), 4 * BLOCK)
     (job,) = world.step().loads
     assert job.groups[0].block_ids.tolist() == [40, 41]
-    assert job.groups[0].slots.tolist() == [2 * SLOT, 3 * SLOT]
+    assert job.groups[0].offsets.tolist() == [2 * SLOT, 3 * SLOT]
 
 
 def test_null_blocks_are_never_saved():
@@ -401,7 +402,7 @@ def test_abort_while_loading_saves_nothing_and_ends_the_load():
     assert world.step().saves == []
     assert world.connector.has_pending_push_work()
     world.answer(meta)
-    assert ("end_load", meta.loads[0].job_id, True) in world.session.calls
+    assert ("end_transfer", meta.loads[0].transfer_id, True) in world.session.calls
     assert not world.connector.has_pending_push_work()
     assert world.connector.idle() is False  # "a" still runs
 
@@ -442,12 +443,12 @@ def test_only_tokens_that_were_loaded_count(fails, monkeypatch):
     assert world.connector.get_num_new_matched_tokens(second, 0) == (4 * BLOCK, True)
     world.admit(second, external=4 * BLOCK)
     meta = world.step()
-    assert "hit_tokens_host" not in world.counts.take()["counters"]
+    assert "hit_tokens_host" not in world.counts.collect()["counters"]
     if fails == "in a worker":
         world.answer(meta, failed_loads=[second.request_id])
     else:
         world.answer(meta)
-    found = world.counts.take()["counters"].get("hit_tokens_host", 0)
+    found = world.counts.collect()["counters"].get("hit_tokens_host", 0)
     assert found == (0 if fails else 4 * BLOCK)
 
 
@@ -495,7 +496,7 @@ def test_lookup_starts_at_arrival_unless_switched_off_or_incomplete():
     world.connector.on_new_request(Request("streaming", tokens(2 * BLOCK), resumable=True))
     world.connector.on_new_request(Request("short", tokens(BLOCK)))
     world.connector.on_new_request(Request("logprobs", tokens(2 * BLOCK), skip_reading_prefix_cache=True))
-    assert [call for call in world.session.calls if call[0] == "submit"] == [("submit", "a", 0, BLOCK)]
+    assert [call for call in world.session.calls if call[0] == "prefetch"] == [("prefetch", "a", 0, BLOCK)]
     world = World(early_prefetch=False)
     world.connector.on_new_request(Request("a", tokens(BLOCK)))
     assert world.session.calls == []
@@ -507,7 +508,7 @@ def test_prefetch_leaves_out_what_the_device_holds():
     coordinator = SimpleNamespace(find_longest_cache_hit=lambda hashes, limit: hit)
     world.connector.bind_kv_cache_manager(SimpleNamespace(enable_caching=True, coordinator=coordinator))
     world.connector.on_new_request(Request("a", tokens(5 * BLOCK)))
-    assert world.session.calls == [("submit", "a", 2 * BLOCK, 4 * BLOCK)]
+    assert world.session.calls == [("prefetch", "a", 2 * BLOCK, 4 * BLOCK)]
 
 
 def test_request_that_must_not_read_the_cache_misses():
@@ -559,7 +560,7 @@ def test_an_answer_asked_for_again_is_counted_once():
     for _ in range(3):
         for request in requests:
             assert world.connector.get_num_new_matched_tokens(request, 0) == (4 * BLOCK, True)
-    counters = world.counts.take()["counters"]
+    counters = world.counts.collect()["counters"]
     assert counters["lookups_host"] == 100
 
 

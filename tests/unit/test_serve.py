@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from core_values import Group
 from serve_process import ServeProcess, run
 from served_client import until
 from undercroft import _core
@@ -90,7 +91,7 @@ def test_status_answers(server: ServeProcess) -> None:
     assert status["rates"]["disk_read_bytes"] == 0
     shown = run("status", "--socket", str(server.socket))
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "64.0 MiB" in shown.stdout
+    assert "64 MiB" in shown.stdout
 
 
 def test_metrics_can_be_scraped(server: ServeProcess) -> None:
@@ -111,16 +112,46 @@ def test_a_file_deleted_under_it_is_told(tmp_path: Path) -> None:
 
 def test_a_second_server_on_the_socket_is_refused(server: ServeProcess, place: Path) -> None:
     second = run("serve", "--socket", str(server.socket), "--host-memory", "64MiB")
-    assert (second.returncode, second.stdout, second.stderr.count("\n")) == (1, "", 1)
-    assert str(server.socket) in second.stderr
+    assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
+    assert f"socket: {str(server.socket)!r}".replace("'", '"') in second.stderr
     assert server.status()["pid"] == server.process.pid, "the first one is still there"
 
 
 def test_a_directory_in_use_is_refused_with_its_owner(server: ServeProcess, place: Path) -> None:
     disk = ["--disk-path", str(place / "disk"), "--disk-capacity", "64MiB"]
     second = run("serve", "--socket", str(place / "other.sock"), "--host-memory", "64MiB", *disk)
-    assert (second.returncode, second.stdout) == (1, "")
+    assert (second.returncode, second.stdout) == (2, "")
     assert str(server.process.pid) in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--socket", "PLACE/run/" + "s" * 120], "socket: path "),
+        (["--disk-capacity", "8MiB"], "disk_capacity 8 MiB for "),
+        (["--disk-path", "FOREIGN"], "holds no undercroft store (found holiday.jpg)"),
+        (["--host-memory", "9000TiB"], "host_memory = 9000 TiB is more than the "),
+    ],
+)
+def test_what_the_operator_must_change_is_exit_code_2_and_named_as_it_was_written(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    """As docs/undercroft.service relies on: systemd does not start it again."""
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "holiday.jpg").touch()
+    defaults = {
+        "--socket": str(tmp_path / "run" / "serve.sock"),
+        "--host-memory": "64MiB",
+        "--disk-path": str(tmp_path / "disk"),
+        "--disk-capacity": "64MiB",
+    }
+    given = defaults | {flags[0]: flags[1].replace("FOREIGN", str(foreign)).replace("PLACE", str(tmp_path))}
+    done = run("serve", *(part for pair in given.items() for part in pair))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert message in done.stderr
+    assert "runtime_dir" not in done.stderr
+    assert not re.search(r"\d{7}", done.stderr), "sizes have the units in which they were given"
 
 
 def test_a_metrics_port_in_use_is_refused(server: ServeProcess, tmp_path: Path) -> None:
@@ -138,7 +169,9 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> Non
         assert server.stop(number) == 0
         assert server.process.stdout.read() == "undercroft: stopping\n"
         assert server.process.stderr.read() == ""
-    engine = _core.Engine(host_memory=64 << 20, disks=[(str(disk), 64 << 20)], runtime_dir=str(tmp_path))
+    engine = _core.Engine(
+        {"host_memory": 64 << 20, "disks": [{"path": str(disk), "capacity": 64 << 20}], "socket_dir": str(tmp_path)}
+    )
     engine.close()
     gone = run("status", "--socket", str(server.socket))
     assert (gone.returncode, gone.stdout, gone.stderr.count("\n")) == (1, "", 1)
@@ -169,7 +202,7 @@ def test_it_serves_over_the_borders_of_containers(tmp_path: Path) -> None:
     with ServeProcess(tmp_path / "serve.sock", prefix=container) as server:
         assert server.status()["pid"] == 1
         assert _core.Arena.attach(str(server.socket)).size == 64 << 20
-        client = _core.Client(str(server.socket))
-        client.register("{}", [("full", 16, 4096, 0)], 16)
-        until("up", lambda: client.link() == ("up", ""))
-        client.close()
+        engine = _core.Engine({"server": f"unix://{server.socket}"})
+        engine.register("{}", [Group("full", 16, 4096)], 16)
+        until("up", lambda: engine.connection() == ("up", ""))
+        engine.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from undercroft import _core, exporter
+from undercroft import _core, errors, exporter
 from undercroft.cli import main, serve, status
 from undercroft.config import OPTIONS, UndercroftConfig
 from undercroft.units import Amount
@@ -34,7 +35,7 @@ STATUS = {
         "disk_blocks": 5000,
         "disk_evictions": 6,
         "disk_degraded": 1,
-        "jobs": 3,
+        "active_lookups": 3,
         "loads": 1,
         "saves": 2,
         "sessions": 1,
@@ -52,7 +53,7 @@ STATUS = {
         ],
     },
     "sessions": [
-        {"namespace": "ab" * 32, "connected": True, "workers": 2, "jobs": 3, "pending": 1, "loads": 1, "saves": 2}
+        {"namespace": "ab" * 32, "connected": True, "workers": 2, "lookups": 3, "pending": 1, "loads": 1, "saves": 2}
     ],
     "server": {"connections": 4, "workers": 2, "refused": 0, "malformed": 0, "lookups": 500, "descriptors": 21},
 }
@@ -78,13 +79,12 @@ def flags(*argv: str) -> argparse.Namespace:
 
 
 def test_each_flag_is_an_option_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(serve.ENGINE_OPTIONS) <= {option.name for option in OPTIONS}
     with pytest.raises(SystemExit):
         flags("--help")
     shown = " ".join(capsys.readouterr().out.split())
     for option in OPTIONS:
-        assert (f"{option.flag} " in shown) == (option.name in serve.ENGINE_OPTIONS)
-        assert (" ".join(option.help.split()) in shown) == (option.name in serve.ENGINE_OPTIONS)
+        assert (f"{option.flag} " in shown) == (option.scope == "engine")
+        assert (" ".join(option.help.split()) in shown) == (option.scope == "engine")
 
 
 def test_flags_win_over_the_environment() -> None:
@@ -141,11 +141,22 @@ def test_a_wrong_address_is_wrong_usage(text: str, capsys: pytest.CaptureFixture
 def test_the_default_socket_is_where_the_user_has_runtime_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/5")
     assert serve.default_socket() == "/run/user/5/undercroft/serve.sock"
-    assert flags().socket == main.build_parser().parse_args(["status"]).socket == serve.default_socket()
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setenv("TMPDIR", "/somewhere")
-    monkeypatch.setattr("os.getuid", lambda: 5)
-    assert serve.default_socket() == "/somewhere/undercroft-5/serve.sock"
+    for nowhere in (lambda: monkeypatch.setenv("XDG_RUNTIME_DIR", ""), lambda: monkeypatch.delenv("XDG_RUNTIME_DIR")):
+        nowhere()
+        monkeypatch.setenv("TMPDIR", "/somewhere")
+        assert serve.default_socket() == f"/somewhere/undercroft-{os.getuid()}/serve.sock"
+
+
+def test_status_asks_where_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(socket: str, _timeout_s: float) -> dict:
+        asked.append(socket)
+        raise errors.ServerError("nobody")
+
+    monkeypatch.setattr(_core, "server_status", answer)
+    assert main.main(["status"]) == 1
+    assert asked == [serve.default_socket()]
 
 
 def test_the_service_manager_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -167,11 +178,11 @@ def test_the_socket_replaces_no_other_file_and_lies_in_no_open_directory(
     tmp_path.chmod(0o700)
     file = tmp_path / "notes"
     file.write_text("dear diary")
-    assert main.main(["serve", "--host-memory", "64MiB", "--socket", str(file)]) == 1
+    assert main.main(["serve", "--host-memory", "64MiB", "--socket", str(file)]) == 2
     assert f"--socket {file}: there is something that is no socket" in capsys.readouterr().err
     assert file.read_text() == "dear diary"
     tmp_path.chmod(0o755)
-    assert main.main(["serve", "--host-memory", "64MiB", "--socket", str(tmp_path / "s")]) == 1
+    assert main.main(["serve", "--host-memory", "64MiB", "--socket", str(tmp_path / "s")]) == 2
     assert f"{tmp_path} is open to other users" in capsys.readouterr().err
 
 
@@ -203,21 +214,21 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
     assert shown == [
         "undercroft 1.2.3, pid 77, up 1.7 min, unix:///run/undercroft/serve.sock",
         "4 connections, 2 workers, 21 descriptors, 600 lookups",
-        "under way: 3 lookups, 1 loads, 2 saves, 4.0 MiB to be read from disk",
+        "under way: 3 lookups, 1 loads, 2 saves, 4 MiB to be read from disk",
         "trouble: 9 checksum failures",
         "",
         "tier used capacity blocks evictions",
-        "host 16.0 GiB 64.0 GiB 1000 5",
-        "disk 512.0 GiB 1.0 TiB 5000 6",
+        "host 16 GiB 64 GiB 1000 5",
+        "disk 512 GiB 1 TiB 5000 6",
         "",
         "disk capacity health trouble",
-        "/a 1.0 TiB good",
-        "/b 1.0 TiB no_writes No space left on device",
+        "/a 1 TiB good",
+        "/b 1 TiB no_writes No space left on device",
         "",
-        "session connected workers jobs pending loads saves",
+        "session connected workers lookups pending loads saves",
         "abababababab yes 2 3 1 1 2",
         "",
-        "rates: 50.0 lookups/s, 0.0 blocks saved/s, disk 4.0 MiB/s read, 0 B/s written",
+        "rates: 50.0 lookups/s, 0.0 blocks saved/s, disk 4 MiB/s read, 0 B/s written",
     ]
 
 
@@ -242,7 +253,7 @@ def test_status_as_json_is_one_object_with_totals_and_rates(
 
 
 def test_no_answer_is_exit_code_1(readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]) -> None:
-    readings.append(_core.UndercroftError("no server answers on /x"))
+    readings.append(errors.ServerError("no server answers on /x"))
     assert main.main(["status", "--socket", "/x"]) == 1
     assert capsys.readouterr().err == "undercroft: error: no server answers on /x\n"
 
@@ -251,7 +262,7 @@ def test_watching_outlasts_a_restart_and_makes_no_rates_over_it(
     readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     restarted = later(-90) | {"pid": 78}
-    readings += [STATUS, later(), _core.UndercroftError("gone"), restarted, later(-80) | {"pid": 78}]
+    readings += [STATUS, later(), errors.ServerError("gone"), restarted, later(-80) | {"pid": 78}]
     assert main.main(["status", "--json", "--watch", "0.5"]) == 130
     printed = capsys.readouterr()
     shown = [json.loads(line) for line in printed.out.splitlines()]
@@ -269,7 +280,7 @@ from undercroft import _core
 from undercroft.cli import main
 
 class Engine:
-    def __init__(self, **options): pass
+    def __init__(self, options): pass
     def info(self): return {"host_memory": 1 << 30}
     def stats(self): return {"host_capacity_bytes": int(sys.argv[1]), "disk_degraded": 0}
     def close(self): sys.argv[1] == "0" or threading.Event().wait()
@@ -327,7 +338,7 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
         "vllm:undercroft_degraded_disks 1.0",
         "vllm:undercroft_saved_blocks_total 40.0",
         'vllm:undercroft_io_engine_info{io_engine="io_uring"} 1.0',
-        "vllm:undercroft_jobs 3.0",
+        "vllm:undercroft_active_lookups 3.0",
         "vllm:undercroft_connections 4.0",
         "vllm:undercroft_served_lookups_total 500.0",
         "vllm:undercroft_open_descriptors 21.0",

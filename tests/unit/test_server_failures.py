@@ -43,7 +43,8 @@ class Host:
         self.server.__enter__()
 
     def peer(self) -> Peer:
-        return Peer(_core.Client(str(self.socket), server_timeout_ms=DEADLINE_MS, lookup_spin_us=5000))
+        options = {"server": f"unix://{self.socket}", "server_timeout_ms": DEADLINE_MS, "lookup_spin_us": 5000}
+        return Peer(_core.Engine(options))
 
     def strike(self, state: str) -> None:
         assert self.server is not None
@@ -89,12 +90,12 @@ def written(host: Host) -> Callable[[], bool]:
 
 
 def ask(peer: Peer, request: str, mode: str) -> int:
-    if mode == "blocking" and peer.call("poll", request, PROMPT, 0) is None:
+    if mode == "blocking" and peer.call("lookup", request, PROMPT).pending:
         peer.session.wait(request, 0.05)
-        answer = peer.call("poll", request, PROMPT, 0)
-        if answer is None:
-            peer.call("discard", request)
-        return answer or 0
+        answer = peer.call("lookup", request, PROMPT)
+        if answer.pending:
+            peer.call("end_lookup", request)
+        return answer.tokens
     return peer.answer(request, PROMPT)
 
 
@@ -108,17 +109,17 @@ def test_a_server_that_is_struck_costs_misses_and_comes_back(host: Host, state: 
     until("it is on disk", written(host))
     load = save = None
     if moment == "submitted":
-        peer.call("submit", "r", PROMPT, 0)
+        peer.call("lookup", "r", PROMPT, 0, None, None, True)
     elif moment == "answered":
         until("a hit", lambda: peer.answer("r", PROMPT) == TOKENS)
     elif moment == "loading":
         until("a hit", lambda: peer.answer("r", PROMPT) == TOKENS)
         load = peer.begin_load("r", PROMPT, TOKENS)
         assert load is not None
-        peer.memory(load[1])
+        peer.memory(load[0].session)
     elif moment == "saving":
         save = peer.begin_save("s", prompt("saving"))
-        peer.memory(save[1])
+        peer.memory(save[0].session)
     host.strike(state)
 
     found = ask(peer, "r", mode)
@@ -127,21 +128,21 @@ def test_a_server_that_is_struck_costs_misses_and_comes_back(host: Host, state: 
         # An answer from before: its slots are leased as long as the server lives, and are not touched when it is dead.
         begun = peer.begin_load("r", PROMPT, found)
         if begun is not None:
-            peer.check(begun[1], begun[2])
-            peer.call("end_load", begun[0], True)
+            peer.check(begun[0].session, begun[1])
+            peer.call("end_transfer", begun[0].transfer_id, True)
     if load is not None:
-        peer.check(load[1], load[2])
-        peer.call("end_load", load[0], True)
+        peer.check(load[0].session, load[1])
+        peer.call("end_transfer", load[0].transfer_id, True)
     if save is not None:
-        peer.fill(save[1], save[2])
-        peer.call("end_save", save[0], True)
-    peer.call("finish", "r")
+        peer.fill(save[0].session, save[1])
+        peer.call("end_transfer", save[0].transfer_id, True)
+    peer.call("finish_request", "r")
     waits = []
     for number in range(100):
         start = time.perf_counter()
         assert ask(peer, f"later {number}", mode) == 0
         waits.append(time.perf_counter() - start)
-        peer.call("finish", f"later {number}")
+        peer.call("finish_request", f"later {number}")
     assert sorted(waits)[50] < DEADLINE_MS / 1e3 / 2, "one wait, not one for each request"
     assert peer.worst_s < LIMIT_S
 
@@ -160,7 +161,7 @@ def test_a_server_that_is_struck_costs_misses_and_comes_back(host: Host, state: 
 
 def test_a_server_that_is_absent_at_start_is_found_when_it_comes(host: Host) -> None:
     peer = host.peer()
-    assert peer.engine.link()[0] == "down"
+    assert peer.engine.connection()[0] == "down"
     assert peer.answer("r", PROMPT) == 0
     assert peer.call("begin_save", "r", PROMPT, TOKENS) is None
     assert peer.call("reset", 10.0) is False
@@ -188,8 +189,8 @@ def test_a_server_that_stops_and_goes_is_never_waited_for_and_never_wrong(host: 
 
 
 def share(path: Path, runtime: Path) -> _core.Engine:
-    disks = [(str(path), 64 << 20)]
-    return _core.Engine(host_memory=16 << 20, disks=disks, runtime_dir=str(runtime), share=True, server_timeout_ms=1000)
+    options = {"host_memory": 16 << 20, "disks": [{"path": str(path), "capacity": 64 << 20}]}
+    return _core.Engine(options | {"socket_dir": str(runtime), "share": True, "server_timeout_ms": 1000})
 
 
 @pytest.mark.parametrize("state", ["killed", "stopped"])
@@ -206,7 +207,7 @@ def test_one_of_those_that_share_a_directory_takes_it_over_and_the_rest_follow(h
 
     def count() -> None:
         for stats in counted:
-            taken = stats.take(time.monotonic(), force=True).get("counters", {})
+            taken = stats.collect(time.monotonic(), force=True).get("counters", {})
             assert all(amount > 0 for amount in taken.values())
             totals.update(taken)
 

@@ -22,7 +22,7 @@ class Engine:
     is_shared = False
     took_over = False
 
-    def link(self):
+    def connection(self):
         return ("up", "")
 
     def info(self):
@@ -32,37 +32,37 @@ class Engine:
 def test_engine_counters_become_differences_at_most_once_a_second():
     engine = Engine()
     stats = EngineStats(engine)
-    first = stats.take(100.0)
+    first = stats.collect(100.0)
     assert first["counters"] == {}
     assert first["gauges"] == {"host_used_bytes": 0, "host_capacity_bytes": 1000}
     engine.values.update(saved_blocks=5, host_used_bytes=50, disk_read_seconds=0.25)
-    assert stats.take(100.5) == {}
+    assert stats.collect(100.5) == {}
     assert engine.reads == 1
-    assert stats.take(100.6, force=True)["counters"] == {"saved_blocks": 5, "disk_read_seconds": 0.25}
+    assert stats.collect(100.6, force=True)["counters"] == {"saved_blocks": 5, "disk_read_seconds": 0.25}
     engine.values.update(saved_blocks=7)
-    assert stats.take(101.7)["counters"] == {"saved_blocks": 2}
+    assert stats.collect(101.7)["counters"] == {"saved_blocks": 2}
 
 
 def test_a_counter_that_began_again_from_zero_counts_what_it_has():
     engine = Engine()
     stats = EngineStats(engine)
     engine.values.update(saved_blocks=9, disk_read_seconds=2.0)
-    assert stats.take(100.0)["counters"] == {"saved_blocks": 9, "disk_read_seconds": 2.0}
+    assert stats.collect(100.0)["counters"] == {"saved_blocks": 9, "disk_read_seconds": 2.0}
     engine.values.update(saved_blocks=4, disk_read_seconds=0.0)
-    assert stats.take(102.0)["counters"] == {"saved_blocks": 4}
+    assert stats.collect(102.0)["counters"] == {"saved_blocks": 4}
     engine.values.update(saved_blocks=6)
-    assert stats.take(104.0)["counters"] == {"saved_blocks": 2}
+    assert stats.collect(104.0)["counters"] == {"saved_blocks": 2}
 
 
 def test_an_engine_that_has_not_answered_yet_counts_nothing_and_nothing_twice():
     engine = Engine()
     stats = EngineStats(engine)
     engine.values.update(saved_blocks=9)
-    assert stats.take(100.0)["counters"] == {"saved_blocks": 9}
+    assert stats.collect(100.0)["counters"] == {"saved_blocks": 9}
     known, engine.values = engine.values, {}
-    assert stats.take(102.0) == {}
+    assert stats.collect(102.0) == {}
     engine.values = known
-    assert stats.take(104.0)["counters"] == {}
+    assert stats.collect(104.0)["counters"] == {}
 
 
 def test_counts_are_handed_out_once():
@@ -71,24 +71,28 @@ def test_counts_are_handed_out_once():
     counts.lookup(0.1, hit=True, waited=False)
     counts.lookup(0.1, hit=False, waited=False)
     counts.add("hit_tokens_host", 0)
-    assert counts.take() == {
+    assert counts.collect() == {
         "counters": {"lookups_disk": 1, "lookups_host": 1, "lookups_miss": 1},
         "samples": {"lookup_seconds": [0.5, 0.1, 0.1], "wait_seconds": [0.5]},
     }
-    assert counts.take() == {}
+    assert counts.collect() == {}
 
 
 def test_aggregation_adds_counters_appends_samples_and_keeps_the_latest_gauges():
     samples = {"lookup_seconds": [1.0]}
     one = UndercroftStats({"counters": {"load_bytes": 5}, "samples": samples, "io_engine": "io_uring"})
     two = UndercroftStats(
-        {"counters": {"load_bytes": 7, "save_bytes": 1}, "samples": {"lookup_seconds": [2.0]}, "gauges": {"jobs": 3}}
+        {
+            "counters": {"load_bytes": 7, "save_bytes": 1},
+            "samples": {"lookup_seconds": [2.0]},
+            "gauges": {"active_lookups": 3},
+        }
     )
     both = pickle.loads(pickle.dumps(one)).aggregate(two)
     assert both.data == {
         "counters": {"load_bytes": 12, "save_bytes": 1},
         "samples": {"lookup_seconds": [1.0, 2.0]},
-        "gauges": {"jobs": 3},
+        "gauges": {"active_lookups": 3},
         "io_engine": "io_uring",
     }
     assert one.data["samples"] == {"lookup_seconds": [1.0]}
@@ -122,7 +126,7 @@ def test_every_statistic_has_at_most_one_metric_and_every_metric_a_statistic():
         assert set(metric.sources) <= kinds[metric.kind], metric.name
         assert all(len(labels) == len(metric.labels) for labels in metric.sources.values())
     # Of what the engine counts, only internals are not exported.
-    internal = {"nodes", "namespaces", "sessions", "jobs", "loads", "saves", "load_failures"}
+    internal = {"nodes", "namespaces", "sessions", "active_lookups", "loads", "saves", "load_failures"}
     assert set(STATS_KEYS) - set(sources) == internal
 
 
@@ -145,7 +149,7 @@ def test_what_cannot_be_recorded_is_said_once_and_kept_from_the_frontend(registr
     for _ in range(3):
         metrics.observe({"counters": {"load_bytes": -1}}, 0)
         metrics.observe({"counters": {"load_bytes": 1}}, 7)
-    assert len([record for record in caplog.records if "metrics are incomplete" in record.message]) == 1
+    assert len([record for record in caplog.records if "failed to update metrics" in record.getMessage()]) == 1
     metrics.observe({"counters": {"load_bytes": 2}}, 0)
     assert 'load",engine="0",model_name="m",tier="host"} 2.0' in generate_latest(registry).decode()
 

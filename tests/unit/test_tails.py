@@ -22,21 +22,23 @@ class Session:
         self.held, self.owed = set(held), set(owed)
         self.open: dict[str, list[int]] = {}
 
-    def submit(self, name: str, hashes: list[int], local: int, limit: int, wait_ms: Any) -> None:
-        assert name not in self.open
-        assert (local, limit) == (0, UNIT)
-        self.open[name] = hashes
-
-    def poll(self, name: str, hashes: list[int], local: int, limit: int, wait_ms: Any) -> int | None:
+    def lookup(
+        self, name: str, hashes: list[int], computed: int, limit: int, wait_ms: Any, prefetch: bool
+    ) -> SimpleNamespace:
+        assert (computed, limit) == (0, UNIT)
+        if prefetch:
+            assert name not in self.open
+            self.open[name] = hashes
         assert self.open[name] == hashes
         end = hashes[0]
-        return None if end in self.owed else UNIT if end in self.held else 0
+        tokens = UNIT if end in self.held and end not in self.owed else 0
+        return SimpleNamespace(pending=end in self.owed, tokens=tokens, shared_tokens=0)
 
     def wait(self, name: str, timeout_s: float) -> bool:
         assert name in self.open
         return False
 
-    def finish(self, name: str) -> None:
+    def finish_request(self, name: str) -> None:
         del self.open[name]
 
 

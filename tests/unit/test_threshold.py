@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from undercroft import threshold
-from undercroft.threshold import engine, frontend, hooks
 from undercroft.threshold.params import InvalidThresholdError, of_request, parse
 from undercroft.threshold.policy import MAX_ASKS, HitThreshold, Rejection, logger
+from undercroft.vllm_patches import frontend, rejections
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_request_goes_before_global_also_with_zero() -> None:
     assert not policy.check(request(extra_args={"cache_hit_threshold": 0.1}), 100, 0)
     assert policy.check(request(extra_args={"cache_hit_threshold": 0.9}), 899, 0)
     assert policy.check(request(extra_args={"unrelated": 1}), 499, 0)
-    assert [rejection.source for rejection in policy.take()] == ["global"]
+    assert [rejection.source for rejection in policy.collect()] == ["global"]
 
 
 def test_never_rejected() -> None:
@@ -110,13 +110,13 @@ def test_never_rejected() -> None:
     assert not policy.check(request(0), 0, 0)
     assert not policy.check(request(sampling_params=None), 0, 0)
     assert not policy.check(request(resumable=True), 0, 0)
-    assert policy.take() == []
+    assert policy.collect() == []
 
 
 def test_a_request_that_reads_no_cache_has_nothing_cached() -> None:
     policy = HitThreshold(0.1)
     assert policy.check(request(skip_reading_prefix_cache=True), 1000, 0)
-    [rejection] = policy.take()
+    [rejection] = policy.collect()
     assert (rejection.local_tokens, rejection.hit_rate) == (0, 0.0)
 
 
@@ -126,8 +126,8 @@ def test_last_answer_holds_and_is_taken_once() -> None:
     assert policy.check(request(), 100, 0)
     assert policy.check(request(name="other"), 0, 0)
     assert not policy.check(request(), 900, 0)  # meanwhile another request has filled the cache
-    assert [rejection.request_id for rejection in policy.take()] == ["other"]
-    assert policy.take() == []
+    assert [rejection.request_id for rejection in policy.collect()] == ["other"]
+    assert policy.collect() == []
     assert policy.rejections == {"request": 0, "global": 1}
 
 
@@ -136,7 +136,7 @@ def test_discarded_requests_are_forgotten() -> None:
     policy.discard("unknown")
     policy.check(request(), 0, 0)
     policy.discard("r")
-    assert policy.take() == []
+    assert policy.collect() == []
     assert policy.rejections == {"request": 0, "global": 0}
 
 
@@ -144,7 +144,7 @@ def test_stands_aside_if_nobody_takes_the_rejected(log: list[logging.LogRecord])
     policy = HitThreshold(0.5)
     answers = [policy.check(request(), 0, 0) for _ in range(MAX_ASKS + 3)]
     assert answers == [True] * MAX_ASKS + [False] * 3
-    assert policy.take() == []
+    assert policy.collect() == []
     assert [record.levelname for record in log] == ["ERROR"]
 
 
@@ -185,21 +185,15 @@ def test_response_params_do_not_carry_the_threshold_on() -> None:
     }
 
 
-def test_unknown_vllm_refuses_a_configured_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks._State, "installed", True)
-    monkeypatch.setattr(hooks._State, "unavailable", "Scheduler has no update_from_output")
+def test_unknown_vllm_refuses_a_configured_threshold() -> None:
     with pytest.raises(
         threshold.ThresholdUnavailableError, match=r"cache_hit_threshold = 0\.3 .*no update_from_output"
     ):
-        threshold.for_connector(0.3)
+        threshold.for_connector(0.3, "Scheduler has no update_from_output")
 
 
-def test_unknown_vllm_without_a_threshold_warns_and_rejects_nothing(
-    monkeypatch: pytest.MonkeyPatch, log: list[logging.LogRecord]
-) -> None:
-    monkeypatch.setattr(hooks._State, "installed", True)
-    monkeypatch.setattr(hooks._State, "unavailable", "Scheduler has no update_from_output")
-    policy = threshold.for_connector(0.0)
+def test_unknown_vllm_without_a_threshold_warns_and_rejects_nothing(log: list[logging.LogRecord]) -> None:
+    policy = threshold.for_connector(0.0, "Scheduler has no update_from_output")
     assert [record.levelname for record in log] == ["WARNING"]
     for _ in range(3):
         assert not policy.check(request(extra_args={"cache_hit_threshold": 0.9}), 0, 0)
@@ -224,7 +218,9 @@ class FakeScheduler:
 
 
 def wrapped() -> Any:
-    return engine.wrap_update_from_output(FakeScheduler.update_from_output, "ABORTED", SimpleNamespace, SimpleNamespace)
+    return rejections.wrap_update_from_output(
+        FakeScheduler.update_from_output, "ABORTED", SimpleNamespace, SimpleNamespace
+    )
 
 
 def live(name: str, client: int) -> Any:
@@ -239,8 +235,8 @@ def live(name: str, client: int) -> Any:
 
 
 def test_rejected_requests_end_and_reach_their_own_clients() -> None:
-    rejections = [Rejection(name, 0.5, "request", 0, 0, 10) for name in ("a", "b", "gone")]
-    pending = [rejections]
+    rejected = [Rejection(name, 0.5, "request", 0, 0, 10) for name in ("a", "b", "gone")]
+    pending = [rejected]
     scheduler = FakeScheduler(SimpleNamespace(take_threshold_rejects=lambda: pending.pop() if pending else []))
     scheduler.requests = {"a": live("a", 0), "b": live("b", 3), "other": live("other", 0)}
     update = wrapped()
@@ -252,7 +248,7 @@ def test_rejected_requests_end_and_reach_their_own_clients() -> None:
     assert normal == "normal"
     assert (a.request_id, b.request_id) == ("a", "b")
     assert (a.new_token_ids, a.finish_reason, a.stop_reason) == ([], "ABORT", "cache_threshold")
-    assert a.kv_transfer_params == rejections[0].response_params()
+    assert a.kv_transfer_params == rejected[0].response_params()
     assert a.events == ["queued"]
     assert update(scheduler, None, None) == {0: SimpleNamespace(outputs=["normal"])}
     assert len(scheduler.finished) == 1
@@ -268,7 +264,7 @@ def test_schedulers_without_undercroft_are_left_alone(connector: Any) -> None:
 def test_found_inside_other_connectors() -> None:
     ours = SimpleNamespace(take_threshold_rejects=lambda: ["x"])
     nested = SimpleNamespace(_connectors=[SimpleNamespace(), SimpleNamespace(_connectors=[ours])])
-    take = engine.find_take(nested)
+    take = rejections.find_take(nested)
     assert take is not None
     assert take() == ["x"]
 
@@ -278,3 +274,20 @@ def test_empty_delta_is_true_and_holds_nothing() -> None:
     assert delta
     assert len(delta) == 0
     assert [*delta, 1] == [1]
+
+
+@pytest.mark.parametrize("children", [None, 7, "text"])
+def test_connectors_with_other_things_inside_are_left_alone(children: Any) -> None:
+    scheduler = FakeScheduler(SimpleNamespace(_connectors=children))
+    assert wrapped()(scheduler, None, None) == {0: SimpleNamespace(outputs=["normal"])}
+
+
+def test_further_arguments_of_the_output_processor_are_passed_on() -> None:
+    def process_outputs(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (*args, kwargs)
+
+    wrapped_process = frontend.wrap_process_outputs(process_outputs, object)
+    outputs = [SimpleNamespace(stop_reason=None)]
+    assert wrapped_process("self", outputs, 1.0, None, "weights", more=1) == (
+        "self", outputs, 1.0, None, "weights", {"more": 1},
+    )  # fmt: skip

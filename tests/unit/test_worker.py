@@ -13,10 +13,11 @@ import torch
 
 from kv_caches import BLOCKS, allocate, block_content, fill, full, group, plan
 from undercroft._core import Arena, UndercroftError
-from undercroft.connector.metadata import CopyJob, GroupCopy, UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.connector.worker import WorkerConnector, logger
-from undercroft.device.copier import make_copier
+from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.worker import WorkerConnector
+from undercroft.device.factory import make_copier
 from undercroft.device.layout import LayoutError
+from undercroft.log import logger
 
 ARENA = 1 << 20
 
@@ -63,12 +64,15 @@ class Rank:
         return block_content(self.config, self.caches, 0, block)
 
 
-def job(number: int, blocks: list[int], slots: list[int], request: str = "r", session: int = 0) -> CopyJob:
-    return CopyJob(number, request, session, [GroupCopy(0, np.array(blocks), np.array(slots))])
+def job(number: int, blocks: list[int], slots: list[int], request: str = "r", session: int = 0) -> TransferJob:
+    return TransferJob(number, request, session, [GroupCopy(0, np.array(blocks), np.array(slots))])
 
 
 def meta(
-    socket: str = "/a", generation: int = 0, loads: list[CopyJob] | None = None, saves: list[CopyJob] | None = None
+    socket: str = "/a",
+    generation: int = 0,
+    loads: list[TransferJob] | None = None,
+    saves: list[TransferJob] | None = None,
 ) -> UndercroftMetadata:
     return UndercroftMetadata(socket, generation, loads=loads or [], saves=saves or [])
 

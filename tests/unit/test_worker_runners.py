@@ -19,7 +19,7 @@ from undercroft._core import Arena
 from undercroft.compat import KVConnectorRole
 from undercroft.connector import worker
 from undercroft.connector.connector import UndercroftConnector
-from undercroft.connector.metadata import CopyJob, GroupCopy, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.worker import WorkerConnector
 from undercroft.device.cuda import CudaCopier
 
@@ -93,8 +93,8 @@ def _scheduled(metadata: UndercroftMetadata) -> Any:
     return SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set())
 
 
-def job(number: int, block: int, slot: int, request: str = "r") -> CopyJob:
-    return CopyJob(number, request, 0, [GroupCopy(0, np.array([block]), np.array([slot]))])
+def job(number: int, block: int, slot: int, request: str = "r") -> TransferJob:
+    return TransferJob(number, request, 0, [GroupCopy(0, np.array([block]), np.array([slot]))])
 
 
 @pytest.mark.parametrize("version", ["V1", "V2"])

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checks import Reference
-from harness import Engine
+from engine_checks import Reference
+from real_engine import Engine
 
 
 @pytest.fixture(scope="session")
 def model_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the models of this run are made."""
-    return tmp_path_factory.mktemp("models")
+    """Where the models of this run are made, once for all workers of pytest-xdist."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("models")
+    shared = tmp_path_factory.getbasetemp().parent / "models"
+    shared.mkdir(exist_ok=True)
+    return shared
 
 
 @pytest.fixture(scope="session")
 def llama(model_root: Path) -> Path:
     """Directory of a Llama model: one group of full attention."""
-    from models import make_llama
+    from tiny_models import make_llama
 
     return make_llama(model_root / "llama")
 
@@ -29,7 +34,7 @@ def llama(model_root: Path) -> Path:
 @pytest.fixture(scope="session")
 def llama_with_tokenizer(model_root: Path) -> Path:
     """Directory of a Llama model with a tokenizer and a chat template."""
-    from models import make_llama
+    from tiny_models import make_llama
 
     return make_llama(model_root / "llama_text", tokenizer=True)
 
@@ -37,7 +42,7 @@ def llama_with_tokenizer(model_root: Path) -> Path:
 @pytest.fixture(scope="session")
 def gemma2(model_root: Path) -> Path:
     """Directory of a model with a sliding window group and a full attention group."""
-    from models import make_gemma2
+    from tiny_models import make_gemma2
 
     return make_gemma2(model_root / "gemma2")
 
@@ -45,15 +50,23 @@ def gemma2(model_root: Path) -> Path:
 @pytest.fixture(scope="session")
 def llama4(model_root: Path) -> Path:
     """Directory of a model with a group of chunked local attention and a full attention group."""
-    from models import make_llama4
+    from tiny_models import make_llama4
 
     return make_llama4(model_root / "llama4")
 
 
 @pytest.fixture(scope="session")
+def phi3(model_root: Path) -> Path:
+    """Directory of a model whose rotary factors depend on max_model_len."""
+    from tiny_models import make_phi3
+
+    return make_phi3(model_root / "phi3")
+
+
+@pytest.fixture(scope="session")
 def qwen3_next(model_root: Path) -> Path:
     """Directory of a model with a linear attention group and a full attention group."""
-    from models import make_qwen3_next
+    from tiny_models import make_qwen3_next
 
     return make_qwen3_next(model_root / "qwen3_next")
 
@@ -68,7 +81,7 @@ def reference(llama: Path) -> Iterator[Reference]:
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
-    """Makes engines (arguments of `harness.Engine`) and closes them when the test ends."""
+    """Makes engines (arguments of `real_engine.Engine`) and closes them when the test ends."""
     started: list[Engine] = []
 
     def start(*args: Any, **kwargs: Any) -> Engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness import Engine, prompt
+from real_engine import Engine, prompt
 
 MEMORY = {"host_memory": "256MiB"}
 BLOCK = 128
@@ -57,7 +57,7 @@ def settled(running: Engine, reset: bool = True) -> None:
     running.idle_steps()
     assert running.device_blocks_in_use() == 0
     stats = core(running).stats()
-    assert (stats["loads"], stats["saves"], stats["jobs"]) == (0, 0, 0)
+    assert (stats["loads"], stats["saves"], stats["active_lookups"]) == (0, 0, 0)
     assert running.connector._scheduler.idle()
     if reset:
         assert running.reset_device_cache()

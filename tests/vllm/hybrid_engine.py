@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from connector_engine import core, settled
-from harness import Engine, Generation, prompt
+from real_engine import Engine, Generation, prompt
+from undercroft.connector.groups import GroupRegistration
 
 HOST = "64MiB"
 TOKENS = 16
@@ -71,7 +72,7 @@ class Crowd:
 
     def __init__(self, running: Engine) -> None:
         self._engine = core(running)
-        self._session = self._engine.register("crowd", [("full", 16, self.SIZE, 0)], 16)
+        self._session = self._engine.register("crowd", [GroupRegistration("full", 16, self.SIZE, 0)], 16)
         self._count = 0
 
     def push(self) -> None:
@@ -85,12 +86,11 @@ class Crowd:
         for number in range(count):
             self._count += 1
             hashes = [struct.pack("<Q24x", self._count)]
-            assert self._session.poll("crowd", hashes, 0) == 0
-            self._session.begin_save("crowd", hashes, 16)
-            [(_, job, _, _, _)] = self._session.grants()
-            assert job
-            self._session.end_save(job, True)
-            self._session.finish("crowd")
+            assert self._session.lookup("crowd", hashes).tokens == 0
+            grant = self._session.begin_save("crowd", hashes, 16)
+            assert grant.extents
+            self._session.end_transfer(grant.transfer_id, True)
+            self._session.finish_request("crowd")
             if number % 32 == 31 or number == count - 1:
                 assert self._engine.flush(30.0)
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from checks import BLOCK, Reference, add, finish, flush, nothing_left, override_session, stats, step, step_until, worker
-from harness import Engine, prompt
+from engine_checks import (
+    BLOCK,
+    Reference,
+    add,
+    finish,
+    flush,
+    nothing_left,
+    override_session,
+    stats,
+    step,
+    step_until,
+    worker,
+)
+from real_engine import Engine, prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -70,14 +83,24 @@ def test_before_the_first_step(one: Engine, reference: Reference) -> None:
     still_right(one, reference)
 
 
-def test_while_the_disk_owes_the_answer(one: Engine, reference: Reference) -> None:
-    session = override_session(one, poll=lambda *args: None)
+class Pending:
+    """A lookup's answer that never comes."""
+
+    pending, tokens, shared_tokens = True, 0, 0
+
+
+def test_while_the_answer_is_pending(one: Engine, reference: Reference) -> None:
+    def never(*args: Any) -> Any:
+        # The prefetch at its arrival reaches the engine, which then knows the lookup.
+        return session.wrapped.lookup(*args) if args[-1] else Pending
+
+    session = override_session(one, lookup=never)
     add(one, "aborted", LONG, 4)
     add(one, "kept", OTHER, 4)
     step(one, 3)
-    assert stats(one)["jobs"] == 2
+    assert stats(one)["active_lookups"] == 2
     abort(one, "aborted")
-    assert stats(one)["jobs"] == 1
+    assert stats(one)["active_lookups"] == 1
     session.methods.clear()
     assert finish(one) == {"kept": reference(OTHER, 4)}
     still_right(one, reference)

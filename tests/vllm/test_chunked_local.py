@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from connector_engine import core
-from harness import Engine, prompt
 from hybrid_engine import HOST, Crowd, Model, ask
+from real_engine import Engine, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -58,7 +58,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def loaded(plan: Any) -> tuple[int, int]:
     """Blocks of chunked and of full attention that a load copies."""
-    counts = {copy.group: len(copy.slots) for copy in plan[0].groups}
+    counts = {copy.group: len(copy.offsets) for copy in plan.job.groups}
     return counts.get(0, 0), counts.get(1, 0)
 
 
@@ -133,12 +133,12 @@ def test_bytes_of_another_prompt_would_be_noticed(model: Model, start: Start, lo
     cold = ask(running, model.ids(LONGEST))
     ask(running, model.ids(LONGEST, seed=4))
     ask(running, model.ids(LONGEST, seed=4))
-    (theirs,) = [copy.slots.copy() for copy in loads[0][0].groups if copy.group == 0]
+    (theirs,) = [copy.offsets.copy() for copy in loads[0].job.groups if copy.group == 0]
     plan_load = scheduler.plan_load
 
     def swapped(*arguments: Any) -> Any:
         plan = plan_load(*arguments)
-        next(copy for copy in plan[0].groups if copy.group == 0).slots = theirs
+        next(copy for copy in plan.job.groups if copy.group == 0).offsets = theirs
         return plan
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from connector_engine import MEMORY, TOKENS, References, settled, worker
-from harness import Engine, prompt
+from real_engine import Engine, prompt
 
 pytestmark = pytest.mark.vllm
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from connector_engine import core, settled
-from harness import Engine, prompt
 from hybrid_engine import BEST, HOST, MODELS, Crowd, Model, ask
+from real_engine import Engine, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -133,11 +133,11 @@ def test_bytes_of_another_prompt_would_be_noticed(model: Model, start: Start, mo
     ask(running, model.ids(3, seed=4))
 
     def swapped(*args: Any) -> Any:
-        job, loads = remember(*args)
-        (ours,) = [copy for copy in job.groups if copy.group == model.optional_group]
-        (theirs,) = [copy for copy in plans[0][0].groups if copy.group == model.optional_group]
-        ours.slots = theirs.slots.copy()
-        return job, loads
+        planned = remember(*args)
+        (ours,) = [copy for copy in planned.job.groups if copy.group == model.optional_group]
+        (theirs,) = [copy for copy in plans[0].job.groups if copy.group == model.optional_group]
+        ours.offsets = theirs.offsets.copy()
+        return planned
 
     monkeypatch.setattr(scheduler, "plan_load", swapped)
     wrong = ask(running, model.ids(3))

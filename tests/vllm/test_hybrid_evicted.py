@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from connector_engine import core
-from harness import Engine
 from hybrid_engine import HOST, MODELS, Crowd, Model, ask
+from real_engine import Engine
+from undercroft.connector.offers import Offer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -20,18 +21,17 @@ def held(running: Engine, hashes: list[bytes]) -> set[tuple[int, int]]:
     """The (group, block) of a prompt that host memory holds: all but what the engine would have saved now."""
     half = running.connector._scheduler
     session, groups = half._session, half._groups
-    offers = [(index, 0, BLOCKS) for index, part in enumerate(groups.parts) if part.kind != "full"]
-    session.begin_save("probe", hashes, BLOCKS * groups.unit, offers)
-    [(_, job, _, extents, left_out)] = session.grants()
-    assert not left_out
+    offers = [Offer(index, 0, BLOCKS) for index, of in enumerate(groups.engine_groups) if of.kind != "full"]
+    grant = session.begin_save("probe", hashes, BLOCKS * groups.engine_block_size, offers)
+    assert not grant.refused
     missing = {
-        (groups.parts[index].group, first + at)
-        for index, first, offsets in extents
-        for at in np.flatnonzero(np.frombuffer(offsets, dtype="<i8") >= 0).tolist()
+        (groups.engine_groups[extent.group].group, extent.first_block + at)
+        for extent in grant.extents
+        for at in np.flatnonzero(np.frombuffer(extent.offsets, dtype="<i8") >= 0).tolist()
     }
-    if job:
-        session.end_save(job, False)
-    session.finish("probe")
+    if grant.extents:
+        session.end_transfer(grant.transfer_id, False)
+    session.finish_request("probe")
     return {(group, block) for group in groups.loaded for block in range(BLOCKS)} - missing
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness import prompt
+from real_engine import prompt
 from threshold_http import REASON, Client, start_server, the_choice
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness import Engine, prompt
+from real_engine import Engine, prompt
 from threshold_engine import FIFTH, HALF, WHOLE, limit, rejected
 
 pytestmark = pytest.mark.vllm
@@ -43,9 +43,9 @@ def settle(one: Engine, reset: bool = True) -> None:
     assert not (one.scheduler.waiting or one.scheduler.deferred_waiting or one.scheduler.kv_holding_waiting)
     assert one.device_blocks_in_use() == 0
     stats = one.connector._engine.stats()
-    assert (stats["loads"], stats["saves"], stats["jobs"]) == (0, 0, 0)
+    assert (stats["loads"], stats["saves"], stats["active_lookups"]) == (0, 0, 0)
     assert stats["host_pinned_bytes"] == 0
-    assert one.connector._threshold.take() == []
+    assert one.connector._threshold.collect() == []
     assert one.llm.llm_engine.output_processor.request_states == {}
     if reset:
         assert one.reset_device_cache()
@@ -97,13 +97,13 @@ def test_blocks_on_disk_count(
 
 
 def test_prefix_caching_off(plain: dict[str, list[int]], start: Start) -> None:
+    """undercroft is off then, and the threshold holds all the same: nothing is cached."""
     one = start(cache_hit_threshold=0.5, enable_prefix_caching=False)
-    one.generate(WHOLE, 2, params=limit(0))
+    served = one.generate(WHOLE, 8, params=limit(0))
+    assert (served.tokens, served.cached) == (plain["whole"], 0)
+    assert measured(one.generate(WHOLE, 8)) == (0, 0, 897)
     one.idle_steps()
-    assert measured(one.generate(FIFTH, 8)) == (0, 128, 897)
-    served = one.generate(WHOLE, 8)
-    assert (served.tokens, served.cached) == (plain["whole"], 896)
-    settle(one, reset=False)
+    assert one.device_blocks_in_use() == 0
 
 
 def test_a_broken_cache_leaves_what_the_device_holds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_broken_cache_leaves_what_the_device_holds(start: Start, monkeypatch: 
         def __init__(self, session: Any) -> None:
             self.session = session
 
-        def poll(self, *args: Any) -> int:
+        def lookup(self, *args: Any) -> None:
             raise RuntimeError("out of order")
 
         def __getattr__(self, name: str) -> Any:

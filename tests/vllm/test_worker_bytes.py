@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import Engine, prompt
+from real_engine import Engine, prompt
 from undercroft._core import Arena
 
 pytestmark = pytest.mark.vllm
@@ -64,7 +64,7 @@ def device_pages(one: Engine) -> list[np.ndarray]:
 
 
 def arena_bytes(one: Engine) -> np.ndarray:
-    arena = Arena.attach(one.connector._engine.arena[0])
+    arena = Arena.attach(one.connector._engine.arena.socket)
     memory = (ctypes.c_uint8 * arena.size).from_address(arena.address)
     memory.arena = arena  # the array keeps the mapping
     return np.frombuffer(memory, dtype=np.uint8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness import Engine, Generation, prompt
-from undercroft import threshold
+from real_engine import Engine, Generation, prompt
+from undercroft import vllm_patches
 
 # 128-token blocks: of a prompt of 897 tokens, 896 can be hit.
 WHOLE = prompt(897)
@@ -15,7 +15,7 @@ FIFTH = WHOLE[:179] + prompt(718, seed=6)  # 1 block: 128 tokens, 0.143
 
 
 def make(model: Path, global_threshold: float = 0.0, **arguments: Any) -> Engine:
-    threshold.install()
+    vllm_patches.reject_requests()
     return Engine(
         model,
         {"cache_hit_threshold": global_threshold},
@@ -43,7 +43,7 @@ def nothing_left(one: Engine) -> None:
     assert one.scheduler.requests == {}
     assert not (one.scheduler.waiting or one.scheduler.deferred_waiting or one.scheduler.kv_holding_waiting)
     assert one.device_blocks_in_use() == 0
-    assert one.connector.threshold.take() == []
+    assert one.connector.threshold.collect() == []
     processor = one.llm.llm_engine.output_processor
     assert processor.request_states == {}
     assert processor.parent_requests == {}

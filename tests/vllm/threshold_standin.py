@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from undercroft import threshold
+from undercroft import threshold, vllm_patches
 
 
 class StandIn(KVConnectorBase_V1, SupportsHMA):
@@ -22,7 +22,8 @@ class StandIn(KVConnectorBase_V1, SupportsHMA):
         config = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.asked: dict[str, int] = {}
         if role == KVConnectorRole.SCHEDULER:
-            self.threshold = threshold.for_connector(config.get("cache_hit_threshold", 0.0))
+            problem = vllm_patches.problem(vllm_patches.HIT_THRESHOLD)
+            self.threshold = threshold.for_connector(config.get("cache_hit_threshold", 0.0), problem)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -41,7 +42,7 @@ class StandIn(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def take_threshold_rejects(self) -> list[threshold.Rejection]:
-        return self.threshold.take()
+        return self.threshold.collect()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self.threshold.discard(request.request_id)

@@ -1,5 +1,5 @@
-"""``undercroft inspect DIR``: what a cache directory holds; ``--verify`` reads and checks every payload, ``--drop``
-removes a namespace."""
+"""``undercroft inspect DIR``: what a cache directory holds; ``--verify`` reads and checks every payload, ``--diff``
+compares two namespaces, ``--drop`` removes one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from undercroft import descriptions
 from undercroft.cli import output
+from undercroft.units import format_size
+
+_DIGITS_MIN = 8
+"""Fewer are refused by the engine."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -28,6 +33,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         metavar="NAMESPACE",
         help="first remove the namespace with this digest (eight digits or more); the directory must not be in use",
     )
+    parser.add_argument("--yes", action="store_true", help="remove it without asking")
+    parser.add_argument(
+        "--diff", nargs=2, metavar="NAMESPACE", help="show in what two namespaces differ, by the start of their digests"
+    )
     parser.set_defaults(run=run)
 
 
@@ -35,16 +44,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary, and the result of the verification."""
     from undercroft import _core
 
-    dropped = None
-    if args.drop is not None:
-        dropped = _core.drop_namespace(args.directory, args.drop)
-        if not dropped:
-            raise output.CommandError(
-                f"{args.directory} holds no namespace {args.drop}; undercroft inspect lists those it holds"
-            )
     found: dict[str, Any] = _core.inspect(args.directory)
-    if dropped is not None:
-        found["dropped_namespaces"] = dropped
+    for space in found["namespaces"]:
+        # As it is stored, where it is no object.
+        space["description"] = descriptions.parsed(space["description"]) or space["description"]
+    if args.diff is not None:
+        return _diff(found, *args.diff, as_json=args.json)
+    if args.drop is not None:
+        found = _drop(args, found)
     if args.verify:
         found["verify"] = _verify(args.directory, quiet=args.json)
     if args.json:
@@ -52,6 +59,52 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     return 1 if args.verify and found["verify"]["corrupt"] else 0
+
+
+def _chosen(found: dict[str, Any], digest: str) -> dict[str, Any]:
+    """The one namespace whose digest starts with ``digest``."""
+    matching = [space for space in found["namespaces"] if space["digest"].startswith(digest.lower())]
+    if not matching:
+        raise output.CommandError(f"the directory holds no namespace {digest}; undercroft inspect lists those it holds")
+    if len(matching) > 1:
+        names = ", ".join(space["digest"][:16] for space in matching)
+        raise output.CommandError(f"{digest} is the start of {len(matching)} namespaces ({names}): give more digits")
+    return matching[0]  # type: ignore[no-any-return]
+
+
+def _diff(found: dict[str, Any], one: str, other: str, *, as_json: bool) -> int:
+    left, right = (
+        space["description"] if isinstance(space["description"], dict) else {}
+        for space in (_chosen(found, one), _chosen(found, other))
+    )
+    texts = descriptions.differences(left, right)
+    if as_json:
+        output.print_json({"differences": texts})
+    else:
+        print("\n".join(texts).replace(", here ", f", in {other} ") or "no difference")
+    return 0
+
+
+def _drop(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """Remove a namespace, after a question on a terminal; what is left."""
+    from undercroft import _core
+
+    if len(args.drop) >= _DIGITS_MIN:
+        space = _chosen(found, args.drop)
+        what = f"{space['digest'][:12]} ({_name(space)}): {space['blocks']} blocks, {format_size(space['bytes'])}"
+        if sys.stdin.isatty() and not args.yes and input(f"Remove {what}? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise output.CommandError("nothing was removed")
+        print(f"removing {what}", file=sys.stderr)
+    dropped = _core.drop_namespace(args.directory, args.drop)
+    left: dict[str, Any] = _core.inspect(args.directory)
+    for one in left["namespaces"]:
+        one["description"] = descriptions.parsed(one["description"]) or one["description"]
+    return {**left, "dropped_namespaces": dropped}
+
+
+def _name(space: dict[str, Any]) -> str:
+    description = space["description"]
+    return descriptions.summary(description)[0] if isinstance(description, dict) else str(description)
 
 
 def _verify(directory: str, *, quiet: bool) -> dict[str, Any]:
@@ -72,26 +125,25 @@ def _print(found: dict[str, Any]) -> None:
         print(f"removed namespaces: {found['dropped_namespaces']}")
     used, capacity = found["used_bytes"], found["capacity_bytes"]
     print(f"format version {found['format_version']}, {found['records']} blocks")
-    print(f"{output.bytes_text(used)} used of {output.bytes_text(capacity)}")
+    print(f"{format_size(used)} used of {format_size(capacity)}")
     if found["damaged_records"]:
         print(f"{found['damaged_records']} damaged records (their slots are used again, nothing is served from them)")
     if found["namespaces"]:
         print()
         output.print_table(
-            ("namespace", "blocks", "bytes", "oldest", "newest", "model"),
+            ("namespace", "model", "dtype", "TP", "block", "vLLM", "blocks", "bytes", "last write"),
             [
                 (
                     space["digest"][:12],
+                    *descriptions.summary(space["description"] if isinstance(space["description"], dict) else {}),
                     space["blocks"],
-                    output.bytes_text(space["bytes"]),
-                    output.age_text(space["oldest_s"]),
+                    format_size(space["bytes"]),
                     output.age_text(space["newest_s"]),
-                    space["description"],
                 )
                 for space in found["namespaces"]
             ],
         )
     if "verify" in found:
         result = found["verify"]
-        read = output.bytes_text(result["bytes"])
+        read = format_size(result["bytes"])
         print(f"\nverified {result['checked']} blocks, {read}: {result['corrupt'] or 'none'} corrupt")

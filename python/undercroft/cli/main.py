@@ -1,22 +1,26 @@
 """Entry point of the ``undercroft`` command: parses arguments, turns errors into messages and exit codes.
 
-Exit codes: 0 success; 1 a check failed, a corrupt payload was found, or an error (message on stderr); 2 wrong usage.
+Exit codes: 0 success; 1 a check failed, a corrupt payload was found, or something failed while it ran; 2 the operator
+must change something: wrong usage, an option's value, or a directory that cannot be used. Errors are one line on
+stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from types import ModuleType
 
-from undercroft.cli import bench, doctor, inspect, output, serve, status
-from undercroft.config import ConfigError
+from undercroft.cli import doctor, inspect, serve, status
+from undercroft.errors import ConfigError, StoreError, UndercroftError
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command; that of ``bench`` only if it is the ``command``. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="undercroft", description="Tiered KV cache for vLLM: serve it, look at it and at this machine, measure."
     )
@@ -24,15 +28,29 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    for module in (serve, status, doctor, inspect, bench):
+    for module in (serve, status, doctor, inspect):
         module.add_parser(commands, shared)
+    bench = commands.add_parser("bench", help="measure lookup, disk, copies or recovery; replay a trace")
+    if command == "bench":
+        _load_bench().add_kinds(bench, shared)
     return parser
+
+
+def _load_bench() -> ModuleType:
+    """The benchmarks, which are a package of their own: a server has no use for them."""
+    try:
+        return importlib.import_module("undercroft_bench.cli")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "undercroft_bench":
+            raise
+        raise ConfigError("the benchmarks are not installed; run: pip install 'undercroft[bench]'") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the process's own arguments) and return its exit code."""
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        args = build_parser(argv[0] if argv else None).parse_args(argv)
         return int(args.run(args))
     except KeyboardInterrupt:
         return 130
@@ -40,22 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has gone; the interpreter must not write to the pipe again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except ConfigError as error:
-        print(f"undercroft: error: {str(error).removeprefix('undercroft: ')}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        if not _is_expected(error):
-            raise
-        print(f"undercroft: error: {error}", file=sys.stderr)
-        return 1
+    except (ConfigError, StoreError) as error:
+        return _report(error, 2)
+    except (UndercroftError, OSError, ImportError) as error:
+        return _report(error, 1)
 
 
-def _is_expected(error: Exception) -> bool:
-    """Whether the error is the core's or the system's own message, which needs no traceback."""
-    if isinstance(error, output.CommandError | OSError | ImportError):
-        return True
-    core = sys.modules.get("undercroft._core")
-    return core is not None and isinstance(error, core.UndercroftError)
+def _report(error: Exception, code: int) -> int:
+    print(f"undercroft: error: {str(error).removeprefix('undercroft: ')}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the subcommands print: one JSON object, or aligned text."""
+"""Output of the subcommands: one JSON object, or aligned text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from undercroft.errors import UndercroftError
 
-class CommandError(Exception):
+
+class CommandError(UndercroftError):
     """A command cannot give its result; the message says why."""
 
 
@@ -41,16 +43,6 @@ def text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.4g}"
     return str(value)
-
-
-def bytes_text(count: int) -> str:
-    """A size in binary units."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def age_text(seconds: float | None) -> str:

@@ -14,36 +14,19 @@ from typing import TYPE_CHECKING
 
 from undercroft.cli.output import CommandError
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
-from undercroft.connector.engine import start_line
 from undercroft.connector.health import DiskHealth
+from undercroft.engine import open_engine, start_line
+from undercroft.errors import ConfigError
+from undercroft.log import logger
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
 
-logger = logging.getLogger(__name__)
-
-ENGINE_OPTIONS = (
-    "host_memory",
-    "disk_path",
-    "disk_capacity",
-    "promotion_memory",
-    "eviction_policy",
-    "disk_admission",
-    "disk_write_rate",
-    "io_engine",
-    "io_depth",
-)
-"""Of the options, those of the engine itself; the others are each vLLM's own."""
+DEFAULT_SOCKET = "default: serve.sock in $XDG_RUNTIME_DIR/undercroft, or in /tmp/undercroft-<uid>"
+ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.scope == "engine")
+"""Of the options, those that are flags; the others are each vLLM's own."""
 # How often the engine is looked after.
 HEALTH_INTERVAL_S = 1.0
-
-
-def default_socket() -> str:
-    """Where the server listens if nothing else is said."""
-    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime_dir:
-        return str(Path(runtime_dir) / "undercroft" / "serve.sock")
-    return str(Path(os.environ.get("TMPDIR", "/tmp")) / f"undercroft-{os.getuid()}" / "serve.sock")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _: argparse.ArgumentParser) -> None:
@@ -52,14 +35,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         "serve",
         help="run the engine as a process of its own, shared by every vLLM on this host",
         description="Runs in the foreground until SIGTERM or SIGINT; a second signal ends it at once. Each option may "
-        "also be given in the environment, as UNDERCROFT_<NAME>. Exit code 0 after a signal.",
+        "also be given in the environment, as UNDERCROFT_<NAME>. Exit code 0 after a signal, 1 if the engine fails, "
+        "2 if an option or a directory cannot be used.",
     )
     parser.add_argument(
         "--socket",
         type=absolute_path,
-        default=default_socket(),
         metavar="PATH",
-        help='where it listens; vLLM is told "server": "unix://PATH" (%(default)s)',
+        help=f'where it listens; vLLM is told "server": "unix://PATH" ({DEFAULT_SOCKET})',
     )
     parser.add_argument(
         "--metrics",
@@ -67,16 +50,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         metavar="[HOST:]PORT",
         help="serve metrics over HTTP in Prometheus form, on 127.0.0.1 unless a host is given",
     )
-    for option in OPTIONS:
-        if option.name in ENGINE_OPTIONS:
-            several = option.name == "disk_path"
-            default = f" Default: {option.default}." if option.default != [] else ""
-            parser.add_argument(
-                option.flag,
-                action="append" if several else "store",
-                metavar="DIR" if several else option.name.rpartition("_")[2].upper(),
-                help=f"{option.help} Allowed: {option.allowed}.{default}".replace("%", "%%"),
-            )
+    for option in ENGINE_OPTIONS:
+        several = option.name == "disk_path"
+        default = f" Default: {option.default}." if option.default != [] else ""
+        parser.add_argument(
+            option.flag,
+            action="append" if several else "store",
+            metavar="DIR" if several else option.name.rpartition("_")[2].upper(),
+            help=f"{option.help} Allowed: {option.allowed}.{default}".replace("%", "%%"),
+        )
     parser.set_defaults(run=run)
 
 
@@ -85,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     for message in unknown_environment():
         logger.warning(message)
-    given = {name: value for name in ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
+    given = {option.name: value for option in ENGINE_OPTIONS if (value := getattr(args, option.name)) is not None}
     config = UndercroftConfig.parse(given, flags=True)
-    _check_socket(Path(args.socket))
+    path = args.socket or default_socket()
+    _check_socket(Path(path))
     stop = _stop_on_signal()
-    engine = _open_engine(config, args.socket)
+    engine = open_engine(config, path)
     with contextlib.closing(engine):
         # It has no namespace of its own.
         print(start_line(engine.info(), "").partition("; namespace")[0], flush=True)
@@ -99,12 +82,19 @@ def run(args: argparse.Namespace) -> int:
             host, port = args.metrics
             port = exporter.start(host, port, engine)
             print(f"undercroft: metrics on http://{f'[{host}]' if ':' in host else host}:{port}/metrics", flush=True)
-        print(f"undercroft: ready on unix://{args.socket}", flush=True)
+        print(f"undercroft: ready on unix://{path}", flush=True)
         notify("READY=1")
         _watch(engine, stop)
         notify("STOPPING=1")
         print("undercroft: stopping", flush=True)
     return 0
+
+
+def default_socket() -> str:
+    """Where the server listens if nothing else is said."""
+    from undercroft import _core
+
+    return _core.default_server_socket()
 
 
 def absolute_path(path: str) -> str:
@@ -122,33 +112,15 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _check_socket(path: Path) -> None:
-    """The socket replaces what a dead server left behind, but nothing else. Raises CommandError."""
+    """The socket replaces what a dead server left behind, but nothing else. Raises ConfigError."""
     if path.exists() and not path.is_socket():
-        raise CommandError(f"--socket {path}: there is something that is no socket; choose another path")
+        raise ConfigError(f"--socket {path}: there is something that is no socket; choose another path")
     directory = path.parent
     if directory.exists() and directory.stat().st_mode & 0o077:
-        raise CommandError(
+        raise ConfigError(
             f"--socket {path}: {directory} is open to other users; choose a directory for the socket alone "
             "(one that does not exist yet is made), of mode 0700"
         )
-
-
-def _open_engine(config: UndercroftConfig, socket_path: str) -> Engine:
-    from undercroft import _core
-    from undercroft.sizing import resolve_sizes
-
-    sizes = resolve_sizes(config)
-    return _core.Engine(
-        socket=socket_path,
-        host_memory=sizes.host_memory,
-        disks=sizes.disks,
-        io_engine=config.io_engine,
-        io_depth=config.io_depth,
-        promotion_memory=sizes.promotion_memory,
-        eviction_policy=config.eviction_policy,
-        disk_admission=config.disk_admission,
-        disk_write_rate=config.disk_write_rate,
-    )
 
 
 def _stop_on_signal() -> threading.Event:

@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 from undercroft.cli import output
-from undercroft.cli.output import bytes_text
-from undercroft.cli.serve import absolute_path, default_socket
+from undercroft.cli.serve import DEFAULT_SOCKET, absolute_path, default_socket
+from undercroft.errors import UndercroftError
 from undercroft.metrics import METRICS
+from undercroft.units import format_size
 
 # A server answers within milliseconds; one that does not is frozen.
 TIMEOUT_S = 2.0
@@ -30,9 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="show what a running server holds and does",
         description="Asks a server started by `undercroft serve`. Exit code 1 if none answers.",
     )
-    parser.add_argument(
-        "--socket", type=absolute_path, default=default_socket(), metavar="PATH", help="the server's (%(default)s)"
-    )
+    parser.add_argument("--socket", type=absolute_path, metavar="PATH", help=f"the server's ({DEFAULT_SOCKET})")
     parser.add_argument(
         "--watch", type=_seconds, metavar="S", help="show it again every S seconds; with --json, an object a line"
     )
@@ -41,16 +40,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 def run(args: argparse.Namespace) -> int:
     """Print the status, once or until interrupted."""
+    socket = args.socket or default_socket()
     if args.watch is None:
-        first = _ask(args.socket)
+        first = _ask(socket)
         time.sleep(INTERVAL_S)
-        status = with_rates(first, _ask(args.socket))
+        status = with_rates(first, _ask(socket))
         if args.json:
             output.print_json(status)
         else:
             print_status(status)
         return 0
-    return _watch(args.socket, args.watch, as_json=args.json)
+    return _watch(socket, args.watch, as_json=args.json)
 
 
 def with_rates(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def print_status(status: dict[str, Any]) -> None:
     if server["refused"] or server["malformed"]:
         print(f"{server['refused']} connections refused, {server['malformed']} ended by a malformed frame")
     print(
-        f"under way: {stats['jobs']} lookups, {stats['loads']} loads, {stats['saves']} saves, "
-        f"{bytes_text(stats['promotion_queue_bytes'])} to be read from disk"
+        f"under way: {stats['active_lookups']} lookups, {stats['loads']} loads, {stats['saves']} saves, "
+        f"{format_size(stats['promotion_queue_bytes'])} to be read from disk"
     )
     if troubles := [f"{stats[name]} {name.replace('_', ' ')}" for name in TROUBLES if stats.get(name)]:
         print(f"trouble: {', '.join(troubles)}")
@@ -94,14 +94,14 @@ def print_status(status: dict[str, Any]) -> None:
         output.print_table(("disk", "capacity", "health", "trouble"), [_disk(disk) for disk in disks])
     if status["sessions"]:
         print()
-        columns = ("connected", "workers", "jobs", "pending", "loads", "saves")
+        columns = ("connected", "workers", "lookups", "pending", "loads", "saves")
         output.print_table(
             ("session", *columns),
             [(session["namespace"][:12], *(session[name] for name in columns)) for session in status["sessions"]],
         )
     if rates is not None:
         print()
-        read, written = (f"{bytes_text(rates[f'disk_{way}_bytes'])}/s" for way in ("read", "write"))
+        read, written = (f"{format_size(rates[f'disk_{way}_bytes'])}/s" for way in ("read", "write"))
         print(
             f"rates: {rates['lookups']:.1f} lookups/s, {rates['saved_blocks']:.1f} blocks saved/s, "
             f"disk {read} read, {written} written"
@@ -110,22 +110,20 @@ def print_status(status: dict[str, Any]) -> None:
 
 def _tier(stats: dict[str, Any], tier: str) -> tuple[Any, ...]:
     used, capacity = stats[f"{tier}_used_bytes"], stats[f"{tier}_capacity_bytes"]
-    return tier, bytes_text(used), bytes_text(capacity), stats[f"{tier}_blocks"], stats[f"{tier}_evictions"]
+    return tier, format_size(used), format_size(capacity), stats[f"{tier}_blocks"], stats[f"{tier}_evictions"]
 
 
 def _disk(disk: dict[str, Any]) -> tuple[Any, ...]:
-    return disk["path"], bytes_text(disk["capacity"]), disk["health"], disk["fault"] or ""
+    return disk["path"], format_size(disk["capacity"]), disk["health"], disk["fault"] or ""
 
 
 def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:
     """A server that goes away is waited for: it may be on its way back."""
-    from undercroft import _core
-
     before = None
     while True:
         try:
             now = _ask(socket)
-        except _core.UndercroftError as error:
+        except UndercroftError as error:
             before = None
             print(f"undercroft: {error}", file=sys.stderr, flush=True)
         else:

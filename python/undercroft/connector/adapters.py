@@ -1,6 +1,6 @@
-"""Which weights a LoRA adapter has. vLLM's block hashes have its name and path only, which the next ones may share.
+"""Keys for the weights of LoRA adapters: vLLM's block hashes hold only names and paths, which other weights may get.
 
-For vLLM that is the flaw of a moment: its cache ends with the process. Ours is found after a restart, and by others.
+vLLM can live with that because its cache dies with the process. Ours survives restarts and is shared.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from undercroft.connector.namespace import weight_files
+from undercroft.connector.weights import SAMPLED, Digests, weights_digest
 
 _CONFIG = "adapter_config.json"
-_NOTE = "_undercroft_adapter"
 
 
 class Adapters:
@@ -26,22 +25,21 @@ class Adapters:
     """
 
     def __init__(self) -> None:
+        self.weights = SAMPLED
+        """How weights are known: the option of this name."""
+        self._digests = Digests()
         self._seen: dict[tuple[str, str], str] = {}
         self._private: dict[tuple[str, str, str], str] = {}
 
     def of_request(self, request: Any) -> str:
-        """The key of a request's adapter, the same for all of its blocks."""
-        key = getattr(request, _NOTE, None)
-        if key is None:
-            key = self.key(request.lora_request)
-            setattr(request, _NOTE, key)
-        return key
+        """The key of a request's adapter, to be asked for once: the files may change while the request runs."""
+        return self.key(request.lora_request)
 
     def key(self, adapter: Any) -> str:
         """The key of a `LoRARequest`. To be asked for before its weights are loaded for the first time."""
         named = (adapter.lora_name, adapter.lora_path)
         try:
-            found = _fingerprint(adapter.lora_path)
+            found = self._fingerprint(adapter.lora_path)
         except Exception:  # called where vLLM takes requests in: an adapter must not end the engine
             found = ""
         if found and self._seen.setdefault(named, found) == found:
@@ -51,14 +49,13 @@ class Adapters:
             self._seen[named] = ""
         return self._private.setdefault((*named, found), secrets.token_hex(16))
 
-
-def _fingerprint(path: str) -> str:
-    directory = _directory(path)
-    files = weight_files(str(directory)) if directory else []
-    if directory is None or not files:
-        return ""
-    config = (directory / _CONFIG).read_bytes()
-    return hashlib.sha256(json.dumps([files, hashlib.sha256(config).hexdigest()]).encode()).hexdigest()
+    def _fingerprint(self, path: str) -> str:
+        directory = _directory(path)
+        digest = weights_digest(directory, self._digests, self.weights) if directory else ""
+        if directory is None or not digest:
+            return ""
+        config = (directory / _CONFIG).read_bytes()
+        return hashlib.sha256(json.dumps([digest, hashlib.sha256(config).hexdigest()]).encode()).hexdigest()
 
 
 def _directory(path: str) -> Path | None:

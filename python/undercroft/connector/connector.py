@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from vllm.logger import init_logger
-
+from undercroft import vllm_patches
 from undercroft.compat import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -20,18 +20,21 @@ from undercroft.compat import (
     KVConnectorStats,
     KVConnectorTransferResults,
     SupportsHMA,
-    tell_adapters_apart,
 )
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector.adapters import ADAPTERS
-from undercroft.connector.engine import open_engine, start_line
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
-from undercroft.connector.namespace import describe, random_seed_warning
+from undercroft.connector.namespace import Naming, describe, random_seed
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
+from undercroft.connector.weights import Digests, digests_file
+from undercroft.descriptions import why_not_reused
 from undercroft.device.layout import group_shard_bytes
-from undercroft.plugin import register_name
+from undercroft.engine import open_engine, start_line
+from undercroft.errors import ConfigError, StoreError
+from undercroft.log import LogOnce, logger
+from undercroft.registration import register_name
 from undercroft.threshold import for_connector
 
 if TYPE_CHECKING:
@@ -46,13 +49,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from undercroft._core import Client, Engine
+    from undercroft._core import Engine
     from undercroft.connector.worker import WorkerConnector
     from undercroft.threshold import HitThreshold, Rejection
-
-logger = init_logger("vllm.undercroft")
-"""Below vLLM's own loggers, so that its logging configuration applies."""
-
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -81,11 +80,14 @@ def _nothing() -> None:
 class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector over undercroft's tiers: one instance in the scheduler's process, one in each worker's."""
 
+    is_undercroft = True
+    """Marks the class for `undercroft.registration.is_ours`."""
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._counts = Counts()
-        self._reported: set[tuple[str, type]] = set()
-        self._engine: Engine | Client | None = None
+        self._log_once = LogOnce()
+        self._engine: Engine | None = None
         self._engine_stats: EngineStats | None = None
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
@@ -95,7 +97,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             for message in unknown_environment():
                 logger.warning(message)
-            self._threshold = for_connector(config.cache_hit_threshold)
+            vllm_patches.reject_requests()
+            self._threshold = for_connector(
+                config.cache_hit_threshold, vllm_patches.problem(vllm_patches.HIT_THRESHOLD)
+            )
+            has_adapters = getattr(vllm_config, "lora_config", None) is not None
+            if has_adapters and not vllm_patches.tell_adapters_apart(ADAPTERS.of_request, ADAPTERS.key):
+                reason = reason or "this vLLM's block hashes cannot be made to tell LoRA adapters apart"
             if reason is None:
                 self._start_scheduler(config)
             else:
@@ -106,24 +114,29 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerConnector(vllm_config, kv_cache_config)
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
-        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            # vLLM's default fails the request; read after this constructor.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            logger.info('undercroft: kv_load_failure_policy is set to "recompute": a failed load is only a miss.')
-        if warning := random_seed_warning(self._vllm_config):
-            logger.warning(warning)
-        if getattr(self._vllm_config, "lora_config", None) is not None:
-            tell_adapters_apart(ADAPTERS.of_request, ADAPTERS.key)
+        naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
+        try:
+            description = describe(self._vllm_config, self._kv_cache_config, naming)
+        except Exception as error:  # a weight file that cannot be read, or a setting that cannot be described
+            logger.warning("undercroft is off, vLLM serves without it: %s.", error)
+            return
+        ADAPTERS.weights = config.weights
+        vllm_patches.recompute_failed_loads(self._kv_transfer_config)
+        seed_reason = random_seed(self._vllm_config)
         groups = Groups.of(self._vllm_config, self._kv_cache_config)
-        description = describe(self._vllm_config, self._kv_cache_config, config.namespace_salt)
         tensor_parallel = self._vllm_config.parallel_config.tensor_parallel_size
         payload_bytes = [
             group_shard_bytes(self._kv_cache_config, group) * tensor_parallel for group in range(len(groups.kinds))
         ]
+        not_reused = _why_not_reused(description, config)
         engine = open_engine(config)
         try:
+            if seed_reason:
+                _check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
             registration = groups.registration(payload_bytes)
-            session = engine.register(description, registration, groups.unit, groups.alignment, groups.dropped_tokens)
+            session = engine.register(
+                description, registration, groups.engine_block_size, groups.alignment, groups.dropped_tokens
+            )
             self._scheduler = SchedulerConnector(
                 session,
                 groups,
@@ -133,8 +146,11 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._counts,
                 self._report,
             )
+            naming.digests.save()
             self._engine_stats = EngineStats(engine)
             logger.info(start_line(engine.info(), session.namespace, _whose(engine, config)))
+            if not_reused:
+                logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
         except BaseException:
             engine.close()
             raise
@@ -143,16 +159,15 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def _report(self, hook: str, error: Exception) -> None:
         """Count an error that was caught in a hook, and log the first of its kind."""
         self._counts.add("hook_errors")
-        kind = (hook, type(error))
-        if kind not in self._reported:
-            self._reported.add(kind)
-            logger.error(
-                "undercroft: %s in %s was caught; it counts as a miss. Further ones of this kind are only counted "
-                "(hook_errors).",
-                type(error).__name__,
-                hook,
-                exc_info=error,
-            )
+        self._log_once(
+            logging.ERROR,
+            (hook, type(error)),
+            "undercroft: caught %s in %s; the hook answers as for a cache miss. Further errors of this kind are only "
+            "counted (metric hook_errors).",
+            type(error).__name__,
+            hook,
+            error=error,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -202,11 +217,11 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last call; None if nothing was."""
         stats = UndercroftStats()
         if self._engine_stats is not None and self._scheduler is not None:
-            stats.data = self._engine_stats.take(time.monotonic(), force=self._scheduler.idle())
+            stats.data = self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle())
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             stats = stats.aggregate(UndercroftStats({"counters": counters}))
         # Last, since they are forgotten once taken.
-        stats = stats.aggregate(UndercroftStats(self._counts.take()))
+        stats = stats.aggregate(UndercroftStats(self._counts.collect()))
         return None if stats.is_empty() else stats
 
     @_fail_open(_nothing)
@@ -252,9 +267,10 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
-        if answer[0] is None or self._threshold is None:
+        gain, asynchronous = answer
+        if gain is None or self._threshold is None:
             return answer
-        return self._judged(request, num_computed_tokens, *answer)
+        return self._judged(request, num_computed_tokens, gain, asynchronous)
 
     @_fail_open(lambda: (0, False))
     def _judged(self, request: Request, local_tokens: int, gain: int, asynchronous: bool) -> tuple[int | None, bool]:
@@ -269,7 +285,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests that the hit threshold has rejected since the last call; the caller finishes them."""
         if self._threshold is None:
             return []
-        rejections = self._threshold.take()
+        rejections = self._threshold.collect()
         for rejection in rejections:
             self._counts.add(f"rejected_{rejection.source}")
         return rejections
@@ -411,12 +427,37 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker is None else self._worker.build_connector_worker_meta()
 
 
-def _whose(engine: Engine | Client, config: UndercroftConfig) -> str:
+def _why_not_reused(description: str, config: UndercroftConfig) -> str | None:
+    """In what the same model's cache on disk differs, if it is not found."""
+    from undercroft import _core
+
+    held: list[str] = []
+    for path in config.disk_path:
+        # A directory that is new, or cannot be read: the engine says what is wrong.
+        with contextlib.suppress(StoreError):
+            held += _core.descriptions(path)
+    return why_not_reused(description, held)
+
+
+def _check_seed(reason: str, config: UndercroftConfig, *, is_shared: bool) -> None:
+    """Warn of block hashes with a random seed; refuse them in a tier that other processes use."""
+    advice = "Set PYTHONHASHSEED to the same value everywhere, or use --prefix-caching-hash-algo sha256 or sha256_cbor."
+    if is_shared:
+        where = f"server = {config.server!r}" if config.server else f"disk_path = {list(config.disk_path)}, in use,"
+        raise ConfigError(
+            f"undercroft: {where} with random block hashes: {reason}; they would only take space from the others. "
+            f"{advice}"
+        )
+    kept = f" What {', '.join(config.disk_path)} keeps of it is garbage then." if config.disk_path else ""
+    logger.warning("undercroft: %s.%s %s", reason, kept, advice)
+
+
+def _whose(engine: Engine, config: UndercroftConfig) -> str:
     """Whose engine it is, if it is not this process's."""
     if config.server:
         return f"server {config.server}"
     if engine.is_shared:
-        return f"disk_path is in use, shared with the engine at {engine.arena[0]}"
+        return f"disk_path is in use, shared with the engine at {engine.arena.socket}"
     return ""
 
 

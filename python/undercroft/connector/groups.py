@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 _Hash = TypeVar("_Hash", bound=bytes)
 
-PARTS_MAX = 32
+ENGINE_GROUPS_MAX = 32
 """Groups that the engine can tell apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What the engine takes for a group: one block of a KV cache group in every unit."""
+class EngineGroup:
+    """A group as the engine knows it: one block of a KV cache group (vLLM's) in every block of hashes."""
 
     group: int
     kind: str
@@ -49,11 +49,25 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRegistration:
+    """A group as `_core.Engine.register` takes it."""
+
+    kind: str
+    """What a hit needs of it: "full", "sliding_window", "chunked_local", "state" or "ignored"."""
+    block_tokens: int
+    """Tokens of one block; 0 if it is ignored."""
+    payload_bytes: int
+    """Bytes of one block, all ranks together."""
+    window_tokens: int
+    """Tokens of its window or chunk; 0 where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Groups:
     """Sizes in tokens that lookups, loads and saves go by."""
 
-    hash_tokens: int
-    """Tokens per block hash."""
+    hash_block_size: int
+    """Tokens per block hash of vLLM."""
     alignment: int
     """Every hit is a multiple of this."""
     kinds: tuple[str, ...]
@@ -64,28 +78,28 @@ class Groups:
     """Per group, tokens of its window or chunk; 0 where there is none."""
     dropped_tokens: int
     """How far a hit must end before the end of what is cached: a draft layer's KV depends on the token after."""
-    unit: int = field(init=False)
-    """Tokens of one node of the engine's index: a block of every group ends with each, so that every node has all
-    that its chain needs to be found again after a restart."""
-    parts: tuple[Part, ...] = field(init=False)
-    """The engine's groups."""
+    engine_block_size: int = field(init=False)
+    """Tokens per block hash that the engine is given, a multiple of ``hash_block_size``: a block of every group ends
+    with each, so that every node of the index has all that its chain needs to be found again after a restart."""
+    engine_groups: tuple[EngineGroup, ...] = field(init=False)
+    """The groups as the engine knows them."""
     tail_step: int = field(init=False)
     """Inside a block, hits may end at multiples of this; 0 where they may not, or vLLM offers no state there."""
 
     def __post_init__(self) -> None:
-        unit = math.lcm(self.hash_tokens, *(tokens for tokens in self.block_tokens if tokens))
-        parts = tuple(self._split(unit))
-        if len(parts) > PARTS_MAX:
-            unit, parts = self.hash_tokens, tuple(self._split(0))
-        object.__setattr__(self, "unit", unit)
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "tail_step", self.alignment if self._has_tails(unit) else 0)
-        object.__setattr__(self, "alignment", math.lcm(self.alignment, unit))
+        size = math.lcm(self.hash_block_size, *(tokens for tokens in self.block_tokens if tokens))
+        groups = tuple(self._split(size))
+        if len(groups) > ENGINE_GROUPS_MAX:
+            size, groups = self.hash_block_size, tuple(self._split(0))
+        object.__setattr__(self, "engine_block_size", size)
+        object.__setattr__(self, "engine_groups", groups)
+        object.__setattr__(self, "tail_step", self.alignment if self._has_tails(size) else 0)
+        object.__setattr__(self, "alignment", math.lcm(self.alignment, size))
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
         """From vLLM's configuration."""
-        hash_tokens, alignment = compat.block_sizes(vllm_config, kv_cache_config)
+        hash_block_size, alignment = compat.block_sizes(vllm_config, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         kinds = tuple(compat.group_kind(group.kv_cache_spec) or "ignored" for group in groups)
         block_tokens = tuple(
@@ -97,7 +111,7 @@ class Groups:
             # Whole blocks only: no tails beside a draft.
             alignment = math.lcm(alignment, *(tokens for tokens in block_tokens if tokens))
         return cls(
-            hash_tokens,
+            hash_block_size,
             alignment,
             kinds,
             block_tokens,
@@ -105,24 +119,24 @@ class Groups:
             alignment if drops and not compat.hash_lookahead_tokens(vllm_config) else 0,
         )
 
-    def _has_tails(self, unit: int) -> bool:
-        alike = set(self.block_tokens) <= {0, unit} and set(self.kinds) <= {"full", "state", "ignored"}
-        finer = self.alignment < unit and unit % self.alignment == 0 == self.alignment % self.hash_tokens
+    def _has_tails(self, size: int) -> bool:
+        alike = set(self.block_tokens) <= {0, size} and set(self.kinds) <= {"full", "state", "ignored"}
+        finer = self.alignment < size and size % self.alignment == 0 == self.alignment % self.hash_block_size
         return alike and finer and self.has_states and not self.dropped_tokens
 
-    def _split(self, unit: int) -> list[Part]:
-        """The parts for nodes of ``unit`` tokens; 0 leaves each group whole."""
-        parts = []
+    def _split(self, size: int) -> list[EngineGroup]:
+        """The engine's groups for nodes of ``size`` tokens; 0 leaves each group whole."""
+        found = []
         for group, (kind, tokens, window) in enumerate(zip(self.kinds, self.block_tokens, self.windows, strict=True)):
-            count = unit // tokens if unit and tokens else 1
+            count = size // tokens if size and tokens else 1
             for index in range(count):
-                # A block that ends before its unit does leaves the window so much sooner.
+                # A block that ends `before` tokens ahead of its node leaves the window that much earlier.
                 before = (count - 1 - index) * tokens
                 if before and (kind == "state" or (kind == "sliding_window" and before >= window - 1)):
                     continue
                 narrowed = window - before if kind == "sliding_window" else window
-                parts.append(Part(group, kind, narrowed, count * tokens, count, index))
-        return parts
+                found.append(EngineGroup(group, kind, narrowed, count * tokens, count, index))
+        return found
 
     @property
     def loaded(self) -> tuple[int, ...]:
@@ -145,19 +159,32 @@ class Groups:
 
     def hashes(self, block_hashes: list[_Hash]) -> list[_Hash]:
         """The hashes of whole units; the list itself where each is one."""
-        step = self.unit // self.hash_tokens
+        step = self.engine_block_size // self.hash_block_size
         return block_hashes if step == 1 else block_hashes[step - 1 :: step]
 
-    def registration(self, payload_bytes: Sequence[int]) -> list[tuple[str, int, int, int]]:
-        """The parts as `_core.Engine.register` takes them; ``payload_bytes`` per group, all ranks together."""
+    def registration(self, payload_bytes: Sequence[int]) -> list[GroupRegistration]:
+        """The groups as `_core.Engine.register` takes them; ``payload_bytes``: per KV cache group, of all ranks."""
         return [
-            (part.kind, part.block_tokens, payload_bytes[part.group] if part.block_tokens else 0, part.window)
-            for part in self.parts
+            GroupRegistration(
+                of_engine.kind,
+                of_engine.block_tokens,
+                payload_bytes[of_engine.group] if of_engine.block_tokens else 0,
+                of_engine.window,
+            )
+            for of_engine in self.engine_groups
         ]
 
 
 def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why the connector must stay off for this model and deployment, for people; None if it need not."""
+    return (
+        _why_not_deployed_so(vllm_config)
+        or _why_prefixes_are_not_reusable(vllm_config, kv_cache_config)
+        or _why_groups_are_unsupported(kv_cache_config)
+    )
+
+
+def _why_not_deployed_so(vllm_config: VllmConfig) -> str | None:
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         size = getattr(parallel, name, 1)
@@ -165,8 +192,34 @@ def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             return f"{name} = {size} is not supported (only tensor parallelism is)"
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has a scheduler of its own, whose saves hold one shard"
+    if parallel.tensor_parallel_size > 1 and (hosts := compat.hosts(parallel)) > 1:
+        return f"tensor parallelism over {hosts} nodes: the cache's memory can be reached on one only"
     if getattr(vllm_config, "lora_config", None) is not None and not compat.hashes_adapters():
         return "this vLLM's block hashes do not tell LoRA adapters apart in a way known here"
+    aux_output = getattr(vllm_config, "aux_output_config", None)
+    if getattr(aux_output, "enabled", False) and not compat.caps_external_hits():
+        return "--enable-return-routed-experts: this vLLM fails on a hit whose routed experts it did not compute itself"
+    return None
+
+
+def _why_prefixes_are_not_reusable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """vLLM's own word, where it says that a prefix's KV depends on what follows, or cannot be told by its hash."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in compat.layer_specs(group.kv_cache_spec)]
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        return "the model has non-causal attention: the KV of a prefix depends on the tokens after it"
+    model = vllm_config.model_config
+    if getattr(model, "runner_type", None) == "pooling" and not getattr(model, "is_prefix_caching_supported", True):
+        return "this kind of pooling needs the whole prompt computed at once, so no prefix can be loaded"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        # Then vLLM may also name images by a counter that starts anew with each process.
+        return (
+            "vLLM's prefix caching is off, by --no-enable-prefix-caching or by vLLM itself for this model, so block "
+            "hashes do not tell prefixes apart"
+        )
+    return None
+
+
+def _why_groups_are_unsupported(kv_cache_config: KVCacheConfig) -> str | None:
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"
     kinds = []

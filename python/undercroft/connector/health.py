@@ -1,26 +1,25 @@
-"""Says in the log when a disk directory or a server stops or starts to work."""
+"""Logs when a disk directory or the engine of another process stops working or works again."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from undercroft._core import Client, Engine
+from undercroft.log import logger
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from undercroft._core import Engine
 
 _MEANING = {
-    "no_writes": "takes no writes; what it holds is still read, and writes are tried again",
-    "failed": "is given up and its blocks are dropped; it is tried again later",
-    "file_missing": "is used on, but what it holds is lost when the engine ends: restart it with the directory emptied",
+    "no_writes": "takes no writes; its blocks are still read, and writes are retried",
+    "failed": "has failed and its blocks are dropped; the directory is retried later",
+    "file_missing": "is still used, but its blocks are lost when the engine ends; empty it and restart the engine",
 }
 
 
 class DiskHealth:
-    """Logs each change once. Costs nothing while all is well."""
+    """Logs each change of a directory's health once. Asks the engine nothing while all are healthy."""
 
-    def __init__(self, engine: Engine | Client) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._said: dict[str, str] = {}
 
@@ -38,13 +37,13 @@ class DiskHealth:
                 continue
             self._said[path] = health
             meaning = _MEANING.get(health, health)
-            logger.error("undercroft: disk %s %s (%s). Host memory goes on.", path, meaning, disk["fault"])
+            logger.error("undercroft: disk %s %s (%s). Host memory is not affected.", path, meaning, disk["fault"])
 
 
-class LinkHealth:
-    """Logs when the engine of another process is lost and found. A server that is late once is not lost."""
+class ConnectionHealth:
+    """Logs when the connection to another process's engine is lost and restored. One late reply is not a loss."""
 
-    def __init__(self, engine: Engine | Client) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._said = "up"
         self._last = "up"
@@ -52,15 +51,21 @@ class LinkHealth:
 
     def check(self) -> None:
         """Look at the connection; called about once a second."""
-        state, why = self._engine.link()
+        state, why = self._engine.connection()
         lasting = state == self._last or state in ("up", "refused")
         self._last = state
         if state != self._said and lasting:
             self._said = state
             if state == "up":
-                logger.warning("undercroft: the engine at %s is there (again)", self._engine.arena[0])
+                logger.warning("undercroft: connected to the engine at %s", self._engine.arena.socket)
             else:
-                logger.warning("undercroft: no engine (%s: %s). Serving without it until it is back.", state, why)
+                logger.warning(
+                    "undercroft: no connection to the engine (%s: %s). vLLM serves without the cache until it is back.",
+                    state,
+                    why,
+                )
         if self._engine.took_over != self._took_over:
             self._took_over = True
-            logger.warning("undercroft: the owner of disk_path has ended; this process has taken it over.")
+            logger.warning(
+                "undercroft: the process that owned disk_path has ended; this process now owns the directory."
+            )

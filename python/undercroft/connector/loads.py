@@ -1,72 +1,95 @@
-"""Loads: the copy that fills a request's new device blocks, checked against what vLLM expects to be filled."""
+"""Loads: the copy that fills a request's new device blocks, checked against the blocks that vLLM expects filled."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from undercroft.connector.metadata import CopyJob, GroupCopy
+from undercroft.connector.metadata import GroupCopy, TransferJob
 from undercroft.connector.tails import tail_name
+from undercroft.device.layout import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from undercroft._core import Session
+    from undercroft._core import Extent, Load, Session
     from undercroft.connector.groups import Groups
 
-_NULL_BLOCK = 0
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A load as the workers carry it out."""
+
+    job: TransferJob
+    transfers: tuple[int, ...]
+    """The engine's loads that it carries out: that of whole blocks, that of a tail, or both."""
+    host_tokens: int
+    """Tokens that were found in host memory."""
+    disk_tokens: int
+    """Tokens that were read from disk."""
 
 
 def plan_load(
     session: Session,
     request_id: str,
-    local_tokens: int,
-    external_tokens: int,
+    num_computed_tokens: int,
+    num_external_tokens: int,
     tables: Sequence[Sequence[int]],
     groups: Groups,
-) -> tuple[CopyJob, list[int]] | None:
-    """Pin the payloads of ``external_tokens`` after ``local_tokens`` and pair them with device blocks by position.
+) -> LoadPlan | None:
+    """Begin the load of ``num_external_tokens`` after ``num_computed_tokens``, paired with device blocks by position.
 
-    ``tables``: per group, the request's device blocks. Returns the copy, and the engine's loads that it carries out:
-    that of whole blocks, that of a tail, or both. None if a payload has gone, or if the plan would leave a block
+    ``tables``: per group, the request's device blocks. None if a payload has gone, or if the plan would leave a block
     unfilled that vLLM takes for filled.
     """
-    end = local_tokens + external_tokens
-    whole = end // groups.unit * groups.unit
-    begun: list[int] = []
-    extents: list[tuple[int, int, bytes]] = []
-    tokens: set[int] = set()
+    end = num_computed_tokens + num_external_tokens
+    size = groups.engine_block_size
+    whole = end // size * size
+    begun: list[Load] = []
+    extents: list[tuple[Extent, int]] = []
     copies = None
     try:
         for name, after, before, moved in (
-            (request_id, local_tokens, whole, 0),
-            (tail_name(request_id, end), 0, groups.unit if end > whole else 0, whole // groups.unit),
+            (request_id, num_computed_tokens, whole, 0),
+            (tail_name(request_id, end), 0, size if end > whole else 0, whole // size),
         ):
             if before <= after:
                 continue
-            plan = session.begin_load(name, after, before - after)
-            if plan is None:
+            load = session.begin_load(name, after, before - after)
+            if load is None:
                 return None
-            begun.append(plan[0])
-            tokens.add(plan[1])
-            extents += [(index, first + moved, offsets) for index, first, offsets in plan[2]]
+            begun.append(load)
+            extents += [(extent, extent.first_block + moved) for extent in load.extents]
         # Of two sessions if the server was lost in between.
-        copies = _pair(extents, local_tokens, end, tables, groups) if len(tokens) == 1 else None
+        one_session = len({load.session for load in begun}) == 1
+        copies = _pair(extents, num_computed_tokens, end, tables, groups) if one_session else None
     finally:
         if copies is None:
-            for job_id in begun:
-                session.end_load(job_id, False)
-    return None if copies is None else (CopyJob(begun[0], request_id, tokens.pop(), copies), begun)
+            for load in begun:
+                session.end_transfer(load.transfer_id, False)
+    if copies is None:
+        return None
+    # A tail is one block for the engine, of which the hit uses the tokens up to its end.
+    host, disk = begun[0].host_tokens, begun[0].disk_tokens
+    if tail := end - max(whole, num_computed_tokens):
+        if whole <= num_computed_tokens:
+            host = disk = 0
+        host, disk = (host, disk + tail) if begun[-1].disk_tokens else (host + tail, disk)
+    transfers = tuple(load.transfer_id for load in begun)
+    return LoadPlan(TransferJob(transfers[0], request_id, begun[0].session, copies), transfers, host, disk)
 
 
 def _pair(
-    extents: Sequence[tuple[int, int, bytes]],
+    extents: Iterable[tuple[Extent, int]],
     begin: int,
     end: int,
     tables: Sequence[Sequence[int]],
     groups: Groups,
 ) -> list[GroupCopy] | None:
+    """Pair payloads, each run with its first block, with the device blocks of the tokens in ``[begin, end)``."""
+    runs = [(extent.group, first, np.frombuffer(extent.offsets, dtype="<i8")) for extent, first in extents]
     copies = []
     for group, tokens in enumerate(groups.block_tokens):
         if not tokens:
@@ -75,18 +98,17 @@ def _pair(
         blocks = np.array(tables[group][start:stop], dtype=np.int64)
         if len(blocks) < stop - start:
             return None
-        slots = np.full(stop - start, -1, dtype=np.int64)
-        for index, first, offsets in extents:
-            part = groups.parts[index]
-            if part.group != group:
+        offsets = np.full(stop - start, -1, dtype=np.int64)
+        for index, first, found in runs:
+            of_engine = groups.engine_groups[index]
+            if of_engine.group != group:
                 continue
-            found = np.frombuffer(offsets, dtype="<i8")
-            places = part.position(first) - start + part.per_block * np.arange(len(found))
-            inside = (places >= 0) & (places < len(slots))
-            slots[places[inside]] = found[inside]
-        real = blocks != _NULL_BLOCK
-        if (slots[real] < 0).any():
+            positions = of_engine.position(first) - start + of_engine.per_block * np.arange(len(found))
+            inside = (positions >= 0) & (positions < len(offsets))
+            offsets[positions[inside]] = found[inside]
+        real = blocks != NULL_BLOCK
+        if (offsets[real] < 0).any():
             return None
         if real.any():
-            copies.append(GroupCopy(group, blocks[real], slots[real]))
+            copies.append(GroupCopy(group, blocks[real], offsets[real]))
     return copies or None

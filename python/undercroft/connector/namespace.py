@@ -1,157 +1,255 @@
 """The namespace: a canonical description of everything that must be equal for cached bytes to be interchangeable.
 
 The engine keeps caches of different descriptions apart by their SHA-256. When in doubt a field is in: a needless one
-costs a cold start, a missing one serves another model's bytes.
+costs a cold start, a missing one serves another model's bytes. docs/identity.md explains each field.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import json
 import secrets
-import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat
+from undercroft.connector import schemes
+from undercroft.connector.described_fields import TABLES, Fields
+from undercroft.connector.plain import plain
+from undercroft.connector.weights import SAMPLED, Digests, model_place, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-FORMAT = 1
+FORMAT = 2
 """Version of the description. Raise it when a change makes older caches unusable."""
-_HASH_SCHEME = 1
-"""vLLM's way to build a block hash: tagged extra keys (0.31 and later)."""
 _OWN_SEED = secrets.token_hex(16)
 """Stands for a seed that no other process has."""
-_PICKLING_ALGORITHMS = ("sha256", "xxhash")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
-_MODEL_FIELDS = (
-    "quantization",
-    "quantization_config",
-    "model_impl",
-    "runner_type",
-    "convert_type",
-    "disable_sliding_window",
-    "code_revision",
-)
-_MULTIMODAL_FIELDS = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
+_SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor")
+"""Load formats that read the same tensors from the same files, only in other ways."""
+_POSITION_FREE_ROPE = {
+    "default",
+    "linear",
+    "llama3",
+    "ntk",
+    "proportional",
+    "mrope",
+    "mllama4",
+    "yarn",
+    "deepseek_yarn",
+    "deepseek_llama_scaling",
+}
+"""Rotary embeddings whose factors depend on the model's own configuration alone, not on max_model_len."""
+_READS_RUN_SETTINGS = ("Llama4",)
+"""How the names of architectures start whose attention vLLM tunes by max_model_len and by the generation config."""
 
 
-def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str = "") -> str:
-    """The description as canonical JSON: sorted keys, no spaces; equal settings give equal text in any process."""
-    hash_tokens, _ = compat.block_sizes(vllm_config, kv_cache_config)
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+@dataclasses.dataclass(frozen=True, slots=True)
+class Naming:
+    """What the operator says about the identity: the options of these names."""
+
+    salt: str = ""
+    weights: str = SAMPLED
+    model_id: str = ""
+    digests: Digests = dataclasses.field(default_factory=Digests)
+
+
+def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Naming | None = None) -> str:
+    """The description as canonical JSON: sorted keys, no spaces; equal settings give equal text in any process.
+
+    Raises TypeError for a setting that cannot be described.
+    """
+    naming = naming or Naming()
+    cache = vllm_config.cache_config
+    backends = schemes.attention_backends(vllm_config, kv_cache_config)
     description = {
         "format": FORMAT,
-        "salt": salt,
-        "vllm": compat.vllm_release(),
-        "model": _model(vllm_config.model_config),
-        "load_format": _plain(getattr(getattr(vllm_config, "load_config", None), "load_format", None)),
-        "draft": _draft(getattr(vllm_config, "speculative_config", None)),
-        "cache_dtype": _plain(cache.cache_dtype),
-        "attention_backend": _plain(_attention_backend(vllm_config)),
+        "salt": naming.salt,
+        "model": _model(vllm_config.model_config, _part(vllm_config, "load_config"), naming),
+        "draft": _draft(_part(vllm_config, "speculative_config"), naming),
+        "cache_dtype": plain(cache.cache_dtype),
+        "cache": _fields("CacheConfig", cache),
+        "attention": {
+            "backends": backends,
+            **_fields("AttentionConfig", _part(vllm_config, "attention_config")),
+        },
+        "mamba": _fields("MambaConfig", _part(vllm_config, "mamba_config")) if _has_states(kv_cache_config) else {},
+        "kernel": _fields("KernelConfig", _part(vllm_config, "kernel_config")),
+        "lora": _fields("LoRAConfig", _part(vllm_config, "lora_config")),
+        "diffusion": _fields("DiffusionConfig", _part(vllm_config, "diffusion_config")),
+        "engram": _hash_of(_part(vllm_config, "engram_config")),
+        "additional": _hash_of(_part(vllm_config, "additional_config")),
+        "other": _unknown_fields("VllmConfig", vllm_config),
         "layout": kv_cache_config.kv_cache_layout,
-        "hash": {
-            "algorithm": cache.prefix_caching_hash_algo,
-            "scheme": _HASH_SCHEME,
-            "seed": _seed(cache.prefix_caching_hash_algo),
-            "block_tokens": hash_tokens,
-            "lookahead_tokens": compat.hash_lookahead_tokens(vllm_config),
-            "python": _pickling_python(cache.prefix_caching_hash_algo),
-        },
-        "parallel": {
-            "tensor": parallel.tensor_parallel_size,
-            "pipeline": parallel.pipeline_parallel_size,
-            "prefill_context": parallel.prefill_context_parallel_size,
-            "decode_context": parallel.decode_context_parallel_size,
-            "kv_replicas": getattr(kv_cache_config, "kv_tp_replicas", 1),
-        },
+        "pages": schemes.page_scheme(kv_cache_config, backends),
+        "hash": _hash(vllm_config, kv_cache_config),
+        "parallel": _parallel(vllm_config.parallel_config, kv_cache_config),
         "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
     }
+    description = {name: value for name, value in description.items() if value not in ({}, None)}
     return json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def random_seed_warning(vllm_config: VllmConfig) -> str | None:
-    """What to tell the operator when block hashes differ from process to process, so that persistence is useless."""
+def random_seed(vllm_config: VllmConfig) -> str | None:
+    """Why no other process finds what this one saves, if block hashes have a random seed; None if they have none."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if compat.hash_seed(algorithm) is not None:
         return None
     return (
-        f"undercroft: prefix_caching_hash_algo = {algorithm} has a random seed in each process, so nothing "
-        "that is saved will be found after a restart or by another process. Set PYTHONHASHSEED to the same value "
-        "everywhere, or use sha256 or sha256_cbor."
+        f"prefix_caching_hash_algo = {algorithm} without PYTHONHASHSEED draws a random seed in each process, so no "
+        "other process and no later start of this one can find any block that this process saves"
     )
 
 
-def _model(model_config: Any) -> dict[str, Any]:
+def _part(vllm_config: Any, name: str) -> Any:
+    return getattr(vllm_config, name, None)
+
+
+def _model(model_config: Any, load_config: Any, naming: Naming) -> dict[str, Any]:
     hf_config = model_config.hf_config
-    multimodal = getattr(model_config, "multimodal_config", None)
-    return {
-        "name": model_config.model,
-        "revision": model_config.revision,
-        "commit": getattr(hf_config, "_commit_hash", None),
-        "config": _digest(_hf_config_json(hf_config)),
-        "weights": weight_files(getattr(model_config, "model_weights", "") or model_config.model),
-        "dtype": _plain(model_config.dtype),
-        **{name: _plain(getattr(model_config, name, None)) for name in _MODEL_FIELDS},
-        "multimodal": {name: _plain(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS},
+    # vLLM sets it for Llama 4, only in the worker's process, from what is described as "generation".
+    set_by_vllm = ("attn_temperature_tuning",) if _is_tuned(hf_config) else ()
+    values = _content(hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config), set_by_vllm)
+    brings_code = "auto_map" in values and bool(getattr(model_config, "trust_remote_code", False))
+    described = {
+        "architectures": plain(getattr(hf_config, "architectures", None)),
+        "config": _digest(json.dumps(plain(values), sort_keys=True, separators=(",", ":"))),
+        "dtype": plain(model_config.dtype),
+        "runner": [plain(getattr(model_config, name, None)) for name in ("runner_type", "convert_type")],
+        **_weights(model_config, load_config, naming, brings_code=brings_code),
+        **_fields("ModelConfig", model_config),
     }
+    if brings_code or reads_run_settings(hf_config, values):
+        described["max_model_len"] = _lengths(model_config)
+        described["generation"] = plain(_generation_config(model_config))
+    multimodal = getattr(model_config, "multimodal_config", None)
+    if multimodal is not None:
+        described["multimodal"] = _fields("MultiModalConfig", multimodal)
+        if scales := getattr(multimodal, "mm_encoder_fp8_scale_path", None):
+            described["multimodal"]["fp8_scales"] = _file_digest(Path(scales))
+    return described
 
 
-def _draft(speculative_config: Any) -> dict[str, Any] | None:
+def _content(values: Any, left_out: tuple[str, ...] = ()) -> Any:
+    """A model's configuration without where its file was found and who wrote it, and without ``left_out``."""
+    if not isinstance(values, dict):
+        return values
+    left_out = ("_name_or_path", "transformers_version", "_commit_hash", *left_out)
+    return {key: _content(value, left_out) for key, value in values.items() if key not in left_out}
+
+
+def _weights(model_config: Any, load_config: Any, naming: Naming, *, brings_code: bool) -> dict[str, Any]:
+    """The weights: what the operator vouches for, else their digest, else the names by which they are fetched."""
+    load_format = plain(getattr(load_config, "load_format", None))
+    if load_format in _SAFETENSORS_FORMATS:
+        load_format = "auto"
+    described: dict[str, Any] = {"load_format": load_format}
+    if extra := getattr(load_config, "model_loader_extra_config", None):
+        described["loader"] = plain(extra)
+    if naming.model_id:
+        return {**described, "id": naming.model_id}
+    if load_format == "dummy":
+        return {**described, "weights": "dummy"}
+    name = getattr(model_config, "model_weights", "") or model_config.model
+    place = model_place(name, model_config.revision, getattr(load_config, "download_dir", None))
+    # ignore_patterns has no effect here: vLLM applies them to downloads only.
+    digest = weights_digest(place, naming.digests, naming.weights, code=brings_code) if place else ""
+    if digest:
+        described["weights"] = digest
+        if brings_code:
+            described["code_revision"] = model_config.code_revision
+        return described
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    return {**described, "names": [name, model_config.revision, commit, model_config.code_revision]}
+
+
+def reads_run_settings(hf_config: Any, hf_values: dict[str, Any]) -> bool:
+    """Whether KV may depend on max_model_len and the generation config, in code that vLLM brings."""
+    if not schemes.is_known_release():
+        return True
+    return _is_tuned(hf_config) or not set(_rope_types(hf_values)) <= _POSITION_FREE_ROPE
+
+
+def _is_tuned(hf_config: Any) -> bool:
+    return any(name.startswith(_READS_RUN_SETTINGS) for name in getattr(hf_config, "architectures", None) or [])
+
+
+def _rope_types(values: Any, inside: bool = False) -> list[str]:
+    """The kinds of rotary embeddings that a model's configuration, or one inside it, names."""
+    if not isinstance(values, dict):
+        return []
+    found = []
+    for key, value in values.items():
+        if inside and key in ("rope_type", "type") and isinstance(value, str):
+            found.append(value)
+        found += _rope_types(value, inside or key in ("rope_parameters", "rope_scaling"))
+    return found
+
+
+def _lengths(model_config: Any) -> list[Any]:
+    # With -1 vLLM shortens max_model_len to what fits after it has loaded the model, which keeps the first one.
+    return [
+        plain(getattr(model_config, name, None))
+        for name in ("max_model_len", "original_max_model_len", "spec_target_max_model_len")
+    ]
+
+
+def _generation_config(model_config: Any) -> Any:
+    found: dict[str, Any] = {}
+    if hasattr(model_config, "try_get_generation_config"):
+        found.update(model_config.try_get_generation_config())
+    found.update(getattr(model_config, "override_generation_config", None) or {})
+    return _content(found)
+
+
+def _draft(speculative_config: Any, naming: Naming) -> dict[str, Any] | None:
     """The draft model's identity: its layers may lie in the same groups."""
     if speculative_config is None:
         return None
     draft = getattr(speculative_config, "draft_model_config", None)
+    # The operator vouches for the target model only.
+    naming = dataclasses.replace(naming, model_id="")
+    load_config = getattr(speculative_config, "draft_load_config", None)
     return {
-        "method": _plain(getattr(speculative_config, "method", None)),
-        "model": _model(draft) if draft is not None else None,
+        **_fields("SpeculativeConfig", speculative_config),
+        "model": _model(draft, load_config, naming) if draft is not None else None,
     }
 
 
-def _attention_backend(vllm_config: VllmConfig) -> Any:
-    attention = getattr(vllm_config, "attention_config", None)
-    return [getattr(attention, "backend", None), getattr(attention, "backend_per_kind", None)]
+def _parallel(parallel_config: Any, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    return {
+        "tensor": parallel_config.tensor_parallel_size,
+        "pipeline": parallel_config.pipeline_parallel_size,
+        "prefill_context": parallel_config.prefill_context_parallel_size,
+        "decode_context": parallel_config.decode_context_parallel_size,
+        "kv_replicas": getattr(kv_cache_config, "kv_tp_replicas", 1),
+        **_unknown_fields("ParallelConfig", parallel_config),
+    }
 
 
-def _hf_config_json(hf_config: Any) -> str:
-    values = hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
-    # Where the file was found and who wrote it say nothing about the model.
-    values = {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
-    return json.dumps(_plain(values), sort_keys=True, separators=(",", ":"))
-
-
-def weight_files(model: str) -> list[list[Any]]:
-    """Names, sizes and times of a local model's weight files, and its indexes' digests; empty for a remote name."""
-    path = Path(model)
-    if path.is_file():
-        return [_file(path, path.name)]
-    if not path.is_dir():
-        return []
-    files = []
-    for entry in sorted(path.rglob("*")):
-        if not entry.is_file():
-            continue
-        name = entry.relative_to(path).as_posix()
-        if entry.suffix in _WEIGHT_SUFFIXES:
-            files.append(_file(entry, name))
-        elif entry.name.endswith(".index.json"):
-            files.append([name, hashlib.sha256(entry.read_bytes()).hexdigest()])
-    return files
-
-
-def _file(path: Path, name: str) -> list[Any]:
-    status = path.stat()
-    return [name, status.st_size, status.st_mtime_ns]
+def _hash(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    return {
+        "algorithm": algorithm,
+        "scheme": schemes.hash_scheme(),
+        # A digest, since the seed of an algorithm that is not cryptographic is a secret and this is stored on disk.
+        "seed": _digest(compat.hash_seed(algorithm) or _OWN_SEED),
+        "block_tokens": compat.block_sizes(vllm_config, kv_cache_config)[0],
+        "lookahead_tokens": compat.hash_lookahead_tokens(vllm_config),
+        "serialized": schemes.serialized_sample(algorithm),
+    }
 
 
 def _group(group: Any) -> dict[str, Any]:
-    specs = [_spec(spec) for spec in compat.layer_specs(group.kv_cache_spec)]
+    specs: list[list[Any]] = []
+    for spec in map(_spec, compat.layer_specs(group.kv_cache_spec)):
+        # A run of equal layers once: the description has to fit into the directory's table.
+        if specs and specs[-1][1] == spec:
+            specs[-1][0] += 1
+        else:
+            specs.append([1, spec])
     return {
         "kind": compat.group_kind(group.kv_cache_spec),
         "eagle": group.is_eagle_group,
@@ -161,46 +259,54 @@ def _group(group: Any) -> dict[str, Any]:
 
 
 def _spec(spec: Any) -> dict[str, Any]:
-    # Every field, also those this version of undercroft has never heard of.
-    values = {field.name: _plain(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
+    # Every field, also those this version of undercroft has never heard of; but an unset one says nothing.
+    values = {field.name: plain(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
     values["class"] = type(spec).__name__
     values["page_bytes"] = getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)
-    return values
+    return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
-def _seed(algorithm: str) -> str:
-    # A digest, since the seed of an algorithm that is not cryptographic is a secret and this is stored on disk.
-    return _digest(compat.hash_seed(algorithm) or _OWN_SEED)
+def _has_states(kv_cache_config: KVCacheConfig) -> bool:
+    return any(compat.group_kind(group.kv_cache_spec) == "state" for group in kv_cache_config.kv_cache_groups)
 
 
-def _pickling_python(algorithm: str) -> str | None:
-    """Python's minor version where the algorithm hashes pickles, which are not promised to stay the same."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}" if algorithm in _PICKLING_ALGORITHMS else None
+def _fields(name: str, config: Any) -> dict[str, Any]:
+    """The described fields of one of vLLM's configurations that do not have their usual value, and unknown fields."""
+    if config is None:
+        return {}
+    table = TABLES[name]
+    found = {}
+    for field, usual in table.described.items():
+        value = plain(getattr(config, field, usual))
+        if value != plain(usual):
+            found[field] = value
+    return {**found, **_unknown_fields(name, config)}
+
+
+def _unknown_fields(name: str, config: Any) -> dict[str, Any]:
+    table = TABLES[name]
+    return {field: plain(getattr(config, field)) for field in unclassified(config, table)}
+
+
+def unclassified(config: Any, table: Fields) -> list[str]:
+    """Fields of a configuration, or of its class, that are in no table."""
+    if not dataclasses.is_dataclass(config):
+        return []
+    known = {*table.described, *table.elsewhere, *table.harmless}
+    return [field.name for field in dataclasses.fields(config) if field.name not in known]
+
+
+def _hash_of(config: Any) -> Any:
+    """vLLM's own hash of a configuration, else its values."""
+    if not config:
+        return None
+    return config.compute_hash() if hasattr(config, "compute_hash") else plain(config)
+
+
+def _file_digest(path: Path) -> str:
+    # A missing file is described by its name.
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(path)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it, the same in every process."""
-    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
-        return value
-    if isinstance(value, (float, Fraction)):
-        return repr(value)
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_plain(inner), sort_keys=True) for inner in value)
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    text = str(value)
-    if " object at 0x" in text:
-        raise TypeError(f"undercroft: a {type(value).__name__} cannot be part of the cache's namespace: {text}")
-    return text

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.logger import init_logger
 
 from undercroft.compat import KVConnectorPromMetrics
+from undercroft.log import LogOnce
 from undercroft.metrics import METRICS, PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = init_logger("vllm.undercroft")
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -31,7 +30,7 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         make = {"counter": metric_types[Counter], "gauge": metric_types[Gauge], "histogram": metric_types[Histogram]}
         self._sources: dict[str, tuple[Any, str, tuple[str, ...]]] = {}
-        self._reported = False
+        self._log_once = LogOnce()
         for metric in METRICS:
             extra = {"buckets": _SECONDS} if metric.kind == "histogram" else {}
             family = make[metric.kind](
@@ -56,9 +55,13 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
         try:
             self._observe(transfer_stats_data, engine_idx)
         except Exception as error:
-            if not self._reported:
-                self._reported = True
-                logger.error("undercroft: its metrics are incomplete; said once (%r)", error, exc_info=error)
+            self._log_once(
+                logging.ERROR,
+                "observe",
+                "undercroft: failed to update metrics; further errors are suppressed (%r)",
+                error,
+                error=error,
+            )
 
     def _observe(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
         engine_labels = self.per_engine_labelvalues[engine_idx]

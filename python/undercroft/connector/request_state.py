@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from undercroft.connector.offers import BoundaryState
     from undercroft.request_params import LookupParams
 
 
@@ -17,13 +18,15 @@ class RequestState:
 
     request: Request
     lookup: LookupParams
-    local_tokens: int = 0
+    num_computed_tokens: int = 0
     """Tokens the device itself held when the scheduler last asked."""
+    shared_tokens: int = 0
+    """Tokens of the prompt whose chain the last lookup found in the engine, whether a hit may end there or not."""
     asked_at: float | None = None
     """When the question that is still open was asked first (monotonic seconds); None when answered."""
     ran: bool = False
-    """Whether a step has run it since the scheduler asked: what counts as computed of it is on the device then. Before,
-    a load may be under way, also another connector's."""
+    """Whether a step has run it since the scheduler asked. Only then are its ``num_computed_tokens`` really on the
+    device; before, a load (ours or another connector's) may still be in flight."""
     limit: int = 0
     """Deepest boundary of use to it, in tokens, when the question was opened."""
     deferred: bool = False
@@ -33,24 +36,24 @@ class RequestState:
     lookup_failed: bool = False
     """A load failed or a lookup was given up: this request computes its prompt from now on."""
     saved_hashes: int = 0
-    """Units up to which saves have been asked for."""
+    """The engine's blocks up to which saves have been asked for."""
     saved_tokens: int = 0
     """Tokens up to which slots were granted, or were not needed."""
     windows_kept: int = 0
     """Tokens up to which the windows before boundaries have been offered."""
-    junction: int = 0
+    shared_boundary: int = 0
     """Tokens of a prefix that others share, beyond what can be loaded of it; 0 if there is none."""
-    partial_tails: list[tuple[int, int, int]] = field(default_factory=list)
-    """(group, device block, boundary) of states that vLLM offered as the request ended."""
+    partial_tails: list[BoundaryState] = field(default_factory=list)
+    """States that vLLM offered as the request ended."""
     tails: list[int] = field(default_factory=list)
-    """Where the tails end that are being looked up, the deepest first; one that was found is the only one left."""
+    """Ends of the tails that are being looked up, the deepest first; a tail that was found is the only one left."""
     tails_asked: tuple[int, int] | None = None
     """The whole boundary and the limit that they were looked up for."""
     save_refused: bool = False
     """The last save left blocks out for want of memory: worth asking again."""
     refusals: int = 0
-    """How many saves in a row did."""
+    """Saves in a row that left blocks out."""
     retry_at: int = 0
-    """The step from which on it is asked again."""
+    """The step from which on the save is retried."""
     epoch: int = 0
     """The cache reset after which the blocks on the device were computed."""

@@ -1,4 +1,4 @@
-"""The scheduler's half: asks the engine what is cached, and tells the workers what to copy.
+"""The scheduler's half: looks prompts up in the engine, and tells the workers what to copy.
 
 Every call here runs on the scheduler's thread, so nothing waits for IO: the engine answers from memory, and "later" is
 an answer.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from undercroft import compat, request_params
-from undercroft.connector.loads import plan_load
+from undercroft import compat, request_params, vllm_patches
+from undercroft.connector.loads import LoadPlan, plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.offers import BoundaryState
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
-from undercroft.connector.tails import Tails, tail_name
+from undercroft.connector.tails import Tails
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from undercroft._core import Session
+    from undercroft._core import ArenaAddress, Lookup, Session
     from undercroft.config import UndercroftConfig
     from undercroft.connector.groups import Groups
-    from undercroft.connector.saves import Granted
+    from undercroft.connector.saves import SaveResult
     from undercroft.connector.stats import Counts
 
 LOOKUP_DEADLINE_S = 60.0
@@ -49,13 +50,13 @@ class SchedulerConnector:
         groups: Groups,
         config: UndercroftConfig,
         world_size: int,
-        arena: Callable[[], tuple[str, int, int]],
+        arena: Callable[[], ArenaAddress],
         counts: Counts,
         report: Callable[[str, Exception], None],
     ) -> None:
         """Make the half of one scheduler.
 
-        ``arena`` tells the socket, generation and session that the workers attach to, ``report`` takes an error
+        ``arena`` tells where the workers attach, ``report`` takes an error
         that was caught and the hook it happened in.
         """
         self._report = report
@@ -67,9 +68,8 @@ class SchedulerConnector:
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
         self._tails = Tails(session, groups)
         self._requests: dict[str, RequestState] = {}
-        self._loading: dict[str, list[int]] = {}
-        self._sources: dict[str, tuple[int, int]] = {}
-        """Loads that the workers have not reported yet, by request; none for one that failed before it began."""
+        self._loading: dict[str, LoadPlan | None] = {}
+        """Loads that the workers have not reported yet, by request; None for one that failed before it began."""
         self._metadata = UndercroftMetadata()
         """What the next step's metadata already holds."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0
@@ -83,14 +83,14 @@ class SchedulerConnector:
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Called once, when vLLM has built its block pool."""
         self._saves.bind(pool)
-        compat.before_prefix_cache_reset(pool, self._saves.abandon)
+        vllm_patches.before_prefix_cache_reset(pool, self._saves.abandon)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Called once, when vLLM has built its own prefix cache."""
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
-            self.completes_local_hits = compat.reconcile_local_hits(manager, self._completes)
+            self.completes_local_hits = vllm_patches.reconcile_local_hits(manager, self._completes)
         if self._config.disk_path or self._config.server:
-            # Nothing is read from disk that the device holds already; without a disk the question is not worth asking.
+            # Blocks that the device holds are not read from disk; without a disk the question is not worth asking.
             self._device_tokens = lambda request: compat.device_hit_tokens(manager, request)
 
     # Lookup
@@ -105,21 +105,20 @@ class SchedulerConnector:
             return
         local = self._device_tokens(request)
         if limit:
-            hashes = self._groups.hashes(request.block_hashes)
-            self._session.submit(request.request_id, hashes, local, limit, state.lookup.wait_ms)
+            state.shared_tokens = self._look_up(state, local, limit, prefetch=True).shared_tokens
         if self._groups.tail_step:
             # A server has not answered yet; its tails are looked up once it has.
-            base = min(self._session.shared_tokens(request.request_id), limit)
+            base = min(state.shared_tokens, limit)
             if base or not limit:
                 self._tails.begin(state, max(base, self._groups.align(local)))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens after ``num_computed_tokens`` can be loaded; None while the disk still owes the answer.
+        """How many tokens after ``num_computed_tokens`` can be loaded; None while the answer is pending.
 
         Asked again for the same request any number of times, so nothing irrevocable happens here.
         """
         state = self._state(request)
-        state.local_tokens = num_computed_tokens
+        state.num_computed_tokens = num_computed_tokens
         state.epoch = self._epoch
         state.ran = False
         if state.lookup_failed or request.skip_reading_prefix_cache:
@@ -149,9 +148,9 @@ class SchedulerConnector:
         """The request got its device blocks: load ``num_external_tokens`` into them, or nothing if that is 0."""
         request_id = request.request_id
         if num_external_tokens == 0:
-            # Admitted without us, or the load is done: the lookup and what it keeps from eviction are not needed.
+            # Admitted without us, or the load is done: neither the lookup nor its lease is needed.
             if request_id not in self._loading:
-                self._session.discard(request_id)
+                self._session.end_lookup(request_id)
                 if (known := self._requests.get(request_id)) is not None:
                     self._tails.drop(known)
             return
@@ -160,7 +159,7 @@ class SchedulerConnector:
             plan = plan_load(
                 self._session,
                 request_id,
-                state.local_tokens,
+                state.num_computed_tokens,
                 num_external_tokens,
                 blocks.get_block_ids(),
                 self._groups,
@@ -171,20 +170,8 @@ class SchedulerConnector:
         if plan is None:
             self._load_impossible(state)
             return
-        job, self._loading[request_id] = plan
-        self._metadata.loads.append(job)
-        self._sources[request_id] = self._tiers(state, num_external_tokens)
-
-    def _tiers(self, state: RequestState, num_external_tokens: int) -> tuple[int, int]:
-        """Of the tokens of a load, how many come from (host memory, disk)."""
-        request_id = state.request.request_id
-        tail = (state.local_tokens + num_external_tokens) % self._groups.unit
-        host, disk = self._session.tiers(request_id, state.local_tokens, num_external_tokens - tail)
-        if tail:
-            name = tail_name(request_id, state.local_tokens + num_external_tokens)
-            _, from_disk = self._session.tiers(name, 0, self._groups.unit)
-            host, disk = (host, disk + tail) if from_disk else (host + tail, disk)
-        return host, disk
+        self._loading[request_id] = plan
+        self._metadata.loads.append(plan.job)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Groups whose blocks a load fills."""
@@ -194,8 +181,10 @@ class SchedulerConnector:
         """The tokens of a load by the tier that held them."""
         if compat.CacheHitSource is None or num_external_tokens == 0:
             return {}
-        host, disk = self._sources.get(request.request_id, (0, 0))
-        sources = {compat.CacheHitSource.HOST: host, compat.CacheHitSource.DISK: disk}
+        plan = self._loading.get(request.request_id)
+        if plan is None:
+            return {}
+        sources = {compat.CacheHitSource.HOST: plan.host_tokens, compat.CacheHitSource.DISK: plan.disk_tokens}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     # Steps
@@ -206,9 +195,10 @@ class SchedulerConnector:
         # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
-        metadata.arena_socket, metadata.arena_generation, metadata.arena_session = arena
+        metadata.arena_socket, metadata.arena_id = arena.socket, arena.arena_id
+        metadata.arena_session = arena.session
         try:
-            self._take(self._saves.take(), metadata)
+            self._hand_over(self._saves.poll(), metadata)
             self._collect_saves(scheduler_output, metadata)
         except Exception as error:
             self._report("build_connector_meta", error)
@@ -223,7 +213,7 @@ class SchedulerConnector:
             if state is None or state.epoch != self._epoch:
                 continue
             state.ran |= request_id in scheduled
-            states = states_of.get(request_id, ())
+            states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self._complete_hashes(state.request, computed)
             # To ask again costs as much as the request is long, also for a block more.
@@ -244,23 +234,25 @@ class SchedulerConnector:
         # Each on its own: what is reported here is reported once, so one's trouble must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
-            job_ids = self._loading.pop(request_id, None)
-            if job_ids is None:
-                continue
-            ok = request_id not in failed
-            host, disk = self._sources.pop(request_id, (0, 0))
-            if ok:
-                self._counts.add("hit_tokens_host", host)
-                self._counts.add("hit_tokens_disk", disk)
-            else:
-                self._counts.add("failed_loads")
-                if (state := self._requests.get(request_id)) is not None:
-                    state.lookup_failed = True
-            for job_id in job_ids:
-                self._tell(self._session.end_load, job_id, ok)
+            if request_id in self._loading:
+                self._load_ended(request_id, ok=request_id not in failed)
         if isinstance(output.kv_connector_worker_meta, UndercroftWorkerMetadata):
-            for job_id, ok in self._saves.acknowledge(output.kv_connector_worker_meta):
-                self._tell(self._session.end_save, job_id, ok)
+            for transfer_id, ok in self._saves.acknowledge(output.kv_connector_worker_meta):
+                self._end_transfer(transfer_id, ok)
+
+    def _load_ended(self, request_id: str, *, ok: bool) -> None:
+        plan = self._loading.pop(request_id)
+        if not ok:
+            self._counts.add("failed_loads")
+            if (state := self._requests.get(request_id)) is not None:
+                state.lookup_failed = True
+        if plan is None:
+            return
+        if ok:
+            self._counts.add("hit_tokens_host", plan.host_tokens)
+            self._counts.add("hit_tokens_disk", plan.disk_tokens)
+        for transfer_id in plan.transfers:
+            self._end_transfer(transfer_id, ok)
 
     def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
         """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
@@ -275,7 +267,7 @@ class SchedulerConnector:
                 if (num_hashes and worth_it) or state.partial_tails:
                     self._save(state, num_hashes, tables, self._metadata, states=state.partial_tails, finished=True)
         finally:
-            self._session.finish(request_id)
+            self._session.finish_request(request_id)
             if state is not None:
                 self._tails.drop(state)
 
@@ -283,10 +275,10 @@ class SchedulerConnector:
         """States (group, device block, boundary) at the end of a request whose `request_finished` follows."""
         state = self._requests.get(request.request_id)
         if state is not None:
-            state.partial_tails = list(offered)
+            state.partial_tails = [BoundaryState(*state) for state in offered]
 
     def has_pending_push_work(self) -> bool:
-        """Whether workers still owe an answer, so that the engine must go on stepping to hear it."""
+        """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
         return bool(self._saves or self._loading)
 
     def idle(self) -> bool:
@@ -309,9 +301,9 @@ class SchedulerConnector:
 
     # Parts
 
-    def _tell(self, end: Callable[[int, bool], None], job_id: int, ok: bool) -> None:
+    def _end_transfer(self, transfer_id: int, ok: bool) -> None:
         try:
-            end(job_id, ok)
+            self._session.end_transfer(transfer_id, ok)
         except Exception as error:
             self._report("update_connector_output", error)
 
@@ -330,49 +322,52 @@ class SchedulerConnector:
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
         return state
 
-    def _boundary(self, state: RequestState, local_tokens: int) -> int | None:
-        """Up to where the request's tokens can be had, not below ``local_tokens``; None while the disk owes it."""
+    def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
+        """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
         request, limit = state.request, state.limit
-        boundary = self._poll(state, local_tokens, limit)
-        if boundary is None and state.lookup.blocking:
-            boundary = self._wait(state, local_tokens, limit)
-        if boundary is None:
-            return None
+        answer = self._look_up(state, num_computed_tokens, limit)
+        if answer.pending and state.lookup.blocking:
+            answer = self._wait(state, num_computed_tokens, limit)
         if state.lookup_failed:
-            return local_tokens
-        self._note_junction(state, max(boundary, local_tokens), limit)
+            return num_computed_tokens
+        if answer.pending:
+            return None
+        state.shared_tokens = answer.shared_tokens
+        self._note_shared_boundary(state, max(answer.tokens, num_computed_tokens), limit)
         # The limit is of when it was asked first.
-        base = max(min(boundary, limit, self._groups.align(request.num_tokens - 1)), local_tokens)
+        base = max(min(answer.tokens, limit, self._groups.align(request.num_tokens - 1)), num_computed_tokens)
         end = self._tails.find(state, base)
         if end is None and state.lookup.blocking:
             state.deferred = True
             end = self._tails.wait(state, base)
         return end
 
-    def _poll(self, state: RequestState, local_tokens: int, limit: int) -> int | None:
+    def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int, *, prefetch: bool = False) -> Lookup:
         request = state.request
         hashes = self._groups.hashes(request.block_hashes)
-        return self._session.poll(request.request_id, hashes, local_tokens, limit, state.lookup.wait_ms)
+        wait_ms = state.lookup.wait_ms
+        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, wait_ms, prefetch)
 
-    def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> int:
-        """Wait for the disk, woken by the answer; what is not there in time is not loaded."""
-        request = state.request
-        self._session.wait(request.request_id, state.lookup.timeout_s)
+    def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
+        """Wait for the answer; a promotion that does not end in time is given up."""
+        self._session.wait(state.request.request_id, state.lookup.timeout_s)
         state.deferred = True
-        boundary = self._poll(state, num_computed_tokens, limit)
-        return self._give_up(state) if boundary is None else boundary
+        answer = self._look_up(state, num_computed_tokens, limit)
+        if answer.pending:
+            self._give_up(state)
+        return answer
 
     def _give_up(self, state: RequestState) -> int:
         state.lookup_failed = True
         self._counts.add("lookups_timed_out")
-        self._session.discard(state.request.request_id)
+        self._session.end_lookup(state.request.request_id)
         self._tails.drop(state)
         return 0
 
     def _load_impossible(self, state: RequestState) -> None:
         """vLLM already waits for this load: the workers must report it as failed."""
         state.lookup_failed = True
-        self._loading[state.request.request_id] = []
+        self._loading[state.request.request_id] = None
         self._metadata.failed_loads.append(state.request.request_id)
 
     def _completes(self, request: Request, local_tokens: int) -> bool:
@@ -382,22 +377,22 @@ class SchedulerConnector:
             limit = self._groups.align(request.num_tokens - 1)
             if state.lookup_failed or limit <= local_tokens:
                 return False
-            boundary = self._poll(state, local_tokens, limit)
-            return boundary is None or boundary - local_tokens >= max(1, self._config.min_load_tokens)
+            answer = self._look_up(state, local_tokens, limit)
+            return answer.pending or answer.tokens - local_tokens >= max(1, self._config.min_load_tokens)
         except Exception as error:
             self._report("get_computed_blocks_for_connector", error)
             return False
 
-    def _note_junction(self, state: RequestState, hit: int, limit: int) -> None:
-        """Where others share the prompt beyond the hit, because a window or a state is missing there: keep it."""
+    def _note_shared_boundary(self, state: RequestState, hit: int, limit: int) -> None:
+        """Save the windows and states where other prompts share the prefix beyond the hit: they were missing there."""
         if not (self._groups.has_windows or self._groups.has_states):
             return
         request = state.request
-        shared = self._groups.align(min(self._session.shared_tokens(request.request_id), limit))
-        state.junction = shared if shared > hit else 0
-        if state.junction and self._groups.has_states and getattr(request, "shared_prefix_boundary", None) == 0:
-            # As for a junction on the device: vLLM ends a step there, so that the state comes to exist.
-            request.shared_prefix_boundary = state.junction
+        shared = self._groups.align(min(state.shared_tokens, limit))
+        state.shared_boundary = shared if shared > hit else 0
+        if state.shared_boundary and self._groups.has_states:
+            # As for a prefix shared on the device: vLLM ends a step there, so that the state comes to exist.
+            vllm_patches.end_step_at(request, state.shared_boundary)
 
     def _kept_boundaries(self, state: RequestState, end: int, finished: bool) -> set[int]:
         """Boundaries up to ``end`` tokens whose windows a later request can reach, and that were not kept before."""
@@ -407,7 +402,11 @@ class SchedulerConnector:
         begin = state.windows_kept
         # The same prompt again ends before its last token, a longer one may go on from there.
         ends = {align(request.num_prompt_tokens - 1), align(request.num_prompt_tokens)}
-        ends |= {state.junction, align(getattr(request, "shared_prefix_boundary", 0)), align(state.local_tokens)}
+        ends |= {
+            state.shared_boundary,
+            align(getattr(request, "shared_prefix_boundary", 0)),
+            align(state.num_computed_tokens),
+        }
         if finished:
             ends.add(align(end))
         if interval := align(self._config.state_interval_tokens + self._groups.alignment - 1):
@@ -419,15 +418,15 @@ class SchedulerConnector:
         return kept | {align(end)} if finished and align(end) else kept
 
     def _complete_hashes(self, request: Request, computed_tokens: int) -> int:
-        """Number of units whose tokens all have their KV on the device after ``computed_tokens``.
+        """Number of the engine's blocks whose tokens all have their KV on the device after ``computed_tokens``.
 
         Drafts that were not accepted lie beyond ``num_tokens``; hashes that look ahead appear late.
         """
-        tokens = min(computed_tokens, request.num_tokens)
+        tokens: int = min(computed_tokens, request.num_tokens)
         if self._config.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)
-        whole = len(request.block_hashes) * self._groups.hash_tokens
-        return min(tokens, whole) // self._groups.unit
+        whole: int = len(request.block_hashes) * self._groups.hash_block_size
+        return min(tokens, whole) // self._groups.engine_block_size
 
     def _save(
         self,
@@ -436,36 +435,37 @@ class SchedulerConnector:
         tables: tuple[list[int], ...],
         metadata: UndercroftMetadata,
         *,
-        states: Sequence[tuple[int, int, int]] = (),
+        states: Sequence[BoundaryState] = (),
         finished: bool = False,
     ) -> None:
         state.saved_hashes = num_hashes
         state.save_refused = False
         request = state.request
-        num_tokens = num_hashes * self._groups.unit
+        num_tokens = num_hashes * self._groups.engine_block_size
         try:
             if num_hashes:
                 boundaries = self._kept_boundaries(state, num_tokens, finished)
-                granted = self._saves.ask(
+                results = self._saves.begin(
                     request.request_id, request.block_hashes, num_tokens, tables, boundaries, states, state.saved_tokens
                 )
-                self._take(granted, metadata)
+                self._hand_over(results, metadata)
             if self._groups.tail_step and states:
-                self._take(self._saves.ask_tails(request.request_id, request.block_hashes, tables, states), metadata)
+                results = self._saves.begin_tails(request.request_id, request.block_hashes, tables, states)
+                self._hand_over(results, metadata)
         except Exception as error:
             # One request's trouble must not lose the other requests' copies of this step.
             self._report("build_connector_meta", error)
 
-    def _take(self, granted: Iterable[Granted], metadata: UndercroftMetadata) -> None:
+    def _hand_over(self, results: Iterable[SaveResult], metadata: UndercroftMetadata) -> None:
         """Hand saves that have their slots to the workers."""
-        for grant in granted:
-            if grant.job is not None:
-                metadata.saves.append(grant.job)
-            state = self._requests.get(grant.request_id)
+        for result in results:
+            if result.job is not None:
+                metadata.saves.append(result.job)
+            state = self._requests.get(result.request_id)
             if state is None:
                 continue
-            state.save_refused = grant.refused
-            if grant.refused:
+            state.save_refused = result.refused
+            if result.refused:
                 state.saved_tokens = 0
                 # Where memory is short many are refused at once: they must not all come back in one step.
                 half = _RETRY_STEPS // 2 << min(state.refusals, _DOUBLINGS)
@@ -474,5 +474,5 @@ class SchedulerConnector:
                 state.retry_at = self._step + half + 1 + self._refused % half
             else:
                 state.refusals = 0
-                state.saved_tokens = max(state.saved_tokens, grant.num_tokens)
-                state.windows_kept = max(state.windows_kept, grant.num_tokens)
+                state.saved_tokens = max(state.saved_tokens, result.num_tokens)
+                state.windows_kept = max(state.windows_kept, result.num_tokens)

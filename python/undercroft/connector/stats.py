@@ -1,36 +1,39 @@
-"""Statistics: what the engine counts, how it travels to vLLM's frontend, and what is logged."""
+"""Statistics: the engine's counters, their way to vLLM's frontend, and the log line."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
-from undercroft.connector.health import DiskHealth, LinkHealth
+from undercroft.connector.health import ConnectionHealth, DiskHealth
 
 if TYPE_CHECKING:
-    from undercroft._core import Client, Engine
+    from undercroft._core import Engine
 
 STATS_KEYS: dict[str, tuple[str, str]] = {
     # name: ("counter" since the start | "gauge" now, meaning)
     "host_capacity_bytes": ("gauge", "size of the arena"),
     "host_used_bytes": ("gauge", "bytes of slots that hold a payload, visible or being filled"),
-    "host_pinned_bytes": ("gauge", "of these, bytes that a load, save, promotion or lease keeps from eviction"),
+    "host_pinned_bytes": ("gauge", "of these, bytes that a load, save, promotion or lease protects from eviction"),
     "host_blocks": ("gauge", "visible payloads in host memory"),
     "disk_capacity_bytes": ("gauge", "capacity of all directories"),
     "disk_used_bytes": ("gauge", "bytes of disk slots that hold a payload"),
     "disk_blocks": ("gauge", "visible payloads on disk"),
-    "disk_degraded": ("gauge", "directories that take no writes, fail, or lost a file"),
+    "disk_degraded": ("gauge", "directories that accept no writes, have failed, or lack a file"),
     "nodes": ("gauge", "nodes of the prefix forest"),
     "namespaces": ("gauge", "namespaces with at least one node"),
     "sessions": ("gauge", "registered sessions"),
-    "jobs": ("gauge", "lookups that are neither consumed nor discarded"),
-    "loads": ("gauge", "loads begun and not ended"),
-    "saves": ("gauge", "saves begun and not ended"),
-    "promotion_queue_bytes": ("gauge", "bytes that wait for the promotion budget or the disk"),
-    "promotions": ("counter", "jobs that read from disk and have ended"),
-    "promotion_seconds": ("counter", "time from the first read to the end of these jobs, summed"),
-    "promotions_cancelled": ("counter", "jobs whose reads were dropped because nobody wanted them any more"),
+    "active_lookups": ("gauge", "lookups in progress: neither loaded nor ended"),
+    "loads": ("gauge", "loads in progress"),
+    "saves": ("gauge", "saves in progress"),
+    "promotion_queue_bytes": ("gauge", "bytes of reads that are pending: for the promotion budget or the disk"),
+    "promotions": ("counter", "lookups that read from disk and have ended"),
+    "promotion_seconds": ("counter", "time from the first read to the end of these lookups, summed"),
+    "promotions_cancelled": (
+        "counter",
+        "lookups whose reads were cancelled: the request was aborted or superseded",
+    ),
     "disk_read_bytes": ("counter", "payload bytes read from disk"),
     "disk_read_seconds": ("counter", "time from submission to completion of these reads, summed"),
     "disk_reads": ("counter", "payload reads"),
@@ -38,7 +41,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "disk_write_seconds": ("counter", "time from submission to completion of these writes, summed"),
     "disk_writes": ("counter", "payload writes"),
     "saved_blocks": ("counter", "payloads that became visible by a save"),
-    "deduplicated_blocks": ("counter", "payloads asked to be saved that were here or under way"),
+    "deduplicated_blocks": ("counter", "payloads not saved because they were cached or being saved already"),
     "refused_host_full": ("counter", "payloads refused: host memory is full of data in use"),
     "refused_disk_full": ("counter", "payloads not written: the disk is full of data in use"),
     "refused_write_rate": ("counter", "payloads not written: over disk_write_rate"),
@@ -47,8 +50,8 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "host_evictions": ("counter", "payloads evicted from host memory"),
     "disk_evictions": ("counter", "payloads evicted from disk"),
     "checksum_failures": ("counter", "payloads or records whose checksum did not match"),
-    "read_failures": ("counter", "reads that the disk failed"),
-    "write_failures": ("counter", "writes that the disk failed"),
+    "read_failures": ("counter", "failed reads from disk"),
+    "write_failures": ("counter", "failed writes to disk"),
     "load_failures": ("counter", "loads that ended with a failure or could not begin"),
     "save_failures": ("counter", "saves that ended with a failure"),
 }
@@ -67,13 +70,13 @@ WORKER_KEYS: dict[str, str] = {
 SCHEDULER_KEYS: dict[str, str] = {
     "lookups_host": "lookups whose hit was in host memory at once",
     "lookups_disk": "lookups that waited for the disk and hit",
-    "lookups_miss": "lookups that gained nothing",
-    "lookups_timed_out": "lookups given up",
-    "hit_tokens_host": "tokens loaded that were in host memory",
-    "hit_tokens_disk": "tokens loaded that came from disk",
+    "lookups_miss": "lookups without a hit",
+    "lookups_timed_out": "lookups that reached the deadline",
+    "hit_tokens_host": "tokens loaded from host memory",
+    "hit_tokens_disk": "tokens loaded that were read from disk",
     "failed_loads": "loads the workers reported as failed",
-    "rejected_request": "requests given back because of their own hit threshold",
-    "rejected_global": "requests given back because of the configured hit threshold",
+    "rejected_request": "requests rejected by their own hit threshold",
+    "rejected_global": "requests rejected by the configured hit threshold",
     "hook_errors": "errors caught in the connector's hooks; each kind is logged once",
 }
 """Counters that the connector itself keeps."""
@@ -92,11 +95,13 @@ SAMPLES = ("lookup_seconds", "wait_seconds")
 
 @dataclass
 class UndercroftStats(KVConnectorStats):
-    """What happened since the last report, in plain types that travel between processes.
+    """The statistics since the last report, in plain types that travel between processes.
 
     ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended) and
     ``io_engine`` (a name).
     """
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -124,7 +129,7 @@ class UndercroftStats(KVConnectorStats):
         return UndercroftStats({name: value for name, value in data.items() if value})
 
     def reduce(self) -> dict[str, int | float]:
-        """One line for the log: what an operator looks at first."""
+        """The figures of one log line, those that an operator needs first."""
         counters, gauges = self.data.get("counters", {}), self.data.get("gauges", {})
         get = counters.get
         line: dict[str, int | float] = {
@@ -158,14 +163,14 @@ class Counts:
             self._counters[name] = self._counters.get(name, 0) + amount
 
     def lookup(self, seconds: float, hit: bool, waited: bool) -> None:
-        """A lookup was answered ``seconds`` after the first question."""
+        """Count a lookup that was answered ``seconds`` after the scheduler's first call."""
         self.add(("lookups_disk" if waited else "lookups_host") if hit else "lookups_miss")
         self._samples.setdefault("lookup_seconds", []).append(seconds)
         if waited:
             self._samples.setdefault("wait_seconds", []).append(seconds)
 
-    def take(self) -> dict[str, Any]:
-        """What was counted since the last call, as the data of `UndercroftStats`."""
+    def collect(self) -> dict[str, Any]:
+        """The counts since the last call, as the data of `UndercroftStats`."""
         data = {"counters": self._counters, "samples": self._samples}
         self._counters, self._samples = {}, {}
         return {name: value for name, value in data.items() if value}
@@ -174,16 +179,16 @@ class Counts:
 class EngineStats:
     """The engine's counters as differences, read at most once in ``interval`` seconds."""
 
-    def __init__(self, engine: Engine | Client, interval: float = 1.0) -> None:
+    def __init__(self, engine: Engine, interval: float = 1.0) -> None:
         self._engine = engine
         self._interval = interval
         self._last: dict[str, float] = {}
         self._due = 0.0
         self._health = DiskHealth(engine)
-        self._link = LinkHealth(engine)
+        self._link = ConnectionHealth(engine)
 
-    def take(self, now: float, force: bool = False) -> dict[str, Any]:
-        """What changed since the last reading, as the data of `UndercroftStats`; empty if it is too soon.
+    def collect(self, now: float, force: bool = False) -> dict[str, Any]:
+        """The changes since the last reading, as the data of `UndercroftStats`; empty before the interval has passed.
 
         ``now``: monotonic seconds. ``force``: read whatever the time.
         """
@@ -196,7 +201,7 @@ class EngineStats:
             return {}
         stats = self._engine.stats()
         if not stats:
-            # Taken over, and not answered yet.
+            # The directories were taken over, and the engine has not answered yet.
             return {}
         self._health.check(stats.get("disk_degraded", 0))
         counters = {
@@ -210,5 +215,5 @@ class EngineStats:
 
 
 def _since(now: float, before: float) -> float:
-    """What was counted since ``before``; a counter that went back began again from zero."""
+    """The increase since ``before``. A counter that went back has restarted at zero."""
     return now - before if now >= before else now

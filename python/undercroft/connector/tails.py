@@ -1,9 +1,9 @@
 """Hits that end inside a block.
 
-With ``prefix_match_unit`` finer than its blocks, vLLM caches a prompt's end inside a block too, and offers the state
-there. Such a tail is kept as a chain of its own, of one block: the state, and the block of full attention that the end
-lies in, under the hash at the end, which no chain of whole blocks has. A hit may go on from the last whole block that
-can be had to the end of a tail in the block after it.
+With ``prefix_match_unit`` finer than its blocks, vLLM also caches a prompt's end inside a block, and offers the state
+there. Such a tail is stored as a chain of its own, of one block: the state, and the block of full attention that the
+end lies in, keyed by the hash at the end, which no chain of whole blocks has. A hit may go on from the last whole block
+that is cached to the end of a tail in the block after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from undercroft._core import Session
+    from undercroft._core import Lookup, Session
     from undercroft.connector.groups import Groups
     from undercroft.connector.request_state import RequestState
 
@@ -47,29 +47,23 @@ class Tails:
             self._submit(state, *asked)
 
     def find(self, state: RequestState, base: int) -> int | None:
-        """Where the deepest tail in the block after ``base`` ends; ``base`` without one, None while the disk owes it.
+        """Where the deepest tail in the block after ``base`` ends; ``base`` without one, None while it is pending.
 
-        What is found is kept from eviction until `drop`. That there is none is remembered.
+        A tail that is found is leased until `drop`. A miss is cached.
         """
         self.begin(state, base)
         while state.tails:
             end = state.tails[0]
-            answer = self._session.poll(
-                tail_name(state.request.request_id, end),
-                self._hashes(state.request, end),
-                0,
-                self._groups.unit,
-                state.lookup.wait_ms,
-            )
-            if answer is None:
+            answer = self._look_up(state, end)
+            if answer.pending:
                 return None
-            self._keep(state, end, end if answer else 0)
-            if answer:
+            self._keep(state, end, end if answer.tokens else 0)
+            if answer.tokens:
                 return end
         return base
 
     def wait(self, state: RequestState, base: int) -> int:
-        """As `find`, but wait for the disk, woken by the answer; ``base`` if it is not there in time."""
+        """As `find`, but wait for the answer; ``base`` if it does not come in time."""
         self._session.wait(tail_name(state.request.request_id, state.tails[0]), state.lookup.timeout_s)
         end = self.find(state, base)
         if end is None:
@@ -78,27 +72,35 @@ class Tails:
         return end
 
     def drop(self, state: RequestState) -> None:
-        """Nothing of it is needed any more. Idempotent."""
+        """End the lookups of a request's tails, and their leases. Idempotent."""
         for end in state.tails:
-            self._session.finish(tail_name(state.request.request_id, end))
+            self._session.finish_request(tail_name(state.request.request_id, end))
         state.tails = []
         state.tails_asked = None
 
     def _submit(self, state: RequestState, base: int, limit: int) -> None:
         request, groups = state.request, self._groups
         step = groups.tail_step
-        last = min(limit, base + groups.unit - step, len(request.block_hashes) * groups.hash_tokens // step * step)
+        hashed = len(request.block_hashes) * groups.hash_block_size // step * step
+        last = min(limit, base + groups.engine_block_size - step, hashed)
         state.tails = list(range(last, base, -step))[:_ENDS_MAX]
         for end in state.tails:
-            name = tail_name(request.request_id, end)
-            self._session.submit(name, self._hashes(request, end), 0, groups.unit, state.lookup.wait_ms)
+            self._look_up(state, end, prefetch=True)
 
     def _keep(self, state: RequestState, asked: int, found: int) -> None:
         """Let go of the lookup at ``asked``, or if that is ``found`` of all others."""
         for end in state.tails if found else [asked]:
             if end != found:
-                self._session.finish(tail_name(state.request.request_id, end))
+                self._session.finish_request(tail_name(state.request.request_id, end))
         state.tails = [found] if found else state.tails[1:]
 
-    def _hashes(self, request: Request, end: int) -> list[bytes]:
-        return [request.block_hashes[end // self._groups.hash_tokens - 1]]
+    def _look_up(self, state: RequestState, end: int, *, prefetch: bool = False) -> Lookup:
+        block_hash = state.request.block_hashes[end // self._groups.hash_block_size - 1]
+        return self._session.lookup(
+            tail_name(state.request.request_id, end),
+            [block_hash],
+            0,
+            self._groups.engine_block_size,
+            state.lookup.wait_ms,
+            prefetch,
+        )

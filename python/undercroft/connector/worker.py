@@ -1,34 +1,33 @@
-"""The worker's half of the connector: copies between device blocks and arena slots as the scheduler's half says.
+"""The worker's half of the connector: it copies between device blocks and arena slots as the scheduler's half orders.
 
-It knows no index and no hashes. Every load ends in exactly one ``finished_recving`` of its request, every save in
-exactly one acknowledgement, whatever fails: the scheduler's half holds blocks and slots until then.
+The worker knows no index and no hashes. Every load ends in exactly one ``finished_recving`` of its request, every save
+in exactly one acknowledgement, whatever fails: the scheduler's half holds blocks and slots until then.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
-from undercroft.connector.metadata import CopyJob, UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.device.copier import DeviceCopier, make_copier
+from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.device.api import DeviceCopier
+from undercroft.device.factory import make_copier
 from undercroft.device.layout import DeviceLayout, device_layout
+from undercroft.log import LogOnce
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = init_logger("vllm.undercroft")
-
 ATTACH_RETRY_S = 1.0
-"""How long a failed attempt to get the arena keeps the next one away; it doubles with every failure."""
+"""Pause after a failed attempt to attach the arena; every failure doubles the pause, up to the next constant."""
 ATTACH_RETRY_MAX_S = 60.0
 
 
@@ -40,7 +39,7 @@ class WorkerError(Exception):
 class _Running:
     """A job that the copier has."""
 
-    job: CopyJob
+    job: TransferJob
     to_arena: bool
     bytes: int
 
@@ -76,7 +75,7 @@ class WorkerConnector:
         self._failed: set[str] = set()
         self._answer = UndercroftWorkerMetadata()
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._reported: set[str] = set()
+        self._log_once = LogOnce()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Find the pages of the KV cache. Raises LayoutError if they cannot be copied; every job then fails."""
@@ -99,7 +98,7 @@ class WorkerConnector:
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
         if self._arena is not None and (_arena_key(metadata) != self._arena_key or not self._arena.is_served):
-            # The engine that comes next may need its memory, and a session that was lost ends with it.
+            # The next engine may need the arena's memory, and a lost session ends once no worker maps the arena.
             try:
                 self._release_copier()
             except Exception as error:
@@ -141,12 +140,12 @@ class WorkerConnector:
         return counters
 
     def shutdown(self) -> None:
-        """Wait for the copies under way and let go of the arena. Idempotent."""
+        """Wait for running copies and release the arena. Idempotent."""
         self._release_copier()
         self._kv_caches.clear()
         self._layout = None
 
-    def _start(self, job: CopyJob, metadata: UndercroftMetadata, *, to_arena: bool) -> None:
+    def _start(self, job: TransferJob, metadata: UndercroftMetadata, *, to_arena: bool) -> None:
         ticket = self._next_ticket
         self._next_ticket += 1
         try:
@@ -175,14 +174,14 @@ class WorkerConnector:
         return self._copier
 
     def _attached_copier(self, key: tuple[str, int, int], layout: DeviceLayout) -> DeviceCopier:
-        """A failure keeps the next attempt away: a frozen engine must not cost a wait in every step."""
-        socket, generation, session = key
+        """Attach the arena, but not soon after a failure: a frozen engine must not cost a wait in every step."""
+        socket, arena_id, session = key
         if self._clock() < self._attach_after:
-            raise WorkerError(f"the arena at {socket} could not be attached; trying again later")
+            raise WorkerError(f"the arena at {socket} could not be attached; the next attempt follows later")
         try:
             arena = self._attach(socket, session)
-            if arena.generation != generation:
-                raise WorkerError(f"{socket} hands out arena {arena.generation}, expected {generation}")
+            if arena.arena_id != arena_id:
+                raise WorkerError(f"{socket} hands out arena {arena.arena_id}, expected {arena_id}")
             copier = make_copier(layout, arena, self._rank)
         except Exception:
             wait = min(ATTACH_RETRY_S * 2**self._attach_failures, ATTACH_RETRY_MAX_S)
@@ -211,14 +210,14 @@ class WorkerConnector:
             self._counters[f"{direction}_seconds"] += seconds
             self._end(ended.job, ended.to_arena, ok=ok)
 
-    def _end(self, job: CopyJob, to_arena: bool, *, ok: bool) -> None:
+    def _end(self, job: TransferJob, to_arena: bool, *, ok: bool) -> None:
         if not to_arena:
             self._end_load(job.request_id, ok=ok)
             return
         self._counters["saves_done"] += 1
-        self._answer.saves_ended[job.job_id] = self._answer.saves_ended.get(job.job_id, 0) + 1
+        self._answer.saves_ended[job.transfer_id] = self._answer.saves_ended.get(job.transfer_id, 0) + 1
         if not ok:
-            self._answer.saves_failed.add(job.job_id)
+            self._answer.saves_failed.add(job.transfer_id)
 
     def _end_load(self, request_id: str, *, ok: bool) -> None:
         self._counters["loads_done"] += 1
@@ -229,11 +228,9 @@ class WorkerConnector:
     def _report(self, error: Exception) -> None:
         """Log an error once per kind; a broken cache must not flood the log."""
         kind = str(error) if isinstance(error, WorkerError) else type(error).__name__
-        if kind in self._reported:
-            return
-        self._reported.add(kind)
-        logger.warning("undercroft: a copy job cannot start and is skipped (%s: %s)", type(error).__name__, error)
+        message = "undercroft: a copy job cannot start and is skipped (%s: %s)"
+        self._log_once(logging.WARNING, kind, message, type(error).__name__, error)
 
 
 def _arena_key(metadata: UndercroftMetadata) -> tuple[str, int, int]:
-    return metadata.arena_socket, metadata.arena_generation, metadata.arena_session
+    return metadata.arena_socket, metadata.arena_id, metadata.arena_session

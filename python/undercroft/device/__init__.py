@@ -1,3 +1,3 @@
-"""The device's side: where vLLM's KV cache pages lie, and what copies them to the arena and back."""
+"""The device's side: the layout of vLLM's KV cache pages, and the copiers between them and the arena."""
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from undercroft._core import Arena
-from undercroft.device.copier import Ended
+from undercroft.device.api import Ended
+from undercroft.device.copy_stream import CopyStream
 from undercroft.device.gather import Gather
-from undercroft.device.lanes import Lane
 from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, block_copies, check_blocks
 from undercroft.device.pinning import PIN_CHUNK
 from undercroft.device.streams import Streams
@@ -46,8 +46,8 @@ class Pinner(Protocol):
         """Unpin everything."""
 
 
-class _Part(NamedTuple):
-    """What a job copies of one group: blocks and the offsets of their shards."""
+class _CheckedCopy(NamedTuple):
+    """A `GroupCopy` within the bounds of device and arena: blocks, and the arena offsets of this rank's shards."""
 
     layout: GroupLayout
     block_ids: np.ndarray
@@ -55,7 +55,7 @@ class _Part(NamedTuple):
 
 
 class CudaCopier:
-    """See `undercroft.device.copier.DeviceCopier`."""
+    """See `undercroft.device.api.DeviceCopier`."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class CudaCopier:
         self._pinner = pinner
         self._pin_chunk = pin_chunk
         self._gathers = {index: _gather(group, layout, strategy) for index, group in layout.groups.items()}
-        self._pinned = {to_arena: Lane(streams, staging_bytes) for to_arena in (True, False)}
+        self._pinned = {to_arena: CopyStream(streams, staging_bytes) for to_arena in (True, False)}
         self._background = background or ThreadPoolExecutor(1, thread_name_prefix="undercroft-unpinned")
         self._closed = False
-        self._unpinned = Lane(streams, min(staging_bytes, UNPINNED_STAGING_BYTES), self._background)
+        self._unpinned = CopyStream(streams, min(staging_bytes, UNPINNED_STAGING_BYTES), self._background)
 
     def submit(self, ticket: int, to_arena: bool, groups: Sequence[GroupCopy]) -> int:
         """Queue a job behind all that the calling thread has queued on the device so far; see `DeviceCopier`.
@@ -95,24 +95,24 @@ class CudaCopier:
         """
         if self._closed:
             raise RuntimeError("the copier is closed")
-        parts = [self._part(copy) for copy in groups]
-        ends = [int(part.offsets.max()) + part.layout.shard_bytes for part in parts if part.offsets.size]
+        copies = [self._checked(group) for group in groups]
+        ends = [int(copy.offsets.max()) + copy.layout.shard_bytes for copy in copies if copy.offsets.size]
         pinned = self._pinner is None or max(ends, default=0) <= self._pinner.pinned_bytes
-        lane = self._pinned[to_arena] if pinned else self._unpinned
+        stream = self._pinned[to_arena] if pinned else self._unpinned
         ready = self._streams.record(self._streams.compute())
-        lane.start(ticket, ready, lambda lane: self._queue(lane, to_arena, parts))
-        return sum(part.offsets.size * part.layout.shard_bytes for part in parts)
+        stream.start(ticket, ready, lambda stream: self._queue(stream, to_arena, copies))
+        return sum(copy.offsets.size * copy.layout.shard_bytes for copy in copies)
 
     def poll(self) -> list[Ended]:
         """Jobs that have ended since the last call, those of one direction in their order."""
-        return [ended for lane in self._lanes() for ended in lane.poll()]
+        return [ended for stream in self._copy_streams() for ended in stream.poll()]
 
     def drain(self) -> None:
         """Wait until every job has ended."""
         if self._closed:
             return
-        for lane in self._lanes():
-            lane.drain()
+        for stream in self._copy_streams():
+            stream.drain()
 
     def close(self) -> None:
         """End every job, unpin the arena, end the threads. Idempotent."""
@@ -124,15 +124,15 @@ class CudaCopier:
         if self._pinner is not None:
             self._pinner.close()
 
-    def _lanes(self) -> tuple[Lane, ...]:
+    def _copy_streams(self) -> tuple[CopyStream, ...]:
         return (*self._pinned.values(), self._unpinned)
 
-    def _part(self, copy: GroupCopy) -> _Part:
+    def _checked(self, copy: GroupCopy) -> _CheckedCopy:
         known = self._layout.groups.get(copy.group)
         if known is None:
             raise ValueError(f"KV cache group {copy.group} cannot be copied; groups {sorted(self._layout.groups)} can")
         block_ids = np.asarray(copy.block_ids, dtype=np.int64)
-        offsets = np.asarray(copy.slots, dtype=np.int64) + self._rank * known.shard_bytes
+        offsets = np.asarray(copy.offsets, dtype=np.int64) + self._rank * known.shard_bytes
         check_blocks(known, block_ids, offsets)
         outside = (offsets < 0) | (offsets > self._arena.size - known.shard_bytes)
         if outside.any():
@@ -140,42 +140,46 @@ class CudaCopier:
                 f"group {copy.group}: a shard of {known.shard_bytes} bytes at {int(offsets[outside][0])} lies outside "
                 f"the arena of {self._arena.size} bytes"
             )
-        return _Part(known, block_ids, offsets)
+        return _CheckedCopy(known, block_ids, offsets)
 
-    def _queue(self, lane: Lane, to_arena: bool, parts: Sequence[_Part]) -> None:
-        for part in parts:
-            gather = self._gathers[part.layout.group]
-            staging = None if gather is None else lane.staging(part.layout.shard_bytes)
+    def _queue(self, stream: CopyStream, to_arena: bool, copies: Sequence[_CheckedCopy]) -> None:
+        for copy in copies:
+            gather = self._gathers[copy.layout.group]
+            staging = None if gather is None else stream.staging(copy.layout.shard_bytes)
             if gather is None or staging is None:
-                pieces = block_copies(part.layout, part.block_ids, part.offsets, rank=0)
-                self._copy(lane, to_arena, pieces.addresses, pieces.offsets, pieces.sizes)
+                pieces = block_copies(copy.layout, copy.block_ids, copy.offsets, rank=0)
+                self._copy(stream, to_arena, pieces.addresses, pieces.offsets, pieces.sizes)
             else:
-                self._staged(lane, to_arena, part, gather, staging)
+                self._staged(stream, to_arena, copy, gather, staging)
 
-    def _staged(self, lane: Lane, to_arena: bool, part: _Part, gather: Gather, staging: torch.Tensor) -> None:
-        shard = part.layout.shard_bytes
-        for begin in range(0, part.block_ids.size, len(staging)):
-            block_ids = part.block_ids[begin : begin + len(staging)]
-            offsets = part.offsets[begin : begin + len(staging)]
+    def _staged(
+        self, stream: CopyStream, to_arena: bool, copy: _CheckedCopy, gather: Gather, staging: torch.Tensor
+    ) -> None:
+        shard = copy.layout.shard_bytes
+        for begin in range(0, copy.block_ids.size, len(staging)):
+            block_ids = copy.block_ids[begin : begin + len(staging)]
+            offsets = copy.offsets[begin : begin + len(staging)]
             rows = staging[: block_ids.size]
             addresses = rows.data_ptr() + np.arange(block_ids.size, dtype=np.int64) * shard
             sizes = np.full(block_ids.size, shard, dtype=np.int64)
             if to_arena:
-                self._streams.run(lane.stream, self._on_device(gather.gather, block_ids, rows))
-            self._copy(lane, to_arena, addresses, offsets, sizes)
+                self._streams.run(stream.handle, self._on_device(gather.gather, block_ids, rows))
+            self._copy(stream, to_arena, addresses, offsets, sizes)
             if not to_arena:
-                self._streams.run(lane.stream, self._on_device(gather.scatter, block_ids, rows))
+                self._streams.run(stream.handle, self._on_device(gather.scatter, block_ids, rows))
 
     def _on_device(self, move: Callable[..., None], block_ids: np.ndarray, rows: torch.Tensor) -> Callable[[], None]:
         return lambda: move(self._streams.upload(block_ids), rows)
 
-    def _copy(self, lane: Lane, to_arena: bool, addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> None:
+    def _copy(
+        self, stream: CopyStream, to_arena: bool, addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
+    ) -> None:
         if sizes.size == 0:
             return
         addresses, offsets, sizes = split(*join(addresses, offsets, sizes), self._pin_chunk)
         hosts = offsets + self._arena.address
         destinations, sources = (hosts, addresses) if to_arena else (addresses, hosts)
-        self._streams.copy(lane.stream, destinations, sources, sizes)
+        self._streams.copy(stream.handle, destinations, sources, sizes)
 
 
 def join(addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -191,11 +195,11 @@ def split(
     addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, every: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut pieces at the multiples of ``every`` bytes of their offsets."""
-    parts = (offsets + sizes - 1) // every - offsets // every + 1
-    if (parts == 1).all():
+    pieces = (offsets + sizes - 1) // every - offsets // every + 1
+    if (pieces == 1).all():
         return addresses, offsets, sizes
-    index = np.repeat(np.arange(sizes.size), parts)
-    nth = np.arange(index.size) - np.repeat(np.cumsum(parts) - parts, parts)
+    index = np.repeat(np.arange(sizes.size), pieces)
+    nth = np.arange(index.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begin = np.maximum(offsets[index], (offsets[index] // every + nth) * every)
     end = np.minimum((offsets + sizes)[index], (offsets[index] // every + nth + 1) * every)
     return addresses[index] + begin - offsets[index], begin, end - begin

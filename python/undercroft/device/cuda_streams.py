@@ -19,11 +19,11 @@ class CudaStreams:
     """See `undercroft.device.streams.Streams`."""
 
     def __init__(self, device: torch.device, copy: BatchedCopy | None = None) -> None:
-        """``copy``: what queues batches; the best that there is if None. Raises RuntimeError if there is none."""
+        """``copy``: queues batches of copies; the best available if None. Raises RuntimeError if there is none."""
         self._device = device
         self._copy = copy or batched_copy()
         self.copy_name = self._copy.name
-        """What queues batches of copies, for people."""
+        """Name of the function that queues batches of copies, for people."""
 
     def compute(self) -> torch.cuda.Stream:
         """See `Streams.compute`."""
@@ -46,11 +46,11 @@ class CudaStreams:
 
     def happened(self, event: torch.cuda.Event) -> bool:
         """See `Streams.happened`."""
-        return event.query()
+        return bool(event.query())
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """See `Streams.seconds`."""
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
 
     def finish(self, stream: torch.cuda.Stream) -> None:
         """See `Streams.finish`."""

@@ -16,7 +16,7 @@ import torch
 from undercroft.device.layout import GroupLayout
 
 _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Bytes are moved in the widest integers that fit; their meaning is nobody's business here."""
+"""Bytes are moved in the widest integers that fit; their meaning does not matter here."""
 
 
 class _Section(NamedTuple):
@@ -53,15 +53,15 @@ class Gather:
 
     def gather(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy the pages of the blocks (int64, on the device) into ``rows``, uint8 [block, byte of the shard]."""
-        for pages, part in self._parts(rows):
-            torch.index_select(pages, 0, block_ids, out=part)
+        for pages, section in self._sections(rows):
+            torch.index_select(pages, 0, block_ids, out=section)
 
     def scatter(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy ``rows`` into the pages of the blocks, each of which may occur once."""
-        for pages, part in self._parts(rows):
-            pages.index_copy_(0, block_ids, part)
+        for pages, section in self._sections(rows):
+            pages.index_copy_(0, block_ids, section)
 
-    def _parts(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _sections(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         elements = rows.view(self.dtype)
         return [
             (section.pages, elements[:, section.begin : section.end].view(len(elements), *section.pages.shape[1:]))

@@ -53,21 +53,21 @@ class DeviceLayout:
     device: torch.device
     groups: dict[int, GroupLayout]
     tensors: tuple[torch.Tensor, ...] = ()
-    """What keeps the memory at the addresses."""
+    """References that keep the memory at the addresses."""
 
 
 @dataclass(slots=True)
 class GroupCopy:
     """Blocks of one KV cache group to copy between the device and the arena.
 
-    ``block_ids[i]`` (int64) is the device block, ``slots[i]`` (int64) the offset in bytes of its payload's slot from
-    the start of the arena. A payload holds the shards of all ranks side by side: rank r's begins at
-    ``slot + r * shard_bytes``.
+    ``block_ids[i]`` (int64) is the device block, ``offsets[i]`` (int64) the offset in bytes of its payload from the
+    start of the arena. A payload holds the shards of all ranks side by side: rank r's begins at
+    ``offset + r * shard_bytes``.
     """
 
     group: int
     block_ids: np.ndarray
-    slots: np.ndarray
+    offsets: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Copies:
 
     @property
     def bytes(self) -> int:
-        """What all pieces come to."""
+        """Bytes of all pieces."""
         return int(self.sizes.sum())
 
 
@@ -125,13 +125,13 @@ def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) 
     return DeviceLayout(devices.pop(), groups, tuple(kv_caches.values()))
 
 
-def block_copies(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray, rank: int) -> Copies:
-    """The pieces of the shards of ``rank`` of these blocks, whose payloads lie at ``slots`` (offsets in the arena).
+def block_copies(layout: GroupLayout, block_ids: np.ndarray, payload_offsets: np.ndarray, rank: int) -> Copies:
+    """The pieces of the shards of ``rank`` of these blocks, whose payloads lie at ``payload_offsets`` in the arena.
 
     Raises ValueError as `check_blocks` does.
     """
     ids = np.asarray(block_ids, dtype=np.int64)
-    starts = np.asarray(slots, dtype=np.int64) + rank * layout.shard_bytes
+    starts = np.asarray(payload_offsets, dtype=np.int64) + rank * layout.shard_bytes
     check_blocks(layout, ids, starts)
     shape = (ids.size, layout.sizes.size)
     return Copies(
@@ -233,7 +233,7 @@ def _checked_address(
         raise LayoutError(f"layer {name} is in the KV cache configuration, but was not registered")
     storage = view.untyped_storage()
     start = tensor.offset + index * tensor.layer_stride
-    address = storage.data_ptr() + start
+    address: int = storage.data_ptr() + start
     if view.data_ptr() != address:
         raise LayoutError(
             f"layer {name} begins at byte {view.data_ptr() - storage.data_ptr()} of its storage, not at {start}"

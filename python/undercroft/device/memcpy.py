@@ -1,7 +1,7 @@
-"""Batches of copies between host and device, by whatever takes a whole batch in one call.
+"""Batches of copies between host and device, a whole batch in one call where possible.
 
 Best first: vLLM's own operator, the driver's batched copy (12.8 and newer), the driver's single copy in a loop. They
-take addresses, so the memory may be anybody's.
+take addresses, so any memory of the process will do.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ on a thread of its own; until a chunk is done, copies of what it holds work unpi
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
-logger = logging.getLogger("vllm.undercroft")
+from undercroft.log import logger
 
 PIN_CHUNK = 128 << 20
 """Bytes registered at once. A copy must not cross from one registration into the next."""
@@ -37,7 +36,7 @@ class ArenaPinner:
         self._stop = threading.Event()
         self._pinned = 0
         self._settled = threading.Event()
-        # A process that ends without closing must not wait for it: the driver lets go of everything by itself.
+        # A process that ends without closing must not wait for this thread: the driver unregisters everything itself.
         self._thread = threading.Thread(target=self._run, name="undercroft-pin", daemon=True)
         self._thread.start()
 
@@ -51,7 +50,7 @@ class ArenaPinner:
         return self._settled.wait(timeout)
 
     def close(self) -> None:
-        """Stop, and unregister everything. No copy may be under way. Idempotent."""
+        """Stop, and unregister everything. No copy may be running. Idempotent."""
         self._stop.set()
         self._thread.join()
 
@@ -81,7 +80,7 @@ class ArenaPinner:
     def _report(self, refusal: str) -> None:
         logger.warning(
             "undercroft: %d of %d bytes of host memory are pinned; the driver refused more (%s). Copies of the rest "
-            "work, but slower. Lower host_memory, or raise the limit on locked memory (ulimit -l, or memlock of the "
+            "are slower. Lower host_memory, or raise the limit on locked memory (ulimit -l, or memlock of the "
             "container).",
             self._pinned,
             self._size,

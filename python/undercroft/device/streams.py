@@ -1,4 +1,4 @@
-"""What the CUDA copier needs of a device: queues of work, events between them, and copies of bytes.
+"""The operations of a device that the CUDA copier uses: streams of work, events between them, and copies of bytes.
 
 All ordering goes through here, so that tests can put a device in its place that runs queued work in any order that the
 recorded events allow.

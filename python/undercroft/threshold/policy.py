@@ -1,4 +1,4 @@
-"""The decision: is enough of a request cached for it to be served here?"""
+"""Decides whether enough of a request is cached for this engine to serve it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from undercroft import log
 from undercroft.threshold import params
 
-# Under vLLM's logger, so that its handlers and level apply.
-logger = logging.getLogger("vllm.undercroft.threshold")
+logger = log.logger.getChild("threshold")
 
 Source = Literal["request", "global"]
 
 MAX_ASKS = 256
-"""Times a scheduler may ask about a request that was rejected. It gives the request back within a few steps; one that
-never does would starve the request, so the threshold then stands aside."""
+"""Times a scheduler may ask about a request that was rejected. vLLM ends the request within a few steps. A scheduler
+that never does would starve the request, so the threshold is then switched off."""
 
 
 class Request(Protocol):
-    """What the decision reads of vLLM's ``Request``."""
+    """The attributes of vLLM's ``Request`` that the decision reads."""
 
     request_id: str
     num_tokens: int
@@ -32,7 +32,7 @@ class Request(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A request that is given back, and what was measured."""
+    """A request that is rejected, and the token counts behind the decision."""
 
     request_id: str
     threshold: float
@@ -47,7 +47,7 @@ class Rejection:
         return min(self.local_tokens + self.external_tokens, self.required_tokens) / self.required_tokens
 
     def response_params(self) -> dict[str, Any]:
-        """What the client finds in the response's ``kv_transfer_params``.
+        """The ``kv_transfer_params`` of the response.
 
         Nested, so that a router that hands these on to another instance does not hand on the threshold.
         """
@@ -73,16 +73,16 @@ class Rejection:
 
 
 class HitThreshold:
-    """The scheduler connector's half: decides, and keeps the rejected requests until the scheduler takes them.
+    """The scheduler connector's half: decides, and keeps the rejected requests until the scheduler collects them.
 
-    Belongs to the scheduler's thread. ``unavailable`` is why vLLM cannot be told of rejections, None if it can; then
-    nothing is rejected.
+    Belongs to the scheduler's thread. ``unavailable`` is why vLLM cannot reject requests, None if it can. With a
+    reason, nothing is rejected.
     """
 
     def __init__(self, global_threshold: float, unavailable: str | None = None) -> None:
         self._global = global_threshold
         self._unavailable = unavailable
-        self._ignored_logged = False
+        self._log_once = log.LogOnce(logger)
         self._pending: dict[str, Rejection] = {}
         self._asks: dict[str, int] = {}
         self.rejections: dict[Source, int] = {"request": 0, "global": 0}
@@ -91,14 +91,15 @@ class HitThreshold:
     def check(self, request: Request, local_tokens: int, external_tokens: int) -> bool:
         """Whether the request is rejected; the connector then answers ``(None, False)``.
 
-        To be asked with every final answer of a lookup, also a miss. ``local_tokens`` are in the device's prefix
-        cache, ``external_tokens`` those beyond them that the connector offers. May be asked again for the same
-        request before it is taken: the last answer holds.
+        The connector asks with every final answer of a lookup, misses included. ``local_tokens`` are in the device's
+        prefix cache, ``external_tokens`` those beyond them that the connector offers. The connector may ask again for
+        the same request before `collect`: the last answer holds.
         """
         sampling = request.sampling_params
         if sampling is None:  # Pooling: nothing is decoded.
             return False
-        threshold, source = self._global, "global"
+        threshold: float = self._global
+        source: Source = "global"
         if sampling.extra_args:
             own = self._own_threshold(request)
             if own is not None:
@@ -114,7 +115,7 @@ class HitThreshold:
         request_id = request.request_id
         asks = self._asks.get(request_id, 0) + 1
         if asks > MAX_ASKS:
-            self._unavailable = f"the scheduler did not take rejected request {request_id} in {MAX_ASKS} steps"
+            self._unavailable = f"the scheduler did not end rejected request {request_id} in {MAX_ASKS} steps"
             self._pending.clear()
             self._asks.clear()
             logger.error("undercroft: cache_hit_threshold is switched off: %s", self._unavailable)
@@ -123,17 +124,17 @@ class HitThreshold:
         self._pending[request_id] = Rejection(request_id, threshold, source, local_tokens, external_tokens, required)
         return True
 
-    def take(self) -> list[Rejection]:
+    def collect(self) -> list[Rejection]:
         """Rejected requests since the last call; logs and counts each. The caller finishes them."""
         if not self._pending:
             return []
-        taken = list(self._pending.values())
+        collected = list(self._pending.values())
         self._pending.clear()
         self._asks.clear()
-        for rejection in taken:
+        for rejection in collected:
             self.rejections[rejection.source] += 1
             logger.info("%s", rejection)
-        return taken
+        return collected
 
     def discard(self, request_id: str) -> None:
         """Forget a request that is finished, aborted or admitted; unknown ones are ignored."""
@@ -159,6 +160,5 @@ class HitThreshold:
         return True
 
     def _log_ignored(self, why: str) -> None:
-        if not self._ignored_logged:
-            self._ignored_logged = True
-            logger.warning("undercroft: %s is ignored (said once): %s", params.NAME, why)
+        message = "undercroft: %s is ignored; further cases are not logged: %s"
+        self._log_once(logging.WARNING, "ignored", message, params.NAME, why)

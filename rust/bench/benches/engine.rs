@@ -8,6 +8,7 @@ use undercroft_core::checksum::checksum;
 use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
 const TOKENS: u32 = 16;
 const PAYLOAD: u32 = 4096;
@@ -34,7 +35,7 @@ fn engine(blocks: u32) -> (Engine, SessionId) {
     };
     let spec = NamespaceSpec {
         description: "benchmark".to_owned(),
-        hash_block_tokens: TOKENS,
+        hash_block_size: TOKENS,
         alignment_tokens: TOKENS,
         groups: vec![group],
     };
@@ -52,7 +53,8 @@ fn filled(hashes: &Vec<BlockHash>) -> (Engine, SessionId) {
 fn save(engine: &mut Engine, session: SessionId, hashes: &Vec<BlockHash>) {
     let tokens = u32::try_from(hashes.len()).expect("few") * TOKENS;
     let transfer = engine
-        .begin_save(session, "fill", hashes, tokens, &[])
+        .begin_save(session, &SaveRequest::new("fill", &hashes, Tokens(tokens)))
+        .transfer
         .expect("there is room");
     engine.end_transfer(transfer.id, true);
 }
@@ -75,9 +77,13 @@ fn lookup(c: &mut Criterion) {
             let (mut engine, session) = filled(&here);
             group.bench_with_input(BenchmarkId::new(name, length), asked, |b, asked| {
                 b.iter(|| {
-                    engine.submit(session, "request", asked, 0, u32::MAX);
-                    black_box(engine.poll(session, "request", asked, 0, u32::MAX));
-                    engine.discard(session, "request");
+                    engine.lookup(session, &LookupRequest::new("request", &asked).prefetch());
+                    black_box(
+                        engine
+                            .lookup(session, &LookupRequest::new("request", &asked))
+                            .tokens(),
+                    );
+                    engine.finish_request(session, "request");
                 });
             });
         }

@@ -94,7 +94,7 @@ fn write_tables(store: &Path, blocks: u64) -> std::io::Result<()> {
         let record = Record {
             group: 0,
             hit_class: 0,
-            generation: index + 1,
+            seq: index + 1,
             instance: INSTANCE,
             slot: u32::try_from(index * u64::from(BLOCK_BYTES) / SLOT_ALIGN)
                 .map_err(std::io::Error::other)?,

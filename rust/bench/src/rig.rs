@@ -5,19 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use undercroft_core::arena::{Arena, ArenaError};
-use undercroft_core::disk::open::{self, DirectoryLock};
-use undercroft_core::engine::{Engine, EngineConfig, Recovery, SessionId};
+use undercroft_core::driver::{Driver, EngineAccess};
+use undercroft_core::engine::{EngineConfig, SessionId};
 use undercroft_core::error::{RegisterError, StoreError};
-use undercroft_core::io::{IoEngineChoice, open_io_engine};
+use undercroft_core::io::{IoEngineChoice, IoFeatures};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::shell::Shell;
+use undercroft_host::{Directories, DiskConfig, HostError, RunningEngine};
 
 /// Tokens of one block; nothing depends on the number.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
 /// Longest wait for the device before a measurement is given up.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
-const STORE_ID: u64 = 1;
 
 /// A measurement could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +28,9 @@ pub enum BenchError {
     /// The directory could not be opened.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The engine could not be started.
+    #[error(transparent)]
+    Host(#[from] HostError),
     /// The block size does not fit.
     #[error(transparent)]
     Register(#[from] RegisterError),
@@ -62,12 +64,9 @@ pub(crate) fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> Ben
 
 /// A running engine over one directory.
 pub(crate) struct Rig {
-    pub(crate) shell: Shell,
+    engine: RunningEngine,
+    pub(crate) driver: Arc<Driver>,
     pub(crate) session: SessionId,
-    pub(crate) io_engine: &'static str,
-    pub(crate) recovery: Recovery,
-    pub(crate) registered_buffers: bool,
-    _lock: DirectoryLock,
 }
 
 impl Rig {
@@ -80,29 +79,35 @@ impl Rig {
         block_bytes: u32,
         choice: IoEngineChoice,
     ) -> Result<Self, BenchError> {
-        let (files, image, lock) = open::open(dir, capacity, STORE_ID)?.into_parts();
-        let host_bytes = arena.size();
-        let (io, features) = open_io_engine(choice, depth, arena, vec![files])
-            .map_err(failed("starting the IO engine"))?;
-        let io_engine = io.name();
-        let mut engine = Engine::new(EngineConfig::new(host_bytes));
-        let recovery = engine.attach_disks(vec![image]);
-        let session = engine.open_session(spec(block_bytes))?;
-        let shell = Shell::start(engine, io).map_err(failed("starting the IO thread"))?;
+        let directories = Directories::open(&[DiskConfig {
+            path: dir.to_owned(),
+            capacity,
+        }])?;
+        let config = EngineConfig::new(arena.size());
+        let engine = RunningEngine::start(config, directories, (choice, depth), arena)?;
+        let driver = Arc::clone(engine.driver());
+        let session = driver.enter(|engine| engine.open_session(spec(block_bytes)));
         Ok(Self {
-            shell,
-            session,
-            io_engine,
-            registered_buffers: features.registered_buffers,
-            recovery,
-            _lock: lock,
+            engine,
+            driver,
+            session: session.unwrap_or(Err(RegisterError::Broken))?,
         })
+    }
+
+    /// How the device is read and written.
+    pub(crate) fn io(&self) -> &IoFeatures {
+        self.engine.io()
+    }
+
+    /// Blocks that were found in the directory.
+    pub(crate) fn blocks_recovered(&self) -> u64 {
+        self.engine.recovery().blocks
     }
 
     /// Ends it well: what waits to be written is written.
     pub(crate) fn close(self) -> Result<(), BenchError> {
-        self.shell.stop(PATIENCE);
-        match self.shell.enter(|engine| engine.is_quiet()) {
+        self.engine.stop(PATIENCE);
+        match self.driver.enter(|engine| engine.is_quiet()) {
             Some(true) => Ok(()),
             _ => Err(BenchError::Engine("did not come to rest".to_owned())),
         }
@@ -113,7 +118,7 @@ impl Rig {
 pub(crate) fn spec(block_bytes: u32) -> NamespaceSpec {
     NamespaceSpec {
         description: "undercroft bench".to_owned(),
-        hash_block_tokens: BLOCK_TOKENS,
+        hash_block_size: BLOCK_TOKENS,
         alignment_tokens: BLOCK_TOKENS,
         groups: vec![GroupSpec {
             kind: GroupKind::Full,

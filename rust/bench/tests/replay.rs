@@ -266,7 +266,7 @@ fn published_figures_of_the_whole_trace() {
             let model = run(&trace, &[capacity], kind);
             let engine = run_engine(&trace, &options(capacity, 0, kind));
             for (what, report) in [("model", model), ("engine", engine)] {
-                let what = format!("{what}, {}, {capacity} blocks", kind.name());
+                let what = format!("{what}, {kind:?}, {capacity} blocks");
                 println!(
                     "{what}: {:.2} {:.2}, {:.1} million a second",
                     report.hit_percent(),

@@ -24,23 +24,23 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 /// The same, part by part, for bytes that this processor has no further use for: they pass its caches by,
 /// which hold what the engine's process works on, and where a device that writes from memory would meet them.
 #[derive(Clone, Copy, Debug)]
-pub struct InPassing(Digest);
+pub struct RunningChecksum(Digest);
 
-impl Default for InPassing {
+impl Default for RunningChecksum {
     /// Of no bytes so far.
     fn default() -> Self {
         Self(Digest::new(CrcAlgorithm::Crc64Nvme))
     }
 }
 
-impl InPassing {
+impl RunningChecksum {
     /// Adds what follows.
     pub fn update(&mut self, bytes: &[u8]) {
         for (index, chunk) in bytes.chunks(CHUNK).enumerate() {
             let ahead = index * CHUNK + AHEAD;
             let end = bytes.len().min(ahead + CHUNK);
             for line in (ahead..end).step_by(CACHE_LINE) {
-                prefetch_in_passing(&bytes[line]);
+                prefetch_running(&bytes[line]);
             }
             self.0.update(chunk);
         }
@@ -53,7 +53,7 @@ impl InPassing {
 }
 
 /// Asks for the cache line of `byte` as one that is not kept.
-fn prefetch_in_passing(byte: &u8) {
+fn prefetch_running(byte: &u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86_64, and a prefetch of any address has no effect but on the caches.
     unsafe {
@@ -103,11 +103,11 @@ mod tests {
         for len in (0..600).chain([1023, 1024, 1025, 2047, 4096, 4097]) {
             for start in [0, 1, 7, 15, 63] {
                 let part = &bytes[start..start + len];
-                let mut in_passing = InPassing::default();
+                let mut running = RunningChecksum::default();
                 let (head, tail) = part.split_at(len / 3);
-                in_passing.update(head);
-                in_passing.update(tail);
-                assert_eq!(in_passing.finish(), checksum(part));
+                running.update(head);
+                running.update(tail);
+                assert_eq!(running.finish(), checksum(part));
                 assert_eq!(
                     checksum(part),
                     by_definition(part),

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use crate::size::Bytes;
+
 /// A namespace cannot be registered.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -20,8 +22,9 @@ pub enum RegisterError {
     },
     /// A payload is larger than a page of the region that should hold it.
     #[error(
-        "group {group} has payloads of {payload_bytes} bytes (one block, all ranks), and the largest slot of {region} is \
-         {page_bytes} bytes; raise {option}"
+        "group {group} has payloads of {} (one block, all ranks), and the largest slot of {region} has {}; raise {option}",
+        Bytes(*payload_bytes),
+        Bytes(*page_bytes)
     )]
     PayloadTooLarge {
         /// Index of the group.
@@ -47,6 +50,9 @@ pub enum RegisterError {
         /// How many there are.
         count: usize,
     },
+    /// The engine has panicked and is not entered any more.
+    #[error("the engine has failed; its panic is in the log")]
+    Broken,
 }
 
 /// A disk directory cannot be used.
@@ -126,8 +132,11 @@ pub enum StoreError {
     },
     /// The filesystem has no room for it.
     #[error(
-        "disk_capacity {capacity} bytes for {path}: only {available} bytes can be used (free space less a reserve of {reserve}); \
-         set disk_capacity to at most that"
+        "disk_capacity {} for {path}: only {} can be used (free space less a reserve of {}); set disk_capacity to at most \
+         that",
+        Bytes(*capacity),
+        Bytes(*available),
+        Bytes(*reserve)
     )]
     NoSpace {
         /// The directory.
@@ -141,7 +150,9 @@ pub enum StoreError {
     },
     /// Too small to be of use.
     #[error(
-        "disk_capacity {capacity} bytes for {path} is too small; allowed: at least {minimum} bytes"
+        "disk_capacity {} for {path} is too small; allowed: at least {}",
+        Bytes(*capacity),
+        Bytes(*minimum)
     )]
     TooSmall {
         /// The directory.

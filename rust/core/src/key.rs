@@ -34,6 +34,13 @@ impl BlockHash {
         &self.bytes[..usize::from(self.len)]
     }
 
+    /// Its first eight bytes: a well-mixed digest, as block hashes are uniform.
+    pub fn fingerprint(&self) -> u64 {
+        let mut head = [0; 8];
+        head.copy_from_slice(&self.padded()[..8]);
+        u64::from_le_bytes(head)
+    }
+
     /// The hash with its zero padding, as it stands in a record on disk.
     pub fn padded(&self) -> &[u8; HASH_BYTES_MAX] {
         &self.bytes
@@ -97,6 +104,24 @@ pub trait HashSource {
             out.extend_from_slice(hash.as_bytes());
         }
         (self.len().saturating_sub(from), len)
+    }
+}
+
+impl fmt::Debug for dyn HashSource + '_ {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} hashes", self.len())
+    }
+}
+
+impl<H: HashSource + ?Sized> HashSource for &H {
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+    fn get(&self, index: usize) -> Option<BlockHash> {
+        (**self).get(index)
+    }
+    fn append_from(&self, from: usize, out: &mut Vec<u8>) -> (usize, usize) {
+        (**self).append_from(from, out)
     }
 }
 

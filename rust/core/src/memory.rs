@@ -94,6 +94,22 @@ mod tests {
         assert_eq!(cgroup_available(root.path()), Some(400));
         write("memory.stat", "anon 1\ninactive_file 250\n");
         assert_eq!(cgroup_available(root.path()), Some(650));
+        write("memory.current", "2000\n");
+        assert_eq!(cgroup_available(root.path()), Some(0), "over its limit");
+    }
+
+    #[test]
+    fn a_control_group_of_version_1_counts_too() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("memory")).unwrap();
+        let write = |name: &str, text: &str| {
+            fs::write(root.path().join("memory").join(name), text).unwrap()
+        };
+        write("memory.limit_in_bytes", "1000\n");
+        write("memory.usage_in_bytes", "600\n");
+        assert_eq!(cgroup_available(root.path()), Some(400));
+        write("memory.stat", "inactive_file 7\ntotal_inactive_file 250\n");
+        assert_eq!(cgroup_available(root.path()), Some(650));
     }
 
     #[test]

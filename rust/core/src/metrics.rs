@@ -52,7 +52,7 @@ pub struct Gauges {
     pub nodes: u64,
     pub namespaces: u64,
     pub sessions: u64,
-    pub jobs: u64,
+    pub active_lookups: u64,
     pub loads: u64,
     pub saves: u64,
     pub promotion_queue_bytes: u64,

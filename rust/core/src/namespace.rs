@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::RegisterError;
 use crate::key::NamespaceDigest;
-use crate::slots::Class;
 
 /// Groups a namespace may have; a node keeps one bit for each.
 pub const GROUPS_MAX: usize = 32;
@@ -37,7 +36,7 @@ pub enum GroupKind {
 pub struct GroupSpec {
     /// What a hit needs of it.
     pub kind: GroupKind,
-    /// Tokens of one block; a multiple of `hash_block_tokens`.
+    /// Tokens of one block; a multiple of `hash_block_size`.
     pub block_tokens: u32,
     /// Bytes of one payload, of all ranks together.
     pub payload_bytes: u32,
@@ -48,8 +47,8 @@ pub struct GroupSpec {
 pub struct NamespaceSpec {
     /// Canonical description; its digest is the namespace's identity.
     pub description: String,
-    /// Tokens of one granule.
-    pub hash_block_tokens: u32,
+    /// Tokens of one hash block.
+    pub hash_block_size: u32,
     /// Every hit is a multiple of this many tokens.
     pub alignment_tokens: u32,
     /// Groups, in vLLM's order.
@@ -67,19 +66,19 @@ impl NamespaceSpec {
     /// # Errors
     /// Names the value that does not, and what is allowed.
     pub fn validate(&self) -> Result<(), RegisterError> {
-        let granule = self.hash_block_tokens;
-        if granule == 0 {
+        let hash_block_size = self.hash_block_size;
+        if hash_block_size == 0 {
             return Err(RegisterError::Value {
-                key: "hash_block_tokens",
+                key: "hash_block_size",
                 value: 0,
                 allowed: "at least 1",
             });
         }
-        if self.alignment_tokens == 0 || !self.alignment_tokens.is_multiple_of(granule) {
+        if self.alignment_tokens == 0 || !self.alignment_tokens.is_multiple_of(hash_block_size) {
             return Err(RegisterError::Value {
                 key: "alignment_tokens",
                 value: u64::from(self.alignment_tokens),
-                allowed: "a multiple of hash_block_tokens",
+                allowed: "a multiple of hash_block_size",
             });
         }
         if self.groups.is_empty() || self.groups.len() > GROUPS_MAX {
@@ -94,11 +93,11 @@ impl NamespaceSpec {
             .iter()
             .filter(|group| group.kind != GroupKind::Ignored)
         {
-            if group.block_tokens == 0 || group.block_tokens % granule != 0 {
+            if group.block_tokens == 0 || group.block_tokens % hash_block_size != 0 {
                 return Err(RegisterError::Value {
                     key: "block_tokens",
                     value: u64::from(group.block_tokens),
-                    allowed: "a multiple of hash_block_tokens",
+                    allowed: "a multiple of hash_block_size",
                 });
             }
             if group.payload_bytes == 0 {
@@ -112,17 +111,18 @@ impl NamespaceSpec {
         Ok(())
     }
 
-    /// Granules of one block of `group`.
-    pub fn granules(&self, group: usize) -> u32 {
-        self.groups[group].block_tokens / self.hash_block_tokens
+    /// Hash blocks of one block of `group`.
+    pub fn hash_blocks(&self, group: usize) -> u32 {
+        self.groups[group].block_tokens / self.hash_block_size
     }
 
-    /// Whether a block of `group` ends at `depth` granules.
+    /// Whether a block of `group` ends at `depth` hash blocks.
     pub fn ends_block(&self, group: usize, depth: u32) -> bool {
-        self.groups[group].kind != GroupKind::Ignored && depth.is_multiple_of(self.granules(group))
+        self.groups[group].kind != GroupKind::Ignored
+            && depth.is_multiple_of(self.hash_blocks(group))
     }
 
-    /// Whether a hit may end at `boundary` granules: a block of every group does.
+    /// Whether a hit may end at `boundary` hash blocks: a block of every group does.
     pub fn may_end(&self, boundary: u32) -> bool {
         (0..self.groups.len()).all(|group| {
             self.groups[group].kind == GroupKind::Ignored || self.ends_block(group, boundary)
@@ -145,38 +145,22 @@ impl NamespaceSpec {
             .fold(0, |mask, group| mask | 1 << group)
     }
 
-    /// For a hit of `boundary` granules, the depth after which `group`'s blocks are needed.
+    /// For a hit of `boundary` hash blocks, the depth after which `group`'s blocks are needed.
     pub fn needed_after(&self, group: usize, boundary: u32) -> u32 {
-        let granules = self.granules(group);
-        let in_granules = |tokens: u32| tokens.div_ceil(self.groups[group].block_tokens) * granules;
+        let hash_blocks = self.hash_blocks(group);
+        let in_hash_blocks =
+            |tokens: u32| tokens.div_ceil(self.groups[group].block_tokens) * hash_blocks;
         match self.groups[group].kind {
             GroupKind::Full => 0,
             GroupKind::SlidingWindow { tokens } => {
-                boundary.saturating_sub(in_granules(tokens.saturating_sub(1)).max(granules))
+                boundary.saturating_sub(in_hash_blocks(tokens.saturating_sub(1)).max(hash_blocks))
             }
             GroupKind::ChunkedLocal { tokens } => {
-                let start = boundary * self.hash_block_tokens / tokens.max(1) * tokens.max(1);
-                start / self.groups[group].block_tokens * granules
+                let start = boundary * self.hash_block_size / tokens.max(1) * tokens.max(1);
+                start / self.groups[group].block_tokens * hash_blocks
             }
-            GroupKind::State => boundary.saturating_sub(granules),
+            GroupKind::State => boundary.saturating_sub(hash_blocks),
             GroupKind::Ignored => boundary,
         }
     }
-}
-
-/// A registered namespace.
-#[derive(Debug)]
-pub(crate) struct Namespace {
-    pub(crate) digest: NamespaceDigest,
-    pub(crate) spec: NamespaceSpec,
-    /// Ties records on disk to one life of the namespace: a reset takes a new one.
-    pub(crate) instance: u64,
-    /// Of one session alone, whose weights may be others than the description says.
-    pub(crate) private: bool,
-    /// Not in the namespace table: its records end with the process.
-    pub(crate) volatile: bool,
-    /// Size class of each group in the arena; `None` for ignored groups.
-    pub(crate) host_class: Vec<Option<Class>>,
-    /// Size class of each group, by device.
-    pub(crate) disk_class: Vec<Vec<Option<Class>>>,
 }

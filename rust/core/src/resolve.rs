@@ -4,7 +4,7 @@
 
 use crate::namespace::{GroupKind, NamespaceSpec};
 
-/// The deepest boundary, in granules, at or below `limit`, that is a multiple of the alignment and
+/// The deepest boundary, in hash blocks, at or below `limit`, that is a multiple of the alignment and
 /// lies above `local`, the boundary that the device itself holds; `local` if there is none.
 ///
 /// `limit` says all there is to know of full attention: every block of those groups in
@@ -17,7 +17,7 @@ pub fn resolve(
     local: u32,
     mut has: impl FnMut(u32, usize) -> bool,
 ) -> u32 {
-    let align = spec.alignment_tokens / spec.hash_block_tokens;
+    let align = spec.alignment_tokens / spec.hash_block_size;
     let mut boundary = limit / align * align;
     while boundary > local {
         match missing(spec, boundary, local, &mut has) {
@@ -46,22 +46,22 @@ fn missing(
         if of.kind == GroupKind::Full {
             continue;
         }
-        let granules = spec.granules(group);
+        let hash_blocks = spec.hash_blocks(group);
         let after = spec
             .needed_after(group, boundary)
-            .max(local / granules * granules);
+            .max(local / hash_blocks * hash_blocks);
         let mut depth = boundary;
         while depth > after {
             if !has(depth, group) {
                 return Some(depth);
             }
-            depth -= granules;
+            depth -= hash_blocks;
         }
     }
     None
 }
 
-/// How far every block of full attention can be had, at most `limit` granules; and from there what
+/// How far every block of full attention can be had, at most `limit` hash blocks; and from there what
 /// [`resolve`] says, of a chain that `has` tells everything about.
 pub fn resolve_all(
     spec: &NamespaceSpec,
@@ -86,7 +86,7 @@ mod tests {
     fn spec(groups: &[(GroupKind, u32)], alignment_tokens: u32) -> NamespaceSpec {
         NamespaceSpec {
             description: String::new(),
-            hash_block_tokens: 16,
+            hash_block_size: 16,
             alignment_tokens,
             groups: groups
                 .iter()
@@ -106,7 +106,7 @@ mod tests {
         local: u32,
         has: &dyn Fn(u32, usize) -> bool,
     ) -> u32 {
-        let align = spec.alignment_tokens / spec.hash_block_tokens;
+        let align = spec.alignment_tokens / spec.hash_block_size;
         (local + 1..=limit)
             .rev()
             .filter(|boundary| boundary % align == 0)
@@ -118,12 +118,12 @@ mod tests {
                     if !spec.ends_block(group, boundary) {
                         return false;
                     }
-                    let granules = spec.granules(group);
-                    (1..=boundary / granules)
-                        .map(|block| block * granules)
+                    let hash_blocks = spec.hash_blocks(group);
+                    (1..=boundary / hash_blocks)
+                        .map(|block| block * hash_blocks)
                         .all(|depth| {
                             depth <= spec.needed_after(group, boundary)
-                                || depth <= local / granules * granules
+                                || depth <= local / hash_blocks * hash_blocks
                                 || has(depth, group)
                         })
                 })

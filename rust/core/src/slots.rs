@@ -12,6 +12,20 @@ const PAGE_BYTES_MAX: u64 = 64 << 20;
 /// A region has about this many pages, so that every size class finds room.
 const PAGES_TARGET: u64 = 64;
 
+/// The offset in bytes of a slot that is counted in [`SLOT_ALIGN`].
+pub(crate) fn slot_offset(slot: u32) -> u64 {
+    u64::from(slot) * SLOT_ALIGN
+}
+
+/// An offset in bytes, counted in [`SLOT_ALIGN`].
+pub(crate) fn slot_number(offset: u64) -> u32 {
+    assert!(
+        offset.is_multiple_of(SLOT_ALIGN),
+        "no slot begins at {offset}"
+    );
+    u32::try_from(offset / SLOT_ALIGN).expect("a region has at most 16 TiB")
+}
+
 /// A size class: an index into the classes of one [`Slots`].
 pub type Class = u16;
 
@@ -59,7 +73,12 @@ pub fn page_bytes_for(capacity: u64) -> u64 {
 impl Slots {
     /// A region of `capacity` bytes in pages of `page_bytes`; what does not fill a page is left out.
     pub fn new(capacity: u64, page_bytes: u64) -> Self {
-        let count = u32::try_from(capacity / page_bytes).unwrap_or(u32::MAX - 1);
+        assert!(
+            page_bytes.is_power_of_two() && page_bytes >= SLOT_ALIGN,
+            "a page holds whole slots: {page_bytes} bytes"
+        );
+        let count =
+            u32::try_from(capacity / page_bytes).expect("a region has fewer than 2^32 pages");
         Self {
             page_bytes,
             pages: (0..count)
@@ -129,12 +148,12 @@ impl Slots {
 
     /// The page that holds `offset`.
     pub fn page_of(&self, offset: u64) -> u32 {
-        u32::try_from(offset / self.page_bytes).unwrap_or(u32::MAX)
+        u32::try_from(offset / self.page_bytes).expect("an offset lies in a page of the region")
     }
 
-    /// Number of size classes.
-    pub fn class_count(&self) -> usize {
-        self.classes.len()
+    /// Size classes.
+    pub fn classes(&self) -> std::ops::Range<Class> {
+        0..Class::try_from(self.classes.len()).expect("`class_for` limits the size classes")
     }
 
     /// Takes a slot; the offset in bytes, or `None` if the class has no room and no page is free.
@@ -145,8 +164,9 @@ impl Slots {
         };
         let slot_bytes = self.slot_bytes(class);
         let page = &mut self.pages[page_index as usize];
-        let slot = page.free.pop()?;
-        page.owners[slot as usize] = Some(owner);
+        let slot = page.free.pop().expect("a partial page has a free slot");
+        let before = page.owners[slot as usize].replace(owner);
+        assert!(before.is_none(), "a free slot has the owner {before:?}");
         if page.free.is_empty() {
             self.leave_partial(page_index);
         }
@@ -157,13 +177,15 @@ impl Slots {
 
     /// Takes the slot at `offset` (recovery). False if it is taken, misplaced or of another class.
     pub fn claim(&mut self, class: Class, offset: u64, owner: Owner) -> bool {
+        // The offset comes from disk: it may lie anywhere.
+        if offset >= self.capacity() {
+            return false;
+        }
         let page_index = self.page_of(offset);
         let slot_bytes = self.slot_bytes(class);
         let within = offset % self.page_bytes;
         let slots_per_page = self.page_bytes / slot_bytes;
-        let Some(page) = self.pages.get(page_index as usize) else {
-            return false;
-        };
+        let page = &self.pages[page_index as usize];
         if !within.is_multiple_of(slot_bytes) || within / slot_bytes >= slots_per_page {
             return false;
         }
@@ -172,12 +194,12 @@ impl Slots {
             Some(found) if found != class => return false,
             Some(_) => {}
         }
-        let slot = u32::try_from(within / slot_bytes).unwrap_or(u32::MAX);
+        let slot = self.slot_at(class, offset);
         let page = &mut self.pages[page_index as usize];
-        if page.owners[slot as usize].is_some() {
+        if page.owners[slot].is_some() {
             return false;
         }
-        page.owners[slot as usize] = Some(owner);
+        page.owners[slot] = Some(owner);
         // The free lists are rebuilt once, by `finish_claims`.
         self.classes[usize::from(class)].used += 1;
         self.used_bytes += slot_bytes;
@@ -186,14 +208,9 @@ impl Slots {
 
     /// Names the owner of a slot in use.
     pub fn set_owner(&mut self, class: Class, offset: u64, owner: Owner) {
-        let slot = offset % self.page_bytes / self.slot_bytes(class);
-        let page = self.page_of(offset) as usize;
-        let slot = usize::try_from(slot).unwrap_or(usize::MAX);
-        debug_assert!(
-            self.pages[page].owners[slot].is_some(),
-            "slot is not in use"
-        );
-        self.pages[page].owners[slot] = Some(owner);
+        let (page, slot) = (self.page_of(offset) as usize, self.slot_at(class, offset));
+        let before = self.pages[page].owners[slot].replace(owner);
+        assert!(before.is_some(), "the slot at {offset} is not in use");
     }
 
     /// Rebuilds the free lists after a series of [`Slots::claim`].
@@ -203,8 +220,8 @@ impl Slots {
             .filter(|(_, page)| page.class.is_none());
         self.free_pages = free.map(|(index, _)| index).collect();
         self.free_pages.reverse();
-        for index in 0..self.pages.len() {
-            let page = &mut self.pages[index];
+        for index in 0..u32::try_from(self.pages.len()).expect("`new` counts the pages") {
+            let page = &mut self.pages[index as usize];
             if page.class.is_none() {
                 continue;
             }
@@ -214,7 +231,7 @@ impl Slots {
             page.free = free.map(|(slot, _)| slot).collect();
             page.free.reverse();
             if page.free.is_empty() {
-                self.leave_partial(u32::try_from(index).unwrap_or(u32::MAX));
+                self.leave_partial(index);
             }
         }
     }
@@ -223,14 +240,20 @@ impl Slots {
     pub fn free(&mut self, class: Class, offset: u64) {
         let slot_bytes = self.slot_bytes(class);
         let page_index = self.page_of(offset);
-        let slot = offset % self.page_bytes / slot_bytes;
+        let slot = self.slot_at(class, offset);
         let page = &mut self.pages[page_index as usize];
-        debug_assert_eq!(page.class, Some(class), "slot freed into another class");
-        let owner = page.owners[usize::try_from(slot).unwrap_or(usize::MAX)].take();
-        debug_assert!(owner.is_some(), "slot freed twice");
-        page.free.push(u32::try_from(slot).unwrap_or(u32::MAX));
-        self.classes[usize::from(class)].used -= 1;
-        self.used_bytes -= slot_bytes;
+        assert_eq!(
+            page.class,
+            Some(class),
+            "the slot at {offset} is freed into another class"
+        );
+        let owner = page.owners[slot].take();
+        assert!(owner.is_some(), "the slot at {offset} is freed twice");
+        page.free.push(slot as u32);
+        let used = &mut self.classes[usize::from(class)].used;
+        *used = used.checked_sub(1).expect("the class has a slot in use");
+        let used_bytes = self.used_bytes.checked_sub(slot_bytes);
+        self.used_bytes = used_bytes.expect("the bytes in use include every slot");
         if self.pages[page_index as usize].partial_at.is_none() {
             self.enter_partial(page_index, class);
         }
@@ -259,14 +282,20 @@ impl Slots {
     #[cfg(feature = "check")]
     pub(crate) fn owner_at(&self, class: Class, offset: u64) -> Option<Owner> {
         let page = self.pages.get(self.page_of(offset) as usize)?;
-        let slot = offset % self.page_bytes / self.slot_bytes(class);
-        let owner = page.owners.get(usize::try_from(slot).ok()?).copied();
+        let owner = page.owners.get(self.slot_at(class, offset)).copied();
         owner.flatten().filter(|_| page.class == Some(class))
     }
 
     /// The class a page belongs to now.
     pub fn page_class(&self, page: u32) -> Option<Class> {
         self.pages.get(page as usize)?.class
+    }
+
+    /// Index in its page of the slot at `offset`.
+    pub(crate) fn slot_at(&self, class: Class, offset: u64) -> usize {
+        let slot = offset % self.page_bytes / self.slot_bytes(class);
+        // At most the page size over the alignment.
+        slot as usize
     }
 
     fn assign_page(&mut self, class: Class) -> Option<u32> {
@@ -277,8 +306,13 @@ impl Slots {
 
     fn give_page(&mut self, page_index: u32, class: Class) {
         let slots = self.page_bytes / self.slot_bytes(class);
-        let slots = u32::try_from(slots).unwrap_or(u32::MAX);
+        let slots =
+            u32::try_from(slots).expect("a page of at most 64 MiB has fewer than 2^32 slots");
         let page = &mut self.pages[page_index as usize];
+        assert_eq!(
+            page.class, None,
+            "page {page_index} belongs to another class"
+        );
         page.class = Some(class);
         page.owners = vec![None; slots as usize];
         page.free = (0..slots).rev().collect();
@@ -287,7 +321,13 @@ impl Slots {
 
     fn enter_partial(&mut self, page_index: u32, class: Class) {
         let partial = &mut self.classes[usize::from(class)].partial;
-        self.pages[page_index as usize].partial_at = Some(partial.len());
+        let before = self.pages[page_index as usize]
+            .partial_at
+            .replace(partial.len());
+        assert!(
+            before.is_none(),
+            "page {page_index} is listed as partial twice"
+        );
         partial.push(page_index);
     }
 

@@ -3,13 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use undercroft_core::disk::DeviceImage;
-use undercroft_core::engine::{Answer, Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::policy::PolicyKind;
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
-const GRANULE: u32 = 16;
+const HASH_BLOCK: u32 = 16;
 const PAYLOAD: u64 = 64 << 10;
 const PAGE: u64 = 256 << 10;
 /// Blocks that the arena holds.
@@ -34,11 +35,11 @@ fn engine_of(policy: PolicyKind, host_blocks: u64, disk_blocks: u64) -> (Engine,
     }
     let spec = NamespaceSpec {
         description: "admission".to_owned(),
-        hash_block_tokens: GRANULE,
-        alignment_tokens: GRANULE,
+        hash_block_size: HASH_BLOCK,
+        alignment_tokens: HASH_BLOCK,
         groups: vec![GroupSpec {
             kind: GroupKind::Full,
-            block_tokens: GRANULE,
+            block_tokens: HASH_BLOCK,
             payload_bytes: u32::try_from(PAYLOAD).unwrap(),
         }],
     };
@@ -61,24 +62,33 @@ fn chain(len: u32) -> Vec<BlockHash> {
 }
 
 fn hit(engine: &mut Engine, session: SessionId, request: &str, prompt: &Vec<BlockHash>) -> u32 {
-    let tokens = prompt.len() as u32 * GRANULE;
+    let tokens = prompt.len() as u32 * HASH_BLOCK;
     loop {
-        match engine.poll(session, request, prompt, 0, tokens) {
-            Answer::Ready(tokens) => return tokens / GRANULE,
-            Answer::Pending => settle(engine),
+        match engine
+            .lookup(
+                session,
+                &LookupRequest::new(request, &prompt).max(Tokens(tokens)),
+            )
+            .tokens()
+        {
+            Some(Tokens(tokens)) => return tokens / HASH_BLOCK,
+            None => settle(engine),
         }
     }
 }
 
 fn save(engine: &mut Engine, session: SessionId, request: &str, prompt: &Vec<BlockHash>) -> u32 {
-    let tokens = prompt.len() as u32 * GRANULE;
-    let Some(save) = engine.begin_save(session, request, prompt, tokens, &[]) else {
+    let tokens = prompt.len() as u32 * HASH_BLOCK;
+    let Some(save) = engine
+        .begin_save(session, &SaveRequest::new(request, &prompt, Tokens(tokens)))
+        .transfer
+    else {
         return 0;
     };
     engine.end_transfer(save.id, true);
     save.extents
         .iter()
-        .map(|extent| extent.slots.len() as u32)
+        .map(|extent| extent.offsets.len() as u32)
         .sum()
 }
 
@@ -89,7 +99,7 @@ fn without_a_single_hit_the_oldest_prompts_go() {
         let prompt = prompt(name, 4);
         assert_eq!(hit(&mut engine, session, "r", &prompt), 0);
         assert_eq!(save(&mut engine, session, "r", &prompt), 4);
-        engine.discard(session, "r");
+        engine.finish_request(session, "r");
     }
     let kept: Vec<u8> = (1..=20)
         .filter(|&name| hit(&mut engine, session, "probe", &prompt(name, 4)) == 4)
@@ -125,13 +135,13 @@ fn teach(engine: &mut Engine, session: SessionId) {
             let prompt = prompt(name, 4);
             hit(engine, session, "r", &prompt);
             save(engine, session, "r", &prompt);
-            engine.discard(session, "r");
+            engine.finish_request(session, "r");
             settle(engine);
         }
         let once = prompt(55 + round, 4);
         hit(engine, session, "r", &once);
         save(engine, session, "r", &once);
-        engine.discard(session, "r");
+        engine.finish_request(session, "r");
         settle(engine);
     }
 }
@@ -145,10 +155,12 @@ fn a_block_is_weighed_once_however_often_its_save_is_tried() {
     hit(&mut engine, session, "r", &prompt);
     for other in 0..100 {
         assert_eq!(save(&mut engine, session, "r", &prompt), 0);
-        assert!(!engine.save_refused(session), "not worth another try");
+        let again = SaveRequest::new("r", &prompt, Tokens(4 * HASH_BLOCK));
+        let refused = engine.begin_save(session, &again).refused;
+        assert!(!refused, "not worth another try");
         // Time goes on: other requests come and go.
         hit(&mut engine, session, &format!("other {other}"), &prompt);
-        engine.discard(session, &format!("other {other}"));
+        engine.finish_request(session, &format!("other {other}"));
     }
     assert_eq!(engine.counters().refused_admission, before + 1);
 }
@@ -175,7 +187,7 @@ fn a_full_disk_of_writes_in_flight_leaves_the_rest_in_the_arena() {
     let prompt = prompt(1, 8);
     hit(&mut engine, session, "r", &prompt);
     assert_eq!(save(&mut engine, session, "r", &prompt), 8);
-    engine.discard(session, "r");
+    engine.finish_request(session, "r");
     let mut io = Vec::new();
     engine.next_io(64, &mut io);
     let writes = io
@@ -216,7 +228,12 @@ fn a_prompt_saved_block_by_block_asks_a_disk_that_takes_no_writes_for_each_block
         });
     }
     for tokens in 2..=blocks {
-        let save = engine.begin_save(session, "r", &prompt, tokens * GRANULE, &[]);
+        let save = engine
+            .begin_save(
+                session,
+                &SaveRequest::new("r", &prompt, Tokens(tokens * HASH_BLOCK)),
+            )
+            .transfer;
         engine.end_transfer(save.unwrap().id, true);
         engine.next_io(64, &mut io);
         assert!(io.is_empty());

@@ -8,16 +8,17 @@
 use undercroft_core::checksum::checksum;
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Answer, Engine, EngineConfig, Extent, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{Extent, LookupRequest, Priority, SaveRequest, SessionSpec, Tokens};
 
 const HOST_BYTES: usize = 4 << 20;
 const DATA_BYTES: usize = 8 << 20;
 const PAGE_BYTES: u64 = 256 << 10;
 const PAYLOAD: usize = 10_000;
-const GRANULE: u32 = 16;
+const HASH_BLOCK: u32 = 16;
 
 /// A machine that carries out every operation at once.
 struct Machine {
@@ -132,11 +133,11 @@ impl Machine {
 fn spec() -> NamespaceSpec {
     NamespaceSpec {
         description: "smoke".to_owned(),
-        hash_block_tokens: GRANULE,
-        alignment_tokens: GRANULE,
+        hash_block_size: HASH_BLOCK,
+        alignment_tokens: HASH_BLOCK,
         groups: vec![GroupSpec {
             kind: GroupKind::Full,
-            block_tokens: GRANULE,
+            block_tokens: HASH_BLOCK,
             payload_bytes: PAYLOAD as u32,
         }],
     }
@@ -158,16 +159,17 @@ fn payload(depth: usize) -> Vec<u8> {
 fn offsets(extents: &[Extent]) -> Vec<(usize, usize)> {
     let blocks = extents
         .iter()
-        .flat_map(|extent| (extent.first_block as usize..).zip(&extent.slots));
+        .flat_map(|extent| (extent.first_block as usize..).zip(&extent.offsets));
     blocks
-        .map(|(block, &offset)| (block, usize::try_from(offset).unwrap()))
+        .map(|(block, &offset)| (block, offset.get().unwrap() as usize))
         .collect()
 }
 
 fn save(machine: &mut Machine, engine: &mut Engine, session: SessionId, hashes: &Vec<BlockHash>) {
-    let tokens = hashes.len() as u32 * GRANULE;
+    let tokens = hashes.len() as u32 * HASH_BLOCK;
     let transfer = engine
-        .begin_save(session, "r", hashes, tokens, &[])
+        .begin_save(session, &SaveRequest::new("r", &hashes, Tokens(tokens)))
+        .transfer
         .unwrap();
     for (block, offset) in offsets(&transfer.extents) {
         machine.arena[offset..offset + PAYLOAD].copy_from_slice(&payload(block + 1));
@@ -177,7 +179,7 @@ fn save(machine: &mut Machine, engine: &mut Engine, session: SessionId, hashes: 
 
 fn load(machine: &Machine, engine: &mut Engine, session: SessionId, blocks: u32) {
     let transfer = engine
-        .begin_load(session, "r", 0, blocks * GRANULE)
+        .begin_load(session, "r", Tokens(0), Tokens(blocks * HASH_BLOCK))
         .unwrap();
     let found = offsets(&transfer.extents);
     assert_eq!(found.len(), blocks as usize);
@@ -186,27 +188,31 @@ fn load(machine: &Machine, engine: &mut Engine, session: SessionId, blocks: u32)
         assert!(bytes == payload(block + 1), "block {block} is wrong");
     }
     engine.end_transfer(transfer.id, true);
-    engine.discard(session, "r");
+    engine.finish_request(session, "r");
 }
 
 #[test]
 fn a_chain_survives_a_restart() {
     let mut machine = Machine::new();
     let hashes = chain(6);
-    let all = 6 * GRANULE;
+    let all = 6 * HASH_BLOCK;
 
     let mut engine = machine.engine(1);
     let session = engine.open_session(spec()).unwrap();
     assert_eq!(
-        engine.poll(session, "r", &hashes, 0, all),
-        Answer::Ready(0),
+        engine
+            .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(all)))
+            .tokens(),
+        Some(Tokens(0)),
         "nothing is there yet"
     );
-    engine.discard(session, "r");
+    engine.finish_request(session, "r");
     save(&mut machine, &mut engine, session, &hashes);
     assert_eq!(
-        engine.poll(session, "r", &hashes, 0, all),
-        Answer::Ready(all)
+        engine
+            .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(all)))
+            .tokens(),
+        Some(Tokens(all))
     );
     load(&machine, &mut engine, session, 6);
     machine.run(&mut engine);
@@ -217,25 +223,38 @@ fn a_chain_survives_a_restart() {
     let mut engine = machine.engine(2);
     assert_eq!(engine.gauges().disk_blocks, 6);
     let session = engine.open_session(spec()).unwrap();
-    engine.submit(session, "r", &hashes, 0, all);
-    assert_eq!(engine.poll(session, "r", &hashes, 0, all), Answer::Pending);
+    engine.lookup(
+        session,
+        &LookupRequest::new("r", &hashes).max(Tokens(all)).prefetch(),
+    );
+    assert_eq!(
+        engine
+            .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(all)))
+            .tokens(),
+        None
+    );
     machine.run(&mut engine);
     assert_eq!(
-        engine.poll(session, "r", &hashes, 0, all),
-        Answer::Ready(all)
+        engine
+            .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(all)))
+            .tokens(),
+        Some(Tokens(all))
     );
     load(&machine, &mut engine, session, 6);
     assert_eq!(machine.reads, 6, "each payload is read once");
     engine.close_session(session);
     let gauges = engine.gauges();
-    assert_eq!((gauges.jobs, gauges.loads, gauges.saves), (0, 0, 0));
+    assert_eq!(
+        (gauges.active_lookups, gauges.loads, gauges.saves),
+        (0, 0, 0)
+    );
 }
 
 #[test]
 fn a_flipped_bit_is_a_miss() {
     let mut machine = Machine::new();
     let hashes = chain(6);
-    let all = 6 * GRANULE;
+    let all = 6 * HASH_BLOCK;
     let mut engine = machine.engine(1);
     let session = engine.open_session(spec()).unwrap();
     save(&mut machine, &mut engine, session, &hashes);
@@ -250,17 +269,45 @@ fn a_flipped_bit_is_a_miss() {
         .position(|window| window == &start[..64])
         .unwrap();
     machine.data[at + 9_000] ^= 4;
-    engine.submit(session, "r", &hashes, 0, all);
-    assert!(!engine.waits(session, "r", 0), "nobody has asked yet");
-    assert_eq!(engine.poll(session, "r", &hashes, 0, all), Answer::Pending);
-    assert!(engine.waits(session, "r", 0));
-    assert!(!engine.waits(session, "r", all), "the device has it all");
-    machine.run(&mut engine);
-    assert!(!engine.waits(session, "r", 0));
-    let before_it = 3 * GRANULE;
+    engine.lookup(
+        session,
+        &LookupRequest::new("r", &hashes).max(Tokens(all)).prefetch(),
+    );
+    assert!(
+        engine
+            .still_pending(session, "r", Tokens(0), Priority::Demand)
+            .is_none(),
+        "nobody has asked yet"
+    );
     assert_eq!(
-        engine.poll(session, "r", &hashes, 0, all),
-        Answer::Ready(before_it)
+        engine
+            .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(all)))
+            .tokens(),
+        None
+    );
+    assert!(
+        engine
+            .still_pending(session, "r", Tokens(0), Priority::Demand)
+            .is_some()
+    );
+    assert!(
+        engine
+            .still_pending(session, "r", Tokens(all), Priority::Demand)
+            .is_none(),
+        "the device has it all"
+    );
+    machine.run(&mut engine);
+    assert!(
+        engine
+            .still_pending(session, "r", Tokens(0), Priority::Demand)
+            .is_none()
+    );
+    let before_it = 3 * HASH_BLOCK;
+    assert_eq!(
+        engine
+            .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(all)))
+            .tokens(),
+        Some(Tokens(before_it))
     );
     load(&machine, &mut engine, session, 3);
     assert_eq!(engine.counters().checksum_failures, 1);
@@ -287,16 +334,18 @@ fn writes_leave_a_part_of_the_depth_to_reads() {
 }
 
 #[test]
-fn limits_below_one_granule_are_a_miss() {
+fn limits_below_one_hash_block_are_a_miss() {
     let mut machine = Machine::new();
     let hashes = chain(3);
     let mut engine = machine.engine(1);
     let session = engine.open_session(spec()).unwrap();
     save(&mut machine, &mut engine, session, &hashes);
-    for most in [0, 1, GRANULE - 1] {
+    for most in [0, 1, HASH_BLOCK - 1] {
         assert_eq!(
-            engine.poll(session, "r", &hashes, 0, most),
-            Answer::Ready(0)
+            engine
+                .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(most)))
+                .tokens(),
+            Some(Tokens(0))
         );
     }
 }
@@ -326,24 +375,34 @@ fn a_prefetch_that_a_client_was_told_of_gives_way_to_nobody() {
             promotion_bytes: 2 * slots,
             ..EngineConfig::new(HOST_BYTES as u64)
         });
-        let session = engine.open_session(spec()).unwrap();
+        let session = SessionSpec {
+            leases_prefetches: told,
+            ..SessionSpec::from(spec())
+        };
+        let session = engine.open_session(session).unwrap();
         let early = &prompts[0];
-        let tokens = 8 * GRANULE;
+        let tokens = 8 * HASH_BLOCK;
         assert_eq!(
-            engine.peek(session, "early", early, 0, u32::MAX),
-            Answer::Pending
+            engine
+                .lookup(session, &LookupRequest::new("early", &early).prefetch())
+                .tokens(),
+            None
         );
         machine.run(&mut engine);
         let mut promised = Vec::new();
         if told {
-            let answer = engine.peek(session, "early", early, 0, u32::MAX);
-            assert_eq!(answer, Answer::Ready(tokens));
-            promised = engine.leased_extents(session, "early", 0);
+            let answer = engine
+                .lookup(session, &LookupRequest::new("early", &early).prefetch())
+                .tokens();
+            assert_eq!(answer, Some(Tokens(tokens)));
+            promised = engine.hit_extents(session, "early", Tokens(0));
         }
         // The scheduler asks for the other one; together they exceed the budget by one payload.
-        engine.poll(session, "asked", &prompts[1], 0, u32::MAX);
+        engine
+            .lookup(session, &LookupRequest::new("asked", &prompts[1]))
+            .tokens();
         machine.run(&mut engine);
-        let loaded = engine.begin_promised_load(session, "early", 0, tokens);
+        let loaded = engine.begin_load(session, "early", Tokens(0), Tokens(tokens));
         assert_eq!(loaded.is_some(), told);
         if let Some(loaded) = loaded {
             assert_eq!(loaded.extents, promised);

@@ -10,7 +10,7 @@ use undercroft_core::key::BlockHash;
 
 const NAMESPACES: usize = 2;
 
-/// A prefix: its namespace, and which way it takes at each granule.
+/// A prefix: its namespace, and which way it takes at each hash block.
 type Prefix = (NsId, Vec<u8>);
 
 fn hash(way: &[u8]) -> BlockHash {
@@ -91,20 +91,20 @@ impl Pair {
                     let goes = *of == ns && prefix.starts_with(&way);
                     if goes {
                         self.forest.unindex(*id);
-                        self.detached.push((*id, self.forest.node(*id).generation));
+                        self.detached.push((*id, self.forest.node(*id).epoch));
                     }
                     !goes
                 });
             }
             Step::Detach { .. } => {}
             Step::Release => {
-                let childless = |(id, _): &(NodeId, u32)| self.forest.node(*id).children == 0;
+                let childless = |(id, _): &(NodeId, u32)| self.forest.node(*id).children() == 0;
                 let (free, kept): (Vec<_>, Vec<_>) = self.detached.drain(..).partition(childless);
                 self.detached = kept;
-                for (id, generation) in free {
-                    assert!(self.forest.is_live(id, generation));
+                for (id, epoch) in free {
+                    assert!(self.forest.is_live(id, epoch));
                     self.forest.release(id);
-                    assert!(!self.forest.is_live(id, generation));
+                    assert!(!self.forest.is_live(id, epoch));
                 }
             }
         }
@@ -131,31 +131,31 @@ impl Pair {
             assert_eq!(self.forest.find(*ns, &hash(way)), Some(id));
             let node = self.forest.node(id);
             assert_eq!(
-                (node.ns, node.depth as usize, node.detached),
+                (node.ns, node.depth as usize, node.is_detached()),
                 (*ns, way.len(), false)
             );
             let above = self.present.get(&(*ns, way[..way.len() - 1].to_vec()));
             assert_eq!(
-                node.parent,
+                node.parent(),
                 above.copied().unwrap_or(NONE),
                 "a parent is there"
             );
         }
         for &(id, _) in &self.detached {
             let node = self.forest.node(id);
-            assert!(node.detached && self.forest.find(node.ns, &node.hash) != Some(id));
+            assert!(node.is_detached() && self.forest.find(node.ns, &node.hash) != Some(id));
         }
         let below = |parent: NodeId, ns: NsId| {
             let of_parent = |id: &NodeId| {
                 let node = self.forest.node(*id);
-                node.parent == parent && node.ns == ns
+                node.parent() == parent && node.ns == ns
             };
             all.iter().copied().filter(of_parent).collect::<Vec<_>>()
         };
         for &id in &all {
             let children = self.linked(self.forest.first_child(id));
             assert_eq!(children, below(id, self.forest.node(id).ns));
-            assert_eq!(self.forest.node(id).children as usize, children.len());
+            assert_eq!(self.forest.node(id).children() as usize, children.len());
         }
         for ns in 0..NAMESPACES as NsId {
             assert_eq!(self.linked(self.forest.first_root(ns)), below(NONE, ns));

@@ -3,24 +3,27 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use undercroft_core::engine::{Answer, Engine, EngineConfig, Offer, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{
+    ArenaOffset, Lookup, LookupRequest, Offer, SaveRequest, SessionSpec, Tokens,
+};
 
-const GRANULE: u32 = 16;
+const HASH_BLOCK: u32 = 16;
 const FULL: usize = 0;
 const OPTIONAL: u8 = 1;
 
 fn spec(kind: GroupKind) -> NamespaceSpec {
     let group = |kind, payload_bytes| GroupSpec {
         kind,
-        block_tokens: GRANULE,
+        block_tokens: HASH_BLOCK,
         payload_bytes,
     };
     NamespaceSpec {
         description: format!("{kind:?}"),
-        hash_block_tokens: GRANULE,
-        alignment_tokens: GRANULE,
+        hash_block_size: HASH_BLOCK,
+        alignment_tokens: HASH_BLOCK,
         groups: vec![group(GroupKind::Full, 1 << 16), group(kind, 1 << 16)],
     }
 }
@@ -51,8 +54,14 @@ fn save(
     hashes: &Vec<BlockHash>,
     offers: &[Offer],
 ) -> (usize, usize) {
-    let tokens = hashes.len() as u32 * GRANULE;
-    let Some(job) = engine.begin_save(session, "save", hashes, tokens, offers) else {
+    let tokens = hashes.len() as u32 * HASH_BLOCK;
+    let Some(job) = engine
+        .begin_save(
+            session,
+            &SaveRequest::new("save", &hashes, Tokens(tokens)).offers(offers),
+        )
+        .transfer
+    else {
         return (0, 0);
     };
     let count = |group: usize| {
@@ -61,8 +70,8 @@ fn save(
             .iter()
             .filter(|extent| usize::from(extent.group) == group);
         extents
-            .flat_map(|extent| &extent.slots)
-            .filter(|&&slot| slot >= 0)
+            .flat_map(|extent| &extent.offsets)
+            .filter(|offset| offset.get().is_some())
             .count()
     };
     let counts = (count(FULL), count(usize::from(OPTIONAL)));
@@ -71,12 +80,19 @@ fn save(
 }
 
 fn hit(engine: &mut Engine, session: SessionId, hashes: &Vec<BlockHash>, local: u32) -> u32 {
-    let most = hashes.len() as u32 * GRANULE;
-    let answer = engine.poll(session, "ask", hashes, local * GRANULE, most);
-    engine.discard(session, "ask");
+    let most = hashes.len() as u32 * HASH_BLOCK;
+    let answer = engine
+        .lookup(
+            session,
+            &LookupRequest::new("ask", &hashes)
+                .computed(Tokens(local * HASH_BLOCK))
+                .max(Tokens(most)),
+        )
+        .tokens();
+    engine.finish_request(session, "ask");
     match answer {
-        Answer::Ready(tokens) => tokens / GRANULE,
-        Answer::Pending => panic!("there is no disk"),
+        Some(Tokens(tokens)) => tokens / HASH_BLOCK,
+        None => panic!("there is no disk"),
     }
 }
 
@@ -105,17 +121,23 @@ fn the_shared_prefix_is_told_although_no_hit_can_end_there() {
     let (mut engine, session) = engine(64 << 20, GroupKind::State);
     save(&mut engine, session, &chain(1, 8), &[offer(7, 8)]);
     let other: Vec<BlockHash> = chain(1, 5).into_iter().chain(chain(2, 3)).collect();
-    let most = 8 * GRANULE;
-    assert_eq!(engine.poll(session, "r", &other, 0, most), Answer::Ready(0));
-    assert_eq!(engine.shared_tokens(session, "r"), 5 * GRANULE);
-    engine.discard(session, "r");
-    assert_eq!(engine.shared_tokens(session, "r"), 0);
+    let most = 8 * HASH_BLOCK;
+    assert_eq!(
+        engine.lookup(session, &LookupRequest::new("r", &other).max(Tokens(most))),
+        Lookup::Miss {
+            shared: Tokens(5 * HASH_BLOCK)
+        }
+    );
 }
 
 #[test]
 fn a_draft_group_keeps_hits_away_from_the_end() {
-    let (mut engine, session) = engine(64 << 20, GroupKind::State);
-    engine.set_dropped_tokens(session, GRANULE);
+    let (mut engine, _) = engine(64 << 20, GroupKind::State);
+    let dropping = SessionSpec {
+        dropped_tokens: Tokens(HASH_BLOCK),
+        ..SessionSpec::from(spec(GroupKind::State))
+    };
+    let session = engine.open_session(dropping).unwrap();
     let hashes = chain(1, 8);
     save(&mut engine, session, &hashes, &[offer(6, 8)]);
     assert_eq!(hit(&mut engine, session, &hashes, 0), 7);
@@ -123,29 +145,33 @@ fn a_draft_group_keeps_hits_away_from_the_end() {
 
 #[test]
 fn a_load_takes_a_window_but_not_what_lies_before_it() {
-    let tokens = 2 * GRANULE + 1;
+    let tokens = 2 * HASH_BLOCK + 1;
     let (mut engine, session) = engine(64 << 20, GroupKind::SlidingWindow { tokens });
     let hashes = chain(1, 8);
     save(&mut engine, session, &hashes, &[offer(2, 4), offer(6, 8)]);
     assert_eq!(hit(&mut engine, session, &hashes, 0), 8);
     assert_eq!(hit(&mut engine, session, &chain(1, 7), 0), 4);
-    let most = 8 * GRANULE;
-    engine.poll(session, "r", &hashes, 0, most);
-    let load = engine.begin_load(session, "r", 0, most).unwrap();
+    let most = 8 * HASH_BLOCK;
+    engine
+        .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(most)))
+        .tokens();
+    let load = engine
+        .begin_load(session, "r", Tokens(0), Tokens(most))
+        .unwrap();
     let of = |group: u8| load.extents.iter().find(|extent| extent.group == group);
     assert_eq!(
-        (of(0).unwrap().first_block, of(0).unwrap().slots.len()),
+        (of(0).unwrap().first_block, of(0).unwrap().offsets.len()),
         (0, 8)
     );
     assert_eq!(
-        (of(1).unwrap().first_block, of(1).unwrap().slots.len()),
+        (of(1).unwrap().first_block, of(1).unwrap().offsets.len()),
         (6, 2)
     );
 }
 
 #[test]
 fn old_windows_go_before_the_chains_that_they_stand_on() {
-    let tokens = 2 * GRANULE + 1;
+    let tokens = 2 * HASH_BLOCK + 1;
     // Room for 64 payloads.
     let (mut engine, session) = engine(4 << 20, GroupKind::SlidingWindow { tokens });
     let long = chain(1, 20);
@@ -174,14 +200,16 @@ fn old_windows_go_before_the_chains_that_they_stand_on() {
 
 #[test]
 fn what_a_load_reads_stays_however_tight_it_gets() {
-    let tokens = 4 * GRANULE + 1;
+    let tokens = 4 * HASH_BLOCK + 1;
     let (mut engine, session) = engine(4 << 20, GroupKind::SlidingWindow { tokens });
     let hashes = chain(1, 16);
     save(&mut engine, session, &hashes, &[offer(8, 12)]);
-    let most = 12 * GRANULE;
+    let most = 12 * HASH_BLOCK;
     assert_eq!(
-        engine.poll(session, "r", &hashes, 0, most),
-        Answer::Ready(most)
+        engine
+            .lookup(session, &LookupRequest::new("r", &hashes).max(Tokens(most)))
+            .tokens(),
+        Some(Tokens(most))
     );
     let press = |engine: &mut Engine, seeds: std::ops::Range<u8>| {
         for seed in seeds {
@@ -191,22 +219,26 @@ fn what_a_load_reads_stays_however_tight_it_gets() {
     };
     // The answer holds them, then the load does.
     press(&mut engine, 2..12);
-    let load = engine.begin_load(session, "r", 0, most).unwrap();
+    let load = engine
+        .begin_load(session, "r", Tokens(0), Tokens(most))
+        .unwrap();
     press(&mut engine, 12..22);
-    let read: Vec<i64> = load
+    let read: Vec<ArenaOffset> = load
         .extents
         .iter()
-        .flat_map(|extent| extent.slots.clone())
+        .flat_map(|extent| extent.offsets.clone())
         .collect();
     assert_eq!(read.len(), 16);
-    let tokens = 30 * GRANULE;
+    let tokens = 30 * HASH_BLOCK;
     let busy = chain(30, 30);
-    let other = engine.begin_save(session, "other", &busy, tokens, &[]);
+    let other = engine
+        .begin_save(session, &SaveRequest::new("other", &busy, Tokens(tokens)))
+        .transfer;
     for extent in other.iter().flat_map(|job| &job.extents) {
-        assert!(extent.slots.iter().all(|slot| !read.contains(slot)));
+        assert!(extent.offsets.iter().all(|slot| !read.contains(slot)));
     }
     engine.end_transfer(load.id, true);
-    engine.discard(session, "r");
+    engine.finish_request(session, "r");
     press(&mut engine, 40..50);
     assert_eq!(hit(&mut engine, session, &hashes, 0), 0);
 }
@@ -233,7 +265,11 @@ fn a_long_chain_of_nodes_without_payloads_goes_on_a_small_stack() {
             end_block: depth,
         };
         let job = engine
-            .begin_save(session, "r", &hashes, depth * GRANULE, &[last])
+            .begin_save(
+                session,
+                &SaveRequest::new("r", &hashes, Tokens(depth * HASH_BLOCK)).offers(&[last]),
+            )
+            .transfer
             .unwrap();
         assert_eq!(engine.gauges().nodes, u64::from(depth));
         engine.end_transfer(job.id, false);
@@ -257,8 +293,13 @@ fn hashes_that_are_no_chain_are_misses_and_save_nothing_twice() {
             end_block: 9,
         }];
         let save = |engine: &mut Engine, hashes: &Vec<BlockHash>| {
-            let job = engine.begin_save(session, "s", hashes, 3 * GRANULE, &all);
-            let slots = job.as_ref().map_or(0, |job| job.extents[0].slots.len());
+            let job = engine
+                .begin_save(
+                    session,
+                    &SaveRequest::new("s", &hashes, Tokens(3 * HASH_BLOCK)).offers(&all),
+                )
+                .transfer;
+            let slots = job.as_ref().map_or(0, |job| job.extents[0].offsets.len());
             if let Some(job) = job {
                 engine.end_transfer(job.id, true);
             }

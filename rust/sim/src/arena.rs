@@ -16,7 +16,7 @@ pub(crate) enum Hand {
 }
 
 #[derive(Debug)]
-pub(crate) struct Arena {
+pub(crate) struct SimArena {
     tokens: Vec<Token>,
     /// By 4 KiB: -1 is a writer, above 0 are readers.
     hands: Vec<i32>,
@@ -24,7 +24,7 @@ pub(crate) struct Arena {
     holders: BTreeMap<u64, String>,
 }
 
-impl Arena {
+impl SimArena {
     pub(crate) fn new(bytes: u64) -> Self {
         Self {
             tokens: vec![0; sectors(bytes)],

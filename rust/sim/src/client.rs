@@ -1,72 +1,36 @@
 //! Clients: what a scheduler does with the engine, in any order that it may.
 
-use undercroft_core::engine::{Answer, SessionId};
-use undercroft_core::key::BlockHash;
+use std::sync::Arc;
+use std::time::Duration;
 
-use crate::content::{PrefixKey, hash_of};
-use crate::model::GRANULE;
-use crate::transfers::{Block, Load, Save};
+use undercroft_core::embedded::EmbeddedSession;
+use undercroft_core::key::BlockHash;
+use undercroft_core::session::{LookupRequest, Priority, SessionSpec, Tokens};
+
+use crate::content::hash_of;
+use crate::model::HASH_BLOCK;
+use crate::participants::{ClientHit, ClientRequest, SimClient};
 use crate::world::World;
 
 /// Promotions that one lookup may start.
 const PROMOTIONS_MAX: u32 = 3;
-
-/// One request of a client.
-#[derive(Debug)]
-pub(crate) struct Request {
-    pub(crate) name: String,
-    pub(crate) keys: Vec<PrefixKey>,
-    pub(crate) hashes: Vec<BlockHash>,
-    pub(crate) tokens: u32,
-    /// When it was told last that the disk owes something.
-    pending_ns: Option<u64>,
-    /// Since when it waits for an answer.
-    asked_ns: Option<u64>,
-    /// Times that a promotion may have started: there is a limit.
-    promotions: u32,
-    /// How often it was pending although no read had ended for the engine's limit.
-    stalls: u32,
-    pub(crate) ready: Option<Ready>,
-    /// Of a client of a server: where it was told that the payloads of `ready` lie.
-    pub(crate) promise: Option<Vec<Block>>,
-    /// Tokens that it has asked to be saved.
-    pub(crate) saved_tokens: u32,
-    /// A load of it failed: there is nothing for it any more.
-    pub(crate) failed: bool,
-}
-
-/// An answer that promised something.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Ready {
-    pub(crate) local: u32,
-    pub(crate) tokens: u32,
-}
-
-/// One client.
-#[derive(Debug)]
-pub(crate) struct Session {
-    pub(crate) id: SessionId,
-    pub(crate) namespace: usize,
-    /// It is told the slots with the answer, and may copy from them before it says so.
-    pub(crate) served: bool,
-    pub(crate) requests: Vec<Request>,
-    pub(crate) loads: Vec<Load>,
-    pub(crate) saves: Vec<Save>,
-}
 
 impl World {
     pub(crate) fn open_session(&mut self) -> Result<(), String> {
         let shared = self.models.iter().filter(|model| !model.private).count();
         let namespace = self.random.index(shared);
         let spec = self.models[namespace].spec.clone();
-        let id = self
-            .engine
-            .open_session(spec)
-            .map_err(|error| error.to_string())?;
-        self.note(|| format!("open session on namespace {namespace}"));
         let served = self.random.chance(300);
-        self.sessions.push(Session {
-            id,
+        let spec = SessionSpec {
+            leases_prefetches: served,
+            ..SessionSpec::from(spec)
+        };
+        let opened = EmbeddedSession::open(Arc::clone(&self.engine), spec);
+        let opened = opened.map_err(|error| error.to_string())?;
+        self.note(|| format!("open session on namespace {namespace}"));
+        self.sessions.push(SimClient {
+            id: opened.id(),
+            session: Box::new(opened),
             namespace,
             served,
             requests: Vec::new(),
@@ -130,11 +94,11 @@ impl World {
         let keys = self.prompts.draw(&mut self.random);
         let len = self.models[namespace].hash_bytes;
         let hashes: Vec<BlockHash> = keys.iter().filter_map(|&key| hash_of(key, len)).collect();
-        let rest = self.random.below(u64::from(GRANULE)) as u32;
-        self.names += 1;
-        let request = Request {
-            name: format!("r{}", self.names),
-            tokens: keys.len() as u32 * GRANULE + rest,
+        let rest = self.random.below(u64::from(HASH_BLOCK)) as u32;
+        self.history.names += 1;
+        let request = ClientRequest {
+            name: format!("r{}", self.history.names),
+            tokens: keys.len() as u32 * HASH_BLOCK + rest,
             keys,
             hashes,
             pending_ns: None,
@@ -148,7 +112,7 @@ impl World {
         };
         self.note(|| {
             format!(
-                "new request {} of {} granules in namespace {namespace}",
+                "new request {} of {} hash_blocks in namespace {namespace}",
                 request.name,
                 request.keys.len()
             )
@@ -170,7 +134,7 @@ impl World {
         };
         let local = match self.random.below(10) {
             0 => self.random.below(u64::from(tokens)) as u32,
-            1..=3 => self.random.below(u64::from(tokens / GRANULE)) as u32 * GRANULE,
+            1..=3 => self.random.below(u64::from(tokens / HASH_BLOCK)) as u32 * HASH_BLOCK,
             _ => 0,
         };
         (local, most)
@@ -180,32 +144,35 @@ impl World {
         let (local, most) = self.limits(session, request);
         let session = &mut self.sessions[session];
         let request = &mut session.requests[request];
-        if session.served {
-            // Another lookup voids the answer of the last one.
-            (request.ready, request.promise) = (None, None);
-        }
+        // Another lookup voids the answer of the last one.
+        (request.ready, request.promise) = (None, None);
         request.promotions += 1;
-        self.engine
-            .submit(session.id, &request.name, &request.hashes, local, most);
+        let question = LookupRequest::new(&request.name, &request.hashes)
+            .computed(Tokens(local))
+            .max(Tokens(most));
+        session.session.lookup(&question.prefetch());
         let name = request.name.clone();
-        self.note(|| format!("submit {name} local {local} most {most}"));
+        self.note(|| format!("prefetch {name} local {local} most {most}"));
     }
 
     /// A server asks ahead of the scheduler.
     fn peek(&mut self, session: usize, request: usize) -> Result<(), String> {
         let (local, most) = self.limits(session, request);
-        let id = self.sessions[session].id;
-        let state = &mut self.sessions[session].requests[request];
+        let of = &mut self.sessions[session];
+        let state = &mut of.requests[request];
         let (name, hashes) = (state.name.clone(), &state.hashes);
-        let answer = self.engine.peek(id, &name, hashes, local, most);
+        let question = LookupRequest::new(&name, hashes)
+            .computed(Tokens(local))
+            .max(Tokens(most));
+        let answer = of.session.lookup(&question.prefetch());
         (state.ready, state.promise) = (None, None);
-        self.note(|| format!("peek {name} local {local} most {most}: {answer:?}"));
-        match answer {
-            Answer::Pending => {
+        self.note(|| format!("prefetch {name} local {local} most {most}: {answer:?}"));
+        match answer.tokens() {
+            None => {
                 self.sessions[session].requests[request].promotions += 1;
                 Ok(())
             }
-            Answer::Ready(tokens) => self.answered(session, request, local, most, tokens),
+            Some(Tokens(tokens)) => self.answered(session, request, local, most, tokens),
         }
     }
 
@@ -215,45 +182,52 @@ impl World {
             return self.peek(session, request);
         }
         let (local, most) = self.limits(session, request);
-        let now_ns = self.now_ns;
+        let now_ns = self.clock.now_ns;
         let of = &mut self.sessions[session];
         let id = of.id;
         let state = &mut of.requests[request];
         let asked_ns = *state.asked_ns.get_or_insert(now_ns);
-        let waits = self.engine.waits(id, &state.name, local);
-        let answer = self
+        let question = LookupRequest::new(&state.name, &state.hashes)
+            .computed(Tokens(local))
+            .max(Tokens(most));
+        let name = &state.name;
+        let pending = self
             .engine
-            .poll(id, &state.name, &state.hashes, local, most);
+            .with(|engine| engine.still_pending(id, name, Tokens(local), Priority::Demand));
+        // The session does not enter the engine then.
+        let entered = pending.map(|_| self.engine.with(|engine| engine.lookup(id, &question)));
+        let answer = of.session.lookup(&question);
         let name = state.name.clone();
-        if waits && answer != Answer::Pending {
+        if pending.is_some() && (entered != pending || Some(answer) != pending) {
             return Err(format!(
-                "{name} was said to wait, but is answered {answer:?}"
+                "{name} was said to be pending, but is answered {answer:?}"
             ));
         }
-        self.note(|| format!("poll {name} local {local} most {most}: {answer:?}"));
+        self.note(|| format!("lookup {name} local {local} most {most}: {answer:?}"));
         let state = &mut self.sessions[session].requests[request];
-        match answer {
-            Answer::Pending => {
+        match answer.tokens() {
+            None => {
                 (state.ready, state.promise) = (None, None);
                 let before = state.pending_ns.replace(now_ns);
                 state.promotions += u32::from(before.is_none());
                 let config = &self.settings.engine;
-                let since = before.unwrap_or(now_ns).max(self.last_read_ns);
+                let since = before.unwrap_or(now_ns).max(self.clock.last_read_ns);
                 // One that ended without a read may have been followed by another.
-                let looked_ns = self.last_look_ns;
+                let looked_ns = self.clock.last_poll_ns;
                 state.stalls += u32::from(looked_ns.saturating_sub(since) > config.stall_ns);
                 if state.stalls > PROMOTIONS_MAX {
                     return Err(format!("{name} waits for a device that answers no more"));
                 }
-                if let Some((base, per_thousand)) = config.promotion_wait_ns {
-                    let most_ns = base + per_thousand * u64::from(state.tokens) / 1000;
+                if let Some(wait) = config.promotion_wait {
+                    let part = wait.per_1k_tokens_ns * u64::from(state.tokens) / 1000;
+                    let most_ns = wait.base_ns + part;
                     if now_ns - asked_ns > most_ns {
                         return Err(format!("{name} waits for longer than {most_ns} ns"));
                     }
                 }
                 Ok(())
             }
-            Answer::Ready(tokens) => {
+            Some(Tokens(tokens)) => {
                 state.pending_ns = None;
                 state.asked_ns = None;
                 self.answered(session, request, local, most, tokens)
@@ -275,11 +249,16 @@ impl World {
         let name = state.name.clone();
         (state.ready, state.promise) = (None, None);
         let min_load = self.settings.engine.min_load_tokens;
-        if self.settings.roomy && !self.roomy_broken && !state.failed {
-            let boundary = model.deepest(namespace, &state.keys, local / GRANULE, most / GRANULE);
-            let gain = (boundary * GRANULE).saturating_sub(local);
-            let expected = if boundary > local / GRANULE && gain >= min_load {
-                boundary * GRANULE
+        if self.settings.roomy && !self.history.roomy_broken && !state.failed {
+            let boundary = model.deepest(
+                namespace,
+                &state.keys,
+                local / HASH_BLOCK,
+                most / HASH_BLOCK,
+            );
+            let gain = (boundary * HASH_BLOCK).saturating_sub(local);
+            let expected = if boundary > local / HASH_BLOCK && gain >= min_load {
+                boundary * HASH_BLOCK
             } else {
                 0
             };
@@ -302,14 +281,14 @@ impl World {
         if !sound {
             return Err(format!("{name}: an impossible hit of {tokens} tokens"));
         }
-        self.stats.hits += 1;
-        state.ready = Some(Ready { local, tokens });
-        if self.sessions[session].served {
-            let id = self.sessions[session].id;
-            let extents = self.engine.leased_extents(id, &name, local);
-            let blocks = self.blocks(session, request, &extents)?;
-            self.sessions[session].requests[request].promise = Some(blocks);
-        }
+        self.log.stats.hits += 1;
+        state.ready = Some(ClientHit { local, tokens });
+        let id = self.sessions[session].id;
+        let extents = self
+            .engine
+            .with(|engine| engine.hit_extents(id, &name, Tokens(local)));
+        let blocks = self.blocks(session, request, &extents)?;
+        self.sessions[session].requests[request].promise = Some(blocks);
         if self.random.chance(400) {
             // The device may have gained blocks, never lost them.
             let more = self.random.below(u64::from(tokens - local)) as u32;
@@ -337,6 +316,8 @@ impl World {
         let served = self.sessions[session].served;
         if !served && self.random.chance(100) {
             external = self.random.below(u64::from(external)) as u32;
+            // Of a window, other blocks may be needed than for the whole hit.
+            self.sessions[session].requests[request].promise = None;
         }
         self.begin_load(session, request, ready.local, external, false)
     }
@@ -344,29 +325,35 @@ impl World {
     fn discard(&mut self, session: usize, request: usize) {
         let state = &mut self.sessions[session];
         let request = state.requests.swap_remove(request);
-        self.engine.discard(state.id, &request.name);
-        if self.random.chance(100) {
-            self.engine.discard(state.id, &request.name);
+        if self.random.chance(300) {
+            state.session.end_lookup(&request.name);
         }
-        self.note(|| format!("discard {}", request.name));
+        state.session.finish_request(&request.name);
+        if self.random.chance(100) {
+            state.session.finish_request(&request.name);
+        }
+        self.note(|| format!("finish {}", request.name));
     }
 
     pub(crate) fn reset(&mut self, session: usize) {
-        let Session { id, namespace, .. } = self.sessions[session];
-        self.engine.reset(id);
+        let namespace = self.sessions[session].namespace;
+        self.sessions[session].session.reset(Duration::ZERO);
+        for request in &mut self.sessions[session].requests {
+            (request.ready, request.promise) = (None, None);
+        }
         self.models[namespace].advance();
-        self.stats.resets += 1;
+        self.log.stats.resets += 1;
         self.note(|| format!("reset namespace {namespace}"));
         if !self.models[namespace].private {
-            self.undurable.push(namespace);
+            self.history.undurable.push(namespace);
             self.part(session);
         }
     }
 
     /// What a session does that had its namespace reset at another engine.
     fn make_private(&mut self, session: usize) {
-        let Session { id, namespace, .. } = self.sessions[session];
-        self.engine.make_private(id);
+        let SimClient { id, namespace, .. } = self.sessions[session];
+        self.engine.with(|engine| engine.make_private(id));
         if !self.models[namespace].private {
             self.sessions[session].requests.clear();
             self.part(session);
@@ -376,8 +363,8 @@ impl World {
     /// A session has its own namespace from now on.
     fn part(&mut self, session: usize) {
         let namespace = self.sessions[session].namespace;
-        self.names += 1;
-        let private = self.models[namespace].private(self.names);
+        self.history.names += 1;
+        let private = self.models[namespace].private(self.history.names);
         self.models.push(private);
         self.sessions[session].namespace = self.models.len() - 1;
         self.note(|| format!("a session parts with namespace {namespace}"));
@@ -394,7 +381,7 @@ impl World {
         for save in &session.saves {
             self.let_go_of_save(save);
         }
-        self.engine.close_session(session.id);
+        session.session.close();
         if self.models[session.namespace].private {
             self.models[session.namespace].stored.clear();
         }

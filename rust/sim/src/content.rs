@@ -29,14 +29,14 @@ pub(crate) fn hash_of(key: PrefixKey, len: usize) -> Option<BlockHash> {
 
 /// The bytes of one payload: of a namespace, of the weights in use, of a prefix, of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Payload {
+pub(crate) struct SavedPayload {
     pub(crate) namespace: usize,
     pub(crate) epoch: u64,
     pub(crate) key: PrefixKey,
     pub(crate) group: u8,
 }
 
-impl Payload {
+impl SavedPayload {
     pub(crate) fn sector(&self, index: usize) -> Token {
         let place = mix(self.namespace as u64, u64::from(self.group));
         mix(mix(mix(self.key, self.epoch), place), index as u64)

@@ -34,7 +34,7 @@ pub(crate) enum Write {
 
 /// How much of a write takes place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Extent {
+pub(crate) enum Persisted {
     Whole,
     Nothing,
     /// Any of its sectors.
@@ -68,11 +68,11 @@ impl Clone for Files {
 }
 
 impl Files {
-    fn apply(&mut self, write: &Write, extent: Extent, random: &mut Random) {
+    fn apply(&mut self, write: &Write, extent: Persisted, random: &mut Random) {
         let mut lands = |_| match extent {
-            Extent::Whole => true,
-            Extent::Nothing => false,
-            Extent::Torn => random.chance(500),
+            Persisted::Whole => true,
+            Persisted::Nothing => false,
+            Persisted::Torn => random.chance(500),
         };
         match write {
             Write::Data { offset, tokens } => {
@@ -109,7 +109,7 @@ impl Files {
 }
 
 #[derive(Debug)]
-pub(crate) struct Device {
+pub(crate) struct SimDevice {
     pub(crate) capacity: u64,
     pub(crate) page_bytes: u64,
     now: Files,
@@ -118,7 +118,7 @@ pub(crate) struct Device {
     unsynced: Vec<Write>,
 }
 
-impl Device {
+impl SimDevice {
     pub(crate) fn new(capacity: u64, page_bytes: u64) -> Self {
         let superblock = Superblock {
             store_id: 7,
@@ -177,15 +177,15 @@ impl Device {
     }
 
     /// A write takes place, as far as `extent` says.
-    pub(crate) fn write(&mut self, write: Write, extent: Extent, random: &mut Random) {
+    pub(crate) fn write(&mut self, write: Write, extent: Persisted, random: &mut Random) {
         self.now.apply(&write, extent, random);
-        if extent == Extent::Nothing {
+        if extent == Persisted::Nothing {
             return;
         }
         self.unsynced.push(write);
         if self.unsynced.len() > UNSYNCED_MAX {
             for write in self.unsynced.drain(..UNSYNCED_MAX / 2) {
-                self.stable.apply(&write, Extent::Whole, random);
+                self.stable.apply(&write, Persisted::Whole, random);
             }
         }
     }
@@ -194,7 +194,7 @@ impl Device {
     pub(crate) fn sync(&mut self, file: FileKind, random: &mut Random) {
         for write in &self.unsynced {
             if write.file() == file {
-                self.stable.apply(write, Extent::Whole, random);
+                self.stable.apply(write, Persisted::Whole, random);
             }
         }
         self.unsynced.retain(|write| write.file() != file);
@@ -205,9 +205,9 @@ impl Device {
         if power_loss {
             for write in &self.unsynced {
                 let extent = match random.below(10) {
-                    0 | 1 => Extent::Nothing,
-                    2 => Extent::Torn,
-                    _ => Extent::Whole,
+                    0 | 1 => Persisted::Nothing,
+                    2 => Persisted::Torn,
+                    _ => Persisted::Whole,
                 };
                 self.stable.apply(write, extent, random);
             }

@@ -2,9 +2,9 @@
 
 use undercroft_core::io::{FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest};
 
-use crate::arena::{Arena, Hand};
+use crate::arena::{Hand, SimArena};
 use crate::content::{SECTOR, checksum, sectors};
-use crate::device::{Device, Extent, Write};
+use crate::device::{Persisted, SimDevice, Write};
 use crate::random::Random;
 
 const EIO: i32 = 5;
@@ -12,7 +12,7 @@ const ENOSPC: i32 = 28;
 
 /// How often something goes wrong, in a thousand operations.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Faults {
+pub(crate) struct DeviceFaults {
     pub(crate) read_error: u64,
     /// A bit of a payload flips on the medium, before it is read.
     pub(crate) corrupt: u64,
@@ -29,7 +29,7 @@ pub(crate) struct Faults {
     pub(crate) hang: u64,
 }
 
-impl Faults {
+impl DeviceFaults {
     pub(crate) fn is_none(&self) -> bool {
         let Self {
             read_error,
@@ -53,18 +53,18 @@ struct Flight {
 
 #[derive(Debug)]
 pub(crate) struct Disks {
-    pub(crate) devices: Vec<Device>,
-    pub(crate) faults: Faults,
+    pub(crate) devices: Vec<SimDevice>,
+    pub(crate) faults: DeviceFaults,
     flights: Vec<Flight>,
     depth: usize,
     latency_ns: u64,
 }
 
 impl Disks {
-    pub(crate) fn new(devices: Vec<Device>, depth: usize, latency_ns: u64) -> Self {
+    pub(crate) fn new(devices: Vec<SimDevice>, depth: usize, latency_ns: u64) -> Self {
         Self {
             devices,
-            faults: Faults::default(),
+            faults: DeviceFaults::default(),
             flights: Vec::new(),
             depth,
             latency_ns,
@@ -90,7 +90,7 @@ impl Disks {
         &mut self,
         request: IoRequest,
         now_ns: u64,
-        arena: &mut Arena,
+        arena: &mut SimArena,
         random: &mut Random,
     ) -> Result<(), String> {
         let (device, file, offset, len) = target(&request);
@@ -149,7 +149,7 @@ impl Disks {
     pub(crate) fn complete(
         &mut self,
         now_ns: u64,
-        arena: &mut Arena,
+        arena: &mut SimArena,
         random: &mut Random,
     ) -> Option<(IoRequest, IoCompletion)> {
         let due = self
@@ -174,7 +174,7 @@ impl Disks {
     fn read(
         &mut self,
         request: &IoRequest,
-        arena: &mut Arena,
+        arena: &mut SimArena,
         random: &mut Random,
     ) -> Result<u64, IoFault> {
         let IoRequest::ReadPayload {
@@ -214,7 +214,7 @@ impl Disks {
     fn write(
         &mut self,
         request: &IoRequest,
-        arena: &Arena,
+        arena: &SimArena,
         random: &mut Random,
     ) -> Result<u64, IoFault> {
         let device = &mut self.devices[target(request).0];
@@ -225,7 +225,7 @@ impl Disks {
         if random.chance(self.faults.write_error) {
             device.write(
                 write,
-                random.pick(&[Extent::Whole, Extent::Nothing, Extent::Torn]),
+                random.pick(&[Persisted::Whole, Persisted::Nothing, Persisted::Torn]),
                 random,
             );
             return Err(IoFault::Os(EIO));
@@ -233,9 +233,9 @@ impl Disks {
         let sync = matches!(request, IoRequest::WriteMeta { sync: true, .. });
         // A device that lies about a sync is beyond help.
         let extent = if !sync && random.chance(self.faults.lost) {
-            random.pick(&[Extent::Nothing, Extent::Torn])
+            random.pick(&[Persisted::Nothing, Persisted::Torn])
         } else {
-            Extent::Whole
+            Persisted::Whole
         };
         device.write(write, extent, random);
         if sync {
@@ -245,12 +245,12 @@ impl Disks {
     }
 
     /// The process ends: operations in flight have taken place, or not, or in part.
-    pub(crate) fn crash(&mut self, power_loss: bool, arena: &Arena, random: &mut Random) {
+    pub(crate) fn crash(&mut self, power_loss: bool, arena: &SimArena, random: &mut Random) {
         while !self.flights.is_empty() {
             let flight = self.flights.swap_remove(random.index(self.flights.len()));
             if !flight.request.is_read() {
                 let (write, _) = intended(&flight.request, arena);
-                let extent = random.pick(&[Extent::Whole, Extent::Nothing, Extent::Torn]);
+                let extent = random.pick(&[Persisted::Whole, Persisted::Nothing, Persisted::Torn]);
                 self.devices[target(&flight.request).0].write(write, extent, random);
             }
         }
@@ -261,7 +261,7 @@ impl Disks {
 
     /// From now on nothing goes wrong, and what hung goes on.
     pub(crate) fn heal(&mut self, now_ns: u64) {
-        self.faults = Faults::default();
+        self.faults = DeviceFaults::default();
         for flight in &mut self.flights {
             flight.due_ns = flight.due_ns.min(now_ns + self.latency_ns);
         }
@@ -269,7 +269,7 @@ impl Disks {
 }
 
 /// What a write means to write, and its checksum.
-fn intended(request: &IoRequest, arena: &Arena) -> (Write, u64) {
+fn intended(request: &IoRequest, arena: &SimArena) -> (Write, u64) {
     match request {
         IoRequest::WriteMeta {
             file,
@@ -314,7 +314,7 @@ fn intended(request: &IoRequest, arena: &Arena) -> (Write, u64) {
     }
 }
 
-fn release(request: &IoRequest, arena: &mut Arena) {
+fn release(request: &IoRequest, arena: &mut SimArena) {
     match request {
         IoRequest::ReadPayload {
             arena_offset, len, ..

@@ -20,8 +20,10 @@ mod content;
 mod device;
 mod disks;
 mod model;
+mod participants;
 mod random;
 mod settings;
+mod shared;
 mod transfers;
 mod world;
 
@@ -121,7 +123,7 @@ fn attempt(seed: u64, traced: bool) -> Result<Stats, Box<Failure>> {
     let mut world = world::World::new(seed, traced);
     let result = catch_unwind(AssertUnwindSafe(|| world.run()));
     let message = match result {
-        Ok(Ok(())) => return Ok(world.stats),
+        Ok(Ok(())) => return Ok(world.log.stats),
         Ok(Err(message)) => message,
         Err(panic) => {
             let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -132,12 +134,13 @@ fn attempt(seed: u64, traced: bool) -> Result<Stats, Box<Failure>> {
     let lines = std::env::var("UNDERCROFT_SIM_LINES");
     let lines = lines.ok().and_then(|lines| lines.parse().ok());
     let from = world
+        .log
         .trace
         .len()
         .saturating_sub(lines.unwrap_or(TRACE_LINES));
     Err(Box::new(Failure {
         seed,
         message,
-        trace: world.trace.split_off(from),
+        trace: world.log.trace.split_off(from),
     }))
 }

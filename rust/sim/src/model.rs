@@ -4,12 +4,12 @@ use std::collections::HashSet;
 
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 
-use crate::content::{Payload, PrefixKey, extend};
+use crate::content::{PrefixKey, SavedPayload, extend};
 use crate::random::Random;
 
-/// Tokens of one granule, in every namespace.
-pub(crate) const GRANULE: u32 = 16;
-/// Granules of the longest prompt.
+/// Tokens of one hash block, in every namespace.
+pub(crate) const HASH_BLOCK: u32 = 16;
+/// Hash blocks of the longest prompt.
 const DEPTH_MAX: u64 = 24;
 
 /// A namespace as its clients know it.
@@ -29,14 +29,14 @@ pub(crate) struct Model {
     /// Of one session, that had its namespace reset: nothing survives its end.
     pub(crate) private: bool,
     /// Payloads saved under the present weights.
-    pub(crate) stored: HashSet<Payload>,
+    pub(crate) stored: HashSet<SavedPayload>,
 }
 
-/// Depths at which blocks end, of each group, that a load of `(local, boundary]` granules needs;
+/// Depths at which blocks end, of each group, that a load of `(local, boundary]` hash blocks needs;
 /// `None` if no hit may end there.
 pub(crate) fn needs(spec: &NamespaceSpec, local: u32, boundary: u32) -> Option<Vec<(u8, u32)>> {
     let mut needs = Vec::new();
-    let end = boundary * GRANULE;
+    let end = boundary * HASH_BLOCK;
     for (group, of) in (0u8..).zip(&spec.groups) {
         let block = of.block_tokens;
         let first_token = match of.kind {
@@ -50,7 +50,7 @@ pub(crate) fn needs(spec: &NamespaceSpec, local: u32, boundary: u32) -> Option<V
             return None;
         }
         for index in first_token / block..end / block {
-            let depth = (index + 1) * (block / GRANULE);
+            let depth = (index + 1) * (block / HASH_BLOCK);
             if depth > local {
                 needs.push((group, depth));
             }
@@ -91,9 +91,9 @@ impl Model {
         };
         let groups: Vec<GroupSpec> = kinds
             .into_iter()
-            .map(|(kind, granules)| GroupSpec {
+            .map(|(kind, hash_blocks)| GroupSpec {
                 kind,
-                block_tokens: granules * GRANULE,
+                block_tokens: hash_blocks * HASH_BLOCK,
                 payload_bytes: payload_bytes(random),
             })
             .collect();
@@ -101,10 +101,10 @@ impl Model {
             .iter()
             .map(|group| group.block_tokens)
             .max()
-            .unwrap_or(GRANULE);
+            .unwrap_or(HASH_BLOCK);
         let spec = NamespaceSpec {
             description: format!("simulated namespace {index}"),
-            hash_block_tokens: GRANULE,
+            hash_block_size: HASH_BLOCK,
             alignment_tokens: widest * random.pick(&[1, 1, 1, 2]),
             groups,
         };
@@ -134,8 +134,8 @@ impl Model {
         }
     }
 
-    pub(crate) fn payload(&self, namespace: usize, key: PrefixKey, group: u8) -> Payload {
-        Payload {
+    pub(crate) fn payload(&self, namespace: usize, key: PrefixKey, group: u8) -> SavedPayload {
+        SavedPayload {
             namespace,
             epoch: self.epoch,
             key,
@@ -143,7 +143,7 @@ impl Model {
         }
     }
 
-    /// The deepest boundary of a hit, in granules, of all that was saved: `local` if none is deeper.
+    /// The deepest boundary of a hit, in hash blocks, of all that was saved: `local` if none is deeper.
     pub(crate) fn deepest(
         &self,
         namespace: usize,
@@ -155,7 +155,7 @@ impl Model {
             let payload = self.payload(namespace, keys[depth as usize - 1], group);
             self.stored.contains(&payload)
         };
-        let align = self.spec.alignment_tokens / GRANULE;
+        let align = self.spec.alignment_tokens / HASH_BLOCK;
         let deepest = (keys.len() as u32).min(most);
         let boundaries = (local + 1..=deepest)
             .rev()
@@ -164,11 +164,11 @@ impl Model {
             // A prefix is findable only if all of its full attention is there, also where the device has it.
             let whole = needs(&self.spec, 0, boundary)?;
             let full = |group: u8| self.spec.groups[usize::from(group)].kind == GroupKind::Full;
-            let ground = whole
+            let is_whole = whole
                 .iter()
                 .all(|&(group, depth)| !full(group) || has(group, depth));
             let load = needs(&self.spec, local, boundary)?;
-            (ground && load.iter().all(|&(group, depth)| has(group, depth))).then_some(boundary)
+            (is_whole && load.iter().all(|&(group, depth)| has(group, depth))).then_some(boundary)
         };
         boundaries.into_iter().find_map(usable).unwrap_or(local)
     }
@@ -193,7 +193,7 @@ pub(crate) struct Prompts {
 }
 
 impl Prompts {
-    /// A prompt, as the prefix at each of its granules.
+    /// A prompt, as the prefix at each of its hash blocks.
     pub(crate) fn draw(&mut self, random: &mut Random) -> Vec<PrefixKey> {
         let mut prompt = Vec::new();
         if !self.known.is_empty() && random.chance(800) {

@@ -2,8 +2,9 @@
 
 use undercroft_core::engine::EngineConfig;
 use undercroft_core::policy::PolicyKind;
+use undercroft_core::session::PromotionWait;
 
-use crate::disks::Faults;
+use crate::disks::DeviceFaults;
 use crate::model::Model;
 use crate::random::Random;
 
@@ -15,7 +16,7 @@ pub(crate) struct Settings {
     pub(crate) engine: EngineConfig,
     /// Capacity and page size of each directory.
     pub(crate) devices: Vec<(u64, u64)>,
-    pub(crate) faults: Faults,
+    pub(crate) faults: DeviceFaults,
     /// There is room and time for everything, and nothing goes wrong: what was saved must be found.
     pub(crate) roomy: bool,
     pub(crate) lives: u64,
@@ -44,10 +45,10 @@ impl Settings {
         engine.min_load_tokens = random.pick(&[1, 1, 16, 40]);
         engine.stall_ns = random.range(1, 200) * MILLISECOND;
         if random.chance(300) {
-            engine.promotion_wait_ns = Some((
-                random.below(20 * MILLISECOND),
-                random.below(50 * MILLISECOND),
-            ));
+            engine.promotion_wait = Some(PromotionWait {
+                base_ns: random.below(20 * MILLISECOND),
+                per_1k_tokens_ns: random.below(50 * MILLISECOND),
+            });
         }
         if random.chance(200) {
             engine.write_rate = random.range(1, 200) << 20;
@@ -62,12 +63,12 @@ impl Settings {
                 .iter_mut()
                 .for_each(|device| *device = (device.0 * 2, PAGE * 2));
         }
-        let mut faults = Faults::default();
+        let mut faults = DeviceFaults::default();
         if roomy {
             engine.host_bytes = 24 * PAGE;
             engine.promotion_bytes = engine.host_bytes;
             engine.stall_ns = 60_000 * MILLISECOND;
-            engine.promotion_wait_ns = None;
+            engine.promotion_wait = None;
             engine.write_rate = 0;
             engine.second_touch = false;
             devices.iter_mut().for_each(|device| device.0 = 24 * PAGE);
@@ -88,7 +89,7 @@ impl Settings {
     }
 }
 
-fn random_faults(random: &mut Random) -> Faults {
+fn random_faults(random: &mut Random) -> DeviceFaults {
     let mut rate = |most: u64| {
         if random.chance(350) {
             random.range(1, most)
@@ -96,7 +97,7 @@ fn random_faults(random: &mut Random) -> Faults {
             0
         }
     };
-    Faults {
+    DeviceFaults {
         read_error: rate(200),
         corrupt: rate(60),
         transient: rate(60),

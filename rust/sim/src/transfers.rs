@@ -1,36 +1,15 @@
 //! What workers do: copies between device and arena, which take their time.
 
-use undercroft_core::engine::{Extent, Offer, TransferId};
 use undercroft_core::namespace::GroupKind;
+use undercroft_core::session::{
+    Extent, Offer, Save as SaveAnswer, SaveRequest, Tokens, TransferId,
+};
 
 use crate::arena::Hand;
-use crate::content::Payload;
-use crate::model::{GRANULE, needs};
+use crate::content::SavedPayload;
+use crate::model::{HASH_BLOCK, needs};
+use crate::participants::{ClientBlock, ClientLoad, ClientSave};
 use crate::world::World;
-
-/// A block and its slot.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Block {
-    payload: Payload,
-    offset: u64,
-}
-
-/// A load under way.
-#[derive(Debug)]
-pub(crate) struct Load {
-    id: TransferId,
-    request: String,
-    blocks: Vec<Block>,
-    copied: usize,
-}
-
-/// A save under way.
-#[derive(Debug)]
-pub(crate) struct Save {
-    id: TransferId,
-    blocks: Vec<Block>,
-    filled: usize,
-}
 
 impl World {
     /// Asks for a load; `promised`: it was answered just now that this can be had.
@@ -45,12 +24,8 @@ impl World {
         let state = &self.sessions[session];
         let name = state.requests[request].name.clone();
         let promise = state.requests[request].promise.clone();
-        let transfer = if promise.is_some() {
-            let (id, engine) = (state.id, &mut self.engine);
-            engine.begin_promised_load(id, &name, local, external)
-        } else {
-            self.engine.begin_load(state.id, &name, local, external)
-        };
+        let (from, external_tokens) = (Tokens(local), Tokens(external));
+        let transfer = state.session.begin_load(&name, from, external_tokens);
         let promised = promised || promise.is_some();
         let got = transfer.is_some();
         self.note(|| format!("load of {name}, {external} tokens after {local}: {got}"));
@@ -67,16 +42,39 @@ impl World {
         let mut blocks = self.blocks(session, request, &transfer.extents)?;
         if let Some(promise) = promise {
             // The bytes are those of when it was told, also if the namespace was reset since.
-            let told = |block: &Block| promise.iter().find(|one| one.offset == block.offset);
+            let told = |block: &ClientBlock| promise.iter().find(|one| one.offset == block.offset);
             if !blocks.iter().all(|block| told(block).is_some()) {
                 return Err(format!("{name}: other slots than it was told"));
             }
             blocks = blocks.iter().filter_map(told).copied().collect();
         }
+        self.check_needed(session, request, (local, external), &blocks)?;
+        for block in &blocks {
+            let bytes = self.payload_bytes(&block.payload);
+            self.arena.take(block.offset, bytes, Hand::Read, "a load")?;
+        }
+        self.sessions[session].loads.push(ClientLoad {
+            id: transfer.id,
+            request: name,
+            blocks,
+            copied: 0,
+        });
+        Ok(())
+    }
+
+    /// Whether a load gets exactly the blocks that the kinds of its groups need.
+    fn check_needed(
+        &self,
+        session: usize,
+        request: usize,
+        (local, external): (u32, u32),
+        blocks: &[ClientBlock],
+    ) -> Result<(), String> {
+        let name = &self.sessions[session].requests[request].name;
         let spec = &self.models[self.sessions[session].namespace].spec;
         let end = local + external;
-        let needed = needs(spec, local / GRANULE, end / GRANULE);
-        let Some(needed) = needed.filter(|_| end.is_multiple_of(GRANULE)) else {
+        let needed = needs(spec, local / HASH_BLOCK, end / HASH_BLOCK);
+        let Some(needed) = needed.filter(|_| end.is_multiple_of(HASH_BLOCK)) else {
             return Err(format!(
                 "{name}: a load that ends at {end} tokens, within a block"
             ));
@@ -94,20 +92,9 @@ impl World {
         given.sort_unstable();
         if needed != given {
             return Err(format!(
-                "{name}: a load of {external} tokens after {local} gets other blocks than it needs: {:?}",
-                transfer.extents
+                "{name}: a load of {external} tokens after {local} gets other blocks than it needs: {given:?}"
             ));
         }
-        for block in &blocks {
-            let bytes = self.payload_bytes(&block.payload);
-            self.arena.take(block.offset, bytes, Hand::Read, "a load")?;
-        }
-        self.sessions[session].loads.push(Load {
-            id: transfer.id,
-            request: name,
-            blocks,
-            copied: 0,
-        });
         Ok(())
     }
 
@@ -123,47 +110,26 @@ impl World {
         let offers = self.offers(session, tokens);
         let state = &self.sessions[session];
         let of = &state.requests[request];
-        let there = |group: u8, block: u32| {
-            let mut of_group = offers.iter().filter(|offer| offer.group == group);
-            of_group.any(|offer| (offer.first_block..offer.end_block).contains(&block))
+        let save = SaveRequest::new(&of.name, &of.hashes, Tokens(tokens)).offers(&offers);
+        let answer = state.session.begin_save(&save);
+        let SaveAnswer::Granted(grant) = answer else {
+            return Err(format!("{}: a save is answered {answer:?}", of.name));
         };
-        let transfer = self
-            .engine
-            .begin_save(state.id, &of.name, &of.hashes, tokens, &offers);
-        let count = transfer.as_ref().map(|transfer| {
-            transfer
-                .extents
-                .iter()
-                .map(|extent| extent.slots.len())
-                .sum::<usize>()
-        });
-        let (name, namespace) = (of.name.clone(), state.namespace);
+        let transfer = (!grant.extents.is_empty()).then_some(grant);
+        let blocks_of = |extents: &[Extent]| -> usize {
+            let counts = extents.iter().map(|extent| extent.offsets.len());
+            counts.sum()
+        };
+        let count = transfer.as_ref().map(|grant| blocks_of(&grant.extents));
+        let name = of.name.clone();
         self.note(|| format!("save {tokens} tokens of {name}: {count:?} blocks"));
         self.sessions[session].requests[request].saved_tokens = tokens;
         let Some(transfer) = transfer else {
             return Ok(());
         };
         let blocks = self.blocks(session, request, &transfer.extents)?;
-        let model = &self.models[namespace];
         for block in &blocks {
-            let group = usize::from(block.payload.group);
-            let depth = self.sessions[session].requests[request]
-                .keys
-                .iter()
-                .position(|&key| key == block.payload.key)
-                .map_or(0, |at| at as u32 + 1);
-            let granules = model.spec.granules(group);
-            let full = model.spec.groups[group].kind == GroupKind::Full;
-            if !full && !there(block.payload.group, depth / granules - 1)
-                || depth * GRANULE > tokens
-            {
-                return Err(format!(
-                    "{name}: asked to save a block that the device does not have"
-                ));
-            }
-            if model.stored.contains(&block.payload) && self.settings.roomy && !self.roomy_broken {
-                return Err(format!("{name}: {:?} is saved twice", block.payload));
-            }
+            self.check_saved(session, request, tokens, &offers, block)?;
         }
         for block in &blocks {
             let bytes = self.payload_bytes(&block.payload);
@@ -173,11 +139,51 @@ impl World {
                 *token = self.random.next();
             }
         }
-        self.sessions[session].saves.push(Save {
+        self.sessions[session].saves.push(ClientSave {
             id: transfer.id,
             blocks,
             filled: 0,
         });
+        Ok(())
+    }
+
+    /// Whether a block that a save asks for is one that the device holds, and that is not stored yet.
+    fn check_saved(
+        &self,
+        session: usize,
+        request: usize,
+        tokens: u32,
+        offers: &[Offer],
+        block: &ClientBlock,
+    ) -> Result<(), String> {
+        let state = &self.sessions[session];
+        let name = &state.requests[request].name;
+        let model = &self.models[state.namespace];
+        let there = |group: u8, block: u32| {
+            let mut of_group = offers.iter().filter(|offer| offer.group == group);
+            of_group.any(|offer| (offer.first_block..offer.end_block).contains(&block))
+        };
+        let group = usize::from(block.payload.group);
+        let depth = self.sessions[session].requests[request]
+            .keys
+            .iter()
+            .position(|&key| key == block.payload.key)
+            .map_or(0, |at| at as u32 + 1);
+        let hash_blocks = model.spec.hash_blocks(group);
+        let full = model.spec.groups[group].kind == GroupKind::Full;
+        if !full && !there(block.payload.group, depth / hash_blocks - 1)
+            || depth * HASH_BLOCK > tokens
+        {
+            return Err(format!(
+                "{name}: asked to save a block that the device does not have"
+            ));
+        }
+        if model.stored.contains(&block.payload)
+            && self.settings.roomy
+            && !self.history.roomy_broken
+        {
+            return Err(format!("{name}: {:?} is saved twice", block.payload));
+        }
         Ok(())
     }
 
@@ -209,31 +215,31 @@ impl World {
         session: usize,
         request: usize,
         extents: &[Extent],
-    ) -> Result<Vec<Block>, String> {
+    ) -> Result<Vec<ClientBlock>, String> {
         let session = &self.sessions[session];
         let (namespace, request) = (session.namespace, &session.requests[request]);
         let model = &self.models[namespace];
         let mut blocks = Vec::new();
         for extent in extents {
-            let granules = model.spec.granules(usize::from(extent.group)) as usize;
-            for (block, &offset) in (extent.first_block as usize..).zip(&extent.slots) {
-                let Ok(offset) = u64::try_from(offset) else {
+            let hash_blocks = model.spec.hash_blocks(usize::from(extent.group)) as usize;
+            for (block, &offset) in (extent.first_block as usize..).zip(&extent.offsets) {
+                let Some(offset) = offset.get() else {
                     continue;
                 };
-                let Some(&key) = request.keys.get((block + 1) * granules - 1) else {
+                let Some(&key) = request.keys.get((block + 1) * hash_blocks - 1) else {
                     return Err(format!(
                         "{}: block {block} is beyond the prompt",
                         request.name
                     ));
                 };
                 let payload = model.payload(namespace, key, extent.group);
-                blocks.push(Block { payload, offset });
+                blocks.push(ClientBlock { payload, offset });
             }
         }
         Ok(blocks)
     }
 
-    fn payload_bytes(&self, payload: &Payload) -> u64 {
+    fn payload_bytes(&self, payload: &SavedPayload) -> u64 {
         let spec = &self.models[payload.namespace].spec;
         u64::from(spec.groups[usize::from(payload.group)].payload_bytes)
     }
@@ -272,7 +278,7 @@ impl World {
                 (request.ready, request.promise) = (None, None);
             }
         }
-        self.end_transfer(load.id, !fails);
+        self.end_transfer(session, load.id, !fails);
         Ok(())
     }
 
@@ -282,7 +288,7 @@ impl World {
         let load = &self.sessions[session].loads[at];
         let blocks = load.blocks[load.copied..load.copied + count].to_vec();
         let name = load.request.clone();
-        for Block { payload, offset } in blocks {
+        for ClientBlock { payload, offset } in blocks {
             let bytes = self.payload_bytes(&payload);
             for (index, &found) in self.arena.at(offset, bytes).iter().enumerate() {
                 if found != payload.sector(index) {
@@ -291,7 +297,7 @@ impl World {
                     ));
                 }
             }
-            self.stats.blocks_checked += 1;
+            self.log.stats.blocks_checked += 1;
         }
         self.sessions[session].loads[at].copied += count;
         Ok(())
@@ -305,7 +311,7 @@ impl World {
             let count = self.random.index(left) + 1;
             let blocks = save.blocks[save.filled..save.filled + count].to_vec();
             save.filled += count;
-            for Block { payload, offset } in blocks {
+            for ClientBlock { payload, offset } in blocks {
                 let bytes = self.payload_bytes(&payload);
                 for (index, token) in self.arena.at_mut(offset, bytes).iter_mut().enumerate() {
                     *token = payload.sector(index);
@@ -316,8 +322,8 @@ impl World {
         let save = self.sessions[session].saves.swap_remove(at);
         self.let_go_of_save(&save);
         if !fails {
-            self.stats.blocks_saved += save.blocks.len() as u64;
-            for Block { payload, .. } in &save.blocks {
+            self.log.stats.blocks_saved += save.blocks.len() as u64;
+            for ClientBlock { payload, .. } in &save.blocks {
                 // Of the namespace of when it began.
                 let model = &mut self.models[payload.namespace];
                 if payload.epoch == model.epoch {
@@ -325,37 +331,37 @@ impl World {
                 }
             }
         }
-        self.end_transfer(save.id, !fails);
+        self.end_transfer(session, save.id, !fails);
         Ok(())
     }
 
-    fn end_transfer(&mut self, id: TransferId, ok: bool) {
-        self.engine.end_transfer(id, ok);
+    fn end_transfer(&mut self, session: usize, id: TransferId, ok: bool) {
+        self.sessions[session].session.end_transfer(id, ok);
         self.note(|| format!("end transfer {id:?}: {ok}"));
-        self.ended.push(id);
-        if self.ended.len() > 32 {
-            self.ended.swap_remove(0);
+        self.history.ended.push(id);
+        if self.history.ended.len() > 32 {
+            self.history.ended.swap_remove(0);
         }
     }
 
     /// An acknowledgement comes again.
     pub(crate) fn repeat_acknowledgement(&mut self) -> Result<(), String> {
-        if !self.ended.is_empty() {
-            let id = self.ended[self.random.index(self.ended.len())];
+        if !self.history.ended.is_empty() {
+            let id = self.history.ended[self.random.index(self.history.ended.len())];
             let ok = self.random.chance(500);
-            self.engine.end_transfer(id, ok);
+            self.engine.with(|engine| engine.end_transfer(id, ok));
         }
         Ok(())
     }
 
-    pub(crate) fn let_go_of_load(&mut self, load: &Load) {
+    pub(crate) fn let_go_of_load(&mut self, load: &ClientLoad) {
         for block in &load.blocks {
             let bytes = self.payload_bytes(&block.payload);
             self.arena.release(block.offset, bytes, Hand::Read);
         }
     }
 
-    pub(crate) fn let_go_of_save(&mut self, save: &Save) {
+    pub(crate) fn let_go_of_save(&mut self, save: &ClientSave) {
         for block in &save.blocks {
             let bytes = self.payload_bytes(&block.payload);
             self.arena.release(block.offset, bytes, Hand::Write);

@@ -1,16 +1,20 @@
 //! A world: an engine, its machine and its clients, from first start to last stop.
 
-use undercroft_core::engine::{Engine, TransferId};
+use std::sync::Arc;
+
+use undercroft_core::engine::Engine;
 use undercroft_core::io::IoRequest;
+use undercroft_core::session::TransferId;
 
 use crate::Stats;
-use crate::arena::Arena;
-use crate::client::Session;
-use crate::device::Device;
+use crate::arena::SimArena;
+use crate::device::SimDevice;
 use crate::disks::Disks;
 use crate::model::{Model, Prompts};
+use crate::participants::SimClient;
 use crate::random::Random;
 use crate::settings::Settings;
+use crate::shared::SharedEngine;
 
 /// Steps between two checks of the engine's invariants.
 const CHECK_EVERY: u64 = 24;
@@ -18,33 +22,52 @@ const CHECK_EVERY: u64 = 24;
 const DRAIN_ROUNDS: usize = 20_000;
 const SECOND: u64 = 1_000_000_000;
 
-#[derive(Debug)]
-pub(crate) struct World {
-    pub(crate) random: Random,
-    pub(crate) settings: Settings,
+/// The virtual time.
+#[derive(Debug, Default)]
+pub(crate) struct VirtualClock {
     pub(crate) now_ns: u64,
-    /// When a payload read ended last, and when the device was looked at.
+    /// When a payload read ended last.
     pub(crate) last_read_ns: u64,
-    pub(crate) last_look_ns: u64,
-    pub(crate) engine: Engine,
-    pub(crate) arena: Arena,
-    pub(crate) disks: Disks,
-    pub(crate) models: Vec<Model>,
-    pub(crate) prompts: Prompts,
-    pub(crate) sessions: Vec<Session>,
+    /// When the engine was asked for IO last.
+    pub(crate) last_poll_ns: u64,
+}
+
+/// What has happened that later checks depend on.
+#[derive(Debug, Default)]
+pub(crate) struct History {
     /// Transfers that have ended.
     pub(crate) ended: Vec<TransferId>,
     /// Namespaces with a reset that is not durable yet.
     pub(crate) undurable: Vec<usize>,
     /// Something did not fit after all, or a crash took it: not everything saved is there.
     pub(crate) roomy_broken: bool,
-    /// Numbers the requests.
+    /// Requests so far: numbers them.
     pub(crate) names: u64,
+    /// Payloads on disk at the last orderly stop, if nothing may be missing at the start.
+    left_on_disk: Option<u64>,
+}
+
+/// What is told of a run.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
     pub(crate) stats: Stats,
     pub(crate) trace: Vec<String>,
     traced: bool,
-    /// Payloads on disk at the last orderly stop, if nothing may be missing at the start.
-    left_on_disk: Option<u64>,
+}
+
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) random: Random,
+    pub(crate) settings: Settings,
+    pub(crate) clock: VirtualClock,
+    pub(crate) engine: Arc<SharedEngine>,
+    pub(crate) arena: SimArena,
+    pub(crate) disks: Disks,
+    pub(crate) models: Vec<Model>,
+    pub(crate) prompts: Prompts,
+    pub(crate) sessions: Vec<SimClient>,
+    pub(crate) history: History,
+    pub(crate) log: Log,
 }
 
 impl World {
@@ -53,47 +76,42 @@ impl World {
         let (settings, models) = Settings::random(&mut random);
         let devices = settings.devices.iter();
         let devices = devices
-            .map(|&(capacity, page)| Device::new(capacity, page))
+            .map(|&(capacity, page)| SimDevice::new(capacity, page))
             .collect();
         Self {
-            now_ns: 0,
-            last_read_ns: 0,
-            last_look_ns: 0,
-            engine: Engine::new(settings.engine.clone()),
-            arena: Arena::new(settings.engine.host_bytes),
+            clock: VirtualClock::default(),
+            engine: SharedEngine::new(Engine::new(settings.engine.clone())),
+            arena: SimArena::new(settings.engine.host_bytes),
             disks: Disks::new(devices, settings.depth, settings.latency_ns),
             models,
             prompts: Prompts::default(),
             sessions: Vec::new(),
-            ended: Vec::new(),
-            undurable: Vec::new(),
-            roomy_broken: false,
-            names: 0,
-            stats: Stats::default(),
-            trace: Vec::new(),
-            traced,
-            left_on_disk: None,
+            history: History::default(),
+            log: Log {
+                traced,
+                ..Log::default()
+            },
             random,
             settings,
         }
     }
 
     pub(crate) fn note(&mut self, line: impl FnOnce() -> String) {
-        if self.traced {
-            let line = format!("{:>12} {}", self.now_ns, line());
-            self.trace.push(line);
+        if self.log.traced {
+            let line = format!("{:>12} {}", self.clock.now_ns, line());
+            self.log.trace.push(line);
         }
     }
 
     pub(crate) fn run(&mut self) -> Result<(), String> {
-        self.stats.seeds = 1;
+        self.log.stats.seeds = 1;
         let settings = format!("{:?}", self.settings);
         self.note(|| settings);
         for life in 1..=self.settings.lives {
             self.start()?;
             for step in 0..self.settings.steps {
                 self.step()?;
-                if self.traced || step % CHECK_EVERY == 0 {
+                if self.log.traced || step % CHECK_EVERY == 0 {
                     self.check()?;
                 }
             }
@@ -103,10 +121,10 @@ impl World {
             } else {
                 self.crash();
             }
-            let counters = self.engine.counters();
-            self.stats.disk_reads += counters.disk_reads;
-            self.stats.evictions += counters.host_evictions;
-            self.stats.corruptions += counters.checksum_failures;
+            let counters = self.engine.with(|engine| *engine.counters());
+            self.log.stats.disk_reads += counters.disk_reads;
+            self.log.stats.evictions += counters.host_evictions;
+            self.log.stats.corruptions += counters.checksum_failures;
         }
         Ok(())
     }
@@ -121,22 +139,23 @@ impl World {
             self.resize();
         }
         self.disks.faults = self.settings.faults;
-        self.now_ns = 0;
-        self.last_read_ns = 0;
-        self.last_look_ns = 0;
+        self.clock.now_ns = 0;
+        self.clock.last_read_ns = 0;
+        self.clock.last_poll_ns = 0;
         self.sessions.clear();
-        self.ended.clear();
+        self.history.ended.clear();
         self.arena.abandon();
-        self.engine = Engine::new(config);
-        let images = self.disks.devices.iter().map(Device::image).collect();
-        let recovery = self.engine.attach_disks(images);
+        self.engine = SharedEngine::new(Engine::new(config));
+        let images = self.disks.devices.iter().map(SimDevice::image).collect();
+        let recovery = self.engine.with(|engine| engine.attach_disks(images));
         self.note(|| format!("start: {recovery:?}"));
-        self.stats.recovered += recovery.blocks;
-        let blocks = self.engine.gauges().disk_blocks;
+        self.log.stats.recovered += recovery.blocks;
+        let blocks = self.engine.with(|engine| engine.gauges().disk_blocks);
         if recovery.blocks != blocks {
             return Err(format!("{recovery:?}, and {blocks} payloads on disk"));
         }
         if let Some(left) = self
+            .history
             .left_on_disk
             .take()
             .filter(|&left| recovery.blocks < left)
@@ -162,7 +181,7 @@ impl World {
         let device = &mut self.disks.devices[at];
         let pages = self.random.range(1, 10);
         device.resize(pages * device.page_bytes);
-        self.left_on_disk = None;
+        self.history.left_on_disk = None;
         self.note(|| format!("device {at} now has {pages} pages"));
     }
 
@@ -188,12 +207,12 @@ impl World {
             1..=9 => self.random.below(self.settings.latency_ns * 2),
             _ => self.random.below(20_000),
         };
-        self.set_now(self.now_ns + by);
+        self.set_now(self.clock.now_ns + by);
     }
 
     fn set_now(&mut self, now_ns: u64) {
-        self.now_ns = now_ns;
-        self.engine.set_now(now_ns);
+        self.clock.now_ns = now_ns;
+        self.engine.with(|engine| engine.set_now(now_ns));
     }
 
     /// A record rots.
@@ -207,15 +226,20 @@ impl World {
     fn start_io(&mut self) -> Result<(), String> {
         let mut requests = Vec::new();
         let room = self.disks.room();
-        self.last_look_ns = self.now_ns;
-        self.engine.next_io(room, &mut requests);
+        self.clock.last_poll_ns = self.clock.now_ns;
+        self.engine
+            .with(|engine| engine.next_io(room, &mut requests));
         if requests.len() > room {
             return Err(format!("{} requests for a room of {room}", requests.len()));
         }
         for request in requests {
             self.note(|| format!("start {}", brief(&request)));
-            self.disks
-                .submit(request, self.now_ns, &mut self.arena, &mut self.random)?;
+            self.disks.submit(
+                request,
+                self.clock.now_ns,
+                &mut self.arena,
+                &mut self.random,
+            )?;
         }
         Ok(())
     }
@@ -224,23 +248,24 @@ impl World {
         if self.random.chance(600)
             && let Some(due) = self.disks.next_due_ns()
         {
-            self.set_now(self.now_ns.max(due));
+            self.set_now(self.clock.now_ns.max(due));
         }
         for _ in 0..self.random.range(1, 3) {
             let ended = self
                 .disks
-                .complete(self.now_ns, &mut self.arena, &mut self.random);
+                .complete(self.clock.now_ns, &mut self.arena, &mut self.random);
             let Some((request, completion)) = ended else {
                 break;
             };
             if request.is_read() {
-                self.last_read_ns = self.now_ns;
+                self.clock.last_read_ns = self.clock.now_ns;
             }
             self.note(|| format!("end {}: {:?}", brief(&request), completion.result));
-            self.engine.complete(completion);
+            self.engine.with(|engine| engine.complete(completion));
         }
-        if !self.engine.reset_pending() && !self.engine.reset_failed() {
-            for namespace in self.undurable.drain(..) {
+        let durable = |engine: &mut Engine| !engine.reset_pending() && !engine.reset_failed();
+        if self.engine.with(durable) {
+            for namespace in self.history.undurable.drain(..) {
                 self.models[namespace].entered = self.models[namespace].epoch;
             }
         }
@@ -248,65 +273,65 @@ impl World {
     }
 
     fn check(&mut self) -> Result<(), String> {
-        let gauges = self.engine.gauges();
+        let gauges = self.engine.with(|engine| engine.gauges());
         if gauges.host_used_bytes > gauges.host_capacity_bytes
             || gauges.disk_used_bytes > gauges.disk_capacity_bytes
         {
             return Err(format!("over capacity: {gauges:?}"));
         }
-        let counters = self.engine.counters();
-        self.roomy_broken |= counters.host_evictions
+        let counters = self.engine.with(|engine| *engine.counters());
+        self.history.roomy_broken |= counters.host_evictions
             + counters.disk_evictions
             + counters.refused_host_full
             + counters.refused_disk_full
             + counters.refused_admission
             + counters.refused_write_rate
             > 0;
-        self.engine.check()
+        self.engine.with(|engine| engine.check())
     }
 
     fn crash(&mut self) {
         let power_loss = self.random.chance(400);
         self.note(|| format!("crash, power loss: {power_loss}"));
-        self.stats.crashes += 1;
-        self.stats.power_losses += u64::from(power_loss);
+        self.log.stats.crashes += 1;
+        self.log.stats.power_losses += u64::from(power_loss);
         self.disks.crash(power_loss, &self.arena, &mut self.random);
-        self.roomy_broken = true;
-        self.left_on_disk = None;
-        for namespace in self.undurable.drain(..) {
+        self.history.roomy_broken = true;
+        self.history.left_on_disk = None;
+        for namespace in self.history.undurable.drain(..) {
             self.models[namespace].must_reset = true;
         }
     }
 
     /// The end in good order: everybody gets an answer, leaves, and all is written.
     fn stop(&mut self) -> Result<(), String> {
-        self.stats.restarts += 1;
+        self.log.stats.restarts += 1;
         self.answer_everybody()?;
         self.note(|| "everybody leaves".to_owned());
         while let Some(session) = self.sessions.len().checked_sub(1) {
             self.finish_transfers(session)?;
             self.close_session(session)?;
         }
-        self.disks.heal(self.now_ns);
+        self.disks.heal(self.clock.now_ns);
         let mut rounds = 0;
-        while !self.engine.is_quiet() || self.disks.in_flight() > 0 {
+        while !self.engine.with(|engine| engine.is_quiet()) || self.disks.in_flight() > 0 {
             self.start_io()?;
             if self.disks.in_flight() == 0 {
                 // Writes pause after failures, and the write budget accrues.
-                self.set_now(self.now_ns + SECOND);
+                self.set_now(self.clock.now_ns + SECOND);
             }
             self.end_io()?;
             rounds += 1;
             if rounds > DRAIN_ROUNDS {
                 return Err(format!(
                     "IO never comes to rest: {:?}",
-                    self.engine.gauges()
+                    self.engine.with(|engine| engine.gauges())
                 ));
             }
         }
         self.check()?;
         self.nothing_is_left()?;
-        for namespace in self.undurable.drain(..) {
+        for namespace in self.history.undurable.drain(..) {
             self.models[namespace].must_reset = true;
         }
         self.count_stored()
@@ -323,7 +348,7 @@ impl World {
                     self.poll(session, request)?;
                 }
             }
-            self.set_now(self.now_ns + self.settings.engine.stall_ns + 1);
+            self.set_now(self.clock.now_ns + self.settings.engine.stall_ns + 1);
             self.start_io()?;
         }
         Ok(())
@@ -337,8 +362,8 @@ impl World {
     }
 
     fn nothing_is_left(&self) -> Result<(), String> {
-        let gauges = self.engine.gauges();
-        let left = gauges.jobs
+        let gauges = self.engine.with(|engine| engine.gauges());
+        let left = gauges.active_lookups
             + gauges.loads
             + gauges.saves
             + gauges.sessions
@@ -353,13 +378,14 @@ impl World {
     /// Compares what is on disk with what was saved, where nothing may be missing.
     fn count_stored(&mut self) -> Result<(), String> {
         let sound = self.settings.faults.is_none();
-        let on_disk = self.engine.gauges().disk_blocks;
+        let on_disk = self.engine.with(|engine| engine.gauges().disk_blocks);
         if sound {
-            self.left_on_disk = Some(on_disk);
+            self.history.left_on_disk = Some(on_disk);
         }
         let stored: usize = self.models.iter().map(|model| model.stored.len()).sum();
-        let complete = self.settings.roomy && !self.roomy_broken && !self.disks.devices.is_empty();
-        self.stats.complete_stops += u64::from(complete);
+        let complete =
+            self.settings.roomy && !self.history.roomy_broken && !self.disks.devices.is_empty();
+        self.log.stats.complete_stops += u64::from(complete);
         if complete && on_disk != stored as u64 {
             return Err(format!(
                 "{stored} payloads were saved, {on_disk} are on disk"

@@ -9,9 +9,11 @@ use std::time::Duration;
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 use undercroft_core::arena::{Arena, ArenaError};
+use undercroft_core::session::SessionToken;
 
 use crate::frame::{
-    ARENA_BODY_BYTES, FrameError, HEADER_BYTES, Header, Kind, attach_request, decode_arena_body,
+    ARENA_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES, Header, attach_request,
+    decode_arena_body,
 };
 use crate::peer::peer_uid;
 use crate::socket_dir::connect_at_once;
@@ -19,18 +21,18 @@ use crate::socket_dir::connect_at_once;
 /// How long the server may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why the arena could not be had.
+/// Why a worker did not get the arena.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AttachError {
-    /// Nobody answers at the socket.
+    /// No server answers at the socket.
     #[error(
         "{path:?}: {step} failed: {source}; is the engine that made this socket still running?"
     )]
     Os {
         /// The socket.
         path: PathBuf,
-        /// What was tried.
+        /// The step that failed.
         step: &'static str,
         /// The kernel's answer.
         source: io::Error,
@@ -45,12 +47,12 @@ pub enum AttachError {
         /// This process's effective uid.
         own: u32,
     },
-    /// The answer is not one.
+    /// The answer is no frame, or an unexpected one.
     #[error("{path:?}: {source}")]
     Frame {
         /// The socket.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error.
         source: FrameError,
     },
     /// The connection was closed before the answer was complete, or the descriptor is missing.
@@ -64,20 +66,21 @@ pub enum AttachError {
     Arena(#[from] ArenaError),
 }
 
-/// The engine's arena, mapped here. While this lives the engine knows that this process does.
+/// The engine's arena, mapped in this process. As long as this value lives, the server counts the process as
+/// a worker that may copy.
 #[derive(Debug)]
 pub struct Attachment {
     /// The mapping.
     pub arena: Arena,
-    /// Which arena it is: another engine start has another one.
-    pub generation: u64,
-    /// Its end tells the server that this process is gone.
+    /// Identity of the arena: another engine start has another one.
+    pub arena_id: u64,
+    /// The end of this connection tells the server that the process is gone.
     pub connection: UnixStream,
 }
 
 /// Gets the arena from the engine's socket, for the session with this token (0 in the engine's own
 /// process). Waits at most five seconds for the answer.
-pub fn attach(path: &Path, session: u128) -> Result<Attachment, AttachError> {
+pub fn attach(path: &Path, session: SessionToken) -> Result<Attachment, AttachError> {
     let os = |step| {
         move |source| AttachError::Os {
             path: path.into(),
@@ -85,7 +88,7 @@ pub fn attach(path: &Path, session: u128) -> Result<Attachment, AttachError> {
             source,
         }
     };
-    // A frozen server whose queue is full does not hold us up.
+    // Without waiting: the queue of a frozen server may be full.
     let socket = connect_at_once(path).map_err(|errno| os("connecting")(errno.into()))?;
     let mut connection = UnixStream::from(socket);
     connection
@@ -112,34 +115,34 @@ pub fn attach(path: &Path, session: u128) -> Result<Attachment, AttachError> {
     let (answer, fd) = receive(&connection)
         .map_err(os("waiting for the arena"))?
         .ok_or_else(|| AttachError::Incomplete { path: path.into() })?;
-    let (size, generation) = decode(&answer).map_err(|source| AttachError::Frame {
+    let (size, arena_id) = decode(&answer).map_err(|source| AttachError::Frame {
         path: path.into(),
         source,
     })?;
     let fd = fd.ok_or_else(|| AttachError::Incomplete { path: path.into() })?;
     Ok(Attachment {
         arena: Arena::from_fd(fd, size)?,
-        generation,
+        arena_id,
         connection,
     })
 }
 
-type Answer = [u8; HEADER_BYTES + ARENA_BODY_BYTES];
+type ArenaAnswer = [u8; HEADER_BYTES + ARENA_BODY_BYTES];
 
-fn decode(answer: &Answer) -> Result<(u64, u64), FrameError> {
+fn decode(answer: &ArenaAnswer) -> Result<(u64, u64), FrameError> {
     let mut header = [0; HEADER_BYTES];
     let mut body = [0; ARENA_BODY_BYTES];
     header.copy_from_slice(&answer[..HEADER_BYTES]);
     body.copy_from_slice(&answer[HEADER_BYTES..]);
     match Header::decode(&header)?.kind {
-        Kind::Arena => Ok(decode_arena_body(&body)),
+        FrameKind::Arena => Ok(decode_arena_body(&body)),
         other => Err(FrameError::Kind(other as u8)),
     }
 }
 
 /// A whole answer and the descriptor that came with it; `None` if the connection ended before.
-fn receive(connection: &UnixStream) -> io::Result<Option<(Answer, Option<OwnedFd>)>> {
-    let mut answer: Answer = [0; HEADER_BYTES + ARENA_BODY_BYTES];
+fn receive(connection: &UnixStream) -> io::Result<Option<(ArenaAnswer, Option<OwnedFd>)>> {
+    let mut answer: ArenaAnswer = [0; HEADER_BYTES + ARENA_BODY_BYTES];
     let mut fd = None;
     let mut received = 0;
     while received < answer.len() {

@@ -1,7 +1,7 @@
-//! A session on a server: one background thread owns the socket; whoever calls only reads and writes the
-//! table, under a lock that is held for microseconds.
+//! A session on a server. A background thread owns the socket; callers only read and change the client's
+//! state, under a lock that is held for microseconds.
 //!
-//! The thread connects, registers, and does so again for as long as the client lives: a server that is
+//! The thread connects and registers, again and again for as long as the client lives: a server that is
 //! killed, frozen or restarted costs misses, never an error.
 
 use std::os::fd::OwnedFd;
@@ -12,14 +12,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
-use undercroft_core::key::HashSource;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::panics::contained;
+use undercroft_core::session::{
+    Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Tokens, TransferId,
+};
 
-use crate::connection::{ConnectError, Connection, wait};
-use crate::doze::Doze;
-use crate::protocol::{Reply, Request, WireExtent};
-use crate::table::{Grant, Link, Polled, Table};
+use crate::client_state::{ClientState, Polled, SessionAddress};
+use crate::connection::{ConnectError, ServerConnection, wait};
+use crate::parker::Parker;
+use crate::protocol::{ClientMessage, ServerMessage};
 
 /// Pauses between attempts to connect: the first, and the longest.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
@@ -31,65 +33,65 @@ const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the last frames of a client that ends may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// How long the thread stays awake after frames have come or gone: those that follow at once, the next
-/// requests of a step and the reply, wake nobody. Waking a core that sleeps costs the scheduler 10 us and more.
+/// How long the thread stays awake after it has sent or received frames: the next lookups of a step and the
+/// replies then need no wake-up. Waking a core that sleeps costs the scheduler 10 us and more.
 const LINGER: Duration = Duration::from_micros(100);
 
-/// How much nicer than the process the thread is that serves a connection.
-const NICER: i32 = 5;
+/// Niceness added to the thread that serves a connection.
+const NICENESS: i32 = 5;
 
 /// Finds the socket to connect to; the error says why there is none.
 pub type Resolve = Box<dyn FnMut() -> Result<PathBuf, String> + Send>;
 
-/// What a client is for, and how patient it is.
+/// The session that a client opens, and its timeouts.
 #[derive(Clone, Debug)]
 pub struct ClientConfig {
     /// The namespace.
-    pub spec: NamespaceSpec,
-    /// How far before the end of what is cached every hit must end.
-    pub dropped_tokens: u32,
-    /// A server that owes a reply for longer than this is not asked until it has answered.
+    pub namespace: NamespaceSpec,
+    /// See [`SessionSpec::dropped_tokens`](undercroft_core::session::SessionSpec::dropped_tokens).
+    pub dropped_tokens: Tokens,
+    /// While a reply is due for longer than this, lookups are misses and no save is asked for.
     pub deadline: Duration,
-    /// Longest wait of a poll for an answer that is on its way.
+    /// Longest wait of a lookup for a reply that is on its way.
     pub spin: Duration,
 }
 
-/// Whether there is a session.
+/// Whether the session is open.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum LinkState {
-    /// There is.
+pub enum ConnectionState {
+    /// It is.
     Up,
-    /// There is, but the server does not answer in time.
+    /// It is, but the server does not reply in time.
     Late,
-    /// There is none, and why.
+    /// It is not, and why.
     Down(String),
     /// The server refuses this client, and why.
     Refused(String),
 }
 
 #[derive(Debug)]
-struct Shared {
-    table: Mutex<Table>,
+struct ClientShared {
+    state: Mutex<ClientState>,
     changed: Condvar,
     wake: OwnedFd,
-    doze: Doze,
+    parker: Parker,
     stop: AtomicBool,
     config: ClientConfig,
 }
 
-impl Shared {
-    fn lock(&self) -> Option<MutexGuard<'_, Table>> {
-        self.table.lock().ok()
+impl ClientShared {
+    fn lock(&self) -> Option<MutexGuard<'_, ClientState>> {
+        self.state.lock().ok()
     }
 
-    /// Does something with the table, and has the thread send what that left to be sent.
-    fn with<R>(&self, work: impl FnOnce(&mut Table) -> R) -> Option<R> {
+    /// Changes the state, and has the thread send the frames that the change has queued.
+    fn with<R>(&self, work: impl FnOnce(&mut ClientState) -> R) -> Option<R> {
         contained(|| {
-            let mut table = self.lock()?;
-            let result = work(&mut table);
-            let queued = !table.outbox.is_empty();
-            drop(table);
-            if queued && self.doze.queued() {
+            let mut state = self.lock()?;
+            let result = work(&mut state);
+            let queued = !state.outbox.is_empty();
+            drop(state);
+            if queued && self.parker.queued() {
                 self.wake();
             }
             Some(result)
@@ -97,7 +99,7 @@ impl Shared {
     }
 
     fn wake(&self) {
-        // Cannot fail: the count is far from its limit.
+        // Cannot fail: the count is far below its limit.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
@@ -109,7 +111,7 @@ impl Shared {
 /// A session on a server. Dropping it ends the session.
 #[derive(Debug)]
 pub struct Client {
-    shared: Arc<Shared>,
+    shared: Arc<ClientShared>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -119,17 +121,17 @@ impl Client {
     /// # Errors
     /// If the thread cannot be started.
     pub fn start(config: ClientConfig, resolve: Resolve) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
-            table: Mutex::new(Table::new(config.spec.clone(), config.deadline)),
+        let shared = Arc::new(ClientShared {
+            state: Mutex::new(ClientState::new(config.namespace.clone(), config.deadline)),
             changed: Condvar::new(),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            doze: Doze::new(),
+            parker: Parker::new(),
             stop: AtomicBool::new(false),
             config,
         });
         let of_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
-            .name("undercroft-link".to_owned())
+            .name("undercroft-conn".to_owned())
             .spawn(move || run(&of_thread, resolve))?;
         Ok(Self {
             shared,
@@ -138,165 +140,131 @@ impl Client {
     }
 
     /// Waits until the session is open or refused, at most for `timeout`.
-    pub fn wait_for_link(&self, timeout: Duration) -> LinkState {
-        self.wait_until(Instant::now() + timeout, |table| {
-            table.up.is_some() || table.refused.is_some()
+    pub fn wait_for_connection(&self, timeout: Duration) -> ConnectionState {
+        self.wait_until(Instant::now() + timeout, |state| {
+            state.open.is_some() || state.refused.is_some()
         });
-        self.state()
+        self.connection()
     }
 
-    /// Whether there is a session now.
-    pub fn state(&self) -> LinkState {
-        let Some(table) = self.shared.lock() else {
-            return LinkState::Down("the client has failed".to_owned());
+    /// Whether the session is open now.
+    pub fn connection(&self) -> ConnectionState {
+        let Some(state) = self.shared.lock() else {
+            return ConnectionState::Down("the client has failed".to_owned());
         };
-        match (&table.up, &table.refused) {
-            (Some(_), _) if table.is_late(Instant::now()) => LinkState::Late,
-            (Some(_), _) => LinkState::Up,
-            (None, Some(reason)) => LinkState::Refused(reason.clone()),
-            (None, None) => LinkState::Down(table.trouble.clone()),
+        match (&state.open, &state.refused) {
+            (Some(_), _) if state.is_late(Instant::now()) => ConnectionState::Late,
+            (Some(_), _) => ConnectionState::Up,
+            (None, Some(reason)) => ConnectionState::Refused(reason.clone()),
+            (None, None) => ConnectionState::Down(state.down.clone()),
         }
     }
 
-    /// The session, or the last one that there was.
-    pub fn link(&self) -> Option<Link> {
+    /// Where workers get the arena: the address of the session, or of the last one that was open.
+    pub fn address(&self) -> Option<SessionAddress> {
         self.shared.lock()?.last.clone()
     }
 
-    /// Digest of the namespace, hexadecimal.
-    pub fn namespace(&self) -> String {
-        self.read(|table| table.namespace.clone())
-    }
-
-    /// What the server said of itself when the session was opened, and of its statistics lately, as JSON.
+    /// `Engine.info()` as of when the session was opened, and the latest `Engine.stats()`, both as JSON.
     pub fn reports(&self) -> (String, String) {
-        self.read(|table| (table.info.clone(), table.stats.clone()))
+        self.read(|state| (state.info.clone(), state.stats.clone()))
     }
 
-    /// Starts a request's lookup. Idempotent. `local_tokens`: what the device holds; `max_tokens`: the
-    /// deepest boundary of use; `wait_ns`: limit on the wait for the disk, a base and a part for every
-    /// 1,000 tokens.
-    pub fn submit<H: HashSource + ?Sized>(
-        &self,
-        request: &str,
-        hashes: &H,
-        local_tokens: u32,
-        max_tokens: u32,
-        wait_ns: Option<(u64, u64)>,
-    ) {
-        let span = (local_tokens, max_tokens);
-        self.shared
-            .with(|table| table.submit(request, hashes, span, wait_ns, Instant::now()));
+    fn read<R: Default>(&self, work: impl FnOnce(&ClientState) -> R) -> R {
+        contained(|| self.shared.lock().map(|state| work(&state))).unwrap_or_default()
     }
 
-    /// The deepest usable boundary; `None` while it is pending. Waits only for an answer that is on its
-    /// way, once, and at most for the time that the configuration gives.
-    pub fn poll<H: HashSource + ?Sized>(
+    fn wait_until(
         &self,
-        request: &str,
-        hashes: &H,
-        local_tokens: u32,
-        max_tokens: u32,
-        wait_ns: Option<(u64, u64)>,
-    ) -> Option<u32> {
-        let span = (local_tokens, max_tokens);
-        let look = |table: &mut Table| table.poll(request, hashes, span, wait_ns, Instant::now());
-        let mut polled = self.shared.with(look).unwrap_or(Polled::Ready(0));
-        if polled == Polled::Soon {
+        deadline: Instant,
+        mut done: impl FnMut(&mut ClientState) -> bool,
+    ) -> bool {
+        let waited = contained(|| {
+            let mut state = self.shared.lock()?;
+            loop {
+                let is_done = done(&mut state);
+                let left = deadline.saturating_duration_since(Instant::now());
+                if is_done || left.is_zero() || self.shared.stopping() {
+                    return Some(is_done);
+                }
+                (state, _) = self.shared.changed.wait_timeout(state, left).ok()?;
+            }
+        });
+        waited.unwrap_or(false)
+    }
+}
+
+impl Session for Client {
+    fn namespace(&self) -> String {
+        self.read(|state| state.namespace.clone())
+    }
+
+    fn lookup(&self, request: &LookupRequest<'_>) -> Lookup {
+        let look = |state: &mut ClientState| state.lookup(request, Instant::now());
+        let mut polled = self.shared.with(look).unwrap_or(Polled::NOTHING);
+        if let Polled::Soon { .. } = polled {
             let until = Instant::now() + self.shared.config.spin;
-            self.wait_until(until, |table| !table.is_sent(request));
-            let again = |table: &mut Table| {
-                table.waited(request);
-                look(table)
+            let name = request.request;
+            self.wait_until(until, |state| !state.is_sent(name));
+            let look_again = |state: &mut ClientState| {
+                state.waited(name);
+                look(state)
             };
-            polled = self.shared.with(again).unwrap_or(Polled::Ready(0));
+            polled = self.shared.with(look_again).unwrap_or(Polled::NOTHING);
         }
         match polled {
-            Polled::Ready(tokens) => Some(tokens),
-            Polled::Pending | Polled::Soon => None,
+            Polled::Answer(answer) => answer,
+            Polled::Soon { shared } => Lookup::Pending { shared },
         }
     }
 
-    /// Waits until a lookup is answered, woken by the answer, at most for `timeout`. Whether it is.
-    pub fn wait(&self, request: &str, timeout: Duration) -> bool {
-        self.wait_until(Instant::now() + timeout, |table| table.is_answered(request))
+    fn wait(&self, request: &str, timeout: Duration) -> bool {
+        self.wait_until(Instant::now() + timeout, |state| state.is_answered(request))
     }
 
-    /// Tokens of the request's prompt that its last lookup found a chain for, usable or not.
-    pub fn shared_tokens(&self, request: &str) -> u32 {
-        self.read(|table| table.shared_tokens(request))
+    fn end_lookup(&self, request: &str) {
+        self.shared.with(|state| state.end_lookup(request));
     }
 
-    /// Of the tokens in `(local, local + external]`, how many came from (host, disk).
-    pub fn sources(&self, request: &str, local_tokens: u32, external_tokens: u32) -> (u32, u32) {
-        self.read(|table| table.sources(request, local_tokens, external_tokens))
-    }
-
-    /// Begins the load of what was answered: its number, its session's token, and where to copy from.
-    pub fn begin_load(
-        &self,
-        request: &str,
-        local_tokens: u32,
-        external_tokens: u32,
-    ) -> Option<(u64, u128, Vec<WireExtent>)> {
+    fn begin_load(&self, request: &str, computed: Tokens, external: Tokens) -> Option<Load> {
         self.shared
-            .with(|table| table.begin_load(request, local_tokens, external_tokens))
+            .with(|state| state.begin_load(request, computed, external))
             .flatten()
     }
 
-    /// All ranks have ended a load.
-    pub fn end_load(&self, load: u64, ok: bool) {
-        self.shared.with(|table| table.end_load(load, ok));
-    }
-
-    /// Asks for slots to save to: the number of the save, whose grant comes later. `None` without a server.
-    pub fn begin_save<H: HashSource + ?Sized>(
-        &self,
-        request: &str,
-        hashes: &H,
-        tokens: u32,
-        offers: &[(u8, u32, u32)],
-    ) -> Option<u64> {
+    fn begin_save(&self, request: &SaveRequest<'_>) -> Save {
         self.shared
-            .with(|table| table.begin_save(request, hashes, tokens, offers, Instant::now()))
-            .flatten()
+            .with(|state| state.begin_save(request, Instant::now()))
+            .unwrap_or(Save::Unavailable)
     }
 
-    /// The grants that have come since the last call.
-    pub fn grants(&self) -> Vec<Grant> {
-        self.shared.with(Table::take_grants).unwrap_or_default()
+    fn poll_saves(&self) -> Vec<SaveGrant> {
+        self.shared
+            .with(ClientState::take_grants)
+            .unwrap_or_default()
     }
 
-    /// All ranks have ended a save, or nobody will copy.
-    pub fn end_save(&self, save: u64, ok: bool) {
-        self.shared.with(|table| table.end_save(save, ok));
+    fn end_transfer(&self, id: TransferId, ok: bool) {
+        self.shared.with(|state| state.end_transfer(id, ok));
     }
 
-    /// A request's lookup is not needed any more. Idempotent.
-    pub fn release(&self, request: &str) {
-        self.shared.with(|table| table.release(request));
+    fn finish_request(&self, request: &str) {
+        self.shared.with(|state| state.finish_request(request));
     }
 
-    /// A request has ended. Idempotent.
-    pub fn forget(&self, request: &str) {
-        self.shared.with(|table| table.forget(request));
-    }
-
-    /// Drops everything of the namespace; whether that was durable within `timeout`.
-    pub fn reset(&self, timeout: Duration) -> bool {
-        let Some(ticket) = self.shared.with(Table::reset).flatten() else {
+    fn reset(&self, timeout: Duration) -> bool {
+        let Some(reset) = self.shared.with(ClientState::begin_reset).flatten() else {
             return false;
         };
-        let mut ended = None;
-        self.wait_until(Instant::now() + timeout, |table| {
-            ended = ended.or_else(|| table.take_reset(ticket));
-            ended.is_some()
-        });
-        ended.unwrap_or(false)
+        let ended = |state: &mut ClientState| state.has_reset_ended(reset);
+        self.wait_until(Instant::now() + timeout, ended);
+        self.shared
+            .with(|state| state.end_reset(reset))
+            .unwrap_or(false)
     }
 
-    /// Sends what is left to be sent (bounded), and ends the session. Idempotent.
-    pub fn close(&self) {
+    /// Sends the messages that are queued, for at most 200 ms, and ends the session. Idempotent.
+    fn close(&self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.wake();
         let thread = self.thread.lock().ok().and_then(|mut thread| thread.take());
@@ -305,34 +273,15 @@ impl Client {
             drop(thread.join());
         }
     }
-
-    fn read<R: Default>(&self, work: impl FnOnce(&Table) -> R) -> R {
-        contained(|| self.shared.lock().map(|table| work(&table))).unwrap_or_default()
-    }
-
-    fn wait_until(&self, deadline: Instant, mut done: impl FnMut(&mut Table) -> bool) -> bool {
-        let waited = contained(|| {
-            let mut table = self.shared.lock()?;
-            loop {
-                let is_done = done(&mut table);
-                let left = deadline.saturating_duration_since(Instant::now());
-                if is_done || left.is_zero() || self.shared.stopping() {
-                    return Some(is_done);
-                }
-                (table, _) = self.shared.changed.wait_timeout(table, left).ok()?;
-            }
-        });
-        waited.unwrap_or(false)
-    }
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
-        self.close();
+        Session::close(self);
     }
 }
 
-fn run(shared: &Shared, mut resolve: Resolve) {
+fn run(shared: &ClientShared, mut resolve: Resolve) {
     let mut pause = PAUSE_MIN;
     while !shared.stopping() {
         let why = match resolve() {
@@ -346,8 +295,8 @@ fn run(shared: &Shared, mut resolve: Resolve) {
                 }
             },
         };
-        if let Some(mut table) = shared.lock() {
-            table.lost(why);
+        if let Some(mut state) = shared.lock() {
+            state.lost(why);
         }
         shared.changed.notify_all();
         if !shared.stopping() {
@@ -359,34 +308,33 @@ fn run(shared: &Shared, mut resolve: Resolve) {
 }
 
 /// Connects and opens the session.
-fn open(shared: &Shared, socket: PathBuf) -> Result<Connection, ConnectError> {
-    let mut connection = Connection::open(&socket)?;
-    let private = shared.lock().is_some_and(|table| table.private);
-    let request = Request::Register {
-        spec: shared.config.spec.clone(),
+fn open(shared: &ClientShared, socket: PathBuf) -> Result<ServerConnection, ConnectError> {
+    let mut connection = ServerConnection::open(&socket)?;
+    let private = shared.lock().is_some_and(|state| state.private);
+    let register = ClientMessage::Register {
+        namespace: shared.config.namespace.clone(),
         dropped_tokens: shared.config.dropped_tokens,
         private,
     };
     let deadline = Instant::now() + REGISTER_TIMEOUT;
-    let reply = connection.ask(&request, deadline, || shared.stopping())?;
+    let reply = connection.ask(&register, deadline, || shared.stopping())?;
     let mut registered = false;
-    if let Some(mut table) = shared.lock() {
+    if let Some(mut state) = shared.lock() {
         match reply {
-            Reply::Registered {
+            ServerMessage::Registered {
                 session,
-                generation,
+                arena_id,
                 info,
-                ..
             } => {
                 registered = true;
-                let link = Link {
+                let address = SessionAddress {
                     socket: socket.clone(),
-                    generation,
+                    arena_id,
                     session,
                 };
-                table.registered(link, private, info);
+                state.registered(address, private, info);
             }
-            Reply::Refused { reason } => table.refused = Some(reason),
+            ServerMessage::Refused { reason } => state.refused = Some(reason),
             _ => {}
         }
     }
@@ -398,14 +346,14 @@ fn open(shared: &Shared, socket: PathBuf) -> Result<Connection, ConnectError> {
     }
 }
 
-/// Serves from a thread that lets the scheduler, which wakes it, go on first where cores are few. The
-/// thread that opens connections is not that one: an engine that it opens inherits its priority.
-fn serve_nicely(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
+/// Serves from a thread of lower priority: where cores are few, the scheduler, which wakes the thread, goes on
+/// first. The thread that opens connections keeps its priority, which an engine that it opens inherits.
+fn serve_nicely(shared: &ClientShared, connection: &mut ServerConnection) -> Option<ConnectError> {
     let thread = std::thread::Builder::new().name("undercroft-client".to_owned());
     std::thread::scope(|scope| {
         let served = thread.spawn_scoped(scope, || {
             let own = rustix::process::getpriority_process(None).unwrap_or(0);
-            let _ = rustix::process::setpriority_process(None, own + NICER);
+            let _ = rustix::process::setpriority_process(None, own + NICENESS);
             serve(shared, connection)
         });
         // A panic of the thread has been reported by the panic hook.
@@ -413,34 +361,34 @@ fn serve_nicely(shared: &Shared, connection: &mut Connection) -> Option<ConnectE
     })
 }
 
-/// Carries frames both ways until the connection is lost (the error) or the client ends (`None`).
-fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
+/// Sends and receives frames until the connection is lost (the error) or the client ends (`None`).
+fn serve(shared: &ClientShared, connection: &mut ServerConnection) -> Option<ConnectError> {
     let mut closing: Option<Instant> = None;
     let mut linger_until = Instant::now();
     loop {
-        // Before the frames are taken: what was said before the end is sent.
+        // Read before the frames are taken, so that all frames from before the end are sent.
         let stopping = shared.stopping();
         let left = connection.is_blocked();
         let mut pause = {
-            let mut table = shared.lock()?;
+            let mut state = shared.lock()?;
             let now = Instant::now();
-            let pause = table.tick(now);
-            if table.is_overfull() {
+            let pause = state.tick(now);
+            if state.is_overfull() {
                 return Some(connection.unread());
             }
-            if !table.outbox.is_empty() {
+            if !state.outbox.is_empty() {
                 linger_until = now + LINGER;
             }
-            connection.queue(&mut table.outbox);
-            // Under the lock: whoever adds a frame from now on says so.
-            shared.doze.taken();
+            connection.queue(&mut state.outbox);
+            // Under the lock: a caller that queues a frame from now on wakes the thread.
+            shared.parker.taken();
             pause
         };
         if let Err(error) = connection.send() {
             return Some(error);
         }
         if left && !connection.is_blocked() {
-            // That was what was left from before: the table's frames have not been taken.
+            // Frames from before were sent. The queued ones have not been taken.
             continue;
         }
         if stopping {
@@ -458,7 +406,7 @@ fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
                 let now = Instant::now();
                 shared
                     .lock()
-                    .is_some_and(|mut table| table.reply(reply, now))
+                    .is_some_and(|mut state| state.take(reply, now))
             });
             if taken {
                 linger_until = Instant::now() + LINGER;
@@ -474,8 +422,8 @@ fn serve(shared: &Shared, connection: &mut Connection) -> Option<ConnectError> {
 /// Waits until there is something to do: awake until `linger_until`, then asleep for at most `pause`.
 /// Whether there is something to read.
 fn wait_for_frames(
-    shared: &Shared,
-    connection: &Connection,
+    shared: &ClientShared,
+    connection: &ServerConnection,
     linger_until: Instant,
     pause: Duration,
 ) -> bool {
@@ -490,9 +438,9 @@ fn wait_for_frames(
     loop {
         let lingers = Instant::now() < linger_until;
         let is_idle = if lingers {
-            shared.doze.is_idle()
+            shared.parker.is_idle()
         } else {
-            shared.doze.fall_asleep()
+            shared.parker.park()
         };
         if !is_idle {
             return false;

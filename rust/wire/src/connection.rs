@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::frame::{self, FrameError, Kind};
+use crate::frame::{self, FrameError, FrameKind};
 use crate::peer::peer_uid;
-use crate::protocol::{Reply, Request};
+use crate::protocol::{ClientMessage, ServerMessage};
 use crate::socket_dir::connect_at_once;
 
 /// Why there is no connection to a server.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// Nobody answers at the socket.
+    /// No server answers at the socket.
     #[error("{path:?}: {source}; is `undercroft serve` running there?")]
     Os {
         /// The socket.
@@ -47,27 +47,27 @@ pub enum ConnectError {
         /// The socket.
         path: PathBuf,
     },
-    /// What came is no reply.
+    /// The server sent no reply, or an unexpected one.
     #[error("{path:?}: {source}")]
     Frame {
         /// The socket.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error.
         source: FrameError,
     },
 }
 
 /// A connection to a server.
 #[derive(Debug)]
-pub(crate) struct Connection {
+pub(crate) struct ServerConnection {
     path: PathBuf,
     pub(crate) stream: UnixStream,
     inbox: Vec<u8>,
     outbox: Vec<u8>,
 }
 
-impl Connection {
-    /// Connects, or fails at once: a frozen server whose queue is full does not hold us up.
+impl ServerConnection {
+    /// Connects, or fails at once: the queue of a frozen server may be full.
     pub(crate) fn open(path: &Path) -> Result<Self, ConnectError> {
         let os = |errno: Errno| ConnectError::Os {
             path: path.into(),
@@ -94,7 +94,7 @@ impl Connection {
         })
     }
 
-    /// Takes frames to be sent next, if none are left, and gives the buffer of the last ones back.
+    /// Takes frames to be sent, if all earlier ones were sent, and returns the buffer of those.
     pub(crate) fn queue(&mut self, frames: &mut Vec<u8>) {
         if self.outbox.is_empty() {
             std::mem::swap(&mut self.outbox, frames);
@@ -106,7 +106,7 @@ impl Connection {
         !self.outbox.is_empty()
     }
 
-    /// Sends what fits.
+    /// Sends as much as the socket takes.
     pub(crate) fn send(&mut self) -> Result<(), ConnectError> {
         let mut sent = 0;
         let result = loop {
@@ -124,10 +124,10 @@ impl Connection {
         result
     }
 
-    /// Reads what there is, and hands each reply to `take`, which says whether it belonged here.
+    /// Reads all that has come, and hands each reply to `take`, which says whether it was expected.
     pub(crate) fn receive(
         &mut self,
-        mut take: impl FnMut(Reply) -> bool,
+        mut take: impl FnMut(ServerMessage) -> bool,
     ) -> Result<(), ConnectError> {
         let mut scratch = [0; 64 << 10];
         loop {
@@ -145,10 +145,10 @@ impl Connection {
             };
             let mut at = 0;
             while let Some((header, body, len)) = frame::first(&self.inbox[at..]).map_err(bad)? {
-                if header.kind != Kind::Reply {
+                if header.kind != FrameKind::Reply {
                     return Err(bad(FrameError::Kind(header.kind as u8)));
                 }
-                if !take(Reply::decode(body).map_err(bad)?) {
+                if !take(ServerMessage::decode(body).map_err(bad)?) {
                     return Err(bad(FrameError::Malformed));
                 }
                 at += len;
@@ -160,13 +160,13 @@ impl Connection {
         }
     }
 
-    /// Sends one request and waits for one reply, at most until `deadline` or until `stop` says so.
+    /// Sends one message and waits for one reply, at most until `deadline` or until `stop` says so.
     pub(crate) fn ask(
         &mut self,
-        request: &Request<'_>,
+        request: &ClientMessage<'_>,
         deadline: Instant,
         stop: impl Fn() -> bool,
-    ) -> Result<Reply, ConnectError> {
+    ) -> Result<ServerMessage, ConnectError> {
         request.append_to(&mut self.outbox);
         let mut found = None;
         loop {
@@ -206,24 +206,24 @@ impl Connection {
 
 /// Waits for one of `fds`, at most for `timeout`.
 pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration) {
-    let timeout = Timespec::try_from(timeout).unwrap_or_default();
-    // Interrupted or not: the caller looks for itself.
+    let timeout = Timespec::try_from(timeout).expect("a wait takes seconds");
+    // An interruption is no error: the caller checks whatever it waits for.
     let _ = poll(fds, Some(&timeout));
 }
 
-/// Whether a server listens at a socket, be it frozen.
+/// Whether a server listens at a socket, even a frozen one.
 pub fn is_served(path: &Path) -> bool {
-    Connection::open(path).is_ok()
+    ServerConnection::open(path).is_ok()
 }
 
-/// What a server says of itself, as JSON; waits at most `timeout`.
+/// The status of a server, as JSON. Waits at most for `timeout`.
 ///
 /// # Errors
-/// If nobody answers there.
+/// If no server answers there.
 pub fn server_status(path: &Path, timeout: Duration) -> Result<String, ConnectError> {
-    let mut connection = Connection::open(path)?;
-    match connection.ask(&Request::Status, Instant::now() + timeout, || false)? {
-        Reply::Status { json } => Ok(json),
+    let mut connection = ServerConnection::open(path)?;
+    match connection.ask(&ClientMessage::Status, Instant::now() + timeout, || false)? {
+        ServerMessage::Status { json } => Ok(json),
         _ => Err(ConnectError::Frame {
             path: path.into(),
             source: FrameError::Malformed,

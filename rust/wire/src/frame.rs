@@ -4,59 +4,61 @@
 //! | --- | --- |
 //! | 0..4 | magic `UCFT` |
 //! | 4..6 | protocol version |
-//! | 6 | kind ([`Kind`]) |
+//! | 6 | kind ([`FrameKind`]) |
 //! | 7 | 0, reserved |
 //! | 8..12 | length of the body in bytes |
 //!
 //! The length is checked against the limit of its kind before anything is allocated for it.
 
+use undercroft_core::session::SessionToken;
+
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
 /// Version of the protocol; both ends must have the same.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 12;
 
-/// Length of the body of [`Kind::Attach`] in bytes.
+/// Length of the body of [`FrameKind::Attach`] in bytes.
 pub const ATTACH_BODY_BYTES: usize = 16;
 
-/// Length of the body of [`Kind::Arena`] in bytes.
+/// Length of the body of [`FrameKind::Arena`] in bytes.
 pub const ARENA_BODY_BYTES: usize = 16;
 
 /// Longest body of a request or a reply in bytes: the hashes of half a million blocks.
 pub const BODY_BYTES_MAX: u32 = 16 << 20;
 
-/// What a frame is.
+/// Kinds of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     /// Worker to server: the token (u128) of its engine's session, 0 for the server's own process; asks
     /// for the arena.
     Attach = 1,
-    /// Server to worker: size (u64) and generation (u64) of the arena, its descriptor attached.
+    /// Server to worker: size (u64) and id (u64) of the arena, with its descriptor.
     Arena = 2,
-    /// Client to server: a [`crate::protocol::Request`].
+    /// Client to server: a [`crate::protocol::ClientMessage`].
     Request = 3,
-    /// Server to client: a [`crate::protocol::Reply`].
+    /// Server to client: a [`crate::protocol::ServerMessage`].
     Reply = 4,
 }
 
 /// A header that has been checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame is.
-    pub kind: Kind,
+    /// The kind of the frame.
+    pub kind: FrameKind,
     /// Length of the body in bytes.
     pub body_bytes: u32,
 }
 
-/// Why bytes are no frame.
+/// Why bytes are not a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// Not this protocol at all.
+    /// Another protocol.
     #[error("frame starts with {0:02x?}, expected {MAGIC:02x?}: not an undercroft socket")]
     Magic([u8; 4]),
     /// Another version of undercroft.
@@ -70,7 +72,7 @@ pub enum FrameError {
     /// A body length that its kind does not have.
     #[error("frame body of {0} bytes does not fit its kind")]
     Body(u32),
-    /// A body that says nothing.
+    /// A body that is no message.
     #[error("the body of a frame cannot be decoded")]
     Malformed,
 }
@@ -89,7 +91,7 @@ impl Header {
     /// Checks magic, version, kind, and that the body has a length of its kind.
     ///
     /// # Errors
-    /// Names what is wrong.
+    /// Names the field that is wrong.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
         let [m0, m1, m2, m3, v0, v1, kind, _, b0, b1, b2, b3] = *bytes;
         let magic = [m0, m1, m2, m3];
@@ -103,10 +105,10 @@ impl Header {
         let message = 1..=BODY_BYTES_MAX;
         let exactly = |bytes: usize| bytes as u32..=bytes as u32;
         let (kind, allowed) = match kind {
-            1 => (Kind::Attach, exactly(ATTACH_BODY_BYTES)),
-            2 => (Kind::Arena, exactly(ARENA_BODY_BYTES)),
-            3 => (Kind::Request, message),
-            4 => (Kind::Reply, message),
+            1 => (FrameKind::Attach, exactly(ATTACH_BODY_BYTES)),
+            2 => (FrameKind::Arena, exactly(ARENA_BODY_BYTES)),
+            3 => (FrameKind::Request, message),
+            4 => (FrameKind::Reply, message),
             other => return Err(FrameError::Kind(other)),
         };
         let body_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
@@ -134,31 +136,31 @@ pub fn first(bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
 }
 
 /// A worker's request for the arena.
-pub fn attach_request(session: u128) -> [u8; HEADER_BYTES + ATTACH_BODY_BYTES] {
+pub fn attach_request(session: SessionToken) -> [u8; HEADER_BYTES + ATTACH_BODY_BYTES] {
     let mut bytes = [0; HEADER_BYTES + ATTACH_BODY_BYTES];
     let header = Header {
-        kind: Kind::Attach,
+        kind: FrameKind::Attach,
         body_bytes: ATTACH_BODY_BYTES as u32,
     };
     bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
-    bytes[HEADER_BYTES..].copy_from_slice(&session.to_le_bytes());
+    bytes[HEADER_BYTES..].copy_from_slice(&session.0.to_le_bytes());
     bytes
 }
 
 /// The answer that announces the arena.
-pub fn arena_answer(size: u64, generation: u64) -> [u8; HEADER_BYTES + ARENA_BODY_BYTES] {
+pub fn arena_answer(size: u64, arena_id: u64) -> [u8; HEADER_BYTES + ARENA_BODY_BYTES] {
     let mut bytes = [0; HEADER_BYTES + ARENA_BODY_BYTES];
     let header = Header {
-        kind: Kind::Arena,
+        kind: FrameKind::Arena,
         body_bytes: ARENA_BODY_BYTES as u32,
     };
     bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
     bytes[HEADER_BYTES..HEADER_BYTES + 8].copy_from_slice(&size.to_le_bytes());
-    bytes[HEADER_BYTES + 8..].copy_from_slice(&generation.to_le_bytes());
+    bytes[HEADER_BYTES + 8..].copy_from_slice(&arena_id.to_le_bytes());
     bytes
 }
 
-/// Size and generation from the body of a [`Kind::Arena`] frame.
+/// Size and id of the arena, from the body of a [`FrameKind::Arena`] frame.
 pub fn decode_arena_body(body: &[u8; ARENA_BODY_BYTES]) -> (u64, u64) {
     let both = u128::from_le_bytes(*body);
     (both as u64, (both >> 64) as u64)
@@ -171,10 +173,10 @@ mod tests {
     #[test]
     fn headers_survive_the_way() {
         for (kind, body_bytes) in [
-            (Kind::Attach, 16),
-            (Kind::Arena, 16),
-            (Kind::Request, 1),
-            (Kind::Reply, BODY_BYTES_MAX),
+            (FrameKind::Attach, 16),
+            (FrameKind::Arena, 16),
+            (FrameKind::Request, 1),
+            (FrameKind::Reply, BODY_BYTES_MAX),
         ] {
             let header = Header { kind, body_bytes };
             assert_eq!(Header::decode(&header.encode()), Ok(header));
@@ -186,17 +188,17 @@ mod tests {
 
     #[test]
     fn the_bytes_are_fixed() {
-        let bytes = attach_request(1);
+        let bytes = attach_request(SessionToken(1));
         assert_eq!(
             bytes[..16],
-            *b"UCFT\x03\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
+            *b"UCFT\x04\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
         );
     }
 
     #[test]
     fn every_wrong_field_is_named() {
         let change = |at: usize, value: u8| {
-            let mut bytes = attach_request(0);
+            let mut bytes = attach_request(SessionToken(0));
             bytes[at] = value;
             first(&bytes).map(drop)
         };
@@ -209,7 +211,7 @@ mod tests {
     #[test]
     fn a_length_over_the_limit_is_refused_before_the_body_comes() {
         let header = Header {
-            kind: Kind::Request,
+            kind: FrameKind::Request,
             body_bytes: BODY_BYTES_MAX + 1,
         };
         let refused = first(&header.encode()).map(drop);
@@ -218,11 +220,11 @@ mod tests {
 
     #[test]
     fn a_frame_is_taken_when_it_is_whole() {
-        let bytes = attach_request(5);
+        let bytes = attach_request(SessionToken(5));
         for len in 0..bytes.len() {
             assert_eq!(first(&bytes[..len]), Ok(None));
         }
         let (header, body, len) = first(&bytes).unwrap().unwrap();
-        assert_eq!((header.kind, body.len(), len), (Kind::Attach, 16, 28));
+        assert_eq!((header.kind, body.len(), len), (FrameKind::Attach, 16, 28));
     }
 }

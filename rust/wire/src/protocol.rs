@@ -1,22 +1,23 @@
-//! What clients and server say to each other: the bodies of request and reply frames, in postcard's
-//! encoding. Replies come in the order of the requests that expect one; an answer that the disk owed comes
-//! when it is there.
+//! The messages of clients and server: the bodies of request and reply frames, in postcard's encoding.
+//! Replies come in the order of the messages that expect one. The answer to a pending lookup comes when
+//! its promotion has ended.
 //!
-//! Numbers that name something (request, load, save) are the client's own and mean nothing to other
-//! connections: nobody can read or end what belongs to another.
+//! Numbers that name something (request, transfer, reset) are the client's own and mean nothing to other
+//! connections: no client can read or end the lookups, loads and saves of another.
 
 use serde::{Deserialize, Serialize, Serializer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
+use undercroft_core::session::{Extent, Offer, Priority, PromotionWait, SessionToken, Tokens};
 
-use crate::frame::{BODY_BYTES_MAX, FrameError, HEADER_BYTES, Header, Kind};
+use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
 
 /// Most block hashes that a server keeps of one request.
 pub const HASHES_MAX: usize = 4 << 20;
 
 /// A run of a request's block hashes: those after the first `known`, which the server has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hashes<'a> {
+pub struct HashRun<'a> {
     /// Hashes that the server has already.
     pub known: u32,
     /// Length of each hash in bytes, 1 to 32.
@@ -31,8 +32,9 @@ fn in_one<S: Serializer>(bytes: &&[u8], serializer: S) -> Result<S::Ok, S::Error
     serializer.serialize_bytes(bytes)
 }
 
-impl Hashes<'_> {
-    /// Adds the hashes to those that are known. False if they do not follow on.
+impl HashRun<'_> {
+    /// Appends the hashes to those that are known. False, and nothing is appended, if the hashes do not
+    /// follow on these.
     pub fn append_to(&self, known: &mut Vec<BlockHash>) -> bool {
         let len = usize::from(self.hash_bytes);
         let count = self.bytes.len() / len.max(1);
@@ -53,115 +55,117 @@ impl Hashes<'_> {
 /// Requests that a session may have at a time.
 pub const REQUESTS_MAX: usize = 1 << 16;
 
-/// What a client says.
+/// A message of a client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Request<'a> {
-    /// First of all, and once: the namespace of this connection. Answered by `Registered` or `Refused`.
+pub enum ClientMessage<'a> {
+    /// Opens the session of this connection. The first message, sent once. The server replies with
+    /// `Registered` or `Refused`.
     Register {
         /// The namespace.
-        spec: NamespaceSpec,
-        /// How far before the end of what is cached every hit must end.
-        dropped_tokens: u32,
-        /// The client has asked for a reset before, perhaps of another server: it shares with nobody.
+        namespace: NamespaceSpec,
+        /// See [`SessionSpec::dropped_tokens`](undercroft_core::session::SessionSpec::dropped_tokens).
+        dropped_tokens: Tokens,
+        /// The client has asked for a reset before, perhaps of another server: the session shares with
+        /// no other.
         private: bool,
     },
-    /// Starts a lookup, or another one for the same request. Answered by `Answer`.
-    Submit {
-        /// The request.
-        request: u64,
-        /// Counts the lookups of a request: answers to older ones are void.
-        version: u32,
-        /// What the device holds.
-        local_tokens: u32,
-        /// The deepest boundary of use.
-        max_tokens: u32,
-        /// The scheduler waits for it.
-        asked: bool,
-        /// Limit on the wait for the disk: base and part for every 1,000 tokens.
-        wait_ns: Option<(u64, u64)>,
-        /// The hashes that the server lacks. Last, see [`append_with_hashes`].
-        #[serde(borrow)]
-        hashes: Hashes<'a>,
-    },
-    /// The scheduler waits for a lookup that was submitted early.
-    Ask {
+    /// Starts a lookup, or another one for the same request. The server replies with `Answer`.
+    #[serde(borrow)]
+    Lookup(LookupMessage<'a>),
+    /// The scheduler waits for a prefetch from now on: its priority is
+    /// [`Demand`](undercroft_core::session::Priority::Demand).
+    Demand {
         /// The request.
         request: u64,
     },
-    /// The lookup is not needed any more; the hashes are kept for saves.
-    Release {
+    /// The lookup is not needed any more. The server keeps the hashes for saves.
+    EndLookup {
         /// The request.
         request: u64,
     },
-    /// The request has ended.
-    Forget {
+    /// The request has finished.
+    FinishRequest {
         /// The request.
         request: u64,
     },
-    /// Workers copy what the last answer named.
+    /// Workers copy from the extents of the last answer.
     BeginLoad {
         /// The request.
         request: u64,
         /// Names the load.
-        load: u64,
-        /// What the device holds.
-        local_tokens: u32,
-        /// What is loaded after it.
-        external_tokens: u32,
+        transfer: u64,
+        /// Tokens that the device holds.
+        computed: Tokens,
+        /// Tokens that are loaded after these.
+        external: Tokens,
     },
-    /// All ranks have ended a load.
-    EndLoad {
-        /// The load.
-        load: u64,
-        /// Whether it succeeded.
+    /// Asks for slots. The server replies with `Granted`.
+    #[serde(borrow)]
+    BeginSave(SaveMessage<'a>),
+    /// All ranks have ended the copies of a load or a save.
+    EndTransfer {
+        /// The load or the save.
+        transfer: u64,
+        /// Whether the copies succeeded.
         ok: bool,
     },
-    /// Asks for slots. Answered by `Granted`.
-    BeginSave {
-        /// The request.
-        request: u64,
-        /// Names the save.
-        save: u64,
-        /// Tokens that the device has computed.
-        tokens: u32,
-        /// What the device holds of windows and states: group, first block, block after the last.
-        offers: Vec<(u8, u32, u32)>,
-        /// The hashes that the server lacks. Last, see [`append_with_hashes`].
-        #[serde(borrow)]
-        hashes: Hashes<'a>,
-    },
-    /// All ranks have ended a save.
-    EndSave {
-        /// The save.
-        save: u64,
-        /// Whether it succeeded.
-        ok: bool,
-    },
-    /// Drops everything of the namespace. Answered by `Reset` when it is durable.
+    /// Drops everything of the namespace. The server replies with `Reset` when the reset is durable, or
+    /// has failed to be.
     Reset {
         /// Names the reset.
-        ticket: u64,
+        reset: u64,
     },
-    /// Are you there? Answered by `Pong`.
+    /// Asks whether the server is there. The server replies with `Pong`.
     Ping,
-    /// Answered by `Status`. Allowed before `Register`.
+    /// The server replies with `Status`. Allowed before `Register`.
     Status,
 }
 
-/// Blocks of one group: group, index of the first block, one arena offset for each (-1: none).
-pub type WireExtent = (u8, u32, Vec<i64>);
-
-/// What the server says.
+/// See [`LookupRequest`](undercroft_core::session::LookupRequest).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Reply {
+pub struct LookupMessage<'a> {
+    /// The request.
+    pub request: u64,
+    /// Counts the lookups of a request: answers to older lookups are void.
+    pub version: u32,
+    /// Tokens that the device holds.
+    pub computed: Tokens,
+    /// The deepest boundary of use.
+    pub max: Tokens,
+    /// Whether the scheduler waits for the lookup.
+    pub priority: Priority,
+    /// Limit on the wait for a promotion, instead of the server's.
+    pub wait: Option<PromotionWait>,
+    /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
+    #[serde(borrow)]
+    pub hashes: HashRun<'a>,
+}
+
+/// See [`SaveRequest`](undercroft_core::session::SaveRequest).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SaveMessage<'a> {
+    /// The request.
+    pub request: u64,
+    /// Names the save.
+    pub transfer: u64,
+    /// Tokens that the device has computed.
+    pub tokens: Tokens,
+    /// Blocks of windows and states that the device holds.
+    pub offers: Vec<Offer>,
+    /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
+    #[serde(borrow)]
+    pub hashes: HashRun<'a>,
+}
+
+/// A message of the server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ServerMessage {
     /// The session is open.
     Registered {
-        /// Names the session: workers attach with it.
-        session: u128,
-        /// Digest of the namespace, hexadecimal.
-        namespace: String,
-        /// Which arena it is.
-        generation: u64,
+        /// Names the session: workers attach with this token.
+        session: SessionToken,
+        /// Identity of the arena: another engine start has another one.
+        arena_id: u64,
         /// `Engine.info()` as JSON.
         info: String,
     },
@@ -170,87 +174,115 @@ pub enum Reply {
         /// Why.
         reason: String,
     },
-    /// What a lookup knows.
+    /// The answer to a lookup.
     Answer {
         /// The request.
         request: u64,
-        /// Of which lookup.
+        /// The lookup that this answers.
         version: u32,
-        /// The direct reply to a `Submit`, not what came later.
+        /// Whether this is the reply to a `Lookup`. False for an answer that follows a pending one.
         direct: bool,
-        /// Nothing if the disk still owes it.
-        ready: Option<Ready>,
+        /// The answer.
+        answer: LookupAnswer,
     },
     /// Slots for a save.
     Granted {
         /// The save.
-        save: u64,
+        transfer: u64,
         /// Blocks were left out for want of memory.
         refused: bool,
-        /// Where to copy to; empty if there is nothing to copy.
-        #[serde(with = "offsets")]
-        extents: Vec<WireExtent>,
+        /// Where to copy to. Empty if there is nothing to copy.
+        #[serde(with = "extents")]
+        extents: Vec<Extent>,
     },
     /// A reset has ended.
     Reset {
         /// Names the reset.
-        ticket: u64,
-        /// Whether it is durable.
+        reset: u64,
+        /// Whether the reset is durable.
         ok: bool,
     },
-    /// I am; `Engine.stats()` as JSON.
+    /// The reply to `Ping`.
     Pong {
-        /// The statistics.
+        /// `Engine.stats()` as JSON.
         stats: String,
     },
-    /// What goes on, as JSON.
+    /// The reply to `Status`.
     Status {
         /// See the documentation of `undercroft status --json`.
         json: String,
     },
 }
 
-/// The answer to a lookup.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ready {
-    /// Deepest usable boundary from the start of the prompt.
-    pub tokens: u32,
-    /// Tokens of the chain found, usable or not.
-    pub shared_tokens: u32,
-    /// Tokens (exclusive, inclusive) that were brought from disk for it.
-    pub from_disk: Option<(u32, u32)>,
-    /// Where the payloads lie.
-    #[serde(with = "offsets")]
-    pub extents: Vec<WireExtent>,
+/// [`Lookup`](undercroft_core::session::Lookup), and for a hit where its payloads lie.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LookupAnswer {
+    /// Payloads are being read from disk. Another answer follows.
+    Pending {
+        /// See [`Hit::shared`](undercroft_core::session::Hit::shared).
+        shared: Tokens,
+    },
+    /// A load may follow.
+    Hit(LeasedHit),
+    /// There is nothing to load.
+    Miss {
+        /// See [`Hit::shared`](undercroft_core::session::Hit::shared).
+        shared: Tokens,
+    },
 }
 
-impl<'a> Request<'a> {
-    /// From the body of a frame.
+impl LookupAnswer {
+    /// Nothing is known of the prompt.
+    pub const NOTHING: Self = Self::Miss { shared: Tokens(0) };
+
+    /// Whether another answer follows.
+    pub fn is_pending(&self) -> bool {
+        matches!(self, Self::Pending { .. })
+    }
+}
+
+/// A hit, and where its payloads lie. The server leases them until the request's next lookup, its load,
+/// or its end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeasedHit {
+    /// See [`Hit::tokens`](undercroft_core::session::Hit::tokens).
+    pub tokens: Tokens,
+    /// See [`Hit::shared`](undercroft_core::session::Hit::shared).
+    pub shared: Tokens,
+    /// Tokens (exclusive, inclusive) that promotions brought from disk for this request.
+    pub from_disk: Option<(Tokens, Tokens)>,
+    /// Where the payloads after the computed tokens of the question lie.
+    #[serde(with = "extents")]
+    pub extents: Vec<Extent>,
+}
+
+impl<'a> ClientMessage<'a> {
+    /// Decodes the body of a frame.
     ///
     /// # Errors
-    /// If it is none, or bytes are left over.
+    /// If the body is no message, or bytes are left over.
     pub fn decode(body: &'a [u8]) -> Result<Self, FrameError> {
         decode(body)
     }
 
-    /// Appends the frame. False, and nothing appended, if it is too long.
+    /// Appends the frame. False, and nothing is appended, if the frame is too long.
     pub fn append_to(&self, out: &mut Vec<u8>) -> bool {
-        append(Kind::Request, self, out)
+        append(FrameKind::Request, self, out)
     }
 }
 
-impl Reply {
-    /// From the body of a frame.
+impl ServerMessage {
+    /// Decodes the body of a frame.
     ///
     /// # Errors
-    /// If it is none, or bytes are left over.
+    /// If the body is no message, or bytes are left over.
     pub fn decode(body: &[u8]) -> Result<Self, FrameError> {
         decode(body)
     }
 
-    /// Appends the frame. False, and nothing appended, if it is too long.
+    /// Appends the frame. False, and nothing is appended, if the frame is too long.
     pub fn append_to(&self, out: &mut Vec<u8>) -> bool {
-        append(Kind::Reply, self, out)
+        append(FrameKind::Reply, self, out)
     }
 }
 
@@ -261,103 +293,120 @@ fn decode<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, FrameError> {
     }
 }
 
-fn append<T: Serialize>(kind: Kind, message: &T, out: &mut Vec<u8>) -> bool {
+fn append<T: Serialize>(kind: FrameKind, message: &T, out: &mut Vec<u8>) -> bool {
     let start = out.len();
     out.extend_from_slice(&[0; HEADER_BYTES]);
     let encoded = postcard::serialize_with_flavor(message, Appended(out)).is_ok();
-    let body_bytes = u32::try_from(out.len() - start - HEADER_BYTES).unwrap_or(u32::MAX);
-    if !encoded || body_bytes > BODY_BYTES_MAX {
+    let body_bytes = body_bytes(out.len() - start - HEADER_BYTES).filter(|_| encoded);
+    let Some(body_bytes) = body_bytes else {
         out.truncate(start);
         return false;
-    }
+    };
     let header = Header { kind, body_bytes }.encode();
     out[start..start + HEADER_BYTES].copy_from_slice(&header);
     true
 }
 
-/// Appends a request's frame with the hashes after the first `known`, read straight into the buffer: on the
-/// scheduler's thread each copy counts. `request` makes it of the hashes, which must be its last field. How many
-/// hashes went along; `None`, and nothing appended, if the frame is too long.
-pub(crate) fn append_with_hashes<'a, H: HashSource + ?Sized>(
+/// Appends the frame of a message with the hashes after the first `known`. The hashes are read straight into
+/// the buffer: on the scheduler's thread each copy counts. `message` makes the message of the hashes, which
+/// must be its last field. Returns the number of hashes that were appended; `None`, and nothing is appended,
+/// if the frame is too long.
+pub(crate) fn append_with_hashes<'a>(
     out: &mut Vec<u8>,
-    hashes: &H,
+    hashes: &dyn HashSource,
     known: u32,
-    request: impl FnOnce(Hashes<'a>) -> Request<'a>,
+    message: impl FnOnce(HashRun<'a>) -> ClientMessage<'a>,
 ) -> Option<u32> {
     let start = out.len();
     let from = known as usize;
     let first = (from < hashes.len()).then(|| hashes.get(from)).flatten();
-    // Without a hash its length does not matter, but it must be one.
+    // Without a hash the length means nothing, but the server refuses a length of 0.
     let hash_bytes = first.map_or(1, |hash| hash.as_bytes().len());
-    let frame = request(Hashes {
+    let frame = message(HashRun {
         known,
-        hash_bytes: u8::try_from(hash_bytes).unwrap_or(1),
+        hash_bytes: u8::try_from(hash_bytes).expect("a hash has at most 32 bytes"),
         bytes: &[],
     });
-    // It ends with the length of no bytes, a zero.
-    if !frame.append_to(out) || out.pop() != Some(0) {
-        out.truncate(start);
+    if !frame.append_to(out) {
         return None;
     }
+    let length = out.pop();
+    assert_eq!(
+        length,
+        Some(0),
+        "the frame ends with the length of no bytes"
+    );
     let at = out.len();
     out.extend_from_slice(&[0; LENGTH_BYTES]);
     let (count, _) = hashes.append_from(from, out);
     let bytes = out.len() - at - LENGTH_BYTES;
-    let body = out.len() - start - HEADER_BYTES;
-    let body_bytes = u32::try_from(body).unwrap_or(u32::MAX);
-    if body_bytes > BODY_BYTES_MAX {
+    let Some(body_bytes) = body_bytes(out.len() - start - HEADER_BYTES) else {
         out.truncate(start);
         return None;
-    }
-    // As many bytes as a length may take, whatever it is: seven bits each, the last one without a mark.
+    };
+    // Always as many bytes as the longest length takes: seven bits each, all but the last one marked.
     for (index, byte) in out[at..at + LENGTH_BYTES].iter_mut().enumerate() {
         let mark = u8::from(index + 1 < LENGTH_BYTES) << 7;
         *byte = (bytes >> (7 * index)) as u8 & 0x7f | mark;
     }
-    let kind = Kind::Request;
+    let kind = FrameKind::Request;
     let header = Header { kind, body_bytes }.encode();
     out[start..start + HEADER_BYTES].copy_from_slice(&header);
-    u32::try_from(count).ok()
+    Some(u32::try_from(count).expect("a frame holds fewer than 2^24 hashes"))
+}
+
+/// The length of a body as a header has it; `None` if the body is too long for a frame.
+fn body_bytes(len: usize) -> Option<u32> {
+    let len = u32::try_from(len).ok()?;
+    (len <= BODY_BYTES_MAX).then_some(len)
 }
 
 /// Bytes of a length up to [`BODY_BYTES_MAX`] in postcard's encoding.
 const LENGTH_BYTES: usize = 4;
 
-/// Extents with their offsets as bytes: thousands at once, in no time.
-mod offsets {
+/// Extents with their offsets as bytes, which is much faster than number by number.
+mod extents {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use undercroft_core::session::{ArenaOffset, Extent};
 
-    use super::WireExtent;
+    struct OffsetBytes<'a>(&'a [ArenaOffset]);
 
-    struct Bytes(Vec<u8>);
+    fn one(extent: &Extent) -> (u8, u32, OffsetBytes<'_>) {
+        let offsets = OffsetBytes(&extent.offsets);
+        (extent.group, extent.first_block, offsets)
+    }
 
-    impl Serialize for Bytes {
+    impl Serialize for OffsetBytes<'_> {
         fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-            serializer.serialize_bytes(&self.0)
+            let offsets = self.0.iter();
+            let bytes: Vec<u8> = offsets.flat_map(|offset| offset.to_le_bytes()).collect();
+            serializer.serialize_bytes(&bytes)
         }
     }
 
     pub(super) fn serialize<S: Serializer>(
-        extents: &[WireExtent],
+        extents: &[Extent],
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
-        let bytes = |slots: &[i64]| slots.iter().flat_map(|slot| slot.to_le_bytes()).collect();
-        let one = |(group, first, slots): &WireExtent| (*group, *first, Bytes(bytes(slots)));
         serializer.collect_seq(extents.iter().map(one))
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(
         deserializer: D,
-    ) -> Result<Vec<WireExtent>, D::Error> {
+    ) -> Result<Vec<Extent>, D::Error> {
         let found: Vec<(u8, u32, &'de [u8])> = Vec::deserialize(deserializer)?;
-        let one = |(group, first, bytes): (u8, u32, &[u8])| {
-            let (slots, rest) = bytes.as_chunks::<8>();
-            let slots = slots.iter().map(|slot| i64::from_le_bytes(*slot)).collect();
-            rest.is_empty().then_some((group, first, slots))
+        let one = |(group, first_block, bytes): (u8, u32, &[u8])| {
+            let (offsets, rest) = bytes.as_chunks::<8>();
+            let offsets = offsets.iter().map(|of| ArenaOffset::from_le_bytes(*of));
+            rest.is_empty().then(|| Extent {
+                group,
+                first_block,
+                offsets: offsets.collect(),
+            })
         };
-        let extents: Option<Vec<WireExtent>> = found.into_iter().map(one).collect();
-        extents.ok_or_else(|| D::Error::custom("offsets of no whole number"))
+        let extents: Option<Vec<Extent>> = found.into_iter().map(one).collect();
+        extents.ok_or_else(|| D::Error::custom("the offsets are no whole number of 8 bytes"))
     }
 }
 

@@ -28,7 +28,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(1);
 pub enum SocketError {
     /// The path does not fit a socket address.
     #[error(
-        "socket path {path:?} has {bytes} bytes, at most {SOCKET_PATH_MAX} are possible; choose a shorter runtime_dir"
+        "path {path:?} has {bytes} bytes, at most {SOCKET_PATH_MAX} are possible; choose a shorter one"
     )]
     PathTooLong {
         /// The path.
@@ -38,7 +38,7 @@ pub enum SocketError {
     },
     /// The directory belongs to somebody else.
     #[error(
-        "{dir:?} belongs to uid {found}, this process runs as uid {own}; choose a runtime_dir of its own"
+        "{dir:?} belongs to uid {found}, this process runs as uid {own}; choose a directory of its own"
     )]
     Owner {
         /// The directory.
@@ -57,7 +57,7 @@ pub enum SocketError {
         mode: u32,
     },
     /// The path is not a directory; a symbolic link to one does not count.
-    #[error("{dir:?} is not a directory; choose another runtime_dir")]
+    #[error("{dir:?} is not a directory; choose another one")]
     NotADirectory {
         /// The path.
         dir: PathBuf,
@@ -73,7 +73,7 @@ pub enum SocketError {
     Os {
         /// File or directory.
         path: PathBuf,
-        /// What was tried.
+        /// The step that failed.
         step: &'static str,
         /// The kernel's answer.
         source: io::Error,
@@ -137,8 +137,8 @@ pub(crate) fn listen(dir: &Path) -> Result<(UnixListener, PathBuf), SocketError>
     listen_at(dir.join(format!("{}-{random:016x}.sock", std::process::id())))
 }
 
-/// A listening socket of mode 0600 at `path`, in a directory that [`prepare`] checked. One that nobody
-/// listens at any more is replaced.
+/// A listening socket of mode 0600 at `path`, in a directory that [`prepare`] checked. A socket
+/// without a listener is replaced.
 pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), SocketError> {
     let bytes = path.as_os_str().len();
     if bytes > SOCKET_PATH_MAX {
@@ -190,7 +190,7 @@ pub(crate) fn connect_at_once(path: &Path) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Whether the process in the name is gone and nobody listens. Both, since the process may live in
+/// Whether the process in the name is gone and no process listens. Both, since the process may live in
 /// another PID namespace, and a live one may be about to listen.
 fn is_stale(path: &Path) -> bool {
     let pid = path
@@ -257,7 +257,7 @@ mod tests {
         prepare(&dir).unwrap();
         let error = listen(&dir).unwrap_err();
         assert!(matches!(error, SocketError::PathTooLong { .. }), "{error}");
-        assert!(error.to_string().contains("shorter runtime_dir"));
+        assert!(error.to_string().contains("choose a shorter one"));
     }
 
     #[test]

@@ -9,8 +9,13 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_wire::frame::{self, Kind};
-use undercroft_wire::protocol::{Hashes, Ready, Reply, Request};
+use undercroft_core::session::{
+    ArenaOffset, Extent, Offer, Priority, PromotionWait, SessionToken, Tokens,
+};
+use undercroft_wire::frame::{self, FrameKind};
+use undercroft_wire::protocol::{
+    ClientMessage, HashRun, LeasedHit, LookupAnswer, LookupMessage, SaveMessage, ServerMessage,
+};
 
 fn corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus")
@@ -18,7 +23,7 @@ fn corpus() -> PathBuf {
 
 /// One frame of every kind.
 fn samples() -> Vec<(String, Vec<u8>)> {
-    let hashes = Hashes {
+    let hashes = HashRun {
         known: 3,
         hash_bytes: 32,
         bytes: &[7; 96],
@@ -37,86 +42,98 @@ fn samples() -> Vec<(String, Vec<u8>)> {
     };
     let spec = NamespaceSpec {
         description: "{\"model\": \"m\"}".to_owned(),
-        hash_block_tokens: 16,
+        hash_block_size: 16,
         alignment_tokens: 16,
         groups: kinds.into_iter().map(group).collect(),
     };
     let requests = [
-        Request::Register {
-            spec,
-            dropped_tokens: 1,
+        ClientMessage::Register {
+            namespace: spec,
+            dropped_tokens: Tokens(1),
             private: true,
         },
-        Request::Submit {
+        ClientMessage::Lookup(LookupMessage {
             request: u64::MAX,
             version: 1,
+            computed: Tokens(16),
+            max: Tokens::MAX,
+            priority: Priority::Demand,
+            wait: Some(PromotionWait {
+                base_ns: 1,
+                per_1k_tokens_ns: 2,
+            }),
             hashes,
-            local_tokens: 16,
-            max_tokens: u32::MAX,
-            asked: true,
-            wait_ns: Some((1, 2)),
-        },
-        Request::Ask { request: 1 },
-        Request::Release { request: 1 },
-        Request::Forget { request: 1 },
-        Request::BeginLoad {
+        }),
+        ClientMessage::Demand { request: 1 },
+        ClientMessage::EndLookup { request: 1 },
+        ClientMessage::FinishRequest { request: 1 },
+        ClientMessage::BeginLoad {
             request: 1,
-            load: 2,
-            local_tokens: 16,
-            external_tokens: 32,
+            transfer: 2,
+            computed: Tokens(16),
+            external: Tokens(32),
         },
-        Request::EndLoad { load: 2, ok: true },
-        Request::BeginSave {
+        ClientMessage::BeginSave(SaveMessage {
             request: 1,
-            save: 3,
+            transfer: 3,
+            tokens: Tokens(96),
+            offers: vec![Offer {
+                group: 1,
+                first_block: 2,
+                end_block: 3,
+            }],
             hashes,
-            tokens: 96,
-            offers: vec![(1, 2, 3)],
+        }),
+        ClientMessage::EndTransfer {
+            transfer: 3,
+            ok: false,
         },
-        Request::EndSave { save: 3, ok: false },
-        Request::Reset { ticket: 4 },
-        Request::Ping,
-        Request::Status,
+        ClientMessage::Reset { reset: 4 },
+        ClientMessage::Ping,
+        ClientMessage::Status,
     ];
-    let ready = Ready {
-        tokens: 96,
-        shared_tokens: 128,
-        from_disk: Some((16, 96)),
-        extents: vec![(0, 1, vec![-1, 0, i64::MAX])],
+    let last = ArenaOffset::new(i64::MAX as u64);
+    let extent = Extent {
+        group: 0,
+        first_block: 1,
+        offsets: vec![ArenaOffset::NONE, ArenaOffset::new(0), last],
+    };
+    let hit = LeasedHit {
+        tokens: Tokens(96),
+        shared: Tokens(128),
+        from_disk: Some((Tokens(16), Tokens(96))),
+        extents: vec![extent.clone()],
+    };
+    let answer = |answer| ServerMessage::Answer {
+        request: 1,
+        version: 1,
+        direct: true,
+        answer,
     };
     let replies = [
-        Reply::Registered {
-            session: 5,
-            namespace: "ab".repeat(32),
-            generation: 6,
+        ServerMessage::Registered {
+            session: SessionToken(5),
+            arena_id: 6,
             info: "{}".to_owned(),
         },
-        Reply::Refused {
+        ServerMessage::Refused {
             reason: "no".to_owned(),
         },
-        Reply::Answer {
-            request: 1,
-            version: 1,
-            direct: true,
-            ready: Some(ready),
-        },
-        Reply::Granted {
-            save: 3,
+        answer(LookupAnswer::Hit(hit)),
+        ServerMessage::Granted {
+            transfer: 3,
             refused: true,
-            extents: vec![(0, 1, vec![4096])],
+            extents: vec![extent],
         },
-        Reply::Reset {
-            ticket: 4,
-            ok: true,
-        },
-        Reply::Pong {
+        ServerMessage::Reset { reset: 4, ok: true },
+        ServerMessage::Pong {
             stats: "{}".to_owned(),
         },
-        Reply::Status {
+        ServerMessage::Status {
             json: "{}".to_owned(),
         },
     ];
-    let name = |text: String| text.split([' ', '{']).next().unwrap().to_lowercase();
+    let name = |text: String| text.split([' ', '{', '(']).next().unwrap().to_lowercase();
     let mut all = Vec::new();
     for request in &requests {
         let mut bytes = Vec::new();
@@ -128,7 +145,10 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         assert!(reply.append_to(&mut bytes));
         all.push((format!("reply-{}", name(format!("{reply:?}"))), bytes));
     }
-    all.push(("attach".to_owned(), frame::attach_request(9).to_vec()));
+    all.push((
+        "attach".to_owned(),
+        frame::attach_request(SessionToken(9)).to_vec(),
+    ));
     all.push(("arena".to_owned(), frame::arena_answer(1 << 30, 9).to_vec()));
     all
 }
@@ -141,26 +161,26 @@ fn take(bytes: &[u8]) {
     assert!(len <= bytes.len());
     let mut again = Vec::new();
     match header.kind {
-        Kind::Request => {
-            if let Ok(request) = Request::decode(body) {
+        FrameKind::Request => {
+            if let Ok(request) = ClientMessage::decode(body) {
                 assert!(request.append_to(&mut again));
                 let (_, said, _) = frame::first(&again).unwrap().unwrap();
-                assert_eq!(Request::decode(said).unwrap(), request);
-                if let Request::Submit { hashes, .. } = request {
+                assert_eq!(ClientMessage::decode(said).unwrap(), request);
+                if let ClientMessage::Lookup(lookup) = request {
                     let mut known = Vec::new();
-                    let fits = hashes.append_to(&mut known);
+                    let fits = lookup.hashes.append_to(&mut known);
                     assert!(fits || known.is_empty());
                 }
             }
         }
-        Kind::Reply => {
-            if let Ok(reply) = Reply::decode(body) {
+        FrameKind::Reply => {
+            if let Ok(reply) = ServerMessage::decode(body) {
                 assert!(reply.append_to(&mut again));
                 let (_, said, _) = frame::first(&again).unwrap().unwrap();
-                assert_eq!(Reply::decode(said).unwrap(), reply);
+                assert_eq!(ServerMessage::decode(said).unwrap(), reply);
             }
         }
-        Kind::Attach | Kind::Arena => {}
+        FrameKind::Attach | FrameKind::Arena => {}
     }
 }
 
@@ -187,9 +207,9 @@ fn every_cut_of_a_frame_is_incomplete_or_malformed() {
         let (header, body, _) = frame::first(&bytes).unwrap().unwrap();
         for len in 0..body.len() {
             match header.kind {
-                Kind::Request => assert!(Request::decode(&body[..len]).is_err()),
-                Kind::Reply => assert!(Reply::decode(&body[..len]).is_err()),
-                Kind::Attach | Kind::Arena => {}
+                FrameKind::Request => assert!(ClientMessage::decode(&body[..len]).is_err()),
+                FrameKind::Reply => assert!(ServerMessage::decode(&body[..len]).is_err()),
+                FrameKind::Attach | FrameKind::Arena => {}
             }
         }
     }
@@ -216,7 +236,8 @@ proptest! {
     #[test]
     fn random_bodies_do_no_harm(kind in 3..=4_u8, body in prop::collection::vec(any::<u8>(), 1..256)) {
         let len = u32::try_from(body.len()).unwrap();
-        let mut bytes = b"UCFT\x02\x00".to_vec();
+        let mut bytes = frame::MAGIC.to_vec();
+        bytes.extend(frame::VERSION.to_le_bytes());
         bytes.extend([kind, 0]);
         bytes.extend(len.to_le_bytes());
         bytes.extend(body);

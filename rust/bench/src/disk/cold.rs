@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use undercroft_core::arena::Arena;
+use undercroft_core::driver::EngineAccess;
 
 use super::DiskBench;
 use super::load::{Reader, Writer, run};
@@ -73,7 +74,7 @@ fn ask(
     let order = prefixes.clone().cycle().take(requests as usize).collect();
     let mut reader = Reader::new(order, LEN, requests as usize);
     let elapsed = run(rig, "cold prefixes", |engine| reader.step(rig, engine))?;
-    let read = rig.shell.enter(|engine| engine.counters().disk_read_bytes);
+    let read = rig.driver.enter(|engine| engine.counters().disk_read_bytes);
     Ok(ColdReport {
         requests,
         prefixes: count,

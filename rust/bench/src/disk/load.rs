@@ -5,8 +5,10 @@ use std::collections::VecDeque;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use undercroft_core::engine::{Answer, Engine};
+use undercroft_core::driver::EngineAccess;
+use undercroft_core::engine::Engine;
 use undercroft_core::key::BlockHash;
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
 use crate::rig::{BLOCK_TOKENS, BenchError, PATIENCE, Rig, hash};
 
@@ -21,7 +23,7 @@ pub(super) fn run(
 ) -> Result<Duration, BenchError> {
     let start = Instant::now();
     loop {
-        match rig.shell.enter(&mut done) {
+        match rig.driver.enter(&mut done) {
             Some(true) => return Ok(start.elapsed()),
             Some(false) if start.elapsed() < PATIENCE => sleep(STEP),
             _ => return Err(BenchError::Engine(format!("did not end: {what}"))),
@@ -45,7 +47,7 @@ pub(super) struct Writer {
 
 impl Writer {
     pub(super) fn new(rig: &Rig, prefixes: std::ops::Range<u64>, len: u64, window: u64) -> Self {
-        let written = rig.shell.enter(|engine| engine.counters().disk_writes);
+        let written = rig.driver.enter(|engine| engine.counters().disk_writes);
         Self {
             len,
             next: prefixes.start,
@@ -62,12 +64,22 @@ impl Writer {
         while self.next < self.end && self.saved + self.len <= most.min(written + self.window) {
             let hashes = prefix(self.next, self.len);
             let tokens = BLOCK_TOKENS * hashes.len() as u32;
-            engine.submit(rig.session, "save", &hashes, 0, 0);
-            let save = engine.begin_save(rig.session, "save", &hashes, tokens, &[]);
-            engine.discard(rig.session, "save");
+            engine.lookup(
+                rig.session,
+                &LookupRequest::new("save", &hashes)
+                    .max(Tokens(0))
+                    .prefetch(),
+            );
+            let save = engine
+                .begin_save(
+                    rig.session,
+                    &SaveRequest::new("save", &hashes, Tokens(tokens)),
+                )
+                .transfer;
+            engine.finish_request(rig.session, "save");
             // The arena is full of what waits for the disk.
             let Some(save) = save else { break };
-            let blocks: usize = save.extents.iter().map(|extent| extent.slots.len()).sum();
+            let blocks: usize = save.extents.iter().map(|extent| extent.offsets.len()).sum();
             engine.end_transfer(save.id, true);
             self.saved += blocks as u64;
             self.next += 1;
@@ -113,18 +125,21 @@ impl Reader {
         let all = BLOCK_TOKENS * self.len as u32;
         let (now, len) = (Instant::now(), self.len);
         self.under_way.retain(|(name, hashes, asked)| {
-            match engine.poll(session, name, hashes, 0, u32::MAX) {
-                Answer::Pending => return true,
-                Answer::Ready(found) if found == all => {
+            match engine
+                .lookup(session, &LookupRequest::new(name, &hashes))
+                .tokens()
+            {
+                None => return true,
+                Some(Tokens(found)) if found == all => {
                     self.latencies.push(now - *asked);
                     // A worker would copy now.
-                    if let Some(load) = engine.begin_load(session, name, 0, all) {
+                    if let Some(load) = engine.begin_load(session, name, Tokens(0), Tokens(all)) {
                         engine.end_transfer(load.id, true);
                     }
                 }
-                Answer::Ready(_) => self.missed += 1,
+                Some(Tokens(_)) => self.missed += 1,
             }
-            engine.discard(session, name);
+            engine.finish_request(session, name);
             false
         });
         while self.under_way.len() < self.window
@@ -133,7 +148,7 @@ impl Reader {
             self.count += 1;
             let name = self.count.to_string();
             let hashes = prefix(number, len);
-            engine.submit(session, &name, &hashes, 0, u32::MAX);
+            engine.lookup(session, &LookupRequest::new(&name, &hashes).prefetch());
             self.under_way.push_back((name, hashes, Instant::now()));
         }
         self.under_way.is_empty()

@@ -275,7 +275,8 @@ impl DiskBench {
         round: &mut Round,
     ) -> Result<(), BenchError> {
         let rig = self.open(store, self.capacity(), arena)?;
-        (round.io_engine, round.registered_buffers) = (rig.io_engine, rig.registered_buffers);
+        (round.io_engine, round.registered_buffers) =
+            (rig.io().engine, rig.io().registered_buffers);
         let window = u64::from(WRITE_WINDOW * self.depth);
         let mut writer = Writer::new(&rig, first..first + self.blocks, 1, window);
         let cpu = process_time();
@@ -292,7 +293,7 @@ impl DiskBench {
         arena: &Arc<Arena>,
     ) -> Result<(Rig, Reader), BenchError> {
         let rig = self.open(store, self.capacity(), arena)?;
-        let found = rig.recovery.blocks;
+        let found = rig.blocks_recovered();
         if found < self.blocks {
             let blocks = self.blocks;
             return Err(BenchError::Engine(format!(

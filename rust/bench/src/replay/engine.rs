@@ -2,11 +2,12 @@
 //! exist, and the disk carries out what it is asked at once.
 
 use undercroft_core::disk::DeviceImage;
-use undercroft_core::engine::{Answer, Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::io::{IoCompletion, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::policy::PolicyKind;
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_core::slots::page_bytes_for;
 
 use super::{BLOCK_TOKENS, Counts, ReplayCache, ReplayError};
@@ -81,7 +82,7 @@ impl EngineCache {
         }
         let session = engine.open_session(NamespaceSpec {
             description: "trace".to_owned(),
-            hash_block_tokens: TOKENS,
+            hash_block_size: TOKENS,
             alignment_tokens: TOKENS,
             groups: vec![GroupSpec {
                 kind: GroupKind::Full,
@@ -146,19 +147,27 @@ impl ReplayCache for EngineCache {
         let hit = loop {
             match self
                 .engine
-                .poll(self.session, REQUEST, &self.hashes, 0, tokens)
+                .lookup(
+                    self.session,
+                    &LookupRequest::new(REQUEST, &self.hashes).max(Tokens(tokens)),
+                )
+                .tokens()
             {
-                Answer::Ready(hit) => break hit,
-                Answer::Pending => self.settle(),
+                Some(Tokens(hit)) => break hit,
+                None => self.settle(),
             }
         };
         let save = self
             .engine
-            .begin_save(self.session, REQUEST, &self.hashes, tokens, &[]);
+            .begin_save(
+                self.session,
+                &SaveRequest::new(REQUEST, &self.hashes, Tokens(tokens)),
+            )
+            .transfer;
         if let Some(save) = save {
             self.engine.end_transfer(save.id, true);
         }
-        self.engine.discard(self.session, REQUEST);
+        self.engine.finish_request(self.session, REQUEST);
         self.settle();
         (hit / TOKENS) as usize
     }

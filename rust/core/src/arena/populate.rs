@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use super::{Arena, HUGE_PAGE};
+use super::region::{ARENA_ALIGN, Arena, HUGE_PAGE};
 
 /// How much the background thread populates in one step, in bytes.
 const PREFAULT_STEP: u64 = 64 << 20;
@@ -17,7 +17,7 @@ impl Arena {
     /// Linux 5.14, and with ENOMEM or EFAULT when the memory is not there.
     pub fn prefault(&self, offset: u64, len: u64) -> Result<(), Errno> {
         self.check(offset, len).map_err(|_| Errno::INVAL)?;
-        if !self.huge_pages {
+        if !self.huge_pages() {
             self.gather(offset, len);
         }
         self.advise(offset, len, Advice::LinuxPopulateWrite)
@@ -30,7 +30,7 @@ impl Arena {
         let first = offset.next_multiple_of(HUGE_PAGE);
         let end = (offset + len) / HUGE_PAGE * HUGE_PAGE;
         // A range without any page is not gathered.
-        let touch = |at| self.advise(at, super::ARENA_ALIGN, Advice::LinuxPopulateWrite);
+        let touch = |at| self.advise(at, ARENA_ALIGN, Advice::LinuxPopulateWrite);
         if first < end
             && (first..end)
                 .step_by(HUGE_PAGE as usize)
@@ -64,8 +64,8 @@ pub fn prefault_in_background(arena: Arc<Arena>) -> std::io::Result<Prefault> {
 
 fn prefault_steps(arena: &Arena, stop: &AtomicBool) {
     let mut done = arena.populated();
-    while done < arena.size && !stop.load(Ordering::Relaxed) {
-        let step = PREFAULT_STEP.min(arena.size - done);
+    while done < arena.size() && !stop.load(Ordering::Relaxed) {
+        let step = PREFAULT_STEP.min(arena.size() - done);
         match arena.prefault(done, step) {
             Ok(()) => done += step,
             Err(Errno::INTR | Errno::AGAIN) => {}
@@ -127,7 +127,10 @@ mod tests {
             return eprintln!("not shown: this kernel has none for shared memory ({error})");
         }
         let found = mapped_in_huge_pages(arena.address());
-        assert!(found >= 2 * HUGE_PAGE || arena.huge_pages, "{found} bytes");
+        assert!(
+            found >= 2 * HUGE_PAGE || arena.huge_pages(),
+            "{found} bytes"
+        );
     }
 
     /// Bytes of the mapping at `address` that the kernel maps in transparent huge pages.

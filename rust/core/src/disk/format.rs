@@ -157,20 +157,20 @@ impl NamespaceEntry {
     }
 }
 
-/// In place of a group: the record is of a node that may be without payloads and has some below it.
-pub const LINK: u8 = u8::MAX;
-/// There is at most one link for so many slots of the least size.
-pub const LINKS_SHARE: u64 = 16;
+/// In place of a group: a placeholder record, of a node without required payloads that has children.
+pub const PLACEHOLDER: u8 = u8::MAX;
+/// There is at most one placeholder record for so many slots of the least size.
+pub const PLACEHOLDERS_SHARE: u64 = 16;
 
-/// One payload on disk, or a link between payloads.
+/// One payload on disk, or a placeholder: a node between payloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// KV cache group, or [`LINK`]; then slot, bytes and checksum of the payload are 0.
+    /// KV cache group, or [`PLACEHOLDER`]; then slot, bytes and checksum of the payload are 0.
     pub group: u8,
     /// Hits since first sight (policy).
     pub hit_class: u8,
     /// Order of writing: of two records that claim the same bytes, the later one is right.
-    pub generation: u64,
+    pub seq: u64,
     /// The namespace's instance.
     pub instance: u64,
     /// Slot, in units of [`SLOT_ALIGN`] bytes from the start of the data file.
@@ -179,7 +179,7 @@ pub struct Record {
     pub payload_bytes: u32,
     /// Checksum of the payload.
     pub checksum: u64,
-    /// Granules from the root.
+    /// Hash blocks from the root.
     pub depth: u32,
     /// Tick of the last touch.
     pub last: u64,
@@ -194,13 +194,20 @@ pub struct Record {
 impl Record {
     /// Writes the record to `out`, which is [`RECORD_BYTES`] long.
     pub fn encode(&self, out: &mut [u8]) {
+        assert_eq!(out.len(), RECORD_BYTES, "a record has a fixed length");
+        assert!(self.depth > 0, "the first block of a chain has depth 1");
+        assert_eq!(
+            self.parent.is_none(),
+            self.depth == 1,
+            "a record names its parent"
+        );
         out.fill(0);
         out[..4].copy_from_slice(&RECORD_MAGIC);
-        out[4] = u8::try_from(self.hash.as_bytes().len()).unwrap_or(0);
+        out[4] = u8::try_from(self.hash.as_bytes().len()).expect("a hash has at most 32 bytes");
         out[5] = self.group;
         out[6] = u8::from(self.parent.is_none());
         out[7] = self.hit_class;
-        out[8..16].copy_from_slice(&self.generation.to_le_bytes());
+        out[8..16].copy_from_slice(&self.seq.to_le_bytes());
         out[16..24].copy_from_slice(&self.instance.to_le_bytes());
         out[24..28].copy_from_slice(&self.slot.to_le_bytes());
         out[28..32].copy_from_slice(&self.payload_bytes.to_le_bytes());
@@ -235,7 +242,7 @@ impl Record {
         Some(Self {
             group: bytes[5],
             hit_class: bytes[7],
-            generation: u64_at(bytes, 8),
+            seq: u64_at(bytes, 8),
             instance: u64_at(bytes, 16),
             slot: u32_at(bytes, 24),
             payload_bytes: u32_at(bytes, 28),
@@ -263,7 +270,7 @@ mod tests {
         Record {
             group: 3,
             hit_class: 2,
-            generation: 99,
+            seq: 99,
             instance: 0xDEAD_BEEF,
             slot: 1234,
             payload_bytes: 65536,
@@ -282,6 +289,7 @@ mod tests {
             record(),
             Record {
                 parent: None,
+                depth: 1,
                 hash: BlockHash::new(&[1; 16]).unwrap(),
                 ..record()
             },
@@ -325,7 +333,7 @@ mod tests {
             instance: 5,
             spec: NamespaceSpec {
                 description: "{\"model\":\"x\"}".repeat(300),
-                hash_block_tokens: 16,
+                hash_block_size: 16,
                 alignment_tokens: 16,
                 groups: vec![GroupSpec {
                     kind: GroupKind::SlidingWindow { tokens: 256 },

@@ -10,7 +10,8 @@ use crate::namespace::NamespaceSpec;
 use crate::slots::SLOT_ALIGN;
 
 use super::format::{
-    LINK, NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
+    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, PLACEHOLDER, RECORD_BYTES, Record,
+    namespace_offset,
 };
 use super::open::Contents;
 
@@ -46,7 +47,7 @@ impl Summary {
     pub fn of(contents: &Contents) -> Self {
         let mut spaces: BTreeMap<u64, NamespaceSummary> = BTreeMap::new();
         for index in 0..NAMESPACES_MAX {
-            let at = usize::try_from(namespace_offset(index)).unwrap_or(usize::MAX);
+            let at = namespace_offset(index) as usize;
             let end = contents.super_bytes.len().min(at + NAMESPACE_BYTES);
             let entry = contents.super_bytes.get(at..end);
             if let Some(entry) = entry.and_then(NamespaceEntry::decode) {
@@ -68,13 +69,13 @@ impl Summary {
                 damaged += u64::from(!Record::is_blank(bytes));
                 continue;
             };
-            if record.group == LINK {
+            if record.group == PLACEHOLDER {
                 continue;
             }
             let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
             let later = by_slot
                 .get(&record.slot)
-                .is_none_or(|other| other.generation < record.generation);
+                .is_none_or(|other| other.seq < record.seq);
             if later && end <= contents.data_bytes && spaces.contains_key(&record.instance) {
                 by_slot.insert(record.slot, record);
             }

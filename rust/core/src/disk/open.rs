@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, FlockOperation};
 
-use super::format::{BLOCK_BYTES, FORMAT_VERSION, LINK, LINKS_SHARE, NAMESPACES_MAX};
+use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, PLACEHOLDER, PLACEHOLDERS_SHARE};
 use super::format::{RECORD_BYTES, Record, Superblock, SuperblockError, namespace_offset};
 use crate::disk::DeviceImage;
 use crate::error::StoreError;
@@ -20,8 +20,8 @@ use crate::slots::{SLOT_ALIGN, page_bytes_for};
 /// Smallest `disk_capacity`, in bytes.
 pub const CAPACITY_MIN: u64 = 16 << 20;
 
-/// Largest data file, in bytes: places count [`SLOT_ALIGN`](crate::slots::SLOT_ALIGN) in 32 bits. What a
-/// directory is given beyond that stays unused.
+/// Largest data file, in bytes: slots are counted in 32 bits, in units of [`SLOT_ALIGN`]. A larger
+/// capacity stays unused beyond it.
 pub const CAPACITY_MAX: u64 = crate::slots::SLOT_ALIGN << 32;
 /// One part in this many of a capacity is for records and namespaces: enough for a record of every
 /// slot of the least size, so that `disk_capacity` holds for all files together.
@@ -223,6 +223,21 @@ pub fn read(path: &Path) -> Result<Contents, StoreError> {
     })
 }
 
+/// The descriptions in the namespace table of a store, which may be in use. Reads neither records nor payloads.
+///
+/// # Errors
+/// As [`read`].
+pub fn read_descriptions(path: &Path) -> Result<Vec<String>, StoreError> {
+    read_superblock(path)?;
+    let bytes = fs::read(path.join(SUPER)).map_err(failed(path, "read the super file"))?;
+    let entries = (0..NAMESPACES_MAX).filter_map(|index| {
+        let at = usize::try_from(namespace_offset(index)).ok()?;
+        let end = bytes.len().min(at + super::format::NAMESPACE_BYTES);
+        super::format::NamespaceEntry::decode(bytes.get(at..end)?)
+    });
+    Ok(entries.map(|entry| entry.spec.description).collect())
+}
+
 /// Removes a namespace from a store that is not in use: its entry is cleared, so that its records
 /// lead nowhere. `digest` is hexadecimal, in full or a prefix. Returns how many were removed.
 ///
@@ -278,10 +293,10 @@ fn check_names(path: &Path) -> Result<bool, StoreError> {
         names.push(entry.file_name().to_string_lossy().into_owned());
     }
     let ours = [SUPER, SUPER_NEW, TABLE, TABLE_NEW, DATA, LOCK];
-    // A filesystem's own directory, at the root of a disk of its own.
-    let foreign = names
-        .iter()
-        .find(|name| !ours.contains(&name.as_str()) && *name != "lost+found");
+    // A filesystem's own directory, at the root of a disk of its own; and what clients keep here.
+    let others = ["lost+found", "weights.json"];
+    let is_foreign = |name: &&String| !ours.iter().chain(&others).any(|known| name == known);
+    let foreign = names.iter().find(is_foreign);
     if names.iter().any(|name| name == SUPER) {
         for needed in [TABLE, DATA] {
             if !names.iter().any(|name| name == needed) {
@@ -447,7 +462,7 @@ fn size_data(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
 /// need: after the capacity was lowered. A crash leaves the old table or the new one.
 fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
     let slots = data_bytes / SLOT_ALIGN;
-    let most = (slots + slots / LINKS_SHARE) * RECORD_BYTES as u64;
+    let most = (slots + slots / PLACEHOLDERS_SHARE) * RECORD_BYTES as u64;
     let action = failed;
     let table = fs::metadata(path.join(TABLE)).map_err(action(path, "measure the table"))?;
     if table.len() <= most {
@@ -456,27 +471,27 @@ fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
     let old = fs::read(path.join(TABLE)).map_err(action(path, "read the table"))?;
     // Of two records of the same slot, the later one.
     let mut kept: BTreeMap<u32, (u64, &[u8])> = BTreeMap::new();
-    let mut links: Vec<&[u8]> = Vec::new();
+    let mut placeholders: Vec<&[u8]> = Vec::new();
     for bytes in old.chunks_exact(RECORD_BYTES) {
         let Some(record) = Record::decode(bytes) else {
             continue;
         };
-        if record.group == LINK {
-            links.push(bytes);
+        if record.group == PLACEHOLDER {
+            placeholders.push(bytes);
             continue;
         }
         let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
         let later = kept
             .get(&record.slot)
-            .is_none_or(|(generation, _)| *generation < record.generation);
+            .is_none_or(|(seq, _)| *seq < record.seq);
         if end <= data_bytes && later {
-            kept.insert(record.slot, (record.generation, bytes));
+            kept.insert(record.slot, (record.seq, bytes));
         }
     }
     let mut new: Vec<u8> = kept
         .values()
         .map(|(_, bytes)| *bytes)
-        .chain(links)
+        .chain(placeholders)
         .flatten()
         .copied()
         .collect();

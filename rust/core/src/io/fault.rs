@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::interpose::{Call, CallKind, Interpose, Verdict};
+use super::fault_hook::{Call, CallKind, FaultHook, Verdict};
 use super::{IoCompletion, IoEngine, IoFault, IoRequest, Waker};
 
 /// Verdicts for calls in order, each for the next call of its kind; a call of another kind passes
@@ -52,7 +52,7 @@ impl Script {
     }
 }
 
-impl Interpose for Script {
+impl FaultHook for Script {
     fn on_call(&self, call: &Call) -> Verdict {
         let mut state = self.lock();
         state.calls.push(*call);
@@ -122,7 +122,7 @@ impl Noise {
     }
 }
 
-impl Interpose for Noise {
+impl FaultHook for Noise {
     fn on_call(&self, call: &Call) -> Verdict {
         let reading = call.kind == CallKind::Read;
         if self.happens(self.rates.interrupted) {
@@ -152,19 +152,19 @@ impl Interpose for Noise {
 #[derive(Debug)]
 pub struct FaultEngine<E> {
     inner: E,
-    control: Arc<Control>,
+    control: Arc<SharedFaults>,
     held: Vec<IoCompletion>,
 }
 
 /// Controls a [`FaultEngine`] from any thread.
 #[derive(Clone, Debug)]
 pub struct FaultControl {
-    control: Arc<Control>,
+    control: Arc<SharedFaults>,
     waker: Waker,
 }
 
 #[derive(Debug, Default)]
-struct Control(Mutex<Faults>);
+struct SharedFaults(Mutex<Faults>);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Faults {
@@ -173,7 +173,7 @@ struct Faults {
     writes: Option<i32>,
 }
 
-impl Control {
+impl SharedFaults {
     fn lock(&self) -> MutexGuard<'_, Faults> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -182,7 +182,7 @@ impl Control {
 impl<E: IoEngine> FaultEngine<E> {
     /// Without faults at first.
     pub fn new(inner: E) -> (Self, FaultControl) {
-        let control = Arc::new(Control::default());
+        let control = Arc::new(SharedFaults::default());
         let handle = FaultControl {
             control: Arc::clone(&control),
             waker: inner.waker(),

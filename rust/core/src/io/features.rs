@@ -4,15 +4,18 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use super::interpose::Direct;
+use serde::Deserialize;
+
+use super::fault_hook::Direct;
 use super::pool::ThreadPool;
 use super::ring::Ring;
-use super::uring::{Parts, Uring};
+use super::uring::{Uring, UringParts};
 use super::{DeviceFiles, IoEngine, engine_depth};
 use crate::arena::Arena;
 
 /// Which IO engine to use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum IoEngineChoice {
     /// io_uring where it is allowed, else the thread pool.
     #[default]
@@ -48,7 +51,7 @@ pub fn open_io_engine(
     let fallback = match choice {
         IoEngineChoice::ThreadPool => None,
         IoEngineChoice::Auto | IoEngineChoice::IoUring => {
-            match Parts::open(depth, &arena, &devices) {
+            match UringParts::open(depth, &arena, &devices) {
                 Ok(parts) => {
                     let engine = Uring::over(parts, arena, devices, Direct);
                     let features = engine.features();

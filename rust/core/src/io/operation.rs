@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::interpose::Verdict;
+use super::fault_hook::Verdict;
 use super::{FileKind, IO_ALIGN, IoFault, IoRequest};
 use crate::arena::Arena;
-use crate::checksum::InPassing;
+use crate::checksum::RunningChecksum;
 
 const UNIT: u32 = IO_ALIGN as u32;
 
@@ -49,7 +49,7 @@ pub(super) enum Body {
 impl Operation {
     /// Checks a request: EINVAL for a device, range or alignment that cannot be.
     pub(super) fn new(request: IoRequest, arena: &Arena, devices: usize) -> Result<Self, IoFault> {
-        let operation = match request {
+        let (token, device, file, file_offset, len, body) = match request {
             IoRequest::ReadPayload {
                 token,
                 device,
@@ -64,14 +64,7 @@ impl Operation {
                     payload_len,
                     checksum,
                 };
-                Self {
-                    token,
-                    device,
-                    file: FileKind::Data,
-                    file_offset,
-                    len,
-                    body,
-                }
+                (token, device, FileKind::Data, file_offset, len, body)
             }
             IoRequest::WritePayload {
                 token,
@@ -85,14 +78,7 @@ impl Operation {
                     arena_offset,
                     payload_len,
                 };
-                Self {
-                    token,
-                    device,
-                    file: FileKind::Data,
-                    file_offset,
-                    len,
-                    body,
-                }
+                (token, device, FileKind::Data, file_offset, len, body)
             }
             IoRequest::WriteMeta {
                 token,
@@ -102,21 +88,19 @@ impl Operation {
                 bytes,
                 sync,
             } => {
-                // 0 is refused below, as is every length that does not fit.
-                let len = u32::try_from(bytes.len()).unwrap_or(0);
-                let body = Body::Meta {
-                    buffer: Arc::new(AlignedBuffer::new(&bytes)),
-                    sync,
-                };
-                Self {
-                    token,
-                    device,
-                    file,
-                    file_offset,
-                    len,
-                    body,
-                }
+                let len = u32::try_from(bytes.len()).expect("metadata is written in small blocks");
+                let buffer = Arc::new(AlignedBuffer::new(&bytes));
+                let body = Body::Meta { buffer, sync };
+                (token, device, file, file_offset, len, body)
             }
+        };
+        let operation = Self {
+            token,
+            device,
+            file,
+            file_offset,
+            len,
+            body,
         };
         if operation.is_valid(arena, devices) {
             Ok(operation)
@@ -184,7 +168,7 @@ impl Operation {
         let len = most.min(payload_len - summing.done);
         let from = arena_offset + u64::from(summing.done);
         // In range: checked when the request came.
-        let added = arena.sum_in_passing(&mut summing.sum, from, u64::from(len));
+        let added = arena.sum_running(&mut summing.sum, from, u64::from(len));
         summing.done += len;
         added.is_err() || summing.done == payload_len
     }
@@ -222,7 +206,7 @@ impl Operation {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Summing {
     done: u32,
-    sum: InPassing,
+    sum: RunningChecksum,
 }
 
 impl Summing {

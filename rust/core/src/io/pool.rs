@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::interpose::{Call, CallKind, Direct, Interpose};
+use super::fault_hook::{Call, CallKind, Direct, FaultHook};
 use super::operation::{Body, Next, Operation, Progress};
 use super::waker::Wake;
 use super::{DRAIN_LIMIT, DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
@@ -19,25 +19,25 @@ const THREADS_MAX: usize = 16;
 
 /// The thread-pool engine.
 #[derive(Debug)]
-pub struct ThreadPool<I: Interpose = Direct> {
-    shared: Arc<Shared<I>>,
+pub struct ThreadPool<I: FaultHook = Direct> {
+    shared: Arc<PoolShared<I>>,
     threads: Vec<JoinHandle<()>>,
     depth: usize,
     in_flight: usize,
 }
 
 #[derive(Debug)]
-struct Shared<I> {
+struct PoolShared<I> {
     arena: Arc<Arena>,
     devices: Vec<DeviceFiles>,
-    interpose: I,
-    state: Mutex<State>,
+    fault_hook: I,
+    state: Mutex<PoolState>,
     work: Condvar,
     done: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PoolState {
     reads: VecDeque<Operation>,
     others: VecDeque<Operation>,
     running: usize,
@@ -53,23 +53,23 @@ impl ThreadPool {
         arena: Arc<Arena>,
         devices: Vec<DeviceFiles>,
     ) -> std::io::Result<Self> {
-        Self::with_interpose(depth, arena, devices, Direct)
+        Self::with_fault_hook(depth, arena, devices, Direct)
     }
 }
 
-impl<I: Interpose> ThreadPool<I> {
+impl<I: FaultHook> ThreadPool<I> {
     /// As [`ThreadPool::new`], with a seam for tests.
-    pub fn with_interpose(
+    pub fn with_fault_hook(
         depth: usize,
         arena: Arc<Arena>,
         devices: Vec<DeviceFiles>,
-        interpose: I,
+        fault_hook: I,
     ) -> std::io::Result<Self> {
         let depth = depth.max(1);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PoolShared {
             arena,
             devices,
-            interpose,
+            fault_hook,
             state: Mutex::default(),
             work: Condvar::new(),
             done: Condvar::new(),
@@ -91,7 +91,7 @@ impl<I: Interpose> ThreadPool<I> {
     }
 }
 
-impl<I: Interpose> IoEngine for ThreadPool<I> {
+impl<I: FaultHook> IoEngine for ThreadPool<I> {
     fn name(&self) -> &'static str {
         "thread_pool"
     }
@@ -156,15 +156,15 @@ impl<I: Interpose> IoEngine for ThreadPool<I> {
     }
 }
 
-impl<I: Interpose> Wake for Shared<I> {
+impl<I: FaultHook> Wake for PoolShared<I> {
     fn wake(&self) {
         self.lock().woken = true;
         self.done.notify_one();
     }
 }
 
-impl<I: Interpose> Drop for ThreadPool<I> {
-    /// Operations under way end first. If the device does not answer within [`DRAIN_LIMIT`], their
+impl<I: FaultHook> Drop for ThreadPool<I> {
+    /// Operations under way end first. If the device does not answer within `DRAIN_LIMIT`, their
     /// threads are left behind; they hold the arena and the files until it does.
     fn drop(&mut self) {
         let deadline = Instant::now() + DRAIN_LIMIT;
@@ -190,8 +190,8 @@ impl<I: Interpose> Drop for ThreadPool<I> {
     }
 }
 
-impl<I: Interpose> Shared<I> {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl<I: FaultHook> PoolShared<I> {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -249,7 +249,7 @@ impl<I: Interpose> Shared<I> {
             CallKind::Write
         };
         let at = operation.file_offset + u64::from(done);
-        let verdict = self.interpose.on_call(&call(operation, kind, at, len));
+        let verdict = self.fault_hook.on_call(&call(operation, kind, at, len));
         let len = verdict.issued(len)?;
         let moved = match &operation.body {
             Body::Read { arena_offset, .. } => {
@@ -270,7 +270,7 @@ impl<I: Interpose> Shared<I> {
 
     fn sync(&self, operation: &Operation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
         let verdict =
-            self.interpose
+            self.fault_hook
                 .on_call(&call(operation, CallKind::Sync, operation.file_offset, 0));
         verdict.issued(0)?;
         rustix::fs::fdatasync(file).map(|()| 0)

@@ -12,7 +12,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::SPLIT;
 use super::batch::{BATCH_BYTES, is_many};
 use super::operation::{Next, Progress};
-use super::ring::{Buffer, Ring, Transfer};
+use super::ring::{Buffer, Ring, RingTransfer};
 use crate::arena::Arena;
 
 /// What to move.
@@ -108,14 +108,14 @@ struct Run {
     options: RawLoop,
     pieces: u32,
     ring: Ring,
-    blocks: Vec<Block>,
+    blocks: Vec<RawBlock>,
     ready: VecDeque<(u32, u32)>,
     /// Buffers, the one that was used longest ago first.
     free: VecDeque<u64>,
 }
 
 /// A block in flight.
-struct Block {
+struct RawBlock {
     slot: u64,
     buffer: u64,
     unfinished: u32,
@@ -163,7 +163,7 @@ impl Run {
         } = self.options;
         let pieces =
             (0..self.pieces).map(|piece| Progress::new(split.min(block_bytes - piece * split)));
-        let block = Block {
+        let block = RawBlock {
             slot,
             buffer: self.free.pop_front().unwrap_or(0),
             unfinished: self.pieces,
@@ -199,7 +199,7 @@ impl Run {
             let progress = block.pieces[piece as usize];
             let within = u64::from(piece * self.options.split + progress.done());
             let block_bytes = u64::from(self.options.block_bytes);
-            let transfer = Transfer {
+            let transfer = RingTransfer {
                 reading: self.options.reading,
                 file: 0,
                 file_offset: block.slot * block_bytes + within,

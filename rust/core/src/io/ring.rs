@@ -33,7 +33,7 @@ const SUBMISSION_ENTRIES: u32 = 256;
 
 /// A transfer of one contiguous piece.
 #[derive(Debug)]
-pub(super) struct Transfer {
+pub(super) struct RingTransfer {
     pub(super) reading: bool,
     /// Index in the files given to [`Ring::new`].
     pub(super) file: u32,
@@ -194,8 +194,8 @@ impl Ring {
 
     /// Queues a transfer, of a length that fits its buffer, under a user data that no other entry has
     /// now. The caller has checked [`Ring::has_room`].
-    pub(super) fn push_transfer(&mut self, transfer: Transfer, user_data: u64) {
-        let Transfer {
+    pub(super) fn push_transfer(&mut self, transfer: RingTransfer, user_data: u64) {
+        let RingTransfer {
             reading,
             file,
             file_offset,
@@ -206,12 +206,12 @@ impl Ring {
         let (base, region) = match buffer {
             Buffer::Arena(offset) => match self.arena.pointer(offset, u64::from(len)) {
                 Ok(base) => (base, self.region_of(offset, len)),
-                Err(_) => return,
+                Err(error) => panic!("a transfer was checked before it was queued: {error:?}"),
             },
             Buffer::Metadata(bytes, done) => {
-                let Some(part) = bytes.rest(done).get(..len as usize).filter(|_| !reading) else {
-                    return;
-                };
+                assert!(!reading, "metadata is read when a directory is opened");
+                let part = bytes.rest(done).get(..len as usize);
+                let part = part.expect("a transfer's length fits its buffer");
                 let base = part.as_ptr().cast_mut();
                 self.metadata.insert(user_data, bytes);
                 (base, None)

@@ -8,9 +8,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::batch::Batch;
-use super::interpose::{Call, CallKind, Direct, Interpose, Verdict};
+use super::fault_hook::{Call, CallKind, Direct, FaultHook, Verdict};
 use super::operation::{Body, Next, Operation, Progress, Summing};
-use super::ring::{Buffer, Ring, Transfer, WAKE};
+use super::ring::{Buffer, Ring, RingTransfer, WAKE};
 use super::waker::{EventWake, Wake};
 use super::{
     DeviceFiles, FileKind, IoCompletion, IoEngine, IoFault, IoFeatures, IoRequest, SPLIT, Waker,
@@ -46,22 +46,38 @@ const SYNC: u16 = u16::MAX;
 
 /// The io_uring engine.
 #[derive(Debug)]
-pub struct Uring<I: Interpose = Direct> {
+pub struct Uring<I: FaultHook = Direct> {
     /// Dropped first: it waits for what is in the kernel.
     ring: Ring,
     arena: Arc<Arena>,
     devices: Vec<DeviceFiles>,
-    interpose: I,
+    fault_hook: I,
     depth: usize,
     in_flight: usize,
     /// Twice the depth: what waits to be verified must not keep the device waiting.
     slots: Vec<Slot>,
     free: Vec<u16>,
+    queues: Queues,
+    entries_max: usize,
+    wake: ArmedWake,
+    refusals: u32,
+}
+
+/// The eventfd that ends a wait, and whether the ring polls it.
+#[derive(Debug)]
+struct ArmedWake {
+    event: Arc<EventWake>,
+    armed: bool,
+}
+
+/// What operations in flight wait for.
+#[derive(Debug)]
+struct Queues {
     /// Pieces that wait for room in the ring.
     ready: VecDeque<(u16, u16)>,
     /// Payload writes that wait for more of them, or for others to end.
     batch: Batch,
-    /// Writes whose checksums are to be computed, with the generations of their slots, and how far that of
+    /// Writes whose checksums are to be computed, with the epochs of their slots, and how far that of
     /// the first one is. The source stays as it is until the write has been delivered, so the device does
     /// not wait for that.
     unsummed: VecDeque<(u32, u16)>,
@@ -70,17 +86,13 @@ pub struct Uring<I: Interpose = Direct> {
     ended: VecDeque<u16>,
     /// Requests that were refused.
     refused: Vec<IoCompletion>,
-    entries_max: usize,
-    wake: Arc<EventWake>,
-    wake_armed: bool,
-    refusals: u32,
 }
 
-/// A place for an operation in flight. The generation tells its completions from those of the
+/// A place for an operation in flight. The epoch tells its completions from those of the
 /// operations that had the place before.
 #[derive(Debug, Default)]
 struct Slot {
-    generation: u32,
+    epoch: u32,
     active: Option<Active>,
 }
 
@@ -89,14 +101,14 @@ struct Active {
     operation: Operation,
     /// Checksum of the source of a write, once it is known.
     source: Option<u64>,
-    pieces: Vec<Piece>,
+    pieces: Vec<RingPiece>,
     unfinished: usize,
     synced: bool,
     fault: Option<IoFault>,
 }
 
 #[derive(Debug)]
-struct Piece {
+struct RingPiece {
     start: u32,
     progress: Progress,
     verdict: Verdict,
@@ -104,13 +116,13 @@ struct Piece {
 
 /// What the kernel may refuse.
 #[derive(Debug)]
-pub(super) struct Parts {
+pub(super) struct UringParts {
     ring: Ring,
     wake: EventWake,
     depth: usize,
 }
 
-impl Parts {
+impl UringParts {
     /// A ring with the files of all devices registered.
     pub(super) fn open(
         depth: usize,
@@ -139,48 +151,52 @@ impl Uring {
         arena: Arc<Arena>,
         devices: Vec<DeviceFiles>,
     ) -> std::io::Result<Self> {
-        Self::with_interpose(depth, arena, devices, Direct)
+        Self::with_fault_hook(depth, arena, devices, Direct)
     }
 }
 
-impl<I: Interpose> Uring<I> {
+impl<I: FaultHook> Uring<I> {
     /// As [`Uring::new`], with a seam for tests.
-    pub fn with_interpose(
+    pub fn with_fault_hook(
         depth: usize,
         arena: Arc<Arena>,
         devices: Vec<DeviceFiles>,
-        interpose: I,
+        fault_hook: I,
     ) -> std::io::Result<Self> {
-        let parts = Parts::open(depth, &arena, &devices)?;
-        Ok(Self::over(parts, arena, devices, interpose))
+        let parts = UringParts::open(depth, &arena, &devices)?;
+        Ok(Self::over(parts, arena, devices, fault_hook))
     }
 
     /// An engine over what was opened for the same arena and devices.
     pub(super) fn over(
-        parts: Parts,
+        parts: UringParts,
         arena: Arc<Arena>,
         devices: Vec<DeviceFiles>,
-        interpose: I,
+        fault_hook: I,
     ) -> Self {
-        let Parts { ring, wake, depth } = parts;
+        let UringParts { ring, wake, depth } = parts;
         Self {
             ring,
             arena,
             devices,
-            interpose,
+            fault_hook,
             depth,
             in_flight: 0,
             slots: (0..2 * depth).map(|_| Slot::default()).collect(),
             free: (0..2 * depth as u16).rev().collect(),
-            ready: VecDeque::new(),
-            batch: Batch::new(device_depth(depth)),
-            unsummed: VecDeque::new(),
-            summing: Summing::default(),
-            ended: VecDeque::new(),
-            refused: Vec::new(),
+            queues: Queues {
+                ready: VecDeque::new(),
+                batch: Batch::new(device_depth(depth)),
+                unsummed: VecDeque::new(),
+                summing: Summing::default(),
+                ended: VecDeque::new(),
+                refused: Vec::new(),
+            },
             entries_max: depth * ENTRIES_PER_OPERATION,
-            wake: Arc::new(wake),
-            wake_armed: false,
+            wake: ArmedWake {
+                event: Arc::new(wake),
+                armed: false,
+            },
             refusals: 0,
         }
     }
@@ -199,7 +215,7 @@ impl<I: Interpose> Uring<I> {
         let len = operation.len;
         let pieces: Vec<_> = (0..len)
             .step_by(SPLIT as usize)
-            .map(|start| Piece {
+            .map(|start| RingPiece {
                 start,
                 progress: Progress::new(SPLIT.min(len - start)),
                 verdict: Verdict::Pass,
@@ -208,11 +224,13 @@ impl<I: Interpose> Uring<I> {
         let unfinished = pieces.len();
         let count = unfinished as u16;
         if operation.is_payload_write() {
-            self.batch.push(index, count, len);
-            let generation = self.slots[usize::from(index)].generation;
-            self.unsummed.push_back((generation, index));
+            self.queues.batch.push(index, count, len);
+            let epoch = self.slots[usize::from(index)].epoch;
+            self.queues.unsummed.push_back((epoch, index));
         } else {
-            self.ready.extend((0..count).map(|piece| (index, piece)));
+            self.queues
+                .ready
+                .extend((0..count).map(|piece| (index, piece)));
         }
         let active = Active {
             operation,
@@ -227,15 +245,15 @@ impl<I: Interpose> Uring<I> {
 
     /// Moves pieces to the ring while it has room.
     fn push_ready(&mut self) {
-        self.batch.release(&mut self.ready);
+        self.queues.batch.release(&mut self.queues.ready);
         while self.ring.pending() < self.entries_max
-            && let Some((index, piece)) = self.ready.pop_front()
+            && let Some((index, piece)) = self.queues.ready.pop_front()
         {
             if !self.ring.has_room() {
                 self.submit_queued();
             }
             if !self.ring.has_room() {
-                self.ready.push_front((index, piece));
+                self.queues.ready.push_front((index, piece));
                 return;
             }
             self.push(index, piece);
@@ -247,7 +265,7 @@ impl<I: Interpose> Uring<I> {
         let Some(active) = &mut slot.active else {
             return;
         };
-        let user_data = user_data(slot.generation, index, number);
+        let user_data = user_data(slot.epoch, index, number);
         let operation = &active.operation;
         let file = file_index(operation);
         let mut call = Call {
@@ -262,7 +280,7 @@ impl<I: Interpose> Uring<I> {
             return self.finish_piece(index);
         }
         let Some(piece) = active.pieces.get_mut(usize::from(number)) else {
-            match self.interpose.on_call(&call).issued(0) {
+            match self.fault_hook.on_call(&call).issued(0) {
                 Ok(_) => self.ring.push_sync(file, user_data),
                 Err(errno) => self.advance(index, number, Err(errno)),
             }
@@ -276,7 +294,7 @@ impl<I: Interpose> Uring<I> {
         };
         call.file_offset += u64::from(done);
         call.len = piece.progress.remaining();
-        piece.verdict = self.interpose.on_call(&call);
+        piece.verdict = self.fault_hook.on_call(&call);
         let len = match piece.verdict.issued(call.len) {
             Ok(len) => len,
             Err(errno) => return self.advance(index, number, Err(errno)),
@@ -287,7 +305,7 @@ impl<I: Interpose> Uring<I> {
             }
             Body::Meta { buffer, .. } => Buffer::Metadata(Arc::clone(buffer), done),
         };
-        let transfer = Transfer {
+        let transfer = RingTransfer {
             reading: operation.is_read(),
             file,
             file_offset: call.file_offset,
@@ -301,15 +319,15 @@ impl<I: Interpose> Uring<I> {
     fn reap(&mut self) {
         while let Some((user_data, outcome)) = self.ring.reap() {
             if user_data == WAKE {
-                self.wake_armed = false;
-                self.wake.reset();
+                self.wake.armed = false;
+                self.wake.event.reset();
                 continue;
             }
-            let (generation, index, piece) = parts(user_data);
+            let (epoch, index, piece) = parts(user_data);
             if self
                 .slots
                 .get(usize::from(index))
-                .is_some_and(|slot| slot.generation == generation)
+                .is_some_and(|slot| slot.epoch == epoch)
             {
                 self.advance(index, piece, outcome);
             }
@@ -335,7 +353,7 @@ impl<I: Interpose> Uring<I> {
             None => Progress::new(0).advance(outcome, reading),
         };
         match next {
-            Next::Again => self.ready.push_back((index, number)),
+            Next::Again => self.queues.ready.push_back((index, number)),
             Next::Done => self.finish_piece(index),
             Next::Failed(fault) => {
                 active.fault.get_or_insert(fault);
@@ -355,44 +373,44 @@ impl<I: Interpose> Uring<I> {
         if active.fault.is_none() && active.operation.syncs() && !active.synced {
             active.synced = true;
             active.unfinished = 1;
-            self.ready.push_back((index, SYNC));
+            self.queues.ready.push_back((index, SYNC));
         } else {
             if active.operation.is_payload_write() {
-                self.batch.ended(active.operation.len);
+                self.queues.batch.ended(active.operation.len);
             }
-            self.ended.push_back(index);
+            self.queues.ended.push_back(index);
         }
     }
 
     /// Goes on with the checksums of the writes that the device has. False if there is nothing to compute.
     fn sum(&mut self) -> bool {
-        let Some(&(_, index)) = self.unsummed.front() else {
+        let Some(&(_, index)) = self.queues.unsummed.front() else {
             return false;
         };
         // Not one that was delivered: `deliver`, which comes before this, has taken those off the front.
         if let Some(active) = &mut self.slots[usize::from(index)].active
             && active
                 .operation
-                .sum(&self.arena, &mut self.summing, SUM_BYTES)
+                .sum(&self.arena, &mut self.queues.summing, SUM_BYTES)
         {
-            active.source = Some(self.summing.finish());
+            active.source = Some(self.queues.summing.finish());
             self.next_sum();
         }
         true
     }
 
     fn next_sum(&mut self) {
-        self.unsummed.pop_front();
-        self.summing = Summing::default();
+        self.queues.unsummed.pop_front();
+        self.queues.summing = Summing::default();
     }
 
     /// Hands over what has ended, verifying no more than [`VERIFY_BYTES`] or one payload.
     fn deliver(&mut self, out: &mut Vec<IoCompletion>) {
         let before = out.len();
-        out.append(&mut self.refused);
+        out.append(&mut self.queues.refused);
         let mut verified = 0;
         while verified < VERIFY_BYTES
-            && let Some(index) = self.ended.pop_front()
+            && let Some(index) = self.queues.ended.pop_front()
         {
             let slot = &mut self.slots[usize::from(index)];
             let Some(Active {
@@ -404,7 +422,7 @@ impl<I: Interpose> Uring<I> {
             else {
                 continue;
             };
-            slot.generation = slot.generation.wrapping_add(1);
+            slot.epoch = slot.epoch.wrapping_add(1);
             self.free.push(index);
             let result = match fault {
                 Some(fault) => Err(fault),
@@ -423,8 +441,8 @@ impl<I: Interpose> Uring<I> {
         }
         self.in_flight -= out.len() - before;
         // What was delivered before its turn came.
-        while let Some(&(generation, index)) = self.unsummed.front()
-            && self.slots[usize::from(index)].generation != generation
+        while let Some(&(epoch, index)) = self.queues.unsummed.front()
+            && self.slots[usize::from(index)].epoch != epoch
         {
             self.next_sum();
         }
@@ -443,12 +461,15 @@ impl<I: Interpose> Uring<I> {
         }
         // Not to spin while the kernel refuses. The waker still ends the pause.
         let _ = poll(
-            &mut [PollFd::from_borrowed_fd(self.wake.fd(), PollFlags::IN)],
+            &mut [PollFd::from_borrowed_fd(
+                self.wake.event.fd(),
+                PollFlags::IN,
+            )],
             Some(&REFUSAL_PAUSE),
         );
         if let (Some(errno), true) = (outcome.err(), self.is_broken()) {
-            self.batch.release_all(&mut self.ready);
-            for (index, piece) in std::mem::take(&mut self.ready) {
+            self.queues.batch.release_all(&mut self.queues.ready);
+            for (index, piece) in std::mem::take(&mut self.queues.ready) {
                 self.advance(index, piece, Err(errno));
             }
         }
@@ -469,16 +490,16 @@ impl<I: Interpose> Uring<I> {
     }
 
     fn arm_wake(&mut self) {
-        if !self.wake_armed {
+        if !self.wake.armed {
             if !self.ring.has_room() {
                 self.submit_queued();
             }
-            self.wake_armed = self.ring.push_wake(self.wake.fd());
+            self.wake.armed = self.ring.push_wake(self.wake.event.fd());
         }
     }
 }
 
-impl<I: Interpose> IoEngine for Uring<I> {
+impl<I: FaultHook> IoEngine for Uring<I> {
     fn name(&self) -> &'static str {
         "io_uring"
     }
@@ -492,7 +513,7 @@ impl<I: Interpose> IoEngine for Uring<I> {
     }
 
     fn room(&self) -> usize {
-        let moving = self.in_flight - self.ended.len() - self.refused.len();
+        let moving = self.in_flight - self.queues.ended.len() - self.queues.refused.len();
         self.depth.saturating_sub(moving).min(self.free.len())
     }
 
@@ -519,7 +540,7 @@ impl<I: Interpose> IoEngine for Uring<I> {
             (outcome, index) => {
                 self.free.extend(index);
                 let result = outcome.map(|_| 0);
-                self.refused.push(IoCompletion { token, result });
+                self.queues.refused.push(IoCompletion { token, result });
             }
         }
     }
@@ -538,7 +559,7 @@ impl<I: Interpose> IoEngine for Uring<I> {
             self.deliver(out);
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             let time_is_up = asked && left == Some(Duration::ZERO);
-            if out.len() > before || self.wake.take() || time_is_up {
+            if out.len() > before || self.wake.event.take() || time_is_up {
                 return;
             }
             let idle = !self.sum() && !self.ring.register_more();
@@ -552,7 +573,7 @@ impl<I: Interpose> IoEngine for Uring<I> {
     }
 
     fn waker(&self) -> Waker {
-        Waker::new(Arc::clone(&self.wake) as Arc<dyn Wake>)
+        Waker::new(Arc::clone(&self.wake.event) as Arc<dyn Wake>)
     }
 }
 
@@ -561,8 +582,8 @@ fn file_index(operation: &Operation) -> u32 {
     u32::from(operation.device) * 3 + operation.file as u32
 }
 
-fn user_data(generation: u32, index: u16, piece: u16) -> u64 {
-    u64::from(generation) << 32 | u64::from(index) << 16 | u64::from(piece)
+fn user_data(epoch: u32, index: u16, piece: u16) -> u64 {
+    u64::from(epoch) << 32 | u64::from(index) << 16 | u64::from(piece)
 }
 
 fn parts(user_data: u64) -> (u32, u16, u16) {

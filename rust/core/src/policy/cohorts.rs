@@ -1,7 +1,7 @@
 //! How many blocks were last touched at each tick.
 
 use super::HIT_CLASSES;
-use super::density::class_index;
+use super::leaf::class_index;
 
 const CLASSES: usize = HIT_CLASSES as usize;
 /// Ticks that are told apart. Not less than the age at which the last age bucket begins.
@@ -36,7 +36,7 @@ impl Cohorts {
         let steps = tick.saturating_sub(self.now).min(TICKS as u64);
         self.now = self.now.max(tick);
         for step in 0..steps {
-            let leaving = std::mem::take(&mut self.recent[place(self.now - step)]);
+            let leaving = std::mem::take(&mut self.recent[slot_of(self.now - step)]);
             for (older, leaving) in self.older.iter_mut().zip(leaving) {
                 *older += leaving;
             }
@@ -59,7 +59,7 @@ impl Cohorts {
         let mut blocks = [0; CLASSES];
         let oldest = (self.now + 1).min(TICKS as u64);
         for age in from..to.unwrap_or(oldest).min(oldest) {
-            for (blocks, count) in blocks.iter_mut().zip(self.recent[place(self.now - age)]) {
+            for (blocks, count) in blocks.iter_mut().zip(self.recent[slot_of(self.now - age)]) {
                 *blocks += u64::from(count);
             }
         }
@@ -74,13 +74,13 @@ impl Cohorts {
     fn count(&mut self, hit_class: u8, last: u64) -> &mut u32 {
         let class = class_index(hit_class);
         if self.now.saturating_sub(last) < TICKS as u64 {
-            &mut self.recent[place(last)][class]
+            &mut self.recent[slot_of(last)][class]
         } else {
             &mut self.older[class]
         }
     }
 }
 
-fn place(tick: u64) -> usize {
+fn slot_of(tick: u64) -> usize {
     (tick % TICKS as u64) as usize
 }

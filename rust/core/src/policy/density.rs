@@ -2,6 +2,7 @@
 
 use super::HIT_CLASSES;
 use super::cohorts::Cohorts;
+use super::leaf::class_index;
 
 /// Age buckets: one for each age below 4, then four for each octave; the last one is open.
 pub(super) const BUCKETS: usize = 48;
@@ -91,10 +92,6 @@ impl Density {
                 .for_each(|exposure| *exposure *= KEEP);
         }
     }
-}
-
-pub(super) fn class_index(hit_class: u8) -> usize {
-    usize::from(hit_class).min(CLASSES - 1)
 }
 
 /// Hits per block and tick in each bucket. Where nothing was seen, half of the younger bucket's.

@@ -3,7 +3,7 @@
 use super::cohorts::Cohorts;
 use super::density::Density;
 use super::ghost::{GhostList, Remembered};
-use super::{Leaf, next_class};
+use super::leaf::{Leaf, next_class};
 
 /// Leaves that a choice of victim looks at.
 const SAMPLES: usize = 64;

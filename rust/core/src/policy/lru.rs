@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::Leaf;
+use super::leaf::Leaf;
 
 /// The leaves of each size class, ordered by last touch and then by node, so that equal ticks have
 /// one order. Ordered and not a list: a parent whose last child is evicted re-enters wherever its

@@ -87,16 +87,6 @@ proptest! {
     }
 }
 
-#[test]
-fn names_are_found_again() {
-    for (name, kind) in PolicyKind::NAMES {
-        assert_eq!(PolicyKind::from_name(name), Some(kind));
-        assert_eq!(kind.name(), name);
-        assert_eq!(Policy::new(kind, 10, 0).kind(), kind);
-    }
-    assert_eq!(PolicyKind::from_name("LRU"), None);
-}
-
 /// Blocks that come back after 10 ticks in class 1, and others that never do.
 fn teach(policy: &mut Policy, ticks: u64) -> u64 {
     let mut live = [(0_u8, 0_u64); 10];
@@ -177,10 +167,10 @@ fn an_evicted_or_refused_block_comes_back_one_class_higher() {
 
 #[test]
 fn a_block_is_seen_again_until_it_is_forgotten() {
-    let mut seen = Seen::new(3);
+    let mut doorkeeper = Doorkeeper::new(3);
     let again: Vec<bool> = [1, 2, 1, 3, 4, 5, 1, 2]
         .into_iter()
-        .map(|block: u64| seen.again(block << 32))
+        .map(|block: u64| doorkeeper.again(block << 32))
         .collect();
     assert_eq!(
         again,

@@ -4,12 +4,13 @@ use std::io::{BufRead, BufReader};
 use std::time::{Duration, Instant};
 
 use undercroft_core::arena::Arena;
-use undercroft_core::engine::{Answer, Engine, EngineConfig};
+use undercroft_core::driver::{Driver, EngineAccess};
+use undercroft_core::engine::{Engine, EngineConfig};
 use undercroft_core::io::{IoEngineChoice, open_io_engine};
-use undercroft_core::shell::Shell;
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
 use crate::child;
-use crate::rig::{DISK, GRANULE, HOST, MODEL, Model, Open, PATIENCE, Random, dir};
+use crate::rig::{DISK, HASH_BLOCK, HOST, MODEL, Model, Open, PATIENCE, Random, dir};
 
 /// More than the host tier and the disk hold, so that everything moves all the time.
 const PROMPTS: u64 = 120;
@@ -100,7 +101,7 @@ fn child_works() {
     let mut engine = Engine::new(EngineConfig::new(HOST));
     engine.attach_disks(vec![image]);
     let session = engine.open_session(MODEL.spec()).unwrap();
-    let shell = Shell::start(engine, io).unwrap();
+    let driver = Driver::start(engine, io).unwrap();
     println!("{READY}");
     let mut random = Random(u64::from(std::process::id()) << 32);
     let end = Instant::now() + PATIENCE;
@@ -111,29 +112,38 @@ fn child_works() {
         );
         let hashes = Model::hashes(prompt, len);
         let mut tokens = 0;
-        shell.wait_until(PATIENCE, |engine| {
-            match engine.poll(session, "r", &hashes, 0, u32::MAX) {
-                Answer::Pending => false,
-                Answer::Ready(found) => {
+        driver.wait_until(PATIENCE, |engine| {
+            match engine
+                .lookup(session, &LookupRequest::new("r", &hashes))
+                .tokens()
+            {
+                None => false,
+                Some(Tokens(found)) => {
                     tokens = found;
                     true
                 }
             }
         });
-        let load = shell
-            .enter(|engine| engine.begin_load(session, "r", 0, tokens))
+        let load = driver
+            .enter(|engine| engine.begin_load(session, "r", Tokens(0), Tokens(tokens)))
             .unwrap();
         if let Some(load) = load {
-            MODEL.verify(&arena, &hashes, &load);
-            shell.enter(|engine| engine.end_transfer(load.id, true));
+            MODEL.verify(&arena, &hashes, &load.extents);
+            driver.enter(|engine| engine.end_transfer(load.id, true));
         }
-        let save =
-            |engine: &mut Engine| engine.begin_save(session, "r", &hashes, len * GRANULE, &[]);
-        if let Some(save) = shell.enter(save).unwrap() {
-            MODEL.fill(&arena, &hashes, &save);
-            shell.enter(|engine| engine.end_transfer(save.id, true));
+        let save = |engine: &mut Engine| {
+            engine
+                .begin_save(
+                    session,
+                    &SaveRequest::new("r", &hashes, Tokens(len * HASH_BLOCK)),
+                )
+                .transfer
+        };
+        if let Some(save) = driver.enter(save).unwrap() {
+            MODEL.fill(&arena, &hashes, &save.extents);
+            driver.enter(|engine| engine.end_transfer(save.id, true));
         }
-        shell.enter(|engine| engine.discard(session, "r"));
+        driver.enter(|engine| engine.finish_request(session, "r"));
     }
     panic!("not killed within {PATIENCE:?}");
 }

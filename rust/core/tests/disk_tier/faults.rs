@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 use undercroft_core::disk::Health;
-use undercroft_core::engine::Answer;
 use undercroft_core::io::fault::{FaultEngine, Noise, Rates, Script};
-use undercroft_core::io::interpose::{Call, CallKind, Interpose, Verdict};
+use undercroft_core::io::fault_hook::{Call, CallKind, FaultHook, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::{FileKind, IoFault};
+use undercroft_core::session::{LookupRequest, Tokens};
 
 use crate::rig::{DEPTH, Io, MODEL, Model, Open, Random, SECOND, dir};
 
@@ -33,7 +33,7 @@ impl<I> Switch<I> {
     }
 }
 
-impl<I: Interpose> Interpose for Switch<I> {
+impl<I: FaultHook> FaultHook for Switch<I> {
     fn on_call(&self, call: &Call) -> Verdict {
         match self.0.0.load(Ordering::SeqCst) {
             true => self.0.1.on_call(call),
@@ -50,7 +50,7 @@ pub(crate) struct Broken {
     pub(crate) errno: Errno,
 }
 
-impl Interpose for Broken {
+impl FaultHook for Broken {
     fn on_call(&self, call: &Call) -> Verdict {
         if call.device == self.device && call.kind == self.kind && call.file == FileKind::Data {
             Verdict::Fail(self.errno.raw_os_error())
@@ -263,28 +263,28 @@ fn a_device_that_answers_late_delays_one_answer_and_wastes_no_read() {
     control.hang();
     let hashes = Model::hashes(1, 10);
     let session = rig.session(&MODEL);
-    let ask = |rig: &mut crate::rig::Rig| rig.engine.poll(session, "r", &hashes, 0, u32::MAX);
-    assert_eq!(ask(&mut rig), Answer::Pending);
+    let ask = |rig: &mut crate::rig::Rig| {
+        rig.engine
+            .lookup(session, &LookupRequest::new("r", &hashes))
+            .tokens()
+    };
+    assert_eq!(ask(&mut rig), None);
     assert!(rig.start_io() > 0);
     rig.pass(stall_ns - 1);
     assert_eq!(rig.start_io(), 0);
-    assert_eq!(ask(&mut rig), Answer::Pending);
+    assert_eq!(ask(&mut rig), None);
     rig.pass(1);
-    assert_eq!(
-        ask(&mut rig),
-        Answer::Pending,
-        "it may have answered by now"
-    );
+    assert_eq!(ask(&mut rig), None, "it may have answered by now");
     assert_eq!(rig.start_io(), 0);
-    assert_eq!(ask(&mut rig), Answer::Ready(0), "the request recomputes");
-    rig.engine.discard(session, "r");
+    assert_eq!(ask(&mut rig), Some(Tokens(0)), "the request recomputes");
+    rig.engine.finish_request(session, "r");
     // Nor for ever for a look: whoever looks may hang in the device, too.
-    assert_eq!(ask(&mut rig), Answer::Pending);
+    assert_eq!(ask(&mut rig), None);
     rig.pass(5 * stall_ns - 1);
-    assert_eq!(ask(&mut rig), Answer::Pending);
+    assert_eq!(ask(&mut rig), None);
     rig.pass(1);
-    assert_eq!(ask(&mut rig), Answer::Ready(0));
-    rig.engine.discard(session, "r");
+    assert_eq!(ask(&mut rig), Some(Tokens(0)));
+    rig.engine.finish_request(session, "r");
     // Ten seconds later the answers come. Their slots were nobody else's meanwhile.
     rig.pass(10 * SECOND);
     control.release();
@@ -298,5 +298,5 @@ fn a_device_that_answers_late_delays_one_answer_and_wastes_no_read() {
         "each block is read once"
     );
     assert_eq!(rig.engine.health()[0].0, Health::Good);
-    assert_eq!(rig.engine.gauges().jobs, 0);
+    assert_eq!(rig.engine.gauges().active_lookups, 0);
 }

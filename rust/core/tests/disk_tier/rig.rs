@@ -7,16 +7,17 @@ use std::time::{Duration, Instant};
 
 use undercroft_core::arena::Arena;
 use undercroft_core::disk::open::{self, DirectoryLock};
-use undercroft_core::engine::{Answer, Engine, EngineConfig, Recovery, SessionId, Transfer};
+use undercroft_core::engine::{Engine, EngineConfig, Recovery, SessionId};
 use undercroft_core::error::StoreError;
-use undercroft_core::io::interpose::{Direct, Interpose};
+use undercroft_core::io::fault_hook::{Direct, FaultHook};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
 use undercroft_core::io::{DeviceFiles, IoEngine, probe_io_uring};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{Extent, LookupRequest, SaveRequest, Tokens};
 
-pub(crate) const GRANULE: u32 = 16;
+pub(crate) const HASH_BLOCK: u32 = 16;
 pub(crate) const DEPTH: usize = 8;
 pub(crate) const HOST: u64 = 4 << 20;
 /// The smallest store.
@@ -48,14 +49,14 @@ impl Io {
         self,
         arena: Arc<Arena>,
         devices: Vec<DeviceFiles>,
-        interpose: impl Interpose,
+        fault_hook: impl FaultHook,
     ) -> Box<dyn IoEngine> {
         match self {
             Self::Ring => {
-                Box::new(Uring::with_interpose(DEPTH, arena, devices, interpose).unwrap())
+                Box::new(Uring::with_fault_hook(DEPTH, arena, devices, fault_hook).unwrap())
             }
             Self::Pool => {
-                Box::new(ThreadPool::with_interpose(DEPTH, arena, devices, interpose).unwrap())
+                Box::new(ThreadPool::with_fault_hook(DEPTH, arena, devices, fault_hook).unwrap())
             }
         }
     }
@@ -95,11 +96,11 @@ impl Model {
     pub(crate) fn spec(&self) -> NamespaceSpec {
         NamespaceSpec {
             description: format!("model {}", self.id),
-            hash_block_tokens: GRANULE,
-            alignment_tokens: GRANULE,
+            hash_block_size: HASH_BLOCK,
+            alignment_tokens: HASH_BLOCK,
             groups: vec![GroupSpec {
                 kind: GroupKind::Full,
-                block_tokens: GRANULE,
+                block_tokens: HASH_BLOCK,
                 payload_bytes: self.payload_bytes,
             }],
         }
@@ -131,8 +132,8 @@ impl Model {
     }
 
     /// Does a worker's part of a save.
-    pub(crate) fn fill(&self, arena: &Arena, hashes: &[BlockHash], transfer: &Transfer) {
-        for (hash, offset) in blocks(hashes, transfer) {
+    pub(crate) fn fill(&self, arena: &Arena, hashes: &[BlockHash], extents: &[Extent]) {
+        for (hash, offset) in blocks(hashes, extents) {
             arena.write(offset, &self.payload(hash)).unwrap();
         }
     }
@@ -141,9 +142,9 @@ impl Model {
     ///
     /// # Panics
     /// If one byte of them is wrong.
-    pub(crate) fn verify(&self, arena: &Arena, hashes: &[BlockHash], transfer: &Transfer) -> u32 {
+    pub(crate) fn verify(&self, arena: &Arena, hashes: &[BlockHash], extents: &[Extent]) -> u32 {
         let mut count = 0;
-        for (hash, offset) in blocks(hashes, transfer) {
+        for (hash, offset) in blocks(hashes, extents) {
             let found = arena.read(offset, u64::from(self.payload_bytes)).unwrap();
             assert!(found == self.payload(hash), "wrong bytes for {hash:?}");
             count += 1;
@@ -154,15 +155,15 @@ impl Model {
 
 fn blocks<'a>(
     hashes: &'a [BlockHash],
-    transfer: &'a Transfer,
+    extents: &'a [Extent],
 ) -> impl Iterator<Item = (&'a BlockHash, u64)> {
-    let of_extents = transfer.extents.iter();
+    let of_extents = extents.iter();
     let all = of_extents.flat_map(|extent| {
         hashes[extent.first_block as usize..]
             .iter()
-            .zip(&extent.slots)
+            .zip(&extent.offsets)
     });
-    all.filter_map(|(hash, &offset)| Some((hash, u64::try_from(offset).ok()?)))
+    all.filter_map(|(hash, &offset)| Some((hash, offset.get()?)))
 }
 
 /// One life of an engine. Dropped, it ends like a killed process: nothing is flushed.
@@ -196,8 +197,8 @@ impl<'a> Open<'a> {
         }
     }
 
-    pub(crate) fn with(self, io: Io, interpose: impl Interpose) -> Rig {
-        self.open(|arena, devices| io.open(arena, devices, interpose))
+    pub(crate) fn with(self, io: Io, fault_hook: impl FaultHook) -> Rig {
+        self.open(|arena, devices| io.open(arena, devices, fault_hook))
             .unwrap()
     }
 
@@ -295,18 +296,32 @@ impl Rig {
     }
 
     pub(crate) fn save_of(&mut self, model: &Model, prompt: u64, len: u32) {
-        let hashes = Model::hashes(prompt, len);
         let session = self.session(model);
+        self.save_in(session, model, prompt, len);
+    }
+
+    /// As [`Rig::save`], in a session of another model.
+    pub(crate) fn save_in(&mut self, session: SessionId, model: &Model, prompt: u64, len: u32) {
+        let hashes = Model::hashes(prompt, len);
         // A request is looked up before its blocks are saved.
-        self.engine.submit(session, "save", &hashes, 0, 0);
+        self.engine.lookup(
+            session,
+            &LookupRequest::new("save", &hashes)
+                .max(Tokens(0))
+                .prefetch(),
+        );
         let transfer = self
             .engine
-            .begin_save(session, "save", &hashes, len * GRANULE, &[]);
+            .begin_save(
+                session,
+                &SaveRequest::new("save", &hashes, Tokens(len * HASH_BLOCK)),
+            )
+            .transfer;
         if let Some(transfer) = transfer {
-            model.fill(&self.arena, &hashes, &transfer);
+            model.fill(&self.arena, &hashes, &transfer.extents);
             self.engine.end_transfer(transfer.id, true);
         }
-        self.engine.discard(session, "save");
+        self.engine.finish_request(session, "save");
         self.pump();
     }
 
@@ -316,19 +331,35 @@ impl Rig {
     }
 
     pub(crate) fn hit_of(&mut self, model: &Model, prompt: u64, len: u32) -> u32 {
-        let hashes = Model::hashes(prompt, len);
         let session = self.session(model);
-        self.engine.submit(session, "hit", &hashes, 0, u32::MAX);
+        self.hit_in(session, model, prompt, len)
+    }
+
+    /// As [`Rig::hit`], in a session of another model.
+    pub(crate) fn hit_in(
+        &mut self,
+        session: SessionId,
+        model: &Model,
+        prompt: u64,
+        len: u32,
+    ) -> u32 {
+        let hashes = Model::hashes(prompt, len);
+        self.engine
+            .lookup(session, &LookupRequest::new("hit", &hashes).prefetch());
         let tokens = loop {
             self.pump();
-            match self.engine.poll(session, "hit", &hashes, 0, u32::MAX) {
-                Answer::Ready(tokens) => break tokens,
+            match self
+                .engine
+                .lookup(session, &LookupRequest::new("hit", &hashes))
+                .tokens()
+            {
+                Some(Tokens(tokens)) => break tokens,
                 // Nothing moves any more: only time helps.
-                Answer::Pending => self.pass(SECOND / 10),
+                None => self.pass(SECOND / 10),
             }
         };
         let found = self.load(model, &hashes, session, tokens);
-        self.engine.discard(session, "hit");
+        self.engine.finish_request(session, "hit");
         self.pump();
         found
     }
@@ -343,10 +374,17 @@ impl Rig {
         if tokens == 0 {
             return 0;
         }
-        let transfer = self.engine.begin_load(session, "hit", 0, tokens).unwrap();
-        let found = model.verify(&self.arena, hashes, &transfer);
+        let transfer = self
+            .engine
+            .begin_load(session, "hit", Tokens(0), Tokens(tokens))
+            .unwrap();
+        let found = model.verify(&self.arena, hashes, &transfer.extents);
         self.engine.end_transfer(transfer.id, true);
-        assert_eq!(found * GRANULE, tokens, "a load gives what the answer said");
+        assert_eq!(
+            found * HASH_BLOCK,
+            tokens,
+            "a load gives what the answer said"
+        );
         found
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use rustix::io::Errno;
 use undercroft_core::disk::Health;
 use undercroft_core::disk::open;
-use undercroft_core::io::interpose::{CallKind, Direct};
+use undercroft_core::io::fault_hook::{CallKind, Direct};
 
 use crate::child;
 use crate::faults::Broken;
@@ -116,6 +116,67 @@ fn space_moves_between_models_by_use() {
         );
     }
     assert_eq!(rig.engine.gauges().namespaces, 4);
+}
+
+/// One block of a model in a session of its own, as each restart of a client has it; how many blocks
+/// of it were there before.
+fn visit(rig: &mut Rig, model: &Model) -> u32 {
+    let session = rig.engine.open_session(model.spec()).unwrap();
+    let found = rig.hit_in(session, model, 1, 1);
+    rig.save_in(session, model, 1, 1);
+    rig.engine.close_session(session);
+    rig.pump();
+    found
+}
+
+#[test]
+fn a_directory_never_stops_remembering() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    let model = |id: u64| Model {
+        id,
+        payload_bytes: 4096,
+    };
+    let first = 100;
+    let mut last = first;
+    // Many identities in one life, then lives with some each.
+    for (lives, each) in [(1, 9_000), (10, 100)] {
+        for _ in 0..lives {
+            let mut rig = Open::new(&dirs).plain();
+            for _ in 0..each {
+                assert_eq!(visit(&mut rig, &model(last)), 0);
+                last += 1;
+            }
+            assert!(rig.engine.gauges().namespaces <= 1025);
+            drop(rig);
+            let mut rig = Open::new(&dirs).plain();
+            assert_eq!(visit(&mut rig, &model(last - 1)), 1, "identity {last}");
+        }
+    }
+    let mut rig = Open::new(&dirs).plain();
+    // Those used last are there, the others made room for them.
+    for id in last - 100..last {
+        assert_eq!(visit(&mut rig, &model(id)), 1, "identity {id} of {last}");
+    }
+    assert_eq!(visit(&mut rig, &model(first)), 0);
+}
+
+#[test]
+fn a_namespace_in_use_does_not_make_room_for_others() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    let mut rig = Open::new(&dirs).plain();
+    rig.save(1, 4);
+    for id in 100..400 {
+        let model = Model {
+            id,
+            payload_bytes: 4096,
+        };
+        visit(&mut rig, &model);
+    }
+    assert_eq!(rig.hit(1, 4), 4);
+    drop(rig);
+    assert_eq!(Open::new(&dirs).plain().hit(1, 4), 4);
 }
 
 #[test]

@@ -5,13 +5,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use undercroft_core::arena::Arena;
-use undercroft_core::engine::{Answer, Engine, EngineConfig, SessionId};
+use undercroft_core::driver::EngineAccess;
+use undercroft_core::driver::{Clock, Driver};
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::io::fault::FaultEngine;
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::{IoCompletion, IoEngine, IoRequest, Waker};
-use undercroft_core::shell::{Clock, Shell};
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
-use crate::rig::{DEPTH, DISK, GRANULE, HOST, MODEL, Model, Open, PATIENCE, SECOND, dir};
+use crate::rig::{DEPTH, DISK, HASH_BLOCK, HOST, MODEL, Model, Open, PATIENCE, SECOND, dir};
 
 #[derive(Clone, Debug, Default)]
 struct Hand(Arc<AtomicU64>);
@@ -29,33 +31,35 @@ impl Clock for Hand {
 }
 
 /// What a request is told: at once, or when the disk has answered.
-fn ask(shell: &Shell, session: SessionId, prompt: u64, patient: bool) -> Answer {
+fn ask(driver: &Driver, session: SessionId, prompt: u64, patient: bool) -> Option<Tokens> {
     let hashes = Model::hashes(prompt, 10);
     let name = prompt.to_string();
-    let mut answer = Answer::Pending;
+    let mut answer = None;
     let mut look = |engine: &mut Engine| {
-        answer = engine.poll(session, &name, &hashes, 0, u32::MAX);
-        answer != Answer::Pending
+        answer = engine
+            .lookup(session, &LookupRequest::new(&name, &hashes))
+            .tokens();
+        answer.is_some()
     };
     if patient {
-        shell.wait_until(PATIENCE, look);
+        driver.wait_until(PATIENCE, look);
     } else {
-        shell.enter(|engine| look(engine)).unwrap();
+        driver.enter(|engine| look(engine)).unwrap();
     }
     answer
 }
 
 /// Loads what a request was promised, and compares it.
-fn load(shell: &Shell, arena: &Arena, session: SessionId, prompt: u64) -> u32 {
+fn load(driver: &Driver, arena: &Arena, session: SessionId, prompt: u64) -> u32 {
     let (hashes, name) = (Model::hashes(prompt, 10), prompt.to_string());
-    let transfer = shell
-        .enter(|engine| engine.begin_load(session, &name, 0, 10 * GRANULE))
+    let transfer = driver
+        .enter(|engine| engine.begin_load(session, &name, Tokens(0), Tokens(10 * HASH_BLOCK)))
         .flatten()
         .unwrap();
-    let found = MODEL.verify(arena, &hashes, &transfer);
-    shell.enter(|engine| {
+    let found = MODEL.verify(arena, &hashes, &transfer.extents);
+    driver.enter(|engine| {
         engine.end_transfer(transfer.id, true);
-        engine.discard(session, &name);
+        engine.finish_request(session, &name);
     });
     found
 }
@@ -75,48 +79,58 @@ fn a_disk_that_answers_after_ten_seconds_holds_up_nobody() {
     engine.attach_disks(vec![image]);
     let session = engine.open_session(MODEL.spec()).unwrap();
     let clock = Hand::default();
-    let shell = Shell::with_clock(engine, Box::new(io), Box::new(clock.clone())).unwrap();
+    let driver = Driver::with_clock(engine, Box::new(io), Box::new(clock.clone())).unwrap();
 
     device.hang();
-    assert_eq!(ask(&shell, session, 1, false), Answer::Pending);
+    assert_eq!(ask(&driver, session, 1, false), None);
     // Meanwhile others save, and are served from memory.
     let hashes = Model::hashes(2, 10);
-    let save = |engine: &mut Engine| engine.begin_save(session, "2", &hashes, 10 * GRANULE, &[]);
-    let transfer = shell.enter(save).flatten().unwrap();
-    MODEL.fill(&arena, &hashes, &transfer);
-    shell.enter(|engine| engine.end_transfer(transfer.id, true));
-    assert_eq!(ask(&shell, session, 2, false), Answer::Ready(10 * GRANULE));
-    assert_eq!(load(&shell, &arena, session, 2), 10);
+    let save = |engine: &mut Engine| {
+        engine
+            .begin_save(
+                session,
+                &SaveRequest::new("2", &hashes, Tokens(10 * HASH_BLOCK)),
+            )
+            .transfer
+    };
+    let transfer = driver.enter(save).flatten().unwrap();
+    MODEL.fill(&arena, &hashes, &transfer.extents);
+    driver.enter(|engine| engine.end_transfer(transfer.id, true));
+    assert_eq!(
+        ask(&driver, session, 2, false),
+        Some(Tokens(10 * HASH_BLOCK))
+    );
+    assert_eq!(load(&driver, &arena, session, 2), 10);
 
     clock.pass(stall_ns - 1);
-    assert_eq!(ask(&shell, session, 1, false), Answer::Pending);
+    assert_eq!(ask(&driver, session, 1, false), None);
     clock.pass(1);
     // Once the device was looked at.
     let start = std::time::Instant::now();
-    while ask(&shell, session, 1, false) == Answer::Pending {
+    while ask(&driver, session, 1, false).is_none() {
         assert!(start.elapsed() < PATIENCE);
         std::thread::yield_now();
     }
     assert_eq!(
-        ask(&shell, session, 1, false),
-        Answer::Ready(0),
+        ask(&driver, session, 1, false),
+        Some(Tokens(0)),
         "it computes"
     );
-    shell.enter(|engine| engine.discard(session, "1"));
+    driver.enter(|engine| engine.finish_request(session, "1"));
 
     clock.pass(10 * SECOND - stall_ns);
     device.release();
-    assert!(shell.wait_until(PATIENCE, |engine| engine.is_quiet()));
-    let answer = ask(&shell, session, 1, true);
-    assert_eq!(answer, Answer::Ready(10 * GRANULE));
-    assert_eq!(load(&shell, &arena, session, 1), 10);
-    let gauges = shell.enter(|engine| engine.gauges()).unwrap();
-    assert_eq!((gauges.jobs, gauges.disk_degraded), (0, 0));
+    assert!(driver.wait_until(PATIENCE, |engine| engine.is_quiet()));
+    let answer = ask(&driver, session, 1, true);
+    assert_eq!(answer, Some(Tokens(10 * HASH_BLOCK)));
+    assert_eq!(load(&driver, &arena, session, 1), 10);
+    let gauges = driver.enter(|engine| engine.gauges()).unwrap();
+    assert_eq!((gauges.active_lookups, gauges.disk_degraded), (0, 0));
 }
 
 /// An engine with nothing in it.
-fn empty(io: impl IoEngine + 'static) -> Shell {
-    Shell::start(Engine::new(EngineConfig::new(HOST)), Box::new(io)).unwrap()
+fn empty(io: impl IoEngine + 'static) -> Driver {
+    Driver::start(Engine::new(EngineConfig::new(HOST)), Box::new(io)).unwrap()
 }
 
 fn pool() -> ThreadPool {
@@ -125,19 +139,19 @@ fn pool() -> ThreadPool {
 
 #[test]
 fn a_panic_in_the_engine_stays_there_and_nobody_enters_it_again() {
-    let panics: [fn(&Shell); 3] = [
-        |shell| assert_eq!(shell.enter(|_| panic!("for a test")), None::<()>),
-        |shell| assert_eq!(shell.look(|_| panic!("for a test")), None::<()>),
-        |shell| assert!(!shell.wait_until(PATIENCE, |_| panic!("for a test"))),
+    let panics: [fn(&Driver); 3] = [
+        |driver| assert_eq!(driver.enter(|_| panic!("for a test")), None::<()>),
+        |driver| assert_eq!(driver.read(|_| panic!("for a test")), None::<()>),
+        |driver| assert!(!driver.wait_until(PATIENCE, |_| panic!("for a test"))),
     ];
     for panics in panics {
-        let shell = empty(pool());
-        assert_eq!(shell.enter(|_| 1), Some(1));
-        panics(&shell);
-        assert_eq!(shell.enter(|_| 1), None);
-        assert_eq!(shell.look(|_| 1), None);
-        assert!(!shell.wait_until(PATIENCE, |_| true));
-        shell.stop(PATIENCE);
+        let driver = empty(pool());
+        assert_eq!(driver.enter(|_| 1), Some(1));
+        panics(&driver);
+        assert_eq!(driver.enter(|_| 1), None);
+        assert_eq!(driver.read(|_| 1), None);
+        assert!(!driver.wait_until(PATIENCE, |_| true));
+        driver.stop(PATIENCE);
     }
 }
 
@@ -169,13 +183,13 @@ impl IoEngine for Broken {
 
 #[test]
 fn a_panic_of_the_io_thread_ends_every_wait() {
-    let shell = empty(Broken(pool()));
+    let driver = empty(Broken(pool()));
     assert!(
-        !shell.wait_until(PATIENCE, |_| false),
+        !driver.wait_until(PATIENCE, |_| false),
         "woken, not timed out"
     );
-    assert_eq!(shell.enter(|_| 1), None);
-    shell.stop(PATIENCE);
+    assert_eq!(driver.enter(|_| 1), None);
+    driver.stop(PATIENCE);
 }
 
 /// Does one operation, well, at each look, once it may.
@@ -229,14 +243,23 @@ fn a_stop_writes_no_longer_than_it_may() {
         queue: std::collections::VecDeque::new(),
         pool: pool(),
     };
-    let shell = Shell::start(engine, Box::new(slow)).unwrap();
+    let driver = Driver::start(engine, Box::new(slow)).unwrap();
     let hashes = Model::hashes(1, 300);
-    let save = |engine: &mut Engine| engine.begin_save(session, "s", &hashes, 300 * GRANULE, &[]);
-    let transfer = shell.enter(save).flatten().unwrap();
-    shell.enter(|engine| engine.end_transfer(transfer.id, true));
+    let save = |engine: &mut Engine| {
+        engine
+            .begin_save(
+                session,
+                &SaveRequest::new("s", &hashes, Tokens(300 * HASH_BLOCK)),
+            )
+            .transfer
+    };
+    let transfer = driver.enter(save).flatten().unwrap();
+    driver.enter(|engine| engine.end_transfer(transfer.id, true));
     // A third of a second of writes at least.
     may.store(true, Ordering::SeqCst);
-    shell.stop(Duration::ZERO);
-    let written = shell.enter(|engine| engine.counters().disk_writes).unwrap();
+    driver.stop(Duration::ZERO);
+    let written = driver
+        .enter(|engine| engine.counters().disk_writes)
+        .unwrap();
     assert!(written < 100, "{written} were written");
 }

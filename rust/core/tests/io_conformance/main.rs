@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::checksum;
 use undercroft_core::io::fault::{FaultEngine, Noise, Rates, Script};
-use undercroft_core::io::interpose::{CallKind, Verdict};
+use undercroft_core::io::fault_hook::{CallKind, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
 use undercroft_core::io::{DeviceFiles, FileKind, IoEngine, IoFault, IoRequest, probe_io_uring};
@@ -480,14 +480,14 @@ fn noise_never_makes_wrong_bytes_io_uring() {
         return;
     }
     noise_never_makes_wrong_bytes(|arena, device, noise| {
-        Box::new(Uring::with_interpose(DEPTH, arena, vec![device], noise).unwrap())
+        Box::new(Uring::with_fault_hook(DEPTH, arena, vec![device], noise).unwrap())
     });
 }
 
 #[test]
 fn noise_never_makes_wrong_bytes_thread_pool() {
     noise_never_makes_wrong_bytes(|arena, device, noise| {
-        Box::new(ThreadPool::with_interpose(DEPTH, arena, vec![device], noise).unwrap())
+        Box::new(ThreadPool::with_fault_hook(DEPTH, arena, vec![device], noise).unwrap())
     });
 }
 
@@ -587,13 +587,13 @@ macro_rules! conformance {
 
 conformance! {
     io_uring, needs io_uring: true => |depth, arena, devices, script| {
-        Box::new(Uring::with_interpose(depth, arena, devices, script).unwrap())
+        Box::new(Uring::with_fault_hook(depth, arena, devices, script).unwrap())
     },
     fault_engine, needs io_uring: true => |depth, arena, devices, script| {
-        let inner = Uring::with_interpose(depth, arena, devices, script).unwrap();
+        let inner = Uring::with_fault_hook(depth, arena, devices, script).unwrap();
         Box::new(FaultEngine::new(inner).0)
     },
     thread_pool, needs io_uring: false => |depth, arena, devices, script| {
-        Box::new(ThreadPool::with_interpose(depth, arena, devices, script).unwrap())
+        Box::new(ThreadPool::with_fault_hook(depth, arena, devices, script).unwrap())
     },
 }

@@ -1,11 +1,15 @@
 //! Who keeps what, and until when: clients that vanish, workers that still copy, sessions that part.
 
+use undercroft_core::driver::EngineAccess;
 use undercroft_core::key::BlockHash;
-use undercroft_wire::protocol::{Reply, Request};
+use undercroft_core::session::{Session, Tokens};
+use undercroft_wire::protocol::{
+    ClientMessage, LeasedHit, LookupAnswer, SaveMessage, ServerMessage,
+};
 use undercroft_wire::{AttachError, Client, attach};
 
 use crate::raw::{Raw, joined, register, run};
-use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, save, until};
+use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};
 
 fn rig() -> (tempfile::TempDir, std::path::PathBuf, Rig) {
     let dir = tempfile::tempdir().unwrap();
@@ -14,26 +18,36 @@ fn rig() -> (tempfile::TempDir, std::path::PathBuf, Rig) {
     (dir, socket, rig)
 }
 
+/// The next message, which is a hit.
+fn hit(raw: &mut Raw) -> LeasedHit {
+    match raw.hear() {
+        Some(ServerMessage::Answer {
+            answer: LookupAnswer::Hit(hit),
+            ..
+        }) => hit,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn end(transfer: u64) -> ClientMessage<'static> {
+    ClientMessage::EndTransfer { transfer, ok: true }
+}
+
 /// A saved prompt that the client has looked up and begun to load.
 fn loading(rig: &Rig, socket: &std::path::Path, raw: &mut Raw) {
     let prompt = hashes(1, 4);
     let writer = client(socket);
-    until("linked", || writer.link().is_some());
+    until("connected", || writer.address().is_some());
     save(rig, &writer, "w", &prompt);
     writer.close();
     until("saved", || rig.in_use() == [0; 4]);
-    raw.submit(7, &prompt);
-    match raw.hear() {
-        Some(Reply::Answer {
-            ready: Some(ready), ..
-        }) => assert_eq!(ready.tokens, 4 * TOKENS),
-        other => panic!("{other:?}"),
-    }
-    raw.say(&Request::BeginLoad {
+    raw.lookup(7, &prompt);
+    assert_eq!(hit(raw).tokens, Tokens(4 * TOKENS));
+    raw.say(&ClientMessage::BeginLoad {
         request: 7,
-        load: 70,
-        local_tokens: 0,
-        external_tokens: 4 * TOKENS,
+        transfer: 70,
+        computed: Tokens(0),
+        external: Tokens(4 * TOKENS),
     });
     assert!(raw.is_served());
 }
@@ -44,7 +58,7 @@ fn a_client_that_vanishes_frees_its_lookups_at_once() {
     let (mut raw, _) = Raw::registered(&socket);
     let prompt = hashes(1, 4);
     for request in 0..100 {
-        raw.submit(request, &prompt);
+        raw.lookup(request, &prompt);
     }
     assert!(raw.is_served());
     assert_eq!(rig.in_use()[0], 100);
@@ -70,7 +84,7 @@ fn what_workers_may_still_copy_is_kept_until_all_of_them_are_gone() {
     drop(second);
     until("all is freed", || rig.in_use() == [0; 4]);
     assert_eq!(
-        rig.shell.enter(|engine| engine.counters().saved_blocks),
+        rig.driver.enter(|engine| engine.counters().saved_blocks),
         Some(4)
     );
 }
@@ -80,17 +94,12 @@ fn what_a_client_was_told_stays_for_its_workers_although_we_have_not_heard_of_th
     let (_dir, socket, rig) = rig();
     let (mut raw, token) = Raw::registered(&socket);
     let writer = client(&socket);
-    until("linked", || writer.link().is_some());
+    until("connected", || writer.address().is_some());
     let prompt = hashes(1, 4);
     save(&rig, &writer, "w", &prompt);
     until("saved", || rig.in_use() == [0; 4]);
-    raw.submit(7, &prompt);
-    let told = match raw.hear() {
-        Some(Reply::Answer {
-            ready: Some(ready), ..
-        }) => ready.extents[0].2.clone(),
-        other => panic!("{other:?}"),
-    };
+    raw.lookup(7, &prompt);
+    let told = hit(&mut raw).extents[0].offsets.clone();
     // The client begins the load and its worker copies; the frame is lost with the connection.
     let worker = attach(&socket, token).unwrap();
     drop(raw);
@@ -101,14 +110,13 @@ fn what_a_client_was_told_stays_for_its_workers_although_we_have_not_heard_of_th
     assert_ne!(again, token);
     // Others want all of the memory.
     for other in 2..200 {
-        let slots = match raw.try_save(&hashes(other, 4)) {
-            Some(slots) => slots,
-            None => break,
+        let Some(offsets) = raw.try_save(&hashes(other, 4)) else {
+            break;
         };
-        assert!(!slots.iter().any(|slot| told.contains(slot)));
+        assert!(!offsets.iter().any(|offset| told.contains(offset)));
     }
-    for (index, &slot) in (0u8..).zip(&told) {
-        let at = u64::try_from(slot).unwrap();
+    for (index, offset) in (0u8..).zip(&told) {
+        let at = offset.get().unwrap();
         assert_eq!(rig.arena.read(at, 8).unwrap(), [index; 8]);
     }
     drop(worker);
@@ -119,14 +127,16 @@ fn what_a_client_was_told_stays_for_its_workers_although_we_have_not_heard_of_th
 fn a_session_that_was_reset_and_the_others_do_not_find_each_others_blocks() {
     let (_dir, socket, rig) = rig();
     let (one, other) = (client(&socket), client(&socket));
-    until("linked", || one.link().is_some() && other.link().is_some());
+    until("connected", || {
+        one.address().is_some() && other.address().is_some()
+    });
     let ask = |client: &Client, name: &str, prompt: &[BlockHash]| {
         let mut found = None;
         until("an answer", || {
-            found = client.poll(name, prompt, 0, 64, None);
+            found = lookup(client, name, prompt);
             found.is_some()
         });
-        client.forget(name);
+        client.finish_request(name);
         found.unwrap()
     };
     let (before, after, theirs) = (hashes(1, 4), hashes(2, 4), hashes(3, 4));
@@ -143,7 +153,7 @@ fn a_session_that_was_reset_and_the_others_do_not_find_each_others_blocks() {
     // The same prompt, twice.
     save(&rig, &other, "after", &after);
     until("theirs, too", || ask(&other, "r", &after) == 64);
-    let blocks = |rig: &Rig| rig.shell.enter(|engine| engine.gauges().host_blocks);
+    let blocks = |rig: &Rig| rig.driver.enter(|engine| engine.gauges().host_blocks);
     assert_eq!(blocks(&rig), Some(12));
     one.close();
     until("what was its own has gone", || blocks(&rig) == Some(8));
@@ -156,18 +166,22 @@ fn a_client_that_was_reset_keeps_to_itself_at_the_next_server() {
     let prompt = hashes(1, 4);
     let first = Rig::start(&socket, None, 1);
     let one = client(&socket);
-    until("linked", || one.link().is_some());
+    until("connected", || one.address().is_some());
     assert!(one.reset(PATIENCE));
     drop(first);
     let second = Rig::start(&socket, None, 2);
     let other = client(&socket);
-    let there = |client: &Client| client.link().is_some_and(|link| link.generation == 2);
-    until("linked again", || there(&one) && there(&other));
+    let there = |client: &Client| {
+        client
+            .address()
+            .is_some_and(|address| address.arena_id == 2)
+    };
+    until("connected again", || there(&one) && there(&other));
     save(&second, &one, "w", &prompt);
-    until("saved", || one.poll("r", &prompt, 0, 64, None) == Some(64));
+    until("saved", || lookup(&one, "r", &prompt) == Some(64));
     let mut found = None;
     until("an answer", || {
-        found = other.poll("r", &prompt, 0, 64, None);
+        found = lookup(&other, "r", &prompt);
         found.is_some()
     });
     assert_eq!(found, Some(0));
@@ -191,13 +205,13 @@ fn nobody_ends_or_reads_what_belongs_to_another() {
     loading(&rig, &socket, &mut owner);
     assert_eq!(owner.save(8, 80, &hashes(2, 3)), 3);
     let (mut other, _) = Raw::registered(&socket);
-    other.say(&Request::EndLoad { load: 70, ok: true });
-    other.say(&Request::EndSave { save: 80, ok: true });
-    other.say(&Request::Forget { request: 7 });
+    other.say(&end(70));
+    other.say(&end(80));
+    other.say(&ClientMessage::FinishRequest { request: 7 });
     assert!(other.is_served());
     assert_eq!(rig.in_use()[1..3], [1, 1]);
     assert_eq!(
-        rig.shell.enter(|engine| engine.counters().saved_blocks),
+        rig.driver.enter(|engine| engine.counters().saved_blocks),
         Some(4)
     );
 }
@@ -208,34 +222,31 @@ fn a_load_goes_on_though_its_prefix_was_dropped_meanwhile() {
     let (mut raw, _) = Raw::registered(&socket);
     let prompt = hashes(1, 4);
     let writer = client(&socket);
-    until("linked", || writer.link().is_some());
+    until("connected", || writer.address().is_some());
     save(&rig, &writer, "w", &prompt);
     until("visible", || {
-        raw.submit(7, &[]);
+        raw.lookup(7, &[]);
         raw.hear();
-        rig.shell.enter(|engine| engine.counters().saved_blocks) == Some(4)
+        rig.driver.enter(|engine| engine.counters().saved_blocks) == Some(4)
     });
-    raw.say(&Request::Forget { request: 7 });
-    raw.submit(7, &prompt);
-    let ready = match raw.hear() {
-        Some(Reply::Answer { ready, .. }) => ready.unwrap(),
-        other => panic!("{other:?}"),
-    };
+    raw.say(&ClientMessage::FinishRequest { request: 7 });
+    raw.lookup(7, &prompt);
+    let told = hit(&mut raw);
     assert!(writer.reset(PATIENCE));
-    raw.say(&Request::BeginLoad {
+    raw.say(&ClientMessage::BeginLoad {
         request: 7,
-        load: 70,
-        local_tokens: 0,
-        external_tokens: 64,
+        transfer: 70,
+        computed: Tokens(0),
+        external: Tokens(64),
     });
-    raw.say(&Request::Forget { request: 7 });
+    raw.say(&ClientMessage::FinishRequest { request: 7 });
     assert!(raw.is_served());
     // The slots that the answer named are not given to anybody else.
     assert_eq!(rig.in_use()[1], 1);
-    let used = |rig: &Rig| rig.shell.enter(|engine| engine.gauges().host_used_bytes);
+    let used = |rig: &Rig| rig.driver.enter(|engine| engine.gauges().host_used_bytes);
     assert!(used(&rig) > Some(0));
-    assert_eq!(ready.extents[0].2.len(), 4);
-    raw.say(&Request::EndLoad { load: 70, ok: true });
+    assert_eq!(told.extents[0].offsets.len(), 4);
+    raw.say(&end(70));
     assert!(raw.is_served());
     assert_eq!(used(&rig), Some(0));
 }
@@ -244,22 +255,24 @@ fn a_load_goes_on_though_its_prefix_was_dropped_meanwhile() {
 fn a_namespace_that_cannot_be_served_is_refused_with_the_reason() {
     let (_dir, socket, _rig) = rig();
     let mut raw = Raw::connect(&socket);
-    let Request::Register { mut spec, .. } = register() else {
+    let ClientMessage::Register { mut namespace, .. } = register() else {
         unreachable!()
     };
-    spec.groups[0].payload_bytes = 512 << 20;
-    raw.say(&Request::Register {
-        spec,
-        dropped_tokens: 0,
+    namespace.groups[0].payload_bytes = 512 << 20;
+    raw.say(&ClientMessage::Register {
+        namespace,
+        dropped_tokens: Tokens(0),
         private: false,
     });
     match raw.hear() {
-        Some(Reply::Refused { reason }) => assert!(reason.contains("host_memory"), "{reason}"),
+        Some(ServerMessage::Refused { reason }) => {
+            assert!(reason.contains("host_memory"), "{reason}")
+        }
         other => panic!("{other:?}"),
     }
     // Another one may be.
     raw.say(&register());
-    assert!(matches!(raw.hear(), Some(Reply::Registered { .. })));
+    assert!(matches!(raw.hear(), Some(ServerMessage::Registered { .. })));
 }
 
 #[test]
@@ -268,13 +281,13 @@ fn a_number_in_use_ends_the_connection_and_leaks_nothing() {
     let (mut raw, _) = Raw::registered(&socket);
     assert_eq!(raw.save(8, 80, &hashes(2, 3)), 3);
     let bytes = joined(&hashes(3, 2));
-    raw.say(&Request::BeginSave {
+    raw.say(&ClientMessage::BeginSave(SaveMessage {
         request: 9,
-        save: 80,
-        tokens: 2 * TOKENS,
+        transfer: 80,
+        tokens: Tokens(2 * TOKENS),
         offers: Vec::new(),
         hashes: run(&bytes),
-    });
+    }));
     assert_eq!(raw.hear(), None);
     until("all is freed", || rig.in_use() == [0; 4]);
     assert_eq!(rig.server.counters().malformed, 1);

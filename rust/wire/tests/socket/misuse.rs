@@ -2,22 +2,23 @@
 
 use std::io::Write;
 
-use undercroft_wire::frame::{BODY_BYTES_MAX, Header, Kind};
-use undercroft_wire::protocol::{Hashes, Reply, Request};
+use undercroft_core::session::{Priority, Tokens};
+use undercroft_wire::frame::{BODY_BYTES_MAX, FrameKind, Header};
+use undercroft_wire::protocol::{ClientMessage, HashRun, LookupMessage, ServerMessage};
 
 use crate::raw::{Raw, joined, register, run};
 use crate::rig::{Rig, hashes, until};
 
-fn submit(hashes: Hashes<'_>) -> Request<'_> {
-    Request::Submit {
+fn lookup(hashes: HashRun<'_>) -> ClientMessage<'_> {
+    ClientMessage::Lookup(LookupMessage {
         request: 1,
         version: 1,
+        computed: Tokens(0),
+        max: Tokens(64),
+        priority: Priority::Demand,
+        wait: None,
         hashes,
-        local_tokens: 0,
-        max_tokens: 64,
-        asked: true,
-        wait_ns: None,
-    }
+    })
 }
 
 #[test]
@@ -27,28 +28,28 @@ fn what_does_not_belong_there_ends_that_connection_alone() {
     let rig = Rig::start(&socket, None, 1);
     let (mut good, _) = Raw::registered(&socket);
     let bytes = joined(&hashes(1, 2));
-    let gap = Hashes {
+    let gap = HashRun {
         known: 5,
         ..run(&bytes)
     };
-    let no_length = Hashes {
+    let no_length = HashRun {
         hash_bytes: 0,
         ..run(&bytes)
     };
-    let too_long = Hashes {
+    let too_long = HashRun {
         hash_bytes: 64,
         ..run(&bytes)
     };
     let ragged = run(&bytes[..40]);
-    let begin_load = Request::BeginLoad {
+    let begin_load = ClientMessage::BeginLoad {
         request: 99,
-        load: 1,
-        local_tokens: 0,
-        external_tokens: 16,
+        transfer: 1,
+        computed: Tokens(0),
+        external: Tokens(16),
     };
     // Before there is a session.
-    let mut before: Vec<Request<'_>> = vec![Request::Ping, submit(run(&bytes))];
-    before.push(Request::Reset { ticket: 1 });
+    let mut before: Vec<ClientMessage<'_>> = vec![ClientMessage::Ping, lookup(run(&bytes))];
+    before.push(ClientMessage::Reset { reset: 1 });
     let mut bad = 0;
     for request in &before {
         let mut raw = Raw::connect(&socket);
@@ -58,13 +59,13 @@ fn what_does_not_belong_there_ends_that_connection_alone() {
     }
     // With one.
     let within = [
-        submit(gap),
-        submit(no_length),
-        submit(too_long),
-        submit(ragged),
+        lookup(gap),
+        lookup(no_length),
+        lookup(too_long),
+        lookup(ragged),
         begin_load,
         register(),
-        Request::Status,
+        ClientMessage::Status,
     ];
     for request in &within {
         let (mut raw, _) = Raw::registered(&socket);
@@ -74,11 +75,11 @@ fn what_does_not_belong_there_ends_that_connection_alone() {
     }
     // Bodies that are none, and a length over the limit, whose body never comes.
     let header = |kind, body_bytes| Header { kind, body_bytes }.encode();
-    let frames: [(Kind, u32, &[u8]); 4] = [
-        (Kind::Request, 3, b"\xff\xff\xff"),
-        (Kind::Request, 2, b"\x0a\x00"),
-        (Kind::Reply, 1, b"\x00"),
-        (Kind::Request, BODY_BYTES_MAX + 1, b""),
+    let frames: [(FrameKind, u32, &[u8]); 4] = [
+        (FrameKind::Request, 3, b"\xff\xff\xff"),
+        (FrameKind::Request, 2, b"\x0a\x00"),
+        (FrameKind::Reply, 1, b"\x00"),
+        (FrameKind::Request, BODY_BYTES_MAX + 1, b""),
     ];
     for (kind, len, body) in frames {
         let (mut raw, _) = Raw::registered(&socket);
@@ -100,12 +101,11 @@ fn ends_and_releases_of_what_is_not_there_are_nothing() {
     let rig = Rig::start(&socket, None, 1);
     let (mut raw, _) = Raw::registered(&socket);
     for ok in [false, true] {
-        raw.say(&Request::EndLoad { load: 1, ok });
-        raw.say(&Request::EndSave { save: 1, ok });
+        raw.say(&ClientMessage::EndTransfer { transfer: 1, ok });
     }
-    raw.say(&Request::Ask { request: 1 });
-    raw.say(&Request::Release { request: 1 });
-    raw.say(&Request::Forget { request: 1 });
+    raw.say(&ClientMessage::Demand { request: 1 });
+    raw.say(&ClientMessage::EndLookup { request: 1 });
+    raw.say(&ClientMessage::FinishRequest { request: 1 });
     assert!(raw.is_served());
     assert_eq!(rig.server.counters().malformed, 0);
 }
@@ -120,12 +120,12 @@ fn requests_of_one_client_are_bounded() {
     let replies = std::thread::spawn(move || {
         let mut replies = 0;
         while let Some(reply) = reader.hear() {
-            replies += usize::from(matches!(reply, Reply::Answer { .. }));
+            replies += usize::from(matches!(reply, ServerMessage::Answer { .. }));
         }
         replies
     });
     for request in 0..=(1 << 16) {
-        raw.submit(request, &[]);
+        raw.lookup(request, &[]);
     }
     assert!(replies.join().unwrap() <= 1 << 16);
     until("counted", || rig.server.counters().malformed == 1);

@@ -5,8 +5,11 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use undercroft_core::key::BlockHash;
+use undercroft_core::session::{ArenaOffset, Priority, SessionToken, Tokens};
 use undercroft_wire::frame;
-use undercroft_wire::protocol::{Hashes, Reply, Request};
+use undercroft_wire::protocol::{
+    ClientMessage, HashRun, LookupMessage, SaveMessage, ServerMessage,
+};
 
 use crate::rig::{PATIENCE, TOKENS, spec};
 
@@ -28,11 +31,11 @@ impl Raw {
     }
 
     /// With a session: its token.
-    pub(crate) fn registered(socket: &Path) -> (Self, u128) {
+    pub(crate) fn registered(socket: &Path) -> (Self, SessionToken) {
         let mut raw = Self::connect(socket);
         raw.say(&register());
         match raw.hear() {
-            Some(Reply::Registered { session, .. }) => (raw, session),
+            Some(ServerMessage::Registered { session, .. }) => (raw, session),
             other => panic!("{other:?}"),
         }
     }
@@ -46,7 +49,7 @@ impl Raw {
         }
     }
 
-    pub(crate) fn say(&mut self, request: &Request<'_>) {
+    pub(crate) fn say(&mut self, request: &ClientMessage<'_>) {
         let mut bytes = Vec::new();
         assert!(request.append_to(&mut bytes));
         // The server may have closed the connection for what came before.
@@ -54,10 +57,10 @@ impl Raw {
     }
 
     /// The next reply; `None` if the connection is closed.
-    pub(crate) fn hear(&mut self) -> Option<Reply> {
+    pub(crate) fn hear(&mut self) -> Option<ServerMessage> {
         loop {
             if let Some((_, body, len)) = frame::first(&self.inbox).unwrap() {
-                let reply = Reply::decode(body).unwrap();
+                let reply = ServerMessage::decode(body).unwrap();
                 self.inbox.drain(..len);
                 return Some(reply);
             }
@@ -73,42 +76,42 @@ impl Raw {
 
     /// Whether the server is still there for this client.
     pub(crate) fn is_served(&mut self) -> bool {
-        self.say(&Request::Ping);
+        self.say(&ClientMessage::Ping);
         loop {
             match self.hear() {
                 None => return false,
-                Some(Reply::Pong { .. }) => return true,
+                Some(ServerMessage::Pong { .. }) => return true,
                 Some(_) => {}
             }
         }
     }
 
-    pub(crate) fn submit(&mut self, request: u64, hashes: &[BlockHash]) {
+    pub(crate) fn lookup(&mut self, request: u64, hashes: &[BlockHash]) {
         let bytes = joined(hashes);
-        self.say(&Request::Submit {
+        self.say(&ClientMessage::Lookup(LookupMessage {
             request,
             version: 1,
+            computed: Tokens(0),
+            max: tokens_of(hashes),
+            priority: Priority::Demand,
+            wait: None,
             hashes: run(&bytes),
-            local_tokens: 0,
-            max_tokens: u32::try_from(hashes.len()).unwrap() * TOKENS,
-            asked: true,
-            wait_ns: None,
-        });
+        }));
     }
 
     /// Asks for slots, and how many came.
     pub(crate) fn save(&mut self, request: u64, save: u64, hashes: &[BlockHash]) -> usize {
         let bytes = joined(hashes);
-        self.say(&Request::BeginSave {
+        self.say(&ClientMessage::BeginSave(SaveMessage {
             request,
-            save,
-            hashes: run(&bytes),
-            tokens: u32::try_from(hashes.len()).unwrap() * TOKENS,
+            transfer: save,
+            tokens: tokens_of(hashes),
             offers: Vec::new(),
-        });
+            hashes: run(&bytes),
+        }));
         match self.hear() {
-            Some(Reply::Granted { extents, .. }) => {
-                extents.iter().map(|(_, _, slots)| slots.len()).sum()
+            Some(ServerMessage::Granted { extents, .. }) => {
+                extents.iter().map(|extent| extent.offsets.len()).sum()
             }
             other => panic!("{other:?}"),
         }
@@ -117,29 +120,35 @@ impl Raw {
 
 impl Raw {
     /// Asks for slots under new numbers: which ones came, `None` if there are none left.
-    pub(crate) fn try_save(&mut self, hashes: &[BlockHash]) -> Option<Vec<i64>> {
+    pub(crate) fn try_save(&mut self, hashes: &[BlockHash]) -> Option<Vec<ArenaOffset>> {
         self.numbers += 1;
         let bytes = joined(hashes);
-        self.say(&Request::BeginSave {
+        self.say(&ClientMessage::BeginSave(SaveMessage {
             request: 1000 + self.numbers,
-            save: 1000 + self.numbers,
-            hashes: run(&bytes),
-            tokens: u32::try_from(hashes.len()).unwrap() * TOKENS,
+            transfer: 1000 + self.numbers,
+            tokens: tokens_of(hashes),
             offers: Vec::new(),
-        });
+            hashes: run(&bytes),
+        }));
         match self.hear() {
-            Some(Reply::Granted { extents, .. }) => extents.into_iter().next().map(|of| of.2),
+            Some(ServerMessage::Granted { extents, .. }) => {
+                extents.into_iter().next().map(|extent| extent.offsets)
+            }
             other => panic!("{other:?}"),
         }
     }
 }
 
-pub(crate) fn register() -> Request<'static> {
-    Request::Register {
-        spec: spec(),
-        dropped_tokens: 0,
+pub(crate) fn register() -> ClientMessage<'static> {
+    ClientMessage::Register {
+        namespace: spec(),
+        dropped_tokens: Tokens(0),
         private: false,
     }
+}
+
+fn tokens_of(hashes: &[BlockHash]) -> Tokens {
+    Tokens(u32::try_from(hashes.len()).unwrap() * TOKENS)
 }
 
 pub(crate) fn joined(hashes: &[BlockHash]) -> Vec<u8> {
@@ -149,8 +158,8 @@ pub(crate) fn joined(hashes: &[BlockHash]) -> Vec<u8> {
         .collect()
 }
 
-pub(crate) fn run(bytes: &[u8]) -> Hashes<'_> {
-    Hashes {
+pub(crate) fn run(bytes: &[u8]) -> HashRun<'_> {
+    HashRun {
         known: 0,
         hash_bytes: 32,
         bytes,

@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use undercroft_core::arena::Arena;
 use undercroft_core::disk::open::{DirectoryLock, open};
+use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, EngineConfig};
 use undercroft_core::io::{IoEngineChoice, open_io_engine};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::shell::Shell;
-use undercroft_wire::{Client, ClientConfig, Served, Server, SocketPlace};
+use undercroft_core::session::{LookupRequest, Save, SaveRequest, Session, Tokens};
+use undercroft_wire::{Client, ClientConfig, Served, Server, SocketLocation};
 
 pub(crate) const PAYLOAD: u32 = 4096;
 pub(crate) const TOKENS: u32 = 16;
@@ -29,14 +30,14 @@ pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
 /// A server and its engine.
 pub(crate) struct Rig {
     pub(crate) server: Server,
-    pub(crate) shell: Arc<Shell>,
+    pub(crate) driver: Arc<Driver>,
     pub(crate) arena: Arc<Arena>,
     _lock: Option<DirectoryLock>,
 }
 
 impl Rig {
     /// Serves at `socket`; with a disk tier if a directory is given.
-    pub(crate) fn start(socket: &Path, disk: Option<&Path>, generation: u64) -> Self {
+    pub(crate) fn start(socket: &Path, disk: Option<&Path>, arena_id: u64) -> Self {
         let host_bytes = 1 << 20;
         let arena = Arc::new(Arena::create(host_bytes).unwrap());
         let (mut files, mut images, mut lock) = (Vec::new(), Vec::new(), None);
@@ -49,16 +50,16 @@ impl Rig {
         let pool = IoEngineChoice::ThreadPool;
         let (io, _) = open_io_engine(pool, 4, Arc::clone(&arena), files).unwrap();
         let mut engine = Engine::new(EngineConfig {
-            seed: generation,
+            seed: arena_id,
             ..EngineConfig::new(host_bytes)
         });
         engine.attach_disks(images);
-        let shell = Arc::new(Shell::start(engine, io).unwrap());
-        let of_stats = Arc::clone(&shell);
+        let driver = Arc::new(Driver::start(engine, io).unwrap());
+        let of_stats = Arc::clone(&driver);
         let served = Served {
-            shell: Arc::clone(&shell),
+            driver: Arc::clone(&driver),
             arena: Arc::clone(&arena),
-            generation,
+            arena_id,
             info: Box::new(|| serde_json::json!({})),
             stats: undercroft_wire::StatsSource::new(move || {
                 let taken = of_stats.enter(|engine| (*engine.counters(), engine.gauges()));
@@ -66,10 +67,10 @@ impl Rig {
                 undercroft_wire::stats_json(&counters, &gauges)
             }),
         };
-        let server = Server::start(SocketPlace::At(socket), served).unwrap();
+        let server = Server::start(SocketLocation::At(socket), served).unwrap();
         Self {
             server,
-            shell,
+            driver,
             arena,
             _lock: lock,
         }
@@ -77,14 +78,17 @@ impl Rig {
 
     /// Sessions that are open.
     pub(crate) fn sessions(&self) -> u64 {
-        self.shell.enter(|engine| engine.gauges()).unwrap().sessions
+        self.driver
+            .enter(|engine| engine.gauges())
+            .unwrap()
+            .sessions
     }
 
     /// Lookups, promotions under way, loads and saves of all sessions, and bytes that are kept from eviction.
     pub(crate) fn in_use(&self) -> [u64; 4] {
-        let gauges = self.shell.enter(|engine| engine.gauges()).unwrap();
+        let gauges = self.driver.enter(|engine| engine.gauges()).unwrap();
         [
-            gauges.jobs,
+            gauges.active_lookups,
             gauges.loads,
             gauges.saves,
             gauges.host_pinned_bytes,
@@ -96,7 +100,7 @@ impl Rig {
 pub(crate) fn spec() -> NamespaceSpec {
     NamespaceSpec {
         description: "a model".to_owned(),
-        hash_block_tokens: TOKENS,
+        hash_block_size: TOKENS,
         alignment_tokens: TOKENS,
         groups: vec![GroupSpec {
             kind: GroupKind::Full,
@@ -114,8 +118,8 @@ pub(crate) fn client(socket: &Path) -> Client {
 pub(crate) fn patient_client(socket: &Path, deadline: Duration) -> Client {
     let path: PathBuf = socket.to_owned();
     let config = ClientConfig {
-        spec: spec(),
-        dropped_tokens: 0,
+        namespace: spec(),
+        dropped_tokens: Tokens(0),
         deadline,
         spin: deadline,
     };
@@ -134,21 +138,30 @@ pub(crate) fn hashes(prompt: u8, blocks: u32) -> Vec<BlockHash> {
 
 /// Saves a prompt's blocks: each is filled with its index.
 pub(crate) fn save(rig: &Rig, client: &Client, request: &str, hashes: &[BlockHash]) {
-    let tokens = u32::try_from(hashes.len()).unwrap() * TOKENS;
-    let save = client.begin_save(request, hashes, tokens, &[]).unwrap();
+    let tokens = Tokens(u32::try_from(hashes.len()).unwrap() * TOKENS);
+    let save = client.begin_save(&SaveRequest::new(request, &hashes, tokens));
+    let Save::Pending(id) = save else {
+        panic!("{save:?}")
+    };
     let mut grants = Vec::new();
     until("the grant", || {
-        grants.extend(client.grants());
+        grants.extend(client.poll_saves());
         !grants.is_empty()
     });
-    assert_eq!((grants.len(), grants[0].save), (1, save));
-    for (_, first, slots) in &grants[0].extents {
-        for (index, &slot) in (*first..).zip(slots) {
-            let at = u64::try_from(slot).unwrap();
+    assert_eq!((grants.len(), grants[0].id), (1, id));
+    for extent in &grants[0].extents {
+        for (index, offset) in (extent.first_block..).zip(&extent.offsets) {
+            let at = offset.get().unwrap();
             let bytes = [u8::try_from(index).unwrap(); PAYLOAD as usize];
             rig.arena.write(at, &bytes).unwrap();
         }
     }
-    client.end_save(save, true);
-    client.forget(request);
+    client.end_transfer(id, true);
+    client.finish_request(request);
+}
+
+/// Asks for all that is cached of a prompt.
+pub(crate) fn lookup(client: &Client, request: &str, hashes: &[BlockHash]) -> Option<u32> {
+    let answer = client.lookup(&LookupRequest::new(request, &hashes));
+    answer.tokens().map(|tokens| tokens.0)
 }

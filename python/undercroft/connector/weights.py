@@ -1,0 +1,243 @@
+"""Digests of a model's weights by content: two copies of a model have the same one, wherever they are.
+
+By default a digest is sampled: it holds each file's name, size and header (all of a safetensors header, so each
+tensor's name, type, shape and place), pieces of its tensors, and its end. See docs/identity.md for what that can miss.
+Digests are kept in a small file, by path, size, times and inode, so that a restart reads no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SAMPLED, FULL = "sampled", "full"
+
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
+_SMALL = 16 << 20
+"""Files up to this size are hashed whole."""
+_PIECE = 4096
+_PIECES = 256
+"""Pieces sampled of a file."""
+_EDGE = 1 << 20
+"""Bytes hashed at both ends of a file without a safetensors header. A PyTorch file is a zip archive, whose end holds
+a CRC-32 of each tensor; a GGUF file starts with its metadata."""
+_HEADER_MAX = 100 << 20
+"""vLLM's safetensors library refuses longer headers."""
+_THREADS = 8
+_KEPT_MAX = 4096
+"""Digests that a file of digests holds."""
+
+
+@dataclass(slots=True)
+class Digests:
+    """Digests of files, remembered by path, size, times and inode, in a JSON file if ``path`` is one.
+
+    A change of a file that leaves all of them alone goes unnoticed; the inode's change time cannot be set by programs
+    such as ``cp -p`` and ``rsync -t``, which keep the modification time.
+    """
+
+    path: Path | None = None
+    _known: dict[str, list[Any]] = field(default_factory=dict)
+    _changed: bool = False
+
+    def of_files(self, files: Iterable[Path], how: str) -> dict[Path, str]:
+        """The digest of each file, ``how``: "sampled" or "full". Raises OSError for one that cannot be read."""
+        self._load()
+        found: dict[Path, str] = {}
+        missing: list[tuple[Path, list[Any]]] = []
+        for path in files:
+            key = _key(path, how)
+            known = self._known.get(str(path))
+            if known is not None and known[:-1] == key:
+                found[path] = known[-1]
+            else:
+                missing.append((path, key))
+        if missing:
+            compute = _full if how == FULL else _sampled
+            with ThreadPoolExecutor(min(_THREADS, len(missing)), "undercroft-digest") as pool:
+                digests = list(pool.map(compute, [path for path, _ in missing]))
+            for (path, key), digest in zip(missing, digests, strict=True):
+                found[path] = digest
+                # Last in, so that the oldest go first.
+                self._known.pop(str(path), None)
+                self._known[str(path)] = [*key, digest]
+            self._changed = True
+        return found
+
+    def save(self) -> None:
+        """Write the file, if something is new. Not before the disk tier is there: it takes only an empty directory."""
+        if self.path is None or not self._changed:
+            return
+        for path in list(self._known)[:-_KEPT_MAX]:
+            del self._known[path]
+        # A directory that cannot be written costs time at the next start, nothing else.
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as new:
+                json.dump(self._known, new)
+            try:
+                Path(new.name).replace(self.path)
+            except OSError:
+                Path(new.name).unlink(missing_ok=True)
+                raise
+            self._changed = False
+
+    def _load(self) -> None:
+        if self.path is None or self._known:
+            return
+        # Missing or damaged: all is read anew.
+        with contextlib.suppress(OSError, ValueError):
+            kept = json.loads(self.path.read_bytes())
+            if isinstance(kept, dict):
+                self._known = {path: entry for path, entry in kept.items() if _is_entry(entry)}
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and bool(entry) and isinstance(entry[-1], str)
+
+
+def digests_file(disk_paths: Sequence[str]) -> Path | None:
+    """Where digests are kept: in the first directory of the disk tier, or in the user's cache directory.
+
+    None for a user without a home directory, as in containers with an arbitrary uid.
+    """
+    if disk_paths:
+        return Path(disk_paths[0], "weights.json")
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(base, "undercroft", "weights.json")
+
+
+def model_place(name: str, revision: str | None, download_dir: str | None = None) -> Path | None:
+    """The file or directory of a model, also of one that vLLM has fetched from Hugging Face; None elsewhere."""
+    path = Path(name)
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        for cache in (download_dir, None):
+            found = try_to_load_from_cache(name, "config.json", cache_dir=cache, revision=revision)
+            if isinstance(found, str):
+                return Path(found).parent
+    except Exception:  # not a repository's name, or another hub
+        return None
+    return None
+
+
+def weights_digest(place: Path, digests: Digests, how: str, *, code: bool = False) -> str:
+    """One digest for all weights of the model at ``place``, a file or a directory; empty if they are not all there.
+
+    All files that can hold weights count, since the load format decides which of them vLLM loads. ``code``: include the
+    model's own Python files.
+    """
+    files = _weight_files(place)
+    if not _is_whole(files):
+        return ""
+    if code and place.is_dir():
+        files |= {path.relative_to(place).as_posix(): path for path in sorted(place.rglob("*.py"))}
+    found = digests.of_files(files.values(), how)
+    lines = [[name, found[path]] for name, path in sorted(files.items())]
+    return hashlib.sha256(json.dumps([how, lines]).encode()).hexdigest()
+
+
+def _is_whole(files: dict[str, Path]) -> bool:
+    """Whether there are weights, with every shard that an index names: fine-tunes have equal indexes."""
+    indexes = [path for name, path in files.items() if name.endswith(".safetensors.index.json")]
+    for path in indexes:
+        try:
+            shards = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            continue
+        if not all((path.parent / str(shard)).is_file() for shard in shards):
+            return False
+    return any(not name.endswith(".index.json") for name in files)
+
+
+def _weight_files(place: Path) -> dict[str, Path]:
+    if place.is_file():
+        # Its name is the path's last part, which says nothing about what it holds.
+        return {place.suffix: place}
+    if not place.is_dir():
+        return {}
+    files = {}
+    for path in sorted(place.rglob("*")):
+        name = path.relative_to(place).as_posix()
+        if (path.suffix in _SUFFIXES or name.endswith(".index.json")) and path.is_file():
+            files[name] = path
+    return files
+
+
+def _key(path: Path, how: str) -> list[Any]:
+    status = path.stat()
+    return [how, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino]
+
+
+def _full(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sampled(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _SMALL:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        header = _safetensors_header(file, size) if path.suffix == ".safetensors" else b""
+        digest.update(header)
+        pieces = list(_tensor_pieces(header, size)) if header else []
+        if not pieces:
+            pieces = [(0, _EDGE), *_even_pieces(size), (size - _EDGE, _EDGE)]
+        for start, length in pieces:
+            digest.update(_read(file, start, length))
+        return digest.hexdigest()
+
+
+def _read(file: BinaryIO, start: int, length: int) -> bytes:
+    found = b""
+    while len(found) < length:
+        more = os.pread(file.fileno(), length - len(found), start + len(found))
+        if not more:
+            break
+        found += more
+    return found
+
+
+def _safetensors_header(file: BinaryIO, size: int) -> bytes:
+    """The length and the JSON text at the start of a safetensors file; empty if it is none."""
+    length = int.from_bytes(_read(file, 0, 8), "little")
+    if length > min(_HEADER_MAX, size - 8):
+        return b""
+    return _read(file, 0, 8 + length)
+
+
+def _tensor_pieces(header: bytes, size: int) -> Iterator[tuple[int, int]]:
+    """A piece in the middle of each tensor, or of every n-th where there are many, and pieces all over the file."""
+    try:
+        tensors = [entry["data_offsets"] for name, entry in json.loads(header[8:]).items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return
+    tensors.sort()
+    half = _PIECES // 2
+    step = -(-len(tensors) // half) if tensors else 1
+    for begin, end in tensors[::step]:
+        length = min(_PIECE, end - begin)
+        yield len(header) + begin + (end - begin - length) // 2, length
+    yield from _even_pieces(size, half)
+
+
+def _even_pieces(size: int, count: int = _PIECES) -> Iterator[tuple[int, int]]:
+    """``count`` pieces from the file's start to its end, at equal distances."""
+    for index in range(count):
+        yield (size - _PIECE) * index // (count - 1), _PIECE

@@ -1,0 +1,100 @@
+"""Descriptions of namespaces, for people: what they are of, and in what two of them differ. See docs/identity.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+_SHOWN_MAX = 60
+"""Characters of a value that a difference shows."""
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """A description as an object; empty if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def summary(description: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    """The columns of `undercroft inspect`: model, dtype, tensor parallel size, tokens of a block, vLLM."""
+    model = description.get("model")
+    model = model if isinstance(model, dict) else {"id": model}
+    architectures, names = model.get("architectures"), model.get("names")
+    architecture = ", ".join(map(str, architectures)) if isinstance(architectures, list) else "?"
+    named = names[0] if isinstance(names, list) and names else None
+    known = model.get("id") or named or str(model.get("weights", "?"))[:8]
+    dtype = str(model.get("dtype", "?")).removeprefix("torch.")
+    cache_dtype = description.get("cache_dtype", "auto")
+    hashing, parallel = (
+        value if isinstance(value := description.get(key), dict) else {} for key in ("hash", "parallel")
+    )
+    pages = description.get("pages", "?")
+    return (
+        f"{architecture} {known}",
+        dtype if cache_dtype == "auto" else f"{dtype}, KV {cache_dtype}",
+        str(parallel.get("tensor", "?")),
+        str(hashing.get("block_tokens", "?")),
+        f"hashes {hashing.get('scheme', '?')}, pages {str(pages).removeprefix('vllm ')}",
+    )
+
+
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """One text for each field in which two descriptions differ: the first one's value, and the second one's."""
+    left, right = _flat(theirs), _flat(ours)
+    texts = []
+    for name in sorted(left.keys() | right.keys()):
+        one, other = left.get(name), right.get(name)
+        if one == other:
+            continue
+        if name in ("model.weights", "draft.model.weights", "model.config", "hash.seed", "hash.serialized"):
+            texts.append(f"{name} differs")
+        else:
+            texts.append(f"{name} {_short(one)}, here {_short(other)}")
+    return texts
+
+
+def why_not_reused(ours: str, held: Iterable[str]) -> str | None:
+    """Why a directory that holds the same model does not serve it: the differences to the nearest other identity.
+
+    The same model has the same weights, or the same configuration. None if there is none, or it is found.
+    """
+    mine = parsed(ours)
+    nearest: list[str] | None = None
+    for text in held:
+        if text == ours:
+            return None
+        other = parsed(text)
+        same = (name for name in ("weights", "id", "config") if _of_model(mine, name))
+        if not any(_of_model(mine, name) == _of_model(other, name) for name in same):
+            continue
+        found = differences(other, mine)
+        if nearest is None or len(found) < len(nearest):
+            nearest = found
+    return "; ".join(nearest) if nearest else None
+
+
+def _of_model(description: dict[str, Any], name: str) -> Any:
+    model = description.get("model")
+    return model.get(name) if isinstance(model, dict) else None
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found.update(_flat(inner, f"{name}.{key}" if name else key))
+    return found
+
+
+def _short(value: Any) -> str:
+    text = "not set" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN_MAX else text[: _SHOWN_MAX - 3] + "..."

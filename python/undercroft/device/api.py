@@ -1,0 +1,41 @@
+"""The contract of a device copier: how jobs are submitted and how their ends are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from undercroft.device.layout import GroupCopy
+
+
+class Ended(NamedTuple):
+    """A job that has ended: none of its copies reads or writes memory any more."""
+
+    ticket: int
+    ok: bool
+    seconds: float
+    """From the first byte copied to the last."""
+
+
+class DeviceCopier(Protocol):
+    """Copies the shards of one rank, in the background. Used by one thread, the model runner's.
+
+    A save reads what the device's work submitted so far writes: a copier with streams records an event of the compute
+    stream in `submit` and lets the save wait for it. A load writes only after that work too, since it may still zero or
+    read the destination. `submit` never waits itself.
+    """
+
+    def submit(self, ticket: int, to_arena: bool, groups: Sequence[GroupCopy]) -> int:
+        """Queue a job under a number of the caller's choice; the bytes that it will copy.
+
+        Raises an exception, and queues nothing, if a block or a slot lies outside its range.
+        """
+
+    def poll(self) -> list[Ended]:
+        """Jobs that have ended since the last call."""
+
+    def drain(self) -> None:
+        """Wait until every job has ended; they are still returned by `poll`."""
+
+    def close(self) -> None:
+        """Wait until every job has ended, and release threads and pinned memory. No job may be submitted afterwards."""

@@ -1,0 +1,75 @@
+"""The engine that a process uses, and what is said of it at start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from undercroft.config import OPTIONS
+from undercroft.sizing import resolve_sizes
+from undercroft.units import format_size
+
+if TYPE_CHECKING:
+    from undercroft._core import Engine
+    from undercroft.config import UndercroftConfig
+
+
+def open_engine(config: UndercroftConfig, socket: str | None = None) -> Engine:
+    """The server's engine if one is configured, else one in this process, or that of the owner of the directories.
+
+    With ``socket`` the engine is this process's own in any case, and listens there. Raises ConfigError or StoreError.
+    """
+    from undercroft import _core
+
+    return _core.Engine(engine_options(config, socket))
+
+
+def engine_options(config: UndercroftConfig, socket: str | None = None) -> dict[str, Any]:
+    """The options as `_core.Engine` takes them: by their names, but sizes in bytes. Raises ConfigError."""
+    scopes = ("engine", "session") if socket is None else ("engine",)
+    given = {option.name: getattr(config, option.name) for option in OPTIONS if option.scope in scopes}
+    for name in ("host_memory", "promotion_memory", "disk_path", "disk_capacity"):
+        # They become bytes below; of a server's engine, the server's own options tell the sizes.
+        del given[name]
+    if given.get("server"):
+        return given
+    sizes = resolve_sizes(config)
+    return given | {
+        "host_memory": sizes.host_memory,
+        "promotion_memory": sizes.promotion_memory,
+        "disks": [{"path": path, "capacity": capacity} for path, capacity in sizes.disks],
+        **({"share": True} if socket is None else {"socket": socket}),
+    }
+
+
+def start_line(info: dict[str, Any], namespace: str, where: str = "") -> str:
+    """One line on what was configured and found; ``info`` is that of `_core.Engine.info`.
+
+    ``where``: whose engine it is, if it is not this process's.
+    """
+    if not info:
+        return f"undercroft: {where} is not there yet; serving without it until it is; namespace {namespace[:12]}"
+    host = f"host memory {format_size(info['host_memory'])}"
+    if info.get("huge_pages"):
+        host += " in huge pages"
+    parts = [where, host] if where else [host]
+    for disk in info.get("disks", ()):
+        access = "O_DIRECT" if disk["o_direct"] else "buffered (no O_DIRECT here)"
+        parts.append(
+            f"disk {disk['path']} {format_size(disk['capacity'])}, {access}, "
+            f"{disk['blocks_recovered']} blocks recovered"
+        )
+    if not info.get("disks"):
+        parts.append("no disk tier")
+    if info.get("io_engine"):
+        parts.append(f"IO engine {info['io_engine']}{_shortfall(info)}")
+    parts.append(f"namespace {namespace[:12]}")
+    return "undercroft: " + "; ".join(parts)
+
+
+def _shortfall(info: dict[str, Any]) -> str:
+    """Why the disk is not read and written as fast as it could be, if anything stands in the way."""
+    if reason := info.get("io_fallback"):
+        return f" ({reason})"
+    if info["io_engine"] == "io_uring" and info.get("disks") and not info.get("registered_buffers"):
+        return " without registered buffers (RLIMIT_MEMLOCK is too low)"
+    return ""

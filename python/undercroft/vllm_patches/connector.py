@@ -1,0 +1,155 @@
+"""The patches that the connector needs: failed loads, LoRA adapters, local hits, resets, shared prefixes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from undercroft.log import logger
+from undercroft.vllm_patches.checks import needs, sets, takes
+from undercroft.vllm_patches.table import (
+    ADAPTER_WEIGHTS,
+    LOAD_FAILURE_POLICY,
+    LOCAL_HITS,
+    MULTI_CONNECTOR_POLICY,
+    PREFIX_CACHE_RESET,
+    SHARED_PREFIX,
+    failed,
+    guarded,
+    replace,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+_ADAPTER = "_undercroft_adapter"
+"""Attribute of a request: the key of its adapter's weights, the same for all of its blocks."""
+
+
+@guarded(LOAD_FAILURE_POLICY)
+def recompute_failed_loads(kv_transfer_config: KVTransferConfig) -> None:
+    """Set the policy for failed loads; vLLM reads it after the connector's constructor."""
+    if kv_transfer_config.kv_load_failure_policy != "recompute":
+        kv_transfer_config.kv_load_failure_policy = "recompute"
+        logger.info('undercroft: set kv_load_failure_policy to "recompute": a failed load counts as a miss.')
+
+
+@guarded(MULTI_CONNECTOR_POLICY)
+def recompute_failed_loads_of_children(is_ours: Callable[[Any], bool]) -> None:
+    """Let every scheduler whose connector ``is_ours`` recompute what failed to load; for every process, once."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    sets(Scheduler, "connector", "recompute_kv_load_failures")
+
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            try:
+                if is_ours(self.connector):
+                    self.recompute_kv_load_failures = True
+            except Exception as error:  # A scheduler of another kind must start all the same.
+                failed(MULTI_CONNECTOR_POLICY, error)
+
+        return init
+
+    replace((Scheduler, "__init__", wrap))
+
+
+@guarded(ADAPTER_WEIGHTS)
+def tell_adapters_apart(of_request: Callable[[Request], str], before_loading: Callable[[Any], Any]) -> None:
+    """Add ``of_request``, a key of the adapter's weights, to the block hashes of requests with a LoRA adapter.
+
+    ``before_loading`` is called with each adapter (`LoRARequest`) that is loaded before a request asks for it.
+    """
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine.core import EngineCore
+
+    takes(kv_cache_utils, "_gen_lora_extra_hash_keys", "request")
+    takes(EngineCore, "add_lora", "lora_request")
+
+    def key(request: Any) -> str:
+        try:
+            found: str | None = getattr(request, _ADAPTER, None)
+            if found is None:
+                found = of_request(request)
+                setattr(request, _ADAPTER, found)
+        except Exception as error:
+            # The weights are unknown, so no other request may find these blocks.
+            failed(ADAPTER_WEIGHTS, error)
+            return secrets.token_hex(16)
+        return found
+
+    def wrap_keys(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+        def keys(request: Any) -> list[Any]:
+            found = original(request)
+            return [*found, ("lora_weights", key(request))] if found else found
+
+        return keys
+
+    def wrap_add(original: Callable[..., bool]) -> Callable[..., bool]:
+        def add_lora(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> bool:
+            try:
+                before_loading(lora_request)
+            except Exception as error:  # An adapter must not end the engine.
+                failed(ADAPTER_WEIGHTS, error)
+            return original(self, lora_request, *args, **kwargs)
+
+        return add_lora
+
+    replace((kv_cache_utils, "_gen_lora_extra_hash_keys", wrap_keys), (EngineCore, "add_lora", wrap_add))
+
+
+@guarded(LOCAL_HITS)
+def reconcile_local_hits(kv_cache_manager: KVCacheManager, usable: Callable[[Request, int], bool]) -> None:
+    """Ask ``usable(request, tokens)`` before vLLM takes full attention's local hit for one that we complete.
+
+    vLLM asks for an external hit above that only, and where there is none it does not ask again for one above the
+    boundary that all groups hold. ``usable`` raises nothing.
+    """
+    needs(hasattr(kv_cache_manager, "get_computed_blocks"), "KVCacheManager has no get_computed_blocks")
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_computed_blocks_for_connector(request: Any, *limits: Any, **named_limits: Any) -> Any:
+            # 0.33 passes the longest hit that is allowed.
+            hit = original(request, *limits, **named_limits)
+            try:
+                *_, tokens, _, diverged = hit
+                refused = diverged and not usable(request, tokens)
+            except Exception as error:
+                failed(LOCAL_HITS, error)
+                return hit
+            if refused:
+                return (*kv_cache_manager.get_computed_blocks(request, *limits, **named_limits), False)
+            return hit
+
+        return get_computed_blocks_for_connector
+
+    replace((kv_cache_manager, "get_computed_blocks_for_connector", wrap), again=True)
+
+
+@guarded(PREFIX_CACHE_RESET)
+def before_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) -> None:
+    """Run ``action`` each time before the pool resets its prefix cache."""
+
+    def wrap(original: Callable[..., bool]) -> Callable[..., bool]:
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
+            try:
+                action()
+            except Exception as error:  # The reset is then refused, as without the patch.
+                failed(PREFIX_CACHE_RESET, error)
+            return original(*args, **kwargs)
+
+        return reset_prefix_cache
+
+    replace((block_pool, "reset_prefix_cache", wrap), again=True)
+
+
+@guarded(SHARED_PREFIX)
+def end_step_at(request: Request, boundary: int) -> None:
+    """Let vLLM end a step of the request after ``boundary`` tokens, unless it ends one at a boundary of its own."""
+    if request.shared_prefix_boundary == 0:
+        request.shared_prefix_boundary = boundary

@@ -1,0 +1,146 @@
+"""The frontend's part of the hit threshold: it reads the request parameters and reports the finish reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from undercroft import request_params
+from undercroft.threshold.params import NAME, InvalidThresholdError, of_request
+from undercroft.vllm_patches.rejections import STOP_REASON
+from undercroft.vllm_patches.table import HIT_THRESHOLD, failed
+
+FINISH_REASON = "cache_threshold"
+
+_OURS = "_undercroft_threshold"
+
+
+class Frontend:
+    """Whether any engine of this process's frontend uses undercroft. HTTP requests are read differently only then."""
+
+    active = False
+
+
+class EmptyDelta(list[int]):
+    """No tokens, but true: vLLM's streams drop chunks without tokens, and with them the finish reason."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def wrap_input_processor_init(original: Callable[..., None], uses_undercroft: Callable[[Any], bool]) -> Any:
+    """``InputProcessor.__init__`` that notes whether its engine uses undercroft."""
+
+    def init(processor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(processor, vllm_config, *args, **kwargs)
+        try:
+            ours = uses_undercroft(vllm_config.kv_transfer_config)
+        except Exception as error:  # A connector that cannot be looked up is not undercroft's.
+            failed(HIT_THRESHOLD, error)
+            ours = False
+        processor.__dict__[_OURS] = ours
+        Frontend.active = Frontend.active or ours
+
+    return init
+
+
+def wrap_process_inputs(original: Callable[..., Any], validation_error: Callable[..., Exception]) -> Callable[..., Any]:
+    """``InputProcessor.process_inputs`` that refuses invalid parameters of every kind of request."""
+
+    def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if processor.__dict__.get(_OURS):
+            extra_args = getattr(params, "extra_args", None)
+            if extra_args:
+                _checked(extra_args, validation_error)
+        return original(processor, request_id, prompt, params, *args, **kwargs)
+
+    return process_inputs
+
+
+def wrap_to_sampling_params(
+    original: Callable[..., Any], validation_error: Callable[..., Exception]
+) -> Callable[..., Any]:
+    """``to_sampling_params`` of an HTTP request that understands the field ``cache_hit_threshold``.
+
+    Values are checked here, before a stream begins: later an error would be an event in a stream of status 200.
+    """
+
+    def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
+        sampling = original(request, *args, **kwargs)
+        if Frontend.active:
+            value = (request.model_extra or {}).get(NAME)
+            if value is not None:
+                sampling.extra_args = {**(sampling.extra_args or {}), NAME: value}
+            if sampling.extra_args:
+                _checked(sampling.extra_args, validation_error)
+        return sampling
+
+    return to_sampling_params
+
+
+def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> Callable[..., Any]:
+    """``OutputProcessor.process_outputs`` that gives rejected requests their finish reason.
+
+    vLLM's statistics leave them out: they would count as requests with a prefill and a time to first token.
+    `HitThreshold.rejections` counts them. vLLM counts a request that was running before as aborted.
+    """
+
+    def process_outputs(
+        processor: Any,
+        engine_core_outputs: list[Any],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        for output in engine_core_outputs:
+            if output.stop_reason == STOP_REASON:
+                break
+        else:
+            return original(processor, engine_core_outputs, engine_core_timestamp, iteration_stats, *args, **kwargs)
+        served: list[Any] = []
+        unserved: list[Any] = []
+        for output in engine_core_outputs:
+            state = processor.request_states.get(output.request_id)
+            if state is None or output.stop_reason != STOP_REASON:
+                served.append(output)
+                continue
+            state.__class__ = rejected_state
+            (unserved if state.is_prefilling else served).append(output)
+        result = original(processor, served, engine_core_timestamp, iteration_stats, *args, **kwargs)
+        if unserved:
+            aside = type(iteration_stats)() if iteration_stats is not None else None
+            more = original(processor, unserved, engine_core_timestamp, aside, *args, **kwargs)
+            if aside is not None:
+                iteration_stats.num_preempted_reqs += aside.num_preempted_reqs
+            result.request_outputs.extend(more.request_outputs)
+            result.reqs_to_abort.extend(more.reqs_to_abort)
+        return result
+
+    return process_outputs
+
+
+def make_rejected_state(request_state: Any) -> type:
+    """Subclass of vLLM's RequestState whose last output says why it has no more tokens."""
+
+    class RejectedRequestState(request_state):
+        """State of a request that the cache hit threshold rejected."""
+
+        def _new_completion_output(self, token_ids: list[int], finish_reason: Any, stop_reason: Any) -> Any:
+            output = super()._new_completion_output(token_ids, finish_reason, None)
+            output.finish_reason = FINISH_REASON
+            if not output.token_ids:
+                output.token_ids = EmptyDelta()
+            return output
+
+    return RejectedRequestState
+
+
+def _checked(extra_args: dict[str, Any], validation_error: Callable[..., Exception]) -> None:
+    try:
+        of_request(extra_args)
+        request_params.check(extra_args.get("kv_transfer_params"))
+    except InvalidThresholdError as error:
+        raise validation_error(str(error), parameter=NAME) from None
+    except request_params.InvalidParameterError as error:
+        raise validation_error(str(error), parameter=error.name) from None

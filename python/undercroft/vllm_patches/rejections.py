@@ -1,0 +1,65 @@
+"""The engine's part of the hit threshold: vLLM's scheduler ends the requests that the threshold rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+STOP_REASON = "cache_threshold"
+"""Marks a rejected request between engine and frontend. The engine itself only gives token ids as stop reasons, and the
+frontend alone finds the stop strings of users."""
+
+_TAKE = "_undercroft_take_threshold_rejects"
+
+
+def wrap_update_from_output(
+    original: Callable[..., dict[int, Any]], aborted: Any, output_type: Any, outputs_type: Any
+) -> Callable[..., dict[int, Any]]:
+    """``Scheduler.update_from_output`` that first ends rejected requests and adds their outputs to the step's.
+
+    They end as aborted (``aborted``: the RequestStatus), since nothing of them was computed: no connector may use
+    their blocks as a result. Before the original, so that its bookkeeping of finished requests covers them.
+    """
+
+    def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        try:
+            take = scheduler.__dict__[_TAKE]
+        except KeyError:
+            take = scheduler.__dict__[_TAKE] = find_take(scheduler.connector)
+        rejections = take() if take is not None else None
+        if not rejections:
+            return original(scheduler, *args, **kwargs)
+        by_id = {rejection.request_id: rejection for rejection in rejections}
+        ended = [request for name in by_id if (request := scheduler.requests.get(name)) and not request.is_finished()]
+        scheduler.finish_requests(list(by_id), aborted)
+        outputs = original(scheduler, *args, **kwargs)
+        for request in ended:
+            client = outputs.get(request.client_index)
+            if client is None:
+                client = outputs[request.client_index] = outputs_type(outputs=[])
+            client.outputs.append(
+                output_type(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=STOP_REASON,
+                    events=request.take_events(),
+                    kv_transfer_params=by_id[request.request_id].response_params(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        return outputs
+
+    return update_from_output
+
+
+def find_take(connector: Any) -> Callable[[], list[Any]] | None:
+    """``take_threshold_rejects`` of this connector, or of one inside it (MultiConnector); None if there is none."""
+    if connector is None:
+        return None
+    take: Callable[[], list[Any]] | None = getattr(connector, "take_threshold_rejects", None)
+    if take is not None:
+        return take
+    children = getattr(connector, "_connectors", ())
+    found = map(find_take, children if isinstance(children, list | tuple) else ())
+    return next((take for take in found if take is not None), None)

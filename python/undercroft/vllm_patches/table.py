@@ -1,0 +1,194 @@
+"""The table of everything that undercroft changes in vLLM, and the guard around each change.
+
+A name that a version of vLLM lacks, another signature or an exception leaves vLLM as it is. That is logged once, with
+the feature that is lost, and vLLM goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec
+
+from undercroft.log import LogOnce
+
+_P = ParamSpec("_P")
+_MARK = "_undercroft"
+"""Attribute of every function that replaces one of vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Places in vLLM that are changed together for one purpose: all of them, or none."""
+
+    name: str
+    places: tuple[str, ...]
+    """Functions that are wrapped and attributes that are set."""
+    where: str
+    """The processes or objects of vLLM that are changed."""
+    why: str
+    versions: str
+    """The versions of vLLM that the patch is for, first and last."""
+    without: str
+    """The feature that is lost where the patch cannot be applied."""
+
+
+HIT_THRESHOLD = Patch(
+    "hit_threshold",
+    (
+        "Scheduler.update_from_output",
+        "InputProcessor.__init__",
+        "InputProcessor.process_inputs",
+        "OutputProcessor.process_outputs",
+        "RequestState.__class__",
+        "Scheduler._undercroft_take_threshold_rejects",
+        "InputProcessor._undercroft_threshold",
+        "CompletionRequest.to_sampling_params",
+        "ChatCompletionRequest.to_sampling_params",
+    ),
+    "the classes, in every process",
+    "vLLM cannot reject a request because too little of it is cached. The scheduler ends the rejected requests, and "
+    "the frontend reads the request parameter and reports the finish reason.",
+    "0.31 to 0.33",
+    "Requests are never rejected. The start is refused if `cache_hit_threshold` is configured.",
+)
+MULTI_CONNECTOR_POLICY = Patch(
+    "multi_connector_policy",
+    ("Scheduler.__init__", "Scheduler.recompute_kv_load_failures"),
+    "the class, in every process; the attribute only where undercroft is the connector or a child of it",
+    "As a child of MultiConnector, undercroft cannot set the load failure policy for itself.",
+    "0.31 to 0.33",
+    'A failed load fails its request, unless `kv_load_failure_policy` is set to "recompute" for MultiConnector.',
+)
+LOAD_FAILURE_POLICY = Patch(
+    "load_failure_policy",
+    ("KVTransferConfig.kv_load_failure_policy",),
+    "the configuration of the connector",
+    "A failed load must be recomputed like a miss; vLLM's default fails the request.",
+    "0.31 to 0.33",
+    'A failed load fails its request, unless `kv_load_failure_policy` is set to "recompute".',
+)
+ADAPTER_WEIGHTS = Patch(
+    "adapter_weights",
+    ("kv_cache_utils._gen_lora_extra_hash_keys", "EngineCore.add_lora", "Request._undercroft_adapter"),
+    "the module and the class, in engines with LoRA",
+    "vLLM's block hashes hold the name and path of a LoRA adapter, not its weights. A cache that outlives the process "
+    "must tell apart other weights under the same name.",
+    "0.31 to 0.33",
+    "undercroft is off in engines with LoRA.",
+)
+LOCAL_HITS = Patch(
+    "local_hits",
+    ("KVCacheManager.get_computed_blocks_for_connector",),
+    "the instance of a hybrid model's scheduler",
+    "vLLM offers a local hit of full attention alone and does not ask again where undercroft cannot complete it with a "
+    "state. The wrapper asks undercroft first.",
+    "0.31 to 0.33",
+    "A hybrid model uses only local hits that all of its KV cache groups hold.",
+)
+PREFIX_CACHE_RESET = Patch(
+    "prefix_cache_reset",
+    ("BlockPool.reset_prefix_cache",),
+    "the instance of undercroft's scheduler",
+    "vLLM refuses a reset while blocks are referenced, and asks the connector only afterwards. The wrapper releases "
+    "the blocks that are being saved first.",
+    "0.31 to 0.33",
+    "A reset of vLLM's prefix cache is refused while saves are running.",
+)
+SHARED_PREFIX = Patch(
+    "shared_prefix",
+    ("Request.shared_prefix_boundary",),
+    "requests to models with states",
+    "vLLM ends a step at this boundary, so that the state of a prefix shared with other prompts comes to exist and can "
+    "be saved.",
+    "0.31 to 0.33",
+    "The state where prompts part is saved only if a step happens to end there.",
+)
+
+PATCHES = (
+    HIT_THRESHOLD,
+    MULTI_CONNECTOR_POLICY,
+    LOAD_FAILURE_POLICY,
+    ADAPTER_WEIGHTS,
+    LOCAL_HITS,
+    PREFIX_CACHE_RESET,
+    SHARED_PREFIX,
+)
+
+_log_once = LogOnce()
+_problems: dict[str, str] = {patch.name: "vLLM was not changed in this process" for patch in PATCHES}
+
+
+def problem(patch: Patch) -> str | None:
+    """Why a patch is not in place in this process; None if it was applied."""
+    return _problems.get(patch.name)
+
+
+def guarded(patch: Patch) -> Callable[[Callable[_P, None]], Callable[_P, bool]]:
+    """Decorator of a function that applies ``patch``: it raises nothing, and returns whether vLLM was changed."""
+
+    def wrap(apply: Callable[_P, None]) -> Callable[_P, bool]:
+        @functools.wraps(apply)
+        def applied(*args: _P.args, **kwargs: _P.kwargs) -> bool:
+            try:
+                apply(*args, **kwargs)
+            except Exception as error:  # Unknown internals can fail in any way.
+                failed(patch, error)
+                return False
+            _problems.pop(patch.name, None)
+            return True
+
+        return applied
+
+    return wrap
+
+
+def failed(patch: Patch, error: Exception) -> None:
+    """Note that a patch could not be applied or did not work, and log the first error of each patch."""
+    _problems[patch.name] = f"this version of vLLM has other internals than expected ({type(error).__name__}: {error})"
+    _log_once(
+        logging.WARNING,
+        patch.name,
+        "undercroft: the change to vLLM at %s failed (%s: %s). vLLM goes on without it. %s",
+        ", ".join(patch.places),
+        type(error).__name__,
+        error,
+        patch.without,
+    )
+
+
+def replace(*places: tuple[Any, str, Callable[[Any], Callable[..., Any]]], again: bool = False) -> None:
+    """Replace functions of vLLM, each given as (owner, name, wrapper of the original), all of them or none.
+
+    A function that undercroft has replaced before stays as it is, unless ``again``.
+    """
+    ready = []
+    for owner, name, wrap in places:
+        original = getattr(owner, name)
+        if again or not hasattr(original, _MARK):
+            replacement = functools.wraps(original)(wrap(original))
+            setattr(replacement, _MARK, True)
+            ready.append((owner, name, original, replacement))
+    replaced = []
+    try:
+        for owner, name, original, replacement in ready:
+            setattr(owner, name, replacement)
+            replaced.append((owner, name, original))
+    except Exception:  # Compiled classes refuse new attributes.
+        for owner, name, original in replaced:
+            setattr(owner, name, original)
+        raise
+
+
+def patch_table() -> str:
+    """The table as Markdown, for ARCHITECTURE.md."""
+    lines = [
+        "| changed in vLLM | where | why | versions | without the change |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for patch in PATCHES:
+        places = ", ".join(f"`{place}`" for place in patch.places)
+        lines.append(f"| {places} | {patch.where} | {patch.why} | {patch.versions} | {patch.without} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,7 @@
+//! The host arena: its memory, and putting pages behind it.
+
+mod populate;
+mod region;
+
+pub use populate::{Prefault, prefault_in_background};
+pub use region::{ARENA_ALIGN, Arena, ArenaError, OutOfBounds};

@@ -1,0 +1,472 @@
+//! Copies between device pages that are host memory (vLLM's CPU platform) and the arena, on threads
+//! of their own. Loads go before saves, since a request waits for a load and nobody for a save.
+
+#![expect(
+    unsafe_code,
+    reason = "copies between raw addresses of another allocator and the arena"
+)]
+
+use std::collections::VecDeque;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use crate::arena::{Arena, OutOfBounds};
+
+use super::nontemporal;
+
+/// How much a thread copies before it looks for something more urgent, in bytes.
+const SLICE: u64 = 4 << 20;
+
+/// One run of bytes to copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Address on the device's side.
+    pub address: usize,
+    /// Offset in the arena, in bytes.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+/// Which way a job copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Arena to device.
+    Load,
+    /// Device to arena.
+    Save,
+}
+
+/// A job that has been copied in full.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ended {
+    /// The number given to [`Copier::submit`].
+    pub job: u64,
+    /// From the start of its first piece to the end of its last.
+    pub seconds: f64,
+}
+
+#[derive(Debug)]
+struct Job {
+    id: u64,
+    pieces: Arc<[Piece]>,
+    /// Pieces before it were handed to a thread.
+    next: usize,
+    /// Slices that threads are copying.
+    running: usize,
+    started: Option<Instant>,
+}
+
+#[derive(Debug, Default)]
+struct CopierState {
+    loads: VecDeque<Job>,
+    saves: VecDeque<Job>,
+    ended: Vec<Ended>,
+    closing: bool,
+}
+
+/// What a thread copies in one go.
+struct Slice {
+    direction: Direction,
+    job: u64,
+    pieces: Arc<[Piece]>,
+    range: Range<usize>,
+}
+
+impl CopierState {
+    fn queue(&mut self, direction: Direction) -> &mut VecDeque<Job> {
+        match direction {
+            Direction::Load => &mut self.loads,
+            Direction::Save => &mut self.saves,
+        }
+    }
+
+    fn take(&mut self) -> Option<Slice> {
+        [Direction::Load, Direction::Save]
+            .into_iter()
+            .find_map(|direction| self.take_from(direction))
+    }
+
+    fn take_from(&mut self, direction: Direction) -> Option<Slice> {
+        let waiting = |job: &&mut Job| job.next < job.pieces.len();
+        let job = self.queue(direction).iter_mut().find(waiting)?;
+        let start = job.next;
+        let mut bytes = 0;
+        while job.next < job.pieces.len() && bytes < SLICE {
+            bytes += job.pieces[job.next].len;
+            job.next += 1;
+        }
+        job.running += 1;
+        job.started.get_or_insert_with(Instant::now);
+        Some(Slice {
+            direction,
+            job: job.id,
+            pieces: Arc::clone(&job.pieces),
+            range: start..job.next,
+        })
+    }
+
+    fn give_back(&mut self, slice: &Slice) {
+        let queue = self.queue(slice.direction);
+        let Some(index) = queue.iter().position(|job| job.id == slice.job) else {
+            return;
+        };
+        let job = &mut queue[index];
+        job.running -= 1;
+        if job.running > 0 || job.next < job.pieces.len() {
+            return;
+        }
+        let seconds = job.started.map_or(0.0, |at| at.elapsed().as_secs_f64());
+        queue.remove(index);
+        self.ended.push(Ended {
+            job: slice.job,
+            seconds,
+        });
+    }
+
+    fn idle(&self) -> bool {
+        self.loads.is_empty() && self.saves.is_empty()
+    }
+}
+
+#[derive(Debug)]
+struct CopierShared {
+    arena: Arc<Arena>,
+    state: Mutex<CopierState>,
+    work: Condvar,
+    idle: Condvar,
+}
+
+impl CopierShared {
+    fn state(&self) -> MutexGuard<'_, CopierState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Body of a thread: copies until the copier is dropped and nothing is left.
+    fn run(&self) {
+        let mut state = self.state();
+        loop {
+            if let Some(slice) = state.take() {
+                drop(state);
+                for piece in &slice.pieces[slice.range.clone()] {
+                    self.copy(slice.direction, piece);
+                }
+                nontemporal::fence();
+                state = self.state();
+                state.give_back(&slice);
+                if state.idle() {
+                    self.idle.notify_all();
+                }
+            } else if state.closing {
+                return;
+            } else {
+                state = self
+                    .work
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    fn copy(&self, direction: Direction, piece: &Piece) {
+        // `submit` has checked the range; an error here cannot happen and copies nothing.
+        let Ok(arena) = self.arena.pointer(piece.offset, piece.len) else {
+            return;
+        };
+        let device = std::ptr::with_exposed_provenance_mut::<u8>(piece.address);
+        let (from, to) = match direction {
+            Direction::Load => (arena, device),
+            Direction::Save => (device, arena),
+        };
+        // SAFETY: the arena's side is valid by the check above, the device's by the contract of
+        // `Copier::submit`, which also says that they do not overlap.
+        unsafe { nontemporal::copy(from.cast_const(), to, piece.len as usize) };
+    }
+}
+
+/// Carries out copy jobs in the order of their submission, loads first. On drop it finishes what
+/// was submitted.
+#[derive(Debug)]
+pub struct Copier {
+    shared: Arc<CopierShared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Copier {
+    /// Starts the threads. Fails if the system refuses one.
+    pub fn start(arena: Arc<Arena>, threads: NonZeroUsize) -> std::io::Result<Self> {
+        let shared = Arc::new(CopierShared {
+            arena,
+            state: Mutex::default(),
+            work: Condvar::new(),
+            idle: Condvar::new(),
+        });
+        let mut copier = Self {
+            shared,
+            threads: Vec::new(),
+        };
+        for index in 0..threads.get() {
+            let shared = Arc::clone(&copier.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("undercroft-cp{index}"))
+                .spawn(move || shared.run())?;
+            copier.threads.push(thread);
+        }
+        Ok(copier)
+    }
+
+    /// Queues a job. `job` must differ from the job numbers that are queued. Nothing is queued if a
+    /// piece lies outside the arena.
+    ///
+    /// # Safety
+    ///
+    /// Until the job is returned by [`Copier::poll`], each piece's `len` bytes at its `address` must
+    /// be valid for reads (save) or writes (load) from any thread, must not overlap the arena, and
+    /// nobody else may write them (save) or access them (load).
+    pub unsafe fn submit(
+        &self,
+        job: u64,
+        direction: Direction,
+        pieces: impl IntoIterator<Item = Piece>,
+    ) -> Result<(), OutOfBounds> {
+        let pieces = self.prepare(pieces)?;
+        let mut state = self.shared.state();
+        if pieces.is_empty() {
+            state.ended.push(Ended { job, seconds: 0.0 });
+            return Ok(());
+        }
+        state.queue(direction).push_back(Job {
+            id: job,
+            pieces: pieces.into(),
+            next: 0,
+            running: 0,
+            started: None,
+        });
+        drop(state);
+        self.shared.work.notify_all();
+        Ok(())
+    }
+
+    /// Checks the pieces, joins those that go on where the last one ended, and splits long ones.
+    fn prepare(&self, pieces: impl IntoIterator<Item = Piece>) -> Result<Vec<Piece>, OutOfBounds> {
+        let mut joined: Vec<Piece> = Vec::new();
+        for piece in pieces {
+            self.shared.arena.check(piece.offset, piece.len)?;
+            match joined.last_mut() {
+                Some(last) if last.goes_on_with(&piece) => last.len += piece.len,
+                _ => joined.push(piece),
+            }
+        }
+        Ok(joined.iter().flat_map(Piece::split).collect())
+    }
+
+    /// Jobs that have ended since the last call.
+    pub fn poll(&self) -> Vec<Ended> {
+        std::mem::take(&mut self.shared.state().ended)
+    }
+
+    /// Waits until everything submitted has been copied.
+    pub fn drain(&self) {
+        let mut state = self.shared.state();
+        while !state.idle() {
+            state = self
+                .shared
+                .idle
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        self.shared.state().closing = true;
+        self.shared.work.notify_all();
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has already said so on stderr.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Piece {
+    fn goes_on_with(&self, next: &Self) -> bool {
+        self.address.wrapping_add(self.len as usize) == next.address
+            && self.offset + self.len == next.offset
+    }
+
+    fn split(&self) -> impl Iterator<Item = Self> + use<> {
+        let whole = *self;
+        (0..whole.len).step_by(SLICE as usize).map(move |at| Self {
+            address: whole.address.wrapping_add(at as usize),
+            offset: whole.offset + at,
+            len: SLICE.min(whole.len - at),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    fn copier(arena_bytes: usize, threads: usize) -> (Arc<Arena>, Copier) {
+        let arena = Arc::new(Arena::create(arena_bytes as u64).unwrap());
+        let threads = NonZeroUsize::new(threads).unwrap();
+        (Arc::clone(&arena), Copier::start(arena, threads).unwrap())
+    }
+
+    fn pattern(bytes: usize) -> Vec<u8> {
+        (0..bytes).map(|i| (i / 7 + i * i / 1000) as u8).collect()
+    }
+
+    /// Pages of `page` bytes, the device's in order, the arena's in reverse.
+    fn pages(device: &mut [u8], page: usize) -> Vec<Piece> {
+        let count = device.len() / page;
+        let address = device.as_mut_ptr().expose_provenance();
+        (0..count)
+            .map(|i| Piece {
+                address: address + i * page,
+                offset: ((count - 1 - i) * page) as u64,
+                len: page as u64,
+            })
+            .collect()
+    }
+
+    #[test]
+    fn bytes_survive_save_and_load_with_any_number_of_threads() {
+        for threads in [1, 3] {
+            let (_arena, copier) = copier(32 * MIB, threads);
+            let mut device = pattern(32 * MIB);
+            let expected = device.clone();
+            let pieces = pages(&mut device, 96 * 1024);
+            let covered = pieces.len() * 96 * 1024;
+            // SAFETY: `device` outlives the job, and is not touched before it has ended.
+            unsafe { copier.submit(1, Direction::Save, pieces.clone()) }.unwrap();
+            copier.drain();
+            device.fill(0);
+            let pieces = pages(&mut device, 96 * 1024);
+            // SAFETY: as above.
+            unsafe { copier.submit(2, Direction::Load, pieces) }.unwrap();
+            copier.drain();
+            let ended: Vec<u64> = copier.poll().iter().map(|ended| ended.job).collect();
+            assert_eq!(ended, [1, 2]);
+            assert!(device[..covered] == expected[..covered]);
+            assert!(device[covered..].iter().all(|byte| *byte == 0));
+            assert_eq!(copier.poll(), []);
+        }
+    }
+
+    #[test]
+    fn pieces_that_go_on_are_joined_and_long_ones_are_split() {
+        let (_arena, copier) = copier(16 * MIB, 1);
+        let piece = |address, offset, len| Piece {
+            address,
+            offset,
+            len,
+        };
+        let joined = copier
+            .prepare([
+                piece(1000, 0, 10),
+                piece(1010, 10, 20),
+                piece(1030, 40, 5),
+                piece(2000, 45, 5),
+                piece(2005, 50, 0),
+            ])
+            .unwrap();
+        let expected = [piece(1000, 0, 30), piece(1030, 40, 5), piece(2000, 45, 5)];
+        assert_eq!(joined, expected);
+        let split = copier.prepare([piece(0, 0, 2 * SLICE + 1)]).unwrap();
+        let expected = [
+            piece(0, 0, SLICE),
+            piece(SLICE as usize, SLICE, SLICE),
+            piece(2 * SLICE as usize, 2 * SLICE, 1),
+        ];
+        assert_eq!(split, expected);
+    }
+
+    #[test]
+    fn a_piece_outside_the_arena_queues_nothing() {
+        let (_arena, copier) = copier(MIB, 1);
+        let mut device = vec![0; 4096];
+        let address = device.as_mut_ptr().expose_provenance();
+        let inside = Piece {
+            address,
+            offset: 0,
+            len: 4096,
+        };
+        for offset in [MIB as u64 - 4095, u64::MAX - 10] {
+            let outside = Piece { offset, ..inside };
+            // SAFETY: `device` outlives the copier's jobs.
+            let refused = unsafe { copier.submit(7, Direction::Save, [inside, outside]) };
+            assert_eq!(refused.unwrap_err().offset, offset);
+        }
+        copier.drain();
+        assert_eq!(copier.poll(), []);
+    }
+
+    #[test]
+    fn a_load_overtakes_the_saves_that_wait() {
+        let (_arena, copier) = copier(MIB, 1);
+        let mut device = vec![1_u8; 3 * 4096];
+        let address = device.as_mut_ptr().expose_provenance();
+        let piece = |index: usize| Piece {
+            address: address + index * 4096,
+            offset: index as u64 * 4096,
+            len: 4096,
+        };
+        // The lock keeps the thread from starting before all three are queued.
+        let mut state = copier.shared.state();
+        for (id, direction) in [
+            (1, Direction::Save),
+            (2, Direction::Save),
+            (3, Direction::Load),
+        ] {
+            state.queue(direction).push_back(Job {
+                id,
+                pieces: [piece(id as usize - 1)].into(),
+                next: 0,
+                running: 0,
+                started: None,
+            });
+        }
+        drop(state);
+        copier.shared.work.notify_all();
+        copier.drain();
+        let order: Vec<u64> = copier.poll().iter().map(|ended| ended.job).collect();
+        assert_eq!(order, [3, 1, 2]);
+    }
+
+    #[test]
+    fn drop_finishes_what_was_submitted() {
+        let (arena, copier) = copier(8 * MIB, 1);
+        let mut device = pattern(8 * MIB);
+        let expected = device.clone();
+        for (job, piece) in pages(&mut device, 64 * 1024).into_iter().enumerate() {
+            // SAFETY: `device` outlives the copier.
+            unsafe { copier.submit(job as u64, Direction::Save, [piece]) }.unwrap();
+        }
+        drop(copier);
+        let page = 64 * 1024;
+        for (i, chunk) in expected.chunks(page).enumerate() {
+            let offset = (expected.len() - (i + 1) * page) as u64;
+            assert!(arena.read(offset, page as u64).unwrap() == chunk);
+        }
+    }
+
+    #[test]
+    fn a_job_without_pieces_ends_at_once() {
+        let (_arena, copier) = copier(MIB, 1);
+        // SAFETY: there is no piece.
+        unsafe { copier.submit(5, Direction::Load, []) }.unwrap();
+        let ended = Ended {
+            job: 5,
+            seconds: 0.0,
+        };
+        assert_eq!(copier.poll(), [ended]);
+    }
+}

@@ -1,0 +1,198 @@
+//! One directory: its slots with their records, its policies and its health.
+
+use crate::policy::{Policy, TierPolicies};
+use crate::slots::{Class, Owner, SLOT_ALIGN, Slots};
+
+use super::format::PLACEHOLDERS_SHARE;
+use super::health::HealthMonitor;
+use super::open::CAPACITY_MIN;
+use super::records::Records;
+
+/// Placeholder records that even the smallest directory may have.
+const PLACEHOLDERS_MIN: u64 = CAPACITY_MIN / SLOT_ALIGN / PLACEHOLDERS_SHARE;
+
+/// Contents of a directory, as read when it was opened.
+#[derive(Debug)]
+pub struct DeviceImage {
+    /// Bytes of the data file that may be used.
+    pub capacity: u64,
+    /// Page size of the data file.
+    pub page_bytes: u64,
+    /// The `super` file.
+    pub super_bytes: Vec<u8>,
+    /// The `table` file.
+    pub table_bytes: Vec<u8>,
+}
+
+/// One directory.
+///
+/// Invariant: a slot is in use exactly while its record has an owner.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    slots: Slots,
+    records: Records,
+    pub(crate) policies: TierPolicies,
+    pub(crate) health: HealthMonitor,
+    /// Instance in each entry of the namespace table; 0 is empty.
+    pub(crate) namespace_entries: Vec<u64>,
+}
+
+impl Disk {
+    pub(crate) fn new(slots: Slots, policy: Policy, namespace_entries: Vec<u64>) -> Self {
+        Self {
+            slots,
+            records: Records::default(),
+            policies: TierPolicies::new(policy),
+            health: HealthMonitor::new(),
+            namespace_entries,
+        }
+    }
+
+    pub(crate) fn slots(&self) -> &Slots {
+        &self.slots
+    }
+
+    /// The size class of payloads of `payload_bytes`; `None` if a page holds none of them.
+    pub(crate) fn class_for(&mut self, payload_bytes: u64) -> Option<Class> {
+        self.slots.class_for(payload_bytes)
+    }
+
+    /// Takes a slot and its record.
+    pub(crate) fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
+        let offset = self.slots.alloc(class, owner)?;
+        let record = self.record_of(class, offset);
+        self.records.assign(record, owner);
+        Some(offset)
+    }
+
+    /// Frees a slot. Its record on disk is overwritten when its block is next written; until then the
+    /// record describes bytes that fail their checksum as soon as the slot is used again.
+    pub(crate) fn free(&mut self, class: Class, offset: u64) {
+        let record = self.record_of(class, offset);
+        self.records.vacate(record);
+        let page = self.slots.page_of(offset);
+        self.slots.free(class, offset);
+        if self.slots.page_class(page).is_none() {
+            self.records.release_page(page);
+        }
+    }
+
+    /// Takes the slot and record that a store on disk says are in use. False if either is taken, or the
+    /// slot makes no sense.
+    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> bool {
+        if self.records.is_taken(record) || !self.slots.claim(class, offset, owner) {
+            return false;
+        }
+        let slot = self.slot_of(class, offset);
+        let slots_per_page = self.slots_per_page(class);
+        self.records.claim(record, slot, slots_per_page, owner);
+        true
+    }
+
+    /// Names the owner of a slot that was claimed with a record.
+    pub(crate) fn set_owner(&mut self, class: Class, offset: u64, record: u32, owner: Owner) {
+        self.records.set_owner(record, owner);
+        self.slots.set_owner(class, offset, owner);
+    }
+
+    /// Completes a series of [`Disk::claim`].
+    pub(crate) fn finish_claims(&mut self) {
+        self.slots.finish_claims();
+        self.records.finish_claims();
+    }
+
+    /// Takes the record of a placeholder, as a store on disk says. False if the record is taken, the node
+    /// has one, or there are too many.
+    pub(crate) fn claim_placeholder(&mut self, node: u32, record: u32) -> bool {
+        self.may_add_placeholder(node) && self.records.claim_placeholder(node, record)
+    }
+
+    /// Gives a node a record of its own, so that a restart finds the nodes below it. False if the node
+    /// has one, or there are too many.
+    pub(crate) fn add_placeholder(&mut self, node: u32) -> bool {
+        let may_add = self.may_add_placeholder(node);
+        if may_add {
+            self.records.add_placeholder(node);
+        }
+        may_add
+    }
+
+    fn may_add_placeholder(&self, node: u32) -> bool {
+        !self.records.has_placeholder(node) && !self.has_all_placeholders()
+    }
+
+    /// Whether there are as many placeholders as there may be: the table stays within its share.
+    pub(crate) fn has_all_placeholders(&self) -> bool {
+        let slots = self.slots.capacity() / SLOT_ALIGN;
+        self.records.placeholders() >= (slots / PLACEHOLDERS_SHARE).max(PLACEHOLDERS_MIN)
+    }
+
+    /// Frees a node's own record, if it has one.
+    pub(crate) fn remove_placeholder(&mut self, node: u32) {
+        self.records.remove_placeholder(node);
+    }
+
+    /// Notes that the record of a slot has changed and must be written.
+    pub(crate) fn mark_dirty(&mut self, class: Class, offset: u64) {
+        let record = self.record_of(class, offset);
+        self.records.mark_dirty(record);
+    }
+
+    /// Blocks of the table that are to be written.
+    pub(crate) fn dirty_blocks(&self) -> usize {
+        self.records.dirty_blocks()
+    }
+
+    /// Takes the next block of the table to write; no block is in flight twice.
+    pub(crate) fn take_dirty_block(&mut self) -> Option<u32> {
+        self.records.take_dirty_block()
+    }
+
+    /// The write of a block has ended.
+    pub(crate) fn block_written(&mut self, block: u32, ok: bool) {
+        self.records.block_written(block, ok);
+    }
+
+    /// Owners of the records of a block.
+    pub(crate) fn block_owners(&self, block: u32) -> impl Iterator<Item = Option<Owner>> + '_ {
+        self.records.block_owners(block)
+    }
+
+    /// The record of a slot in use, and whose it is.
+    #[cfg(feature = "check")]
+    pub(crate) fn record_at(&self, class: Class, offset: u64) -> Option<(u32, Option<Owner>)> {
+        let (page, slot) = self.slot_of(class, offset);
+        self.records.record_at(page, slot)
+    }
+
+    /// How many records are in use for payloads, and whether each placeholder has its own.
+    #[cfg(feature = "check")]
+    pub(crate) fn records_in_use(&self) -> (usize, bool) {
+        self.records.in_use()
+    }
+
+    /// Whether a node has a record of its own.
+    #[cfg(feature = "check")]
+    pub(crate) fn has_placeholder(&self, node: u32) -> bool {
+        self.records.has_placeholder(node)
+    }
+
+    fn slots_per_page(&self, class: Class) -> usize {
+        // At most the page size over the alignment.
+        (self.slots.page_bytes() / self.slots.slot_bytes(class)) as usize
+    }
+
+    /// Page of the slot at `offset`, and its index there.
+    fn slot_of(&self, class: Class, offset: u64) -> (u32, usize) {
+        (
+            self.slots.page_of(offset),
+            self.slots.slot_at(class, offset),
+        )
+    }
+
+    fn record_of(&mut self, class: Class, offset: u64) -> u32 {
+        let (page, slot) = self.slot_of(class, offset);
+        let slots_per_page = self.slots_per_page(class);
+        self.records.of_slot(page, slot, slots_per_page)
+    }
+}

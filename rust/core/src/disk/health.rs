@@ -1,0 +1,134 @@
+//! Whether a directory is used, by how its operations end.
+
+use crate::io::IoFault;
+
+/// Failed writes in a row after which a directory takes no writes for a while.
+const WRITE_FAILURES_MAX: u32 = 3;
+/// Failed reads in a row after which a directory is given up.
+const READ_FAILURES_MAX: u32 = 8;
+/// Pause before writes are tried again, in nanoseconds.
+const WRITE_PAUSE_NS: u64 = 30_000_000_000;
+/// Pause before a directory that was given up is tried again, in nanoseconds. Doubled each time, up to
+/// [`FAILED_DOUBLINGS_MAX`] times (about an hour).
+const FAILED_PAUSE_NS: u64 = 60_000_000_000;
+const FAILED_DOUBLINGS_MAX: u32 = 6;
+
+/// Whether a directory is usable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// Reads and writes.
+    Good,
+    /// Reads only, until the given time in nanoseconds; then writes are tried again.
+    NoWrites {
+        /// When to try again.
+        until_ns: u64,
+    },
+    /// Neither, and empty: too many reads failed. Used again from the given time in nanoseconds, if a
+    /// write succeeds then.
+    Failed {
+        /// When to try again.
+        until_ns: u64,
+    },
+}
+
+/// Counts a directory's failures.
+///
+/// Invariant: a fault is known exactly while the health is not [`Health::Good`].
+#[derive(Debug)]
+pub(crate) struct HealthMonitor {
+    health: Health,
+    fault: Option<IoFault>,
+    write_failures: u32,
+    read_failures: u32,
+    /// How often the directory was given up since a read succeeded last.
+    given_up: u32,
+}
+
+impl HealthMonitor {
+    pub(super) fn new() -> Self {
+        Self {
+            health: Health::Good,
+            fault: None,
+            write_failures: 0,
+            read_failures: 0,
+            given_up: 0,
+        }
+    }
+
+    /// The health, and the fault that caused it.
+    pub(crate) fn report(&self) -> (Health, Option<IoFault>) {
+        (self.health, self.fault)
+    }
+
+    /// Whether a write may be tried at `now_ns`.
+    pub(crate) fn takes_writes(&self, now_ns: u64) -> bool {
+        match self.health {
+            Health::Good => true,
+            Health::NoWrites { until_ns } | Health::Failed { until_ns } => now_ns >= until_ns,
+        }
+    }
+
+    /// Whether the directory is in use at all.
+    pub(crate) fn is_alive(&self) -> bool {
+        !matches!(self.health, Health::Failed { .. })
+    }
+
+    /// Whether the directory was given up, and is not to be tried again yet.
+    pub(crate) fn is_given_up(&self, now_ns: u64) -> bool {
+        !self.is_alive() && !self.takes_writes(now_ns)
+    }
+
+    /// Counts a write that succeeded. A write that was in flight when writes were paused proves nothing.
+    pub(crate) fn write_succeeded(&mut self, now_ns: u64) {
+        if self.takes_writes(now_ns) {
+            self.write_failures = 0;
+            self.health = Health::Good;
+            self.fault = None;
+        }
+    }
+
+    /// Counts a failed write. A full or read-only medium pauses writes at once.
+    pub(crate) fn write_failed(&mut self, fault: IoFault, now_ns: u64) {
+        assert_ne!(fault, IoFault::Stopped, "a stopped write is no failure");
+        self.write_failures += 1;
+        let full = [
+            rustix::io::Errno::NOSPC,
+            rustix::io::Errno::ROFS,
+            rustix::io::Errno::DQUOT,
+        ]
+        .iter()
+        .any(|errno| fault == IoFault::Os(errno.raw_os_error()));
+        match &mut self.health {
+            Health::Failed { until_ns } => {
+                *until_ns = now_ns.saturating_add(FAILED_PAUSE_NS).max(*until_ns);
+            }
+            _ if full || self.write_failures >= WRITE_FAILURES_MAX => {
+                let until_ns = now_ns.saturating_add(WRITE_PAUSE_NS);
+                self.health = Health::NoWrites { until_ns };
+                self.fault = Some(fault);
+            }
+            _ => {}
+        }
+    }
+
+    pub(crate) fn read_succeeded(&mut self) {
+        self.read_failures = 0;
+        self.given_up = 0;
+    }
+
+    /// Counts a read that the device failed; true if the directory is now given up.
+    pub(crate) fn read_failed(&mut self, fault: IoFault, now_ns: u64) -> bool {
+        self.read_failures += 1;
+        if self.read_failures < READ_FAILURES_MAX || !self.is_alive() {
+            return false;
+        }
+        let pause = FAILED_PAUSE_NS << self.given_up.min(FAILED_DOUBLINGS_MAX);
+        self.health = Health::Failed {
+            until_ns: now_ns.saturating_add(pause),
+        };
+        self.fault = Some(fault);
+        self.given_up += 1;
+        self.read_failures = 0;
+        true
+    }
+}

@@ -1,0 +1,261 @@
+//! The threads around the engine: one IO thread, and whoever calls.
+//!
+//! Locking: one mutex holds the engine. Callers and the IO thread hold it for one entry of the state
+//! machine each, microseconds; no IO, checksum, or wait happens under it. The IO thread alone owns
+//! the [`IoEngine`]. `waits` says, under the lock, that the IO thread is going to sleep and must be
+//! woken for new work, so a wake-up is neither lost nor sent twice.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::engine::Engine;
+use crate::io::{IoCompletion, IoEngine, IoRequest, Waker};
+use crate::panics::contained;
+
+/// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
+const RETRY: Duration = Duration::from_millis(10);
+
+/// How often the IO thread looks at a device that has reads and does not answer.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// Gives access to an engine, one entry at a time: a [`Driver`] with its threads, or a simulator.
+/// `None`, or `false`, once the engine is broken.
+pub trait EngineAccess: std::fmt::Debug + Send + Sync {
+    /// Enters the engine.
+    fn enter<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> Option<R>;
+
+    /// Reads the engine, without giving it an occasion to start anything.
+    fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R>;
+
+    /// Enters the engine now and whenever it has progressed, until `done` or the timeout.
+    fn wait_until(&self, timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool;
+}
+
+/// What tells the engine the time.
+pub trait Clock: std::fmt::Debug + Send + Sync {
+    /// Nanoseconds since the engine started; never goes back.
+    fn now_ns(&self) -> u64;
+}
+
+#[derive(Debug)]
+struct Monotonic(Instant);
+
+impl Clock for Monotonic {
+    fn now_ns(&self) -> u64 {
+        u64::try_from(self.0.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    engine: Engine,
+    waits: bool,
+    stop_at: Option<Instant>,
+    stopped: bool,
+}
+
+/// What the IO thread calls when operations have ended.
+struct Hook(Box<dyn Fn() + Send + Sync>);
+
+impl std::fmt::Debug for Hook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hook")
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    progress: Condvar,
+    hook: OnceLock<Hook>,
+    clock: Box<dyn Clock>,
+    waker: Waker,
+}
+
+impl Shared {
+    /// `None` if a thread panicked inside the engine: it is not entered again.
+    fn lock(&self) -> Option<MutexGuard<'_, State>> {
+        let mut state = self.state.lock().ok()?;
+        self.tell_time(&mut state);
+        Some(state)
+    }
+
+    fn tell_time(&self, state: &mut State) {
+        state.engine.set_now(self.clock.now_ns());
+    }
+}
+
+/// A running engine.
+#[derive(Debug)]
+pub struct Driver {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Driver {
+    /// Starts the IO thread.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
+    pub fn start(engine: Engine, io: Box<dyn IoEngine>) -> std::io::Result<Self> {
+        Self::with_clock(engine, io, Box::new(Monotonic(Instant::now())))
+    }
+
+    /// The same by another clock, for tests.
+    ///
+    /// # Errors
+    /// As [`Driver::start`].
+    pub fn with_clock(
+        mut engine: Engine,
+        io: Box<dyn IoEngine>,
+        clock: Box<dyn Clock>,
+    ) -> std::io::Result<Self> {
+        engine.set_io_depth(io.depth());
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State {
+                engine,
+                waits: false,
+                stop_at: None,
+                stopped: false,
+            }),
+            progress: Condvar::new(),
+            hook: OnceLock::new(),
+            clock,
+            waker: io.waker(),
+        });
+        let of_thread = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("undercroft-io".to_owned())
+            .spawn(move || run_or_break(&of_thread, io))?;
+        Ok(Self {
+            shared,
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// Has `hook` called, outside the engine, whenever IO operations have ended. The first one counts.
+    pub fn on_progress(&self, hook: impl Fn() + Send + Sync + 'static) {
+        // A second one is dropped: there is one server for an engine.
+        let _ = self.shared.hook.set(Hook(Box::new(hook)));
+    }
+
+    /// Finishes what waits to be written, for at most `timeout`, and stops the IO thread. Idempotent.
+    pub fn stop(&self, timeout: Duration) {
+        if let Some(mut state) = self.shared.lock() {
+            state.stop_at.get_or_insert(Instant::now() + timeout);
+            state.waits = false;
+        }
+        self.shared.waker.wake();
+        let thread = self.thread.lock().ok().and_then(|mut thread| thread.take());
+        if let Some(thread) = thread {
+            // A panic of the thread has been reported by the panic hook.
+            drop(thread.join());
+        }
+    }
+}
+
+impl EngineAccess for Driver {
+    fn enter<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> Option<R> {
+        contained(|| {
+            let mut state = self.shared.lock()?;
+            let result = work(&mut state.engine);
+            let wake = state.waits && state.engine.has_io();
+            state.waits &= !wake;
+            drop(state);
+            if wake {
+                self.shared.waker.wake();
+            }
+            Some(result)
+        })
+    }
+
+    // Unlike `enter` it never wakes the IO thread: what waits for memory or budget would be tried again
+    // each time.
+    fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
+        contained(|| self.shared.lock().map(|state| work(&state.engine)))
+    }
+
+    fn wait_until(&self, timeout: Duration, mut done: impl FnMut(&mut Engine) -> bool) -> bool {
+        let deadline = Instant::now() + timeout;
+        let waited = contained(|| {
+            let mut state = self.shared.lock()?;
+            loop {
+                let is_done = done(&mut state.engine);
+                if state.waits && state.engine.has_io() {
+                    state.waits = false;
+                    self.shared.waker.wake();
+                }
+                let left = deadline.saturating_duration_since(Instant::now());
+                if is_done || left.is_zero() || state.stopped {
+                    return Some(is_done);
+                }
+                (state, _) = self.shared.progress.wait_timeout(state, left).ok()?;
+                self.shared.tell_time(&mut state);
+            }
+        });
+        waited.unwrap_or(false)
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.stop(Duration::ZERO);
+    }
+}
+
+/// The IO thread. Without it nothing that waits would ever end, so its panic breaks the engine, too.
+fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
+    let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(shared, io))) else {
+        return;
+    };
+    let _poisoned = shared.state.lock();
+    shared.progress.notify_all();
+    resume_unwind(panic);
+}
+
+fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
+    let mut completions: Vec<IoCompletion> = Vec::new();
+    let mut requests: Vec<IoRequest> = Vec::new();
+    let mut timeout = Some(Duration::ZERO);
+    loop {
+        io.wait(timeout, &mut completions);
+        let Some(mut state) = shared.lock() else {
+            return;
+        };
+        let progress = !completions.is_empty();
+        for completion in completions.drain(..) {
+            state.engine.complete(completion);
+        }
+        let room = io.room();
+        let stopping = state.stop_at;
+        let late = stopping.is_some_and(|at| Instant::now() >= at);
+        if !late {
+            state.engine.next_io(room, &mut requests);
+        }
+        let (waiting, reads) = (state.engine.has_io(), state.engine.reads());
+        state.waits = true;
+        if progress {
+            shared.progress.notify_all();
+        }
+        if late || stopping.is_some() && state.engine.is_quiet() && requests.is_empty() {
+            state.stopped = true;
+            shared.progress.notify_all();
+            return;
+        }
+        drop(state);
+        if progress && let Some(hook) = shared.hook.get() {
+            (hook.0)();
+        }
+        let full = requests.len() == room;
+        for request in requests.drain(..) {
+            io.submit(request);
+        }
+        timeout = match stopping {
+            // What could not be started is looked at again; what is full waits for a completion.
+            None if !waiting || full => reads.then_some(LOOK),
+            _ => Some(RETRY),
+        };
+    }
+}

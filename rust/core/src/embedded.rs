@@ -1,0 +1,131 @@
+//! [`Session`] over an engine of this process.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::driver::{Driver, EngineAccess};
+use crate::engine::{Engine, Granted, SessionId};
+use crate::error::RegisterError;
+use crate::session::{
+    Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session, SessionSpec,
+    SessionToken, Tokens, TransferId,
+};
+
+/// A session of an engine in this process.
+#[derive(Debug)]
+pub struct EmbeddedSession<A: EngineAccess = Driver> {
+    engine: Arc<A>,
+    id: SessionId,
+    namespace: String,
+}
+
+impl<A: EngineAccess> EmbeddedSession<A> {
+    /// Opens a session.
+    ///
+    /// # Errors
+    /// As [`Engine::open_session`], or if the engine is broken.
+    pub fn open(engine: Arc<A>, spec: SessionSpec) -> Result<Self, RegisterError> {
+        let namespace = spec.namespace.digest().to_hex();
+        let opened = engine.enter(|engine| engine.open_session(spec));
+        let id = opened.unwrap_or(Err(RegisterError::Broken))?;
+        Ok(Self {
+            engine,
+            id,
+            namespace,
+        })
+    }
+
+    /// The engine's name for the session.
+    pub fn id(&self) -> SessionId {
+        self.id
+    }
+}
+
+impl<A: EngineAccess> Session for EmbeddedSession<A> {
+    fn namespace(&self) -> String {
+        self.namespace.clone()
+    }
+
+    fn lookup(&self, request: &LookupRequest<'_>) -> Lookup {
+        let LookupRequest {
+            computed, priority, ..
+        } = *request;
+        // An entry makes the IO thread retry promotions that are short of memory. The scheduler asks for
+        // each pending request at each step, so a demanded lookup first only reads. A prefetch comes once.
+        if priority == Priority::Demand {
+            let pending = |engine: &Engine| {
+                engine.still_pending(self.id, request.request, computed, priority)
+            };
+            if let Some(pending) = self.engine.read(pending).flatten() {
+                return pending;
+            }
+        }
+        let answer = self.engine.enter(|engine| engine.lookup(self.id, request));
+        answer.unwrap_or(Lookup::NOTHING)
+    }
+
+    fn wait(&self, request: &str, timeout: Duration) -> bool {
+        self.engine.wait_until(timeout, |engine| {
+            let pending = engine.still_pending(self.id, request, Tokens(0), Priority::Demand);
+            pending.is_none()
+        })
+    }
+
+    fn end_lookup(&self, request: &str) {
+        self.engine
+            .enter(|engine| engine.end_lookup(self.id, request));
+    }
+
+    fn begin_load(&self, request: &str, computed: Tokens, external: Tokens) -> Option<Load> {
+        self.engine
+            .enter(|engine| engine.begin_load(self.id, request, computed, external))
+            .flatten()
+    }
+
+    fn begin_save(&self, request: &SaveRequest<'_>) -> Save {
+        let granted = self
+            .engine
+            .enter(|engine| engine.begin_save(self.id, request));
+        granted.map_or(Save::Unavailable, |Granted { transfer, refused }| {
+            // Without a transfer the id names nothing.
+            let (id, extents) = transfer.map_or_else(
+                || (TransferId(0), Vec::new()),
+                |transfer| (transfer.id, transfer.extents),
+            );
+            Save::Granted(SaveGrant {
+                id,
+                session: SessionToken::default(),
+                extents,
+                refused,
+            })
+        })
+    }
+
+    fn poll_saves(&self) -> Vec<SaveGrant> {
+        // Every save was granted, or not, when it was asked for.
+        Vec::new()
+    }
+
+    fn end_transfer(&self, id: TransferId, ok: bool) {
+        self.engine.enter(|engine| engine.end_transfer(id, ok));
+    }
+
+    fn finish_request(&self, request: &str) {
+        self.engine
+            .enter(|engine| engine.finish_request(self.id, request));
+    }
+
+    fn reset(&self, timeout: Duration) -> bool {
+        self.engine.enter(|engine| engine.reset(self.id));
+        self.engine
+            .wait_until(timeout, |engine| !engine.reset_pending())
+            && self
+                .engine
+                .read(|engine| !engine.reset_failed())
+                .unwrap_or(false)
+    }
+
+    fn close(&self) {
+        self.engine.enter(|engine| engine.close_session(self.id));
+    }
+}

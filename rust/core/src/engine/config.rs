@@ -1,0 +1,51 @@
+//! Configuration of an engine.
+
+use crate::policy::PolicyKind;
+use crate::session::PromotionWait;
+
+/// Sizes, policies and limits. Times are in nanoseconds.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Bytes of the arena.
+    pub host_bytes: u64,
+    /// Eviction policy of every tier.
+    pub policy: PolicyKind,
+    /// Bytes that promotions may hold in the arena until they are loaded.
+    pub promotion_bytes: u64,
+    /// A hit that gains fewer tokens than this is not worth a load.
+    pub min_load_tokens: u32,
+    /// A promotion that sees no read end for this long, by the last look, is answered with what is there.
+    pub stall_ns: u64,
+    /// How long a request that the scheduler has asked for may wait for its promotion; `None` waits as
+    /// long as reads come in.
+    pub promotion_wait: Option<PromotionWait>,
+    /// Bytes a second that may be written to disk; 0 is unlimited.
+    pub write_rate: u64,
+    /// Write only what has been hit before (endurance mode).
+    pub second_touch: bool,
+    /// Writes that may be in flight while a read is.
+    pub writes_beside_reads: usize,
+    /// Source of every random choice.
+    pub seed: u64,
+    /// Seconds since 1970 when the engine's clock was at zero.
+    pub unix_at_zero_s: u64,
+}
+
+impl EngineConfig {
+    /// Defaults for an arena of `host_bytes`.
+    pub fn new(host_bytes: u64) -> Self {
+        Self {
+            host_bytes,
+            policy: PolicyKind::Lru,
+            promotion_bytes: host_bytes / 2,
+            min_load_tokens: 1,
+            stall_ns: 1_000_000_000,
+            promotion_wait: None,
+            write_rate: 0,
+            second_touch: false,
+            writes_beside_reads: 2,
+            seed: 0,
+            unix_at_zero_s: 0,
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! The engine's fields, sessions, and what it reports.
+
+use crate::disk::{Disk, Health};
+use crate::error::RegisterError;
+use crate::forest::NONE;
+use crate::io::IoFault;
+use crate::metrics::{Counters, Gauges};
+use crate::session::SessionSpec;
+
+use super::config::EngineConfig;
+use super::namespaces::Namespaces;
+use super::operations::Operations;
+use super::parts::EngineParts;
+use super::promotions::Promotions;
+use super::requests::RequestId;
+use super::residency::Residency;
+use super::sessions::{SessionId, Sessions, TransferKey};
+use super::writeback::WriteBack;
+
+/// The engine. See the module's description.
+#[derive(Debug)]
+pub struct Engine {
+    pub(super) config: EngineConfig,
+    pub(super) now_ns: u64,
+    /// When the device was polled last: operations that had ended by then are known.
+    pub(super) last_poll_ns: u64,
+    pub(super) residency: Residency,
+    pub(super) promotions: Promotions,
+    pub(super) writeback: WriteBack,
+    pub(super) namespaces: Namespaces,
+    pub(super) sessions: Sessions,
+    pub(super) operations: Operations,
+    pub(super) counters: Counters,
+}
+
+/// The parts of an engine that promotions and write-back work on.
+macro_rules! parts {
+    ($engine:expr) => {
+        EngineParts {
+            config: &$engine.config,
+            namespaces: &$engine.namespaces,
+            residency: &mut $engine.residency,
+            requests: &mut $engine.sessions.requests,
+            operations: &mut $engine.operations,
+            counters: &mut $engine.counters,
+            now_ns: $engine.now_ns,
+        }
+    };
+}
+
+impl Engine {
+    /// An engine without disks; [`Engine::attach_disks`] adds them.
+    pub fn new(config: EngineConfig) -> Self {
+        Self {
+            now_ns: 0,
+            last_poll_ns: 0,
+            residency: Residency::new(config.host_bytes, config.policy, config.seed),
+            promotions: Promotions::new(config.promotion_bytes),
+            writeback: WriteBack::new(&config),
+            namespaces: Namespaces::new(config.seed),
+            sessions: Sessions::default(),
+            operations: Operations::default(),
+            counters: Counters::default(),
+            config,
+        }
+    }
+
+    /// Tells the time, in nanoseconds since the engine's start; never goes back.
+    pub fn set_now(&mut self, now_ns: u64) {
+        self.now_ns = self.now_ns.max(now_ns);
+    }
+
+    /// Tells how many IO operations can be in flight ([`IoEngine::depth`]). Reads and writes each take a
+    /// part of them only.
+    ///
+    /// [`IoEngine::depth`]: crate::io::IoEngine::depth
+    pub fn set_io_depth(&mut self, depth: usize) {
+        self.operations.set_depth(depth);
+    }
+
+    /// The promotions, and the parts that they work on.
+    pub(super) fn promotions(&mut self) -> (&mut Promotions, EngineParts<'_>) {
+        (&mut self.promotions, parts!(self))
+    }
+
+    /// The write-back, and the parts that it works on.
+    pub(super) fn writeback(&mut self) -> (&mut WriteBack, EngineParts<'_>) {
+        (&mut self.writeback, parts!(self))
+    }
+
+    /// Opens a session.
+    ///
+    /// # Errors
+    /// If the namespace makes no sense, or a payload is larger than a page of the arena or of a data file.
+    pub fn open_session(
+        &mut self,
+        spec: impl Into<SessionSpec>,
+    ) -> Result<SessionId, RegisterError> {
+        let spec = spec.into();
+        let namespace = spec.namespace.clone();
+        let is_unused = |ns| !self.sessions.uses(ns);
+        let ns = self
+            .namespaces
+            .register(namespace, &mut self.residency, is_unused)?;
+        let session = self.sessions.open(ns, &spec);
+        if spec.private {
+            self.make_private(session);
+        }
+        Ok(session)
+    }
+
+    /// Ends a session: its lookups, leases, loads and saves.
+    ///
+    /// The caller must be sure that no worker of the session copies any more: its slots are reused.
+    pub fn close_session(&mut self, session: SessionId) {
+        self.end_lookups(session);
+        let transfers = self.sessions.transfers();
+        let of_session: Vec<TransferKey> = transfers
+            .filter(|(_, transfer)| transfer.session == session)
+            .map(|(key, _)| key)
+            .collect();
+        for transfer in of_session {
+            self.finish_transfer(transfer, false);
+        }
+        let Some(state) = self.sessions.close(session) else {
+            return;
+        };
+        if self.namespaces.is_private(state.ns) {
+            self.residency.remove_namespace(state.ns);
+        } else {
+            self.namespaces.note_use(state.ns, self.residency.tick());
+        }
+    }
+
+    /// Ends a session's lookups and frees their leases. Loads and saves under way go on.
+    pub fn end_lookups(&mut self, session: SessionId) {
+        for request in self.sessions.requests_of(session) {
+            self.drop_request(request);
+        }
+        self.sessions.forget_removed(session);
+    }
+
+    /// Ends a session's lookups but for those that were answered with a hit: a worker may copy from their
+    /// leases, for a load that was begun and that we have not heard of.
+    pub fn end_unanswered(&mut self, session: SessionId) {
+        for request in self.sessions.requests_of(session) {
+            let state = &self.sessions.requests[request];
+            let is_answered = state.promotions.active.is_none() && state.lease != NONE;
+            if !is_answered {
+                self.drop_request(request);
+            }
+        }
+        self.sessions.forget_removed(session);
+    }
+
+    /// Frees what a request holds, and forgets its state. Its session forgets the name.
+    pub(super) fn drop_request(&mut self, id: RequestId) {
+        self.release_hit(id);
+        self.sessions.requests.remove(id);
+        self.residency.end_of_request();
+    }
+
+    /// Ends a request's promotion and lease, and its share of the promotion budget.
+    pub(super) fn release_hit(&mut self, id: RequestId) {
+        let (promotions, mut parts) = self.promotions();
+        promotions.end(id, false, &mut parts);
+        let request = &mut parts.requests[id];
+        request.move_lease(NONE, parts.residency);
+        promotions.release(&mut request.promotions);
+    }
+
+    /// A session's lookups, those of them that are pending, loads and saves.
+    pub fn session_counts(&self, session: SessionId) -> [usize; 4] {
+        let requests = self.sessions.requests_of(session);
+        let is_pending = |id: &&RequestId| {
+            let state = &self.sessions.requests[**id];
+            state.promotions.active.is_some()
+        };
+        let pending = requests.iter().filter(is_pending).count();
+        let of_session = || {
+            let transfers = self.sessions.transfers().map(|(_, transfer)| transfer);
+            transfers.filter(|transfer| transfer.session == session)
+        };
+        let loads = of_session().filter(|transfer| transfer.is_load()).count();
+        [requests.len(), pending, loads, of_session().count() - loads]
+    }
+
+    /// Digest of a session's namespace, hexadecimal.
+    pub fn namespace_of(&self, session: SessionId) -> Option<String> {
+        let ns = self.sessions.get(session)?.ns;
+        Some(self.namespaces.digest(ns).to_hex())
+    }
+
+    /// Counters since the start.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The gauges as of now. Costs a pass over sessions and disks, not over blocks.
+    pub fn gauges(&self) -> Gauges {
+        let disks = self.residency.disks();
+        let sum = |of: fn(&Disk) -> u64| disks.iter().map(of).sum();
+        let is_degraded = |disk: &&Disk| disk.health.report().0 != Health::Good;
+        let host = self.residency.host();
+        let (mut loads, mut saves, mut transferring) = (0, 0, 0);
+        for (_, transfer) in self.sessions.transfers() {
+            transferring += transfer.bytes;
+            if transfer.is_load() {
+                loads += 1;
+            } else {
+                saves += 1;
+            }
+        }
+        Gauges {
+            host_capacity_bytes: host.capacity(),
+            host_used_bytes: host.used_bytes(),
+            host_pinned_bytes: self.promotions.promoted_bytes() + transferring,
+            host_blocks: host.blocks(),
+            disk_capacity_bytes: sum(|disk| disk.slots().capacity()),
+            disk_used_bytes: sum(|disk| disk.slots().used_bytes()),
+            disk_blocks: sum(|disk| disk.slots().blocks()),
+            disk_degraded: disks.iter().filter(is_degraded).count() as u64,
+            nodes: self.residency.forest().len() as u64,
+            namespaces: self.namespaces.len() as u64,
+            sessions: self.sessions.len() as u64,
+            active_lookups: self.sessions.requests.len() as u64,
+            loads,
+            saves,
+            promotion_queue_bytes: Promotions::queue_bytes(&self.sessions.requests),
+        }
+    }
+
+    /// Payloads on each directory.
+    pub fn disk_blocks_by_device(&self) -> Vec<u64> {
+        let disks = self.residency.disks().iter();
+        disks.map(|disk| disk.slots().blocks()).collect()
+    }
+
+    /// Health of each directory, with the fault that caused it.
+    pub fn health(&self) -> Vec<(Health, Option<IoFault>)> {
+        let disks = self.residency.disks().iter();
+        disks.map(|disk| disk.health.report()).collect()
+    }
+}

@@ -1,0 +1,137 @@
+//! Loads: workers copy a hit's payloads from the arena to the device.
+
+use slotmap::{Key, KeyData};
+
+use crate::forest::{NONE, NodeId};
+use crate::session::{Extent, Load, SessionToken, Sources, Tokens, TransferId};
+
+use super::coordinator::Engine;
+use super::requests::RequestId;
+use super::sessions::{SessionId, TransferKey, TransferKind, TransferState};
+
+impl Engine {
+    /// Begins the load of `external` tokens after `computed`, see
+    /// [`Session::begin_load`](crate::session::Session::begin_load). The session's token is the caller's.
+    ///
+    /// The lease keeps the payloads, so a load may begin although the prefix has left the index since.
+    pub fn begin_load(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        computed: Tokens,
+        external: Tokens,
+    ) -> Option<Load> {
+        let load = self.try_begin_load(session, request, computed, external);
+        if load.is_none() {
+            self.counters.load_failures += 1;
+        }
+        load
+    }
+
+    /// Where the payloads of a load lie that begins after `computed` tokens and ends where the request's
+    /// last hit does. They stay there as long as the request keeps its hit.
+    pub fn hit_extents(&self, session: SessionId, request: &str, computed: Tokens) -> Vec<Extent> {
+        let Some(state) = self.sessions.request(session, request) else {
+            return Vec::new();
+        };
+        if state.lease == NONE {
+            return Vec::new();
+        }
+        let local = computed.0 / self.residency.hash_block_size(state.ns);
+        let payloads = self.residency.needed_payloads(state.lease, local);
+        self.residency.extents(&payloads)
+    }
+
+    fn try_begin_load(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        computed: Tokens,
+        external: Tokens,
+    ) -> Option<Load> {
+        let sources = Sources::of(computed, external, self.from_disk(session, request));
+        let id = self.sessions.request_id(session, request)?;
+        let (target, payloads) = self.load_of(id, computed, external)?;
+        let extents = self.residency.extents(&payloads);
+        let bytes = self.residency.slot_bytes_of(&payloads);
+        // The load's lease first: the request's, which a promotion's may stand on, ends now.
+        self.residency.pin_hit(target);
+        self.release_hit(id);
+        let kind = TransferKind::Load {
+            lease: target,
+            request: request.into(),
+        };
+        let key = self.sessions.begin_transfer(TransferState {
+            session,
+            bytes,
+            kind,
+        });
+        Some(Load {
+            id: id_of(key),
+            session: SessionToken::default(),
+            extents,
+            sources,
+        })
+    }
+
+    /// The node at the end of a load, and its payloads; `None` unless the request's hit covers them.
+    fn load_of(
+        &self,
+        id: RequestId,
+        computed: Tokens,
+        external: Tokens,
+    ) -> Option<(NodeId, Vec<(NodeId, u8)>)> {
+        let state = &self.sessions.requests[id];
+        if state.lease == NONE {
+            return None;
+        }
+        let spec = self.residency.spec(state.ns);
+        let end = computed.0.checked_add(external.0)?;
+        let (boundary, local) = (
+            end / spec.hash_block_size,
+            computed.0 / spec.hash_block_size,
+        );
+        if end % spec.hash_block_size != 0 || !spec.may_end(boundary) {
+            return None;
+        }
+        if boundary > self.residency.node(state.lease).depth || boundary <= local {
+            return None;
+        }
+        let target = self.residency.forest().ancestor(state.lease, boundary);
+        let payloads = self.residency.needed_payloads(target, local);
+        // A promotion may be under way still.
+        let all_here = self.residency.all_in_host(&payloads);
+        all_here.then_some((target, payloads))
+    }
+
+    /// All ranks have ended the copies of a transfer. Unknown ids are ignored: an acknowledgement
+    /// may come twice.
+    pub fn end_transfer(&mut self, id: TransferId, ok: bool) {
+        self.finish_transfer(TransferKey::from(KeyData::from_ffi(id.0)), ok);
+    }
+
+    pub(super) fn finish_transfer(&mut self, key: TransferKey, ok: bool) {
+        let Some(transfer) = self.sessions.end_transfer(key) else {
+            return;
+        };
+        match transfer.kind {
+            TransferKind::Load { lease, request } => {
+                self.residency.unpin_hit(lease);
+                if ok {
+                    return;
+                }
+                self.counters.load_failures += 1;
+                let request = self.sessions.request_id(transfer.session, &request);
+                if let Some(request) = request {
+                    self.sessions.requests[request].failed = true;
+                }
+            }
+            TransferKind::Save { payloads } => self.finish_save(&payloads, ok),
+        }
+    }
+}
+
+/// A transfer's name outside of the engine.
+pub(super) fn id_of(key: TransferKey) -> TransferId {
+    TransferId(key.data().as_ffi())
+}

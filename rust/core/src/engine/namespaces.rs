@@ -1,0 +1,527 @@
+//! The namespaces, and the namespace table of each directory.
+
+use std::collections::{HashSet, VecDeque};
+
+use crate::disk::format::{BLOCK_BYTES, NAMESPACES_MAX, NamespaceEntry, namespace_offset};
+use crate::error::RegisterError;
+use crate::forest::{DeviceIndex, NsId};
+use crate::io::{FileKind, IoFault, IoRequest};
+use crate::key::NamespaceDigest;
+use crate::namespace::NamespaceSpec;
+
+use super::operations::{Operations, Purpose};
+use super::residency::Residency;
+
+/// Shared namespaces that an engine has at once.
+const SHARED_MAX: usize = 1024;
+
+/// A registered namespace.
+#[derive(Debug)]
+struct NamespaceState {
+    digest: NamespaceDigest,
+    /// Ties records on disk to one life of the namespace: a reset takes a new one.
+    instance: u64,
+    /// Of one session alone, whose weights may be others than the description says.
+    private: bool,
+    /// Not in the namespace table: its records end with the process.
+    volatile: bool,
+    /// Tick of its last use, as far as it is known: sessions that open and close, records on disk.
+    last_use: u64,
+}
+
+/// A write of an entry of the namespace table.
+#[derive(Clone, Debug)]
+struct EntryWrite {
+    device: DeviceIndex,
+    index: usize,
+    bytes: Box<[u8]>,
+    /// It clears the entry, durably.
+    clears: bool,
+    /// It has failed before: it is tried again when the directory takes writes.
+    failed: bool,
+}
+
+impl EntryWrite {
+    fn is_same_entry(&self, other: &Self) -> bool {
+        (self.device, self.index) == (other.device, other.index)
+    }
+}
+
+/// The namespaces of the engine, and writes of their entries.
+///
+/// Invariants:
+/// - an instance is never given to two lives, nor to one that any directory knows;
+/// - one entry is written once at a time, in the order of its changes: what was cleared is never followed
+///   by what it held;
+/// - a shared namespace that was reset is entered again only when every clearing write has succeeded.
+#[derive(Debug)]
+pub(super) struct Namespaces {
+    /// By [`NsId`].
+    table: Vec<NamespaceState>,
+    entry_writes: VecDeque<EntryWrite>,
+    in_flight: Vec<EntryWrite>,
+    /// Instances that are or were in use.
+    instances: HashSet<u64>,
+    random: u64,
+}
+
+impl Namespaces {
+    pub(super) fn new(seed: u64) -> Self {
+        Self {
+            table: Vec::new(),
+            entry_writes: VecDeque::new(),
+            in_flight: Vec::new(),
+            instances: HashSet::new(),
+            random: seed ^ 0x5DEE_CE66_D1CE_4E5B,
+        }
+    }
+
+    fn state(&self, ns: NsId) -> &NamespaceState {
+        &self.table[usize::from(ns)]
+    }
+
+    fn state_mut(&mut self, ns: NsId) -> &mut NamespaceState {
+        &mut self.table[usize::from(ns)]
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
+    }
+
+    pub(super) fn digest(&self, ns: NsId) -> &NamespaceDigest {
+        &self.state(ns).digest
+    }
+
+    pub(super) fn instance(&self, ns: NsId) -> u64 {
+        self.state(ns).instance
+    }
+
+    pub(super) fn is_private(&self, ns: NsId) -> bool {
+        self.state(ns).private
+    }
+
+    /// The namespace of an instance that a directory knows.
+    pub(super) fn of_instance(&self, instance: u64) -> Option<NsId> {
+        let mut known = (0..).zip(&self.table);
+        known.find_map(|(ns, state)| (state.instance == instance).then_some(ns))
+    }
+
+    /// The namespace that all sessions of a description share.
+    fn shared(&self, digest: &NamespaceDigest) -> Option<NsId> {
+        let mut known = (0..).zip(&self.table);
+        known.find_map(|(ns, state)| (state.digest == *digest && !state.private).then_some(ns))
+    }
+
+    /// Whether a description is known.
+    pub(super) fn knows(&self, digest: &NamespaceDigest) -> bool {
+        self.table.iter().any(|state| state.digest == *digest)
+    }
+
+    /// The shared namespace of a description, made and entered in the tables if it is new. Where there is
+    /// no room for it, the namespace that was not used for longest goes, with its blocks; `is_unused` tells
+    /// those that no session uses.
+    ///
+    /// # Errors
+    /// If the description makes no sense, contradicts the one that is known, or does not fit.
+    pub(super) fn register(
+        &mut self,
+        spec: NamespaceSpec,
+        residency: &mut Residency,
+        is_unused: impl Fn(NsId) -> bool,
+    ) -> Result<NsId, RegisterError> {
+        spec.validate()?;
+        let digest = spec.digest();
+        if let Some(ns) = self.shared(&digest) {
+            let known = residency.spec(ns);
+            if known.groups != spec.groups || known.hash_block_size != spec.hash_block_size {
+                return Err(RegisterError::Conflict {
+                    digest: digest.to_hex(),
+                });
+            }
+            residency.set_alignment(ns, spec.alignment_tokens);
+            self.note_use(ns, residency.tick());
+            return Ok(ns);
+        }
+        // Nothing goes for a namespace that cannot come.
+        residency.fit(spec.clone())?;
+        self.make_room(residency, &is_unused);
+        let instance = self.new_instance();
+        let ns = match self.vacant(residency, &is_unused) {
+            Some(ns) => self.replace(ns, spec, instance, false, residency)?,
+            None => self.add(spec, instance, false, residency)?,
+        };
+        self.note_use(ns, residency.tick());
+        self.enter(ns, residency);
+        Ok(ns)
+    }
+
+    /// A namespace is used at `tick`.
+    pub(super) fn note_use(&mut self, ns: NsId, tick: u64) {
+        let state = self.state_mut(ns);
+        state.last_use = state.last_use.max(tick);
+    }
+
+    /// Lets namespaces go until another has an index and an entry in each table, or all are in use.
+    fn make_room(&mut self, residency: &mut Residency, is_unused: &impl Fn(NsId) -> bool) {
+        for device in residency.devices() {
+            self.forget_strangers(device, residency);
+        }
+        let shared = self.table.iter().filter(|state| !state.private).count();
+        // Instances in the tables that are full: only one of these makes room there.
+        let mut in_full_tables = HashSet::new();
+        for device in residency.devices() {
+            let entries = &residency.disk_mut(device).namespace_entries;
+            if entries.len() >= NAMESPACES_MAX && !entries.contains(&0) {
+                in_full_tables.extend(entries.iter().copied());
+            }
+        }
+        let is_index_full = shared >= SHARED_MAX;
+        if !is_index_full && in_full_tables.is_empty() {
+            return;
+        }
+        let known = (0..).zip(&self.table);
+        let candidates = known.filter(|(ns, state)| {
+            let makes_room = is_index_full || in_full_tables.contains(&state.instance);
+            !state.private && makes_room && is_unused(*ns)
+        });
+        let oldest = candidates.min_by_key(|&(ns, state)| {
+            let has_blocks = residency.forest().roots(ns).next().is_some();
+            (has_blocks, state.last_use)
+        });
+        if let Some((ns, _)) = oldest {
+            self.vacate(ns, residency);
+        }
+    }
+
+    /// Frees a full table's entries that lead nowhere: their namespace does not fit the arena, so its
+    /// records were dropped.
+    fn forget_strangers(&mut self, device: DeviceIndex, residency: &mut Residency) {
+        let entries = &residency.disk_mut(device).namespace_entries;
+        if entries.len() < NAMESPACES_MAX || entries.contains(&0) {
+            return;
+        }
+        let strangers: Vec<usize> = (0..)
+            .zip(entries)
+            .filter(|&(_, &instance)| self.of_instance(instance).is_none())
+            .map(|(index, _)| index)
+            .collect();
+        for index in strangers {
+            self.clear_entry(device, index, residency);
+        }
+    }
+
+    /// Lets a namespace and its blocks go. Its index is free once nothing uses them.
+    fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
+        residency.remove_namespace(ns);
+        let old = self.instance(ns);
+        for device in residency.devices() {
+            let entries = &residency.disk_mut(device).namespace_entries;
+            if let Some(index) = entries.iter().position(|&found| found == old) {
+                // Durably: a reset of the namespace's next life must not leave this one to come back.
+                self.clear_entry(device, index, residency);
+            }
+        }
+        let instance = self.new_instance();
+        let state = self.state_mut(ns);
+        state.instance = instance;
+        // Nobody finds it any more, as a private one whose session has ended.
+        state.private = true;
+        state.volatile = true;
+    }
+
+    /// An index that a private namespace had, of which nothing is left.
+    fn vacant(&self, residency: &Residency, is_unused: impl Fn(NsId) -> bool) -> Option<NsId> {
+        (0..).zip(&self.table).find_map(|(ns, state)| {
+            let is_empty = state.private && residency.forest().roots(ns).next().is_none();
+            (is_empty && is_unused(ns)).then_some(ns)
+        })
+    }
+
+    /// Gives a vacant index to a namespace.
+    ///
+    /// # Errors
+    /// If the payloads do not fit.
+    fn replace(
+        &mut self,
+        vacant: NsId,
+        spec: NamespaceSpec,
+        instance: u64,
+        private: bool,
+        residency: &mut Residency,
+    ) -> Result<NsId, RegisterError> {
+        let digest = spec.digest();
+        let geometry = residency.fit(spec)?;
+        residency.replace_namespace(vacant, geometry);
+        *self.state_mut(vacant) = NamespaceState {
+            digest,
+            instance,
+            private,
+            volatile: private,
+            last_use: 0,
+        };
+        Ok(vacant)
+    }
+
+    /// Adds a namespace to the engine (not to the tables).
+    ///
+    /// # Errors
+    /// If there are too many, or the payloads do not fit.
+    pub(super) fn add(
+        &mut self,
+        spec: NamespaceSpec,
+        instance: u64,
+        private: bool,
+        residency: &mut Residency,
+    ) -> Result<NsId, RegisterError> {
+        let count = self.table.iter().filter(|state| !state.private).count();
+        // As many private ones as there are sessions.
+        if !private && count >= SHARED_MAX || self.table.len() >= usize::from(NsId::MAX) {
+            return Err(RegisterError::TooMany { count });
+        }
+        let digest = spec.digest();
+        let geometry = residency.fit(spec)?;
+        let ns = residency.add_namespace(geometry);
+        assert_eq!(
+            usize::from(ns),
+            self.table.len(),
+            "residency counts namespaces as the table does"
+        );
+        self.table.push(NamespaceState {
+            digest,
+            instance,
+            private,
+            volatile: private,
+            last_use: 0,
+        });
+        Ok(ns)
+    }
+
+    /// Makes a private namespace with the description of `ns`, at an index for which `is_unused` holds.
+    ///
+    /// # Errors
+    /// If there are too many namespaces.
+    pub(super) fn add_private(
+        &mut self,
+        ns: NsId,
+        residency: &mut Residency,
+        is_unused: impl Fn(NsId) -> bool,
+    ) -> Result<NsId, RegisterError> {
+        let spec = residency.spec(ns).clone();
+        let instance = self.new_instance();
+        match self.vacant(residency, is_unused) {
+            Some(vacant) => self.replace(vacant, spec, instance, true, residency),
+            None => self.add(spec, instance, true, residency),
+        }
+    }
+
+    /// Enters a namespace into the table of each directory that lacks it. One that cannot be entered, since
+    /// sessions use all others or its description is too long, is used until the process ends.
+    pub(super) fn enter(&mut self, ns: NsId, residency: &mut Residency) {
+        let (instance, is_volatile) = (self.instance(ns), self.state(ns).volatile);
+        let entry = NamespaceEntry {
+            instance,
+            spec: residency.spec(ns).clone(),
+        };
+        let encoded = entry.encode().filter(|_| !is_volatile);
+        for device in residency.devices() {
+            let entries = &mut residency.disk_mut(device).namespace_entries;
+            if entries.contains(&instance) {
+                continue;
+            }
+            let free = entries.iter().position(|&found| found == 0);
+            let free = free.or_else(|| {
+                (entries.len() < NAMESPACES_MAX).then(|| {
+                    entries.push(0);
+                    entries.len() - 1
+                })
+            });
+            match (free, &encoded) {
+                (Some(index), Some(bytes)) => {
+                    entries[index] = instance;
+                    self.entry_writes.push_back(EntryWrite {
+                        device,
+                        index,
+                        bytes: bytes.clone(),
+                        clears: false,
+                        failed: false,
+                    });
+                }
+                _ => self.state_mut(ns).volatile = true,
+            }
+        }
+    }
+
+    /// A namespace begins another life: no record of before belongs to it. Ends the old life on the
+    /// directories, durably.
+    pub(super) fn begin_new_life(&mut self, ns: NsId, residency: &mut Residency) {
+        let old = self.instance(ns);
+        let instance = self.new_instance();
+        let state = self.state_mut(ns);
+        state.volatile = true;
+        state.instance = instance;
+        if state.private {
+            return;
+        }
+        for device in residency.devices() {
+            for index in 0..residency.disk_mut(device).namespace_entries.len() {
+                if residency.disk_mut(device).namespace_entries[index] == old {
+                    self.clear_entry(device, index, residency);
+                }
+            }
+        }
+        self.enter_again(residency);
+    }
+
+    /// Empties an entry of a namespace table, durably: its namespace's life on the directory ends.
+    pub(super) fn clear_entry(
+        &mut self,
+        device: DeviceIndex,
+        index: usize,
+        residency: &mut Residency,
+    ) {
+        residency.disk_mut(device).namespace_entries[index] = 0;
+        self.entry_writes.push_back(EntryWrite {
+            device,
+            index,
+            bytes: vec![0; BLOCK_BYTES].into(),
+            clears: true,
+            failed: false,
+        });
+    }
+
+    /// Enters namespaces that were reset once nothing of before can come back: for those who still have
+    /// the weights that the description says.
+    fn enter_again(&mut self, residency: &mut Residency) {
+        if self.clearing().next().is_some() {
+            return;
+        }
+        for ns in residency.forest().namespaces() {
+            let state = self.state_mut(ns);
+            if state.volatile && !state.private {
+                state.volatile = false;
+                self.enter(ns, residency);
+            }
+        }
+    }
+
+    /// Whether a reset is not durable yet, and may be soon.
+    pub(super) fn reset_pending(&self) -> bool {
+        self.clearing().any(|write| !write.failed)
+    }
+
+    /// Whether a reset could not be made durable.
+    pub(super) fn reset_failed(&self) -> bool {
+        self.clearing().any(|write| write.failed)
+    }
+
+    fn clearing(&self) -> impl Iterator<Item = &EntryWrite> {
+        let writes = self.in_flight.iter().chain(&self.entry_writes);
+        writes.filter(|write| write.clears)
+    }
+
+    /// Whether a write of the namespace table may be started, now or after a pause.
+    pub(super) fn has_writes(&self, residency: &Residency) -> bool {
+        self.entry_writes
+            .iter()
+            .any(|write| !write.failed || residency.disks()[write.device.index()].health.is_alive())
+    }
+
+    /// Appends writes of the namespace table.
+    pub(super) fn next_writes(
+        &mut self,
+        limit: usize,
+        residency: &Residency,
+        operations: &mut Operations,
+        now_ns: u64,
+        out: &mut Vec<IoRequest>,
+    ) {
+        let mut at = 0;
+        while out.len() < limit && at < self.entry_writes.len() {
+            let write = &self.entry_writes[at];
+            let disk = &residency.disks()[write.device.index()];
+            let same = |other: &EntryWrite| write.is_same_entry(other);
+            let waits = self.in_flight.iter().any(same)
+                || self.entry_writes.iter().take(at).any(same)
+                || write.failed && !disk.health.takes_writes(now_ns);
+            if waits {
+                at += 1;
+                continue;
+            }
+            let write = self
+                .entry_writes
+                .remove(at)
+                .expect("`at` is below the length");
+            let token = operations.start(Purpose::Namespace {
+                device: write.device,
+                index: write.index,
+            });
+            out.push(IoRequest::WriteMeta {
+                token,
+                device: write.device.number(),
+                file: FileKind::Super,
+                file_offset: namespace_offset(write.index),
+                bytes: write.bytes.clone(),
+                sync: write.clears,
+            });
+            self.in_flight.push(write);
+        }
+    }
+
+    /// The write of an entry has ended.
+    ///
+    /// # Errors
+    /// If the device failed it: it will be tried again.
+    pub(super) fn write_ended(
+        &mut self,
+        (device, index): (DeviceIndex, usize),
+        result: Result<u64, IoFault>,
+        residency: &mut Residency,
+        now_ns: u64,
+    ) -> Result<(), IoFault> {
+        let mut in_flight = self.in_flight.iter();
+        let found = in_flight.position(|write| (write.device, write.index) == (device, index));
+        let found = found.expect("an entry whose write ended was being written");
+        let mut write = self.in_flight.swap_remove(found);
+        let health = &mut residency.disk_mut(device).health;
+        let Err(fault) = result else {
+            health.write_succeeded(now_ns);
+            if write.clears {
+                self.enter_again(residency);
+            }
+            return Ok(());
+        };
+        write.failed = true;
+        self.entry_writes.push_front(write);
+        if fault == IoFault::Stopped {
+            return Ok(());
+        }
+        health.write_failed(fault, now_ns);
+        Err(fault)
+    }
+
+    /// A directory knows this instance.
+    pub(super) fn note_instance(&mut self, instance: u64) {
+        self.instances.insert(instance);
+    }
+
+    /// An identity for a life of a namespace, other than all that the directories know: after a
+    /// restart with the same seed too, no old record may come back to life.
+    fn new_instance(&mut self) -> u64 {
+        loop {
+            let instance = self.next_random();
+            if self.instances.insert(instance) {
+                return instance;
+            }
+        }
+    }
+
+    fn next_random(&mut self) -> u64 {
+        // SplitMix64 (Steele, Lea, Flood 2014).
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.random;
+        z = (z ^ z >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        // 0 means an empty entry.
+        (z ^ z >> 31).max(1)
+    }
+}

@@ -1,0 +1,21 @@
+//! The parts that promotions and write-back work on, beside their own fields.
+
+use crate::metrics::Counters;
+
+use super::config::EngineConfig;
+use super::namespaces::Namespaces;
+use super::operations::Operations;
+use super::requests::Requests;
+use super::residency::Residency;
+
+/// Lent by the engine for one call.
+#[derive(Debug)]
+pub(super) struct EngineParts<'a> {
+    pub(super) config: &'a EngineConfig,
+    pub(super) namespaces: &'a Namespaces,
+    pub(super) residency: &'a mut Residency,
+    pub(super) requests: &'a mut Requests,
+    pub(super) operations: &'a mut Operations,
+    pub(super) counters: &'a mut Counters,
+    pub(super) now_ns: u64,
+}

@@ -1,0 +1,139 @@
+//! Requests: what the engine remembers of each lookup, and of its promotions.
+
+use slotmap::SlotMap;
+
+use crate::forest::{NONE, NodeId, NsId};
+use crate::session::{Priority, PromotionWait, Tokens};
+
+use super::residency::Residency;
+
+slotmap::new_key_type! {
+    /// One request's lookup.
+    pub(super) struct RequestId;
+}
+
+/// The lookups of all sessions.
+pub(super) type Requests = SlotMap<RequestId, RequestState>;
+
+/// One request's lookup.
+#[derive(Debug)]
+pub(super) struct RequestState {
+    pub(super) ns: NsId,
+    /// Tick of its arrival.
+    pub(super) tick: u64,
+    /// Leased node at the boundary of the last answer, or `NONE`.
+    pub(super) lease: NodeId,
+    pub(super) promotions: RequestPromotions,
+    /// Instead of [`EngineConfig::promotion_wait`](super::EngineConfig::promotion_wait).
+    pub(super) wait: Option<PromotionWait>,
+    /// Since when the scheduler waits for an answer.
+    pub(super) demanded_ns: Option<u64>,
+    /// A load failed: there is nothing for this request any more.
+    pub(super) failed: bool,
+    /// Its hit was counted.
+    pub(super) touched: bool,
+    /// See [`SessionSpec::dropped_tokens`].
+    pub(super) dropped_tokens: u32,
+    /// Tokens of the chain that the last lookup found, whether a hit may end there or not.
+    pub(super) shared: Tokens,
+    pub(super) offers: BlockOffers,
+}
+
+/// Which blocks of a request the policies have weighed for a save.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct BlockOffers {
+    /// Hash blocks, from the first, that were offered to the policies.
+    pub(super) offered: u32,
+    /// Depth of the block that a policy did not admit, or 0: no block below it is saved.
+    pub(super) not_admitted: u32,
+}
+
+impl RequestState {
+    /// Moves the lease to `node` (`NONE`: to nothing).
+    pub(super) fn move_lease(&mut self, node: NodeId, residency: &mut Residency) {
+        let old = std::mem::replace(&mut self.lease, node);
+        if old == node {
+            return;
+        }
+        // The new one first: they may share nodes, which must not become evictable in between.
+        if node != NONE {
+            residency.pin_hit(node);
+        }
+        if old != NONE {
+            residency.unpin_hit(old);
+        }
+    }
+}
+
+/// One request's promotion. The request's own lease keeps the target; this one leases the deepest
+/// payload reached, which keeps all before it in the arena.
+#[derive(Debug)]
+pub(super) struct Promotion {
+    /// Payloads that the load will need, front to back.
+    pub(super) payloads: Vec<(NodeId, u8)>,
+    /// The first of them that was not looked at yet.
+    pub(super) next: usize,
+    /// Reads that this request waits for.
+    pub(super) waiting: u32,
+    /// Leased node, or `NONE`.
+    pub(super) reached: NodeId,
+    /// The boundary, in hash blocks, if all goes well.
+    pub(super) boundary: u32,
+    /// Bytes that were on disk only when it started, less those that it has begun to read.
+    pub(super) unread: u64,
+    pub(super) started_ns: u64,
+    /// When it was started, or a read for it ended last.
+    pub(super) progress_ns: u64,
+}
+
+impl Promotion {
+    /// Whether it has no more reads to start.
+    pub(super) fn is_issued(&self) -> bool {
+        self.next == self.payloads.len()
+    }
+
+    pub(super) fn boundary(&self) -> u32 {
+        self.boundary
+    }
+
+    #[cfg(feature = "check")]
+    pub(super) fn reached(&self) -> NodeId {
+        self.reached
+    }
+
+    pub(super) fn progress_ns(&self) -> u64 {
+        self.progress_ns
+    }
+
+    /// Gives up the payloads that it has not looked at yet.
+    pub(super) fn cut(&mut self) {
+        self.payloads.truncate(self.next);
+    }
+}
+
+/// A request's share in the promotions.
+#[derive(Debug, Default)]
+pub(super) struct RequestPromotions {
+    /// The promotion under way.
+    pub(super) active: Option<Promotion>,
+    /// How many were started. Tells the waiters of one from those of another.
+    pub(super) started: u32,
+    /// Arena bytes held until they are loaded.
+    pub(super) bytes: u64,
+    /// Depths (exclusive, inclusive) that were brought from disk, for metrics.
+    pub(super) from_disk: Option<(u32, u32)>,
+    /// The scheduler has asked: the request is no longer a prefetch.
+    pub(super) demanded: bool,
+    /// The client has an answer that relies on the lease, although the scheduler has not asked.
+    pub(super) reserved: bool,
+}
+
+impl RequestPromotions {
+    pub(super) fn priority(&self) -> Priority {
+        if self.demanded {
+            Priority::Demand
+        } else {
+            Priority::Prefetch
+        }
+    }
+}

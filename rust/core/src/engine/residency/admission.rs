@@ -1,0 +1,55 @@
+//! New blocks: whether the policies admit them, and their nodes.
+
+use crate::forest::{NodeId, NsId};
+use crate::key::BlockHash;
+
+use super::geometry::Region;
+use super::state::Residency;
+
+impl Residency {
+    /// Offers a block that is nowhere to the policies; the hit class that it enters with.
+    pub(in crate::engine) fn offer_block(&mut self, fingerprint: u64) -> u8 {
+        let tick = self.tick;
+        let mut hit_class = self.host_policies.leaves.on_offer(fingerprint, tick);
+        for disk in &mut self.disks {
+            hit_class = hit_class.max(disk.policies.leaves.on_offer(fingerprint, tick));
+        }
+        hit_class
+    }
+
+    /// A block that was offered is not saved: the policy of the arena remembers it.
+    pub(in crate::engine) fn refuse_block(&mut self, fingerprint: u64, hit_class: u8) {
+        let policy = &mut self.host_policies.leaves;
+        policy.on_refuse(fingerprint, hit_class, self.tick);
+    }
+
+    /// Whether a region is full and its policy keeps every leaf of a new payload's size class.
+    pub(in crate::engine) fn refuses_new(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        region: Region,
+        hit_class: u8,
+    ) -> bool {
+        let (class, tick) = (self.class(id, region, group), self.tick);
+        self.slots(region).is_full(class) && self.policies(region).refuses(class, hit_class, tick)
+    }
+
+    /// Adds a block below `parent` (`NONE`: a root), without payloads.
+    pub(in crate::engine) fn insert(
+        &mut self,
+        ns: NsId,
+        parent: NodeId,
+        hash: BlockHash,
+        hit_class: u8,
+    ) -> NodeId {
+        let depth = self.forest.depth(parent) + 1;
+        let spec = self.spec(ns);
+        let (groups, required) = (spec.groups.len(), spec.required(depth));
+        let id = self.forest.insert(ns, parent, hash, groups, required);
+        let touch = &mut self.forest.node_mut(id).touch;
+        touch.last = self.tick;
+        touch.hit_class = hit_class;
+        id
+    }
+}

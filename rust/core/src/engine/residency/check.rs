@@ -1,0 +1,330 @@
+//! The invariants of residency, checked in full.
+
+use std::collections::HashMap;
+
+use crate::forest::{DiskState, Evictability, HostState, NONE, Node, NodeId, Reach, Tier};
+use crate::slots::{Class, Owner, slot_offset};
+
+use super::super::ensure::ensure;
+use super::geometry::Region;
+use super::state::Residency;
+
+/// How often each node is leased, and needed by leases below.
+#[derive(Debug, Default)]
+pub(in crate::engine) struct LeaseCounts {
+    pub(in crate::engine) pins: HashMap<NodeId, u32>,
+    pub(in crate::engine) holds: HashMap<NodeId, u32>,
+}
+
+/// What the nodes say, summed up.
+#[derive(Debug, Default)]
+struct Sums {
+    /// Slots by region: the arena, then the directories.
+    slots: Vec<u64>,
+    /// Candidates by region, size class, and whether they are leaves.
+    candidates: HashMap<(usize, Class, bool), usize>,
+    queued_bytes: u64,
+}
+
+impl Residency {
+    /// Whether every invariant holds, if nodes are leased as `leases` says. `writes_failed` says whether a
+    /// write has ever failed: then a node may be on disk without its required ancestor.
+    pub(in crate::engine) fn check(
+        &self,
+        leases: &LeaseCounts,
+        writes_failed: bool,
+    ) -> Result<(), String> {
+        let mut sums = Sums {
+            slots: vec![0; 1 + self.disks.len()],
+            ..Sums::default()
+        };
+        for id in self.forest.ids() {
+            self.check_tree(id)?;
+            self.check_counts(id)?;
+            self.check_uses(id, leases)?;
+            self.check_reach(id)?;
+            self.check_disk_chain(id, writes_failed)?;
+            for group in self.node(id).groups() {
+                self.check_slots(id, group)?;
+            }
+            self.sum_up(id, &mut sums);
+        }
+        ensure!(
+            sums.queued_bytes == self.queued_bytes,
+            "queued_bytes {}, payloads {}",
+            self.queued_bytes,
+            sums.queued_bytes
+        );
+        for region in self.regions() {
+            self.check_region(region, &sums)?;
+        }
+        Ok(())
+    }
+
+    fn regions(&self) -> impl Iterator<Item = Region> + use<> {
+        let disks = self.devices().map(Region::Disk);
+        std::iter::once(Region::Host).chain(disks)
+    }
+
+    fn sum_up(&self, id: NodeId, sums: &mut Sums) {
+        let node = self.node(id);
+        for (group, payload) in (0u8..).zip(node.payloads()) {
+            for tier in Tier::ALL {
+                if payload.has_slot(tier) {
+                    sums.slots[index_of(self.region(id, tier))] += 1;
+                }
+            }
+            if payload.disk == DiskState::Queued {
+                sums.queued_bytes += self.slot_bytes(id, group);
+            }
+        }
+        for tier in Tier::ALL {
+            let evictability = node.tiers.evictability[tier as usize];
+            let is_leaf = evictability == Evictability::Leaf;
+            for class in self.candidate_classes(id, tier, evictability) {
+                let key = (index_of(self.region(id, tier)), class, is_leaf);
+                *sums.candidates.entry(key).or_default() += 1;
+            }
+        }
+    }
+
+    fn check_tree(&self, id: NodeId) -> Result<(), String> {
+        let node = self.node(id);
+        let found = self.forest.find(node.ns, &node.hash);
+        if node.is_detached() {
+            ensure!(found != Some(id), "node {id}: detached and in the index");
+            ensure!(
+                !node.is_idle() || node.children() > 0,
+                "node {id}: detached, in no use, not freed"
+            );
+        } else {
+            ensure!(found == Some(id), "node {id}: not in the index");
+        }
+        if let Some(parent) = self.parent(id) {
+            ensure!(
+                node.is_detached() || !self.node(parent).is_detached(),
+                "node {id}: its parent {parent} has left the index"
+            );
+        }
+        let depth = self.forest.depth(node.parent()) + 1;
+        ensure!(
+            node.depth == depth,
+            "node {id}: depth {}, should be {depth}",
+            node.depth
+        );
+        let (mut children, mut active) = (0, [0, 0]);
+        for child in self.forest.children(id) {
+            ensure!(
+                self.node(child).parent() == id,
+                "node {child}: among the children of {id}"
+            );
+            children += 1;
+            for tier in Tier::ALL {
+                active[tier as usize] += u32::from(self.forest.is_active(child, tier));
+            }
+        }
+        ensure!(
+            node.children() == children,
+            "node {id}: {} children, linked {children}",
+            node.children()
+        );
+        let counted = node.tiers.active_children;
+        ensure!(
+            counted == active,
+            "node {id}: active_children {counted:?}, active {active:?}"
+        );
+        Ok(())
+    }
+
+    fn check_counts(&self, id: NodeId) -> Result<(), String> {
+        let node = self.node(id);
+        let slots = slots_of(node);
+        ensure!(
+            node.tiers.slots == slots,
+            "node {id}: slots {:?}, in use {slots:?}",
+            node.tiers.slots
+        );
+        for tier in Tier::ALL {
+            let known = node.tiers.evictability[tier as usize];
+            let expected = self.evictability(id, tier);
+            ensure!(
+                known == expected,
+                "node {id}: evictability of {tier:?} is {known:?}, and should be {expected:?}"
+            );
+        }
+        let is_empty_leaf = node.children() == 0
+            && node.is_idle()
+            && node.payloads().iter().all(|payload| {
+                payload.host == HostState::Empty && payload.disk == DiskState::Empty
+            });
+        ensure!(!is_empty_leaf, "node {id}: an empty leaf");
+        Ok(())
+    }
+
+    fn check_uses(&self, id: NodeId, leases: &LeaseCounts) -> Result<(), String> {
+        let uses = self.node(id).uses;
+        let expected = leases.pins.get(&id).copied().unwrap_or(0);
+        ensure!(
+            uses.pins == expected,
+            "node {id}: {} pins, {expected} leases",
+            uses.pins
+        );
+        let expected = leases.holds.get(&id).copied().unwrap_or(0);
+        ensure!(
+            uses.holds == expected,
+            "node {id}: {} holds, {expected} leases below",
+            uses.holds
+        );
+        let payloads = self.node(id).payloads().iter();
+        let in_flight = payloads.map(|payload| {
+            let host = matches!(payload.host, HostState::Filling | HostState::Reading);
+            u32::from(host) + u32::from(payload.disk == DiskState::Writing)
+        });
+        let expected: u32 = in_flight.sum();
+        ensure!(
+            uses.busy == expected,
+            "node {id}: busy {}, in flight {expected}",
+            uses.busy
+        );
+        Ok(())
+    }
+
+    fn check_reach(&self, id: NodeId) -> Result<(), String> {
+        let node = self.node(id);
+        if node.is_detached() {
+            return Ok(());
+        }
+        let above = self.parent(id).map(|parent| self.node(parent).reach);
+        let above = above.unwrap_or(Reach::HostChain);
+        let complete = self.is_complete(id);
+        // A payload that is read from a directory given up meanwhile is in no tier, and may yet come.
+        let mut payloads = node.payloads().iter();
+        let is_coming = payloads.any(|payload| payload.host == HostState::Reading);
+        ensure!(
+            !node.is_visible() || above >= Reach::Visible && (complete || is_coming),
+            "node {id}: visible on an incomplete chain"
+        );
+        ensure!(
+            node.is_visible() || !(above >= Reach::Visible && complete),
+            "node {id}: complete and not visible"
+        );
+        let in_host = above == Reach::HostChain && self.is_in_host(id);
+        ensure!(
+            node.is_host_chain() == in_host,
+            "node {id}: reach is {:?}",
+            node.reach
+        );
+        Ok(())
+    }
+
+    fn check_disk_chain(&self, id: NodeId, writes_failed: bool) -> Result<(), String> {
+        let node = self.node(id);
+        if node.is_detached() || node.tiers.slots[Tier::Disk as usize] == 0 || writes_failed {
+            return Ok(());
+        }
+        let ancestor = self.required_ancestor(id);
+        ensure!(
+            ancestor == NONE || self.is_on_disk(ancestor),
+            "node {id}: on disk without {ancestor}, its required ancestor"
+        );
+        Ok(())
+    }
+
+    fn check_slots(&self, id: NodeId, group: u8) -> Result<(), String> {
+        let node = self.node(id);
+        let payload = node.payload(group);
+        let owner = Some(Owner { node: id, group });
+        if payload.has_slot(Tier::Host) {
+            let class = self.class(id, Region::Host, group);
+            let found = self.host.owner_at(class, slot_offset(payload.host_slot));
+            ensure!(
+                found == owner,
+                "node {id} group {group}: its slot in the arena belongs to {found:?}"
+            );
+        }
+        if !payload.has_slot(Tier::Disk) {
+            return Ok(());
+        }
+        let (device, offset) = (node.device.index(), slot_offset(payload.disk_slot));
+        let class = self.class(id, Region::Disk(node.device), group);
+        let disk = &self.disks[device];
+        let found = disk.slots().owner_at(class, offset);
+        ensure!(
+            found == owner,
+            "node {id} group {group}: its slot on disk {device} belongs to {found:?}"
+        );
+        if let Some(parent) = self.parent(id)
+            && self.node(parent).required == 0
+        {
+            ensure!(
+                disk.has_placeholder(parent) || disk.has_all_placeholders(),
+                "node {id}: on disk {device}, and its parent has no record there"
+            );
+        }
+        let record = disk.record_at(class, offset);
+        let found = record.and_then(|(_, owner)| owner);
+        ensure!(
+            found == owner,
+            "node {id} group {group}: its record belongs to {found:?}"
+        );
+        Ok(())
+    }
+
+    fn check_region(&self, region: Region, sums: &Sums) -> Result<(), String> {
+        let slots = self.slots(region);
+        let expected = sums.slots[index_of(region)];
+        ensure!(
+            slots.blocks() == expected,
+            "{region:?}: {} slots, {expected} payloads",
+            slots.blocks()
+        );
+        ensure!(
+            slots.used_bytes() <= slots.capacity(),
+            "{region:?}: over capacity"
+        );
+        let policies = match region {
+            Region::Host => &self.host_policies,
+            Region::Disk(device) => &self.disks[device.index()].policies,
+        };
+        for class in slots.classes() {
+            for (policy, is_leaf) in [(&policies.leaves, true), (&policies.optional, false)] {
+                let key = (index_of(region), class, is_leaf);
+                let expected = sums.candidates.get(&key).copied().unwrap_or(0);
+                let known = policy.leaves(class);
+                ensure!(
+                    known == expected,
+                    "{region:?} class {class}, leaves {is_leaf}: the policy knows {known} candidates of {expected}"
+                );
+            }
+        }
+        if let Region::Disk(device) = region {
+            let (records, owned) = self.disks[device.index()].records_in_use();
+            ensure!(
+                owned,
+                "{region:?}: the record of a placeholder belongs to another"
+            );
+            ensure!(
+                records as u64 == expected,
+                "{region:?}: {records} records, {expected} payloads"
+            );
+        }
+        Ok(())
+    }
+}
+
+fn index_of(region: Region) -> usize {
+    match region {
+        Region::Host => 0,
+        Region::Disk(device) => 1 + device.index(),
+    }
+}
+
+fn slots_of(node: &Node) -> [u8; 2] {
+    let mut slots = [0, 0];
+    for payload in node.payloads() {
+        for tier in Tier::ALL {
+            slots[tier as usize] += u8::from(payload.has_slot(tier));
+        }
+    }
+    slots
+}

@@ -1,0 +1,211 @@
+//! Which directory a payload is written to, and the slot there.
+
+use crate::disk::Disk;
+use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, Tier};
+use crate::metrics::Counters;
+use crate::slots::Owner;
+
+use super::geometry::Region;
+use super::slots::Loss;
+use super::state::Residency;
+
+/// Why a payload gets no slot on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum DiskRefusal {
+    /// The policy keeps what the disk has.
+    Admission,
+    /// Everything on disk is in use.
+    Full,
+    /// No directory takes writes.
+    Degraded,
+}
+
+impl Residency {
+    /// The nearest ancestor that requires a payload, or `NONE`: `id` is of no use after a restart without
+    /// that ancestor's payload.
+    pub(in crate::engine) fn required_ancestor(&self, id: NodeId) -> NodeId {
+        if !self.spec_of(id).has_full() {
+            return NONE;
+        }
+        let mut ancestors = self.forest.ancestors(id);
+        let found = ancestors.find(|&at| self.node(at).required != 0);
+        found.unwrap_or(NONE)
+    }
+
+    /// Whether every required payload of a node is on disk or being written.
+    pub(in crate::engine) fn is_on_disk(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        let mut payloads = (0u8..).zip(node.payloads());
+        payloads.all(|(group, payload)| !node.requires(group) || payload.has_slot(Tier::Disk))
+    }
+
+    /// Whether a required payload of a node is in the write queue.
+    pub(in crate::engine) fn is_queued(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        let mut payloads = (0u8..).zip(node.payloads());
+        payloads.any(|(group, payload)| node.requires(group) && payload.disk == DiskState::Queued)
+    }
+
+    /// Group of a required payload of a node that is in the arena, and neither on disk nor queued.
+    pub(in crate::engine) fn writable_group(&self, id: NodeId) -> Option<u8> {
+        let node = self.node(id);
+        (0u8..).zip(node.payloads()).find_map(|(group, payload)| {
+            let wanted = node.requires(group)
+                && payload.host == HostState::Present
+                && payload.disk == DiskState::Empty;
+            wanted.then_some(group)
+        })
+    }
+
+    /// A slot on disk for a payload, and where: on another directory if everything on the chosen one is in
+    /// use. `admitted` payloads are not weighed by the policy. The required ancestor is not evicted for it.
+    pub(in crate::engine) fn reserve_disk(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        admitted: bool,
+        now_ns: u64,
+        counters: &mut Counters,
+    ) -> Result<(DeviceIndex, u64), DiskRefusal> {
+        let ancestor = self.required_ancestor(id);
+        if ancestor != NONE {
+            self.pin(ancestor);
+        }
+        let reserved = self.reserve_on_any(id, group, admitted, now_ns, counters);
+        if ancestor != NONE {
+            self.unpin(ancestor);
+        }
+        reserved
+    }
+
+    fn reserve_on_any(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        admitted: bool,
+        now_ns: u64,
+        counters: &mut Counters,
+    ) -> Result<(DeviceIndex, u64), DiskRefusal> {
+        let chosen = self.choose_disk(id, now_ns).ok_or(DiskRefusal::Degraded)?;
+        let bound = self.node(id).tiers.slots[Tier::Disk as usize] > 0;
+        let others = self.devices().filter(|&device| device != chosen && !bound);
+        for device in std::iter::once(chosen).chain(others) {
+            if !self.disks[device.index()].health.takes_writes(now_ns) {
+                continue;
+            }
+            let region = Region::Disk(device);
+            let hit_class = self.node(id).touch.hit_class;
+            if !admitted && self.refuses_new(id, group, region, hit_class) {
+                return Err(DiskRefusal::Admission);
+            }
+            if let Some(offset) = self.reserve_on(id, group, device, counters) {
+                return Ok((device, offset));
+            }
+        }
+        Err(DiskRefusal::Full)
+    }
+
+    /// The directory for a node's payloads: the one it has; else its parent's, unless they part here from
+    /// another branch; else one by its hash, in proportion to capacity, among those that take writes.
+    ///
+    /// A block is of use only together with its ancestors. So branches spread over the directories, and
+    /// each stays on one: a directory that fails takes few blocks with it that lie on others.
+    fn choose_disk(&self, id: NodeId, now_ns: u64) -> Option<DeviceIndex> {
+        let node = self.node(id);
+        let takes = |disk: &Disk| disk.health.takes_writes(now_ns);
+        if node.tiers.slots[Tier::Disk as usize] > 0 {
+            return Some(node.device).filter(|device| takes(&self.disks[device.index()]));
+        }
+        if let Some(parent) = self.parent(id) {
+            let parent = self.node(parent);
+            if parent.children() == 1
+                && parent.tiers.slots[Tier::Disk as usize] > 0
+                && takes(&self.disks[parent.device.index()])
+            {
+                return Some(parent.device);
+            }
+        }
+        let pages = |disk: &Disk| disk.slots().capacity() / disk.slots().page_bytes();
+        let takers = self.disks.iter().filter(|disk| takes(disk));
+        let total: u64 = takers.map(pages).sum();
+        let mut point = node.hash.fingerprint() % total.max(1);
+        let found = self.disks.iter().position(|disk| {
+            let share = pages(disk);
+            if !takes(disk) {
+                return false;
+            }
+            let here = point < share;
+            point = point.saturating_sub(share);
+            here
+        });
+        found.map(DeviceIndex::new)
+    }
+
+    fn reserve_on(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        device: DeviceIndex,
+        counters: &mut Counters,
+    ) -> Option<u64> {
+        let region = Region::Disk(device);
+        let class = self.class(id, region, group);
+        let mut drains = 0;
+        loop {
+            let owner = Owner { node: id, group };
+            if let Some(offset) = self.disk_mut(device).alloc(class, owner) {
+                return Some(offset);
+            }
+            if !self.make_room(region, class, &mut drains, counters) {
+                return None;
+            }
+        }
+    }
+
+    /// A node without payloads on disk was not written: the policy of the directory that it would have
+    /// gone to remembers it.
+    pub(in crate::engine) fn note_refused_write(&mut self, id: NodeId, now_ns: u64) {
+        let node = self.node(id);
+        if node.tiers.slots[Tier::Disk as usize] > 0 {
+            return;
+        }
+        let (touch, fingerprint) = (node.touch, node.hash.fingerprint());
+        if let Some(device) = self.choose_disk(id, now_ns) {
+            let policy = &mut self.disk_mut(device).policies.leaves;
+            policy.on_refuse(fingerprint, touch.hit_class, touch.last);
+        }
+    }
+
+    /// Gives placeholder records to the ancestors that may be without payloads, up to one that is not:
+    /// without them a restart could not find `id`.
+    pub(in crate::engine) fn add_placeholders(&mut self, id: NodeId, device: DeviceIndex) {
+        let mut at = self.node(id).parent();
+        while at != NONE && self.node(at).required == 0 && self.disk_mut(device).add_placeholder(at)
+        {
+            at = self.node(at).parent();
+        }
+    }
+
+    /// Gives a directory up: payloads that only it holds are lost.
+    pub(in crate::engine) fn give_up_disk(&mut self, device: DeviceIndex) {
+        let ids = self.forest.ids();
+        let mut nodes: Vec<(NodeId, u32)> = ids.map(|id| (id, self.node(id).epoch)).collect();
+        // The first one that is lost takes all nodes below along.
+        nodes.sort_unstable_by_key(|&(id, _)| self.node(id).depth);
+        for (id, epoch) in nodes {
+            if !self.forest.is_live(id, epoch) || self.node(id).device != device {
+                continue;
+            }
+            let mut dropped = false;
+            for group in self.node(id).groups() {
+                if self.node(id).payload(group).disk == DiskState::Present {
+                    self.free_disk(id, group, Loss::Dropped);
+                    dropped = true;
+                }
+            }
+            if dropped {
+                self.reconcile(id);
+            }
+        }
+    }
+}

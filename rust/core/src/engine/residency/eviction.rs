@@ -1,0 +1,275 @@
+//! Eviction: which payloads may go, and which go when a region is full.
+//!
+//! Leaves go with all they hold. Of a node above other payloads of the tier, only the optional payloads
+//! may go: blocks that have left their window, and states between boundaries.
+
+use crate::forest::{DiskState, Evictability, HostState, NodeId, Payload, Tier};
+use crate::metrics::Counters;
+use crate::policy::{Leaf, Policy};
+use crate::slots::{Class, slot_offset};
+
+use super::geometry::Region;
+use super::slots::Loss;
+use super::state::Residency;
+
+/// Pages of other size classes that one allocation may drain: bounds its work.
+const DRAINS_MAX: u32 = 4;
+
+impl Residency {
+    /// Size classes of a node's payloads for which `wanted` holds, without repetition.
+    fn classes_where(
+        &self,
+        id: NodeId,
+        tier: Tier,
+        wanted: impl Fn(u8, &Payload) -> bool,
+    ) -> Vec<Class> {
+        let (node, region) = (self.node(id), self.region(id, tier));
+        let mut classes = Vec::with_capacity(1);
+        for (group, payload) in (0u8..).zip(node.payloads()) {
+            if !wanted(group, payload) {
+                continue;
+            }
+            let class = self.class(id, region, group);
+            if !classes.contains(&class) {
+                classes.push(class);
+            }
+        }
+        classes
+    }
+
+    /// Size classes in which a node stands in a tier's policy, as it is evictable.
+    pub(super) fn candidate_classes(
+        &self,
+        id: NodeId,
+        tier: Tier,
+        evictability: Evictability,
+    ) -> Vec<Class> {
+        let node = self.node(id);
+        match evictability {
+            Evictability::Kept => Vec::new(),
+            Evictability::Leaf => self.classes_where(id, tier, |_, payload| payload.has_slot(tier)),
+            Evictability::OptionalPayloads => self.classes_where(id, tier, |group, payload| {
+                !node.requires(group) && payload.is_readable(tier)
+            }),
+        }
+    }
+
+    fn candidates(&mut self, id: NodeId, tier: Tier, evictability: Evictability) -> &mut Policy {
+        let region = self.region(id, tier);
+        let policies = self.policies(region);
+        match evictability {
+            Evictability::OptionalPayloads => &mut policies.optional,
+            Evictability::Leaf | Evictability::Kept => &mut policies.leaves,
+        }
+    }
+
+    /// Takes a node out of the candidates of both tiers. Called before anything changes that
+    /// [`Residency::evictability`] depends on.
+    pub(super) fn withdraw(&mut self, id: NodeId) {
+        self.withdraw_from(id, Tier::Host);
+        self.withdraw_from(id, Tier::Disk);
+    }
+
+    fn withdraw_from(&mut self, id: NodeId, tier: Tier) {
+        let node = self.node(id);
+        let (evictability, last) = (node.tiers.evictability[tier as usize], node.touch.last);
+        if evictability == Evictability::Kept {
+            return;
+        }
+        let classes = self.candidate_classes(id, tier, evictability);
+        let policy = self.candidates(id, tier, evictability);
+        for class in classes {
+            let found = policy.remove_leaf(class, id, last);
+            assert!(
+                found,
+                "node {id} is a candidate that the policy does not know"
+            );
+        }
+        self.forest.node_mut(id).tiers.evictability[tier as usize] = Evictability::Kept;
+    }
+
+    /// What of a node's payloads of a tier may be evicted.
+    pub(super) fn evictability(&self, id: NodeId, tier: Tier) -> Evictability {
+        let node = self.node(id);
+        if node.is_detached() || node.uses.pins > 0 || node.uses.holds > 0 {
+            return Evictability::Kept;
+        }
+        let (mut last_copy, mut optional) = (false, false);
+        for (group, payload) in (0u8..).zip(node.payloads()) {
+            if payload.is_in_flight() {
+                return Evictability::Kept;
+            }
+            if node.requires(group) {
+                last_copy |= match tier {
+                    Tier::Host => payload.disk != DiskState::Present,
+                    Tier::Disk => payload.host != HostState::Present,
+                };
+            } else {
+                optional |= payload.is_readable(tier);
+            }
+        }
+        let is_leaf = node.tiers.slots[tier as usize] > 0
+            && node.tiers.active_children[tier as usize] == 0
+            // A child on the other tier needs the last copy of its parent.
+            && (!last_copy || node.children() == 0);
+        if is_leaf {
+            Evictability::Leaf
+        } else if optional {
+            Evictability::OptionalPayloads
+        } else {
+            Evictability::Kept
+        }
+    }
+
+    /// Enters a node among the candidates of both tiers, or takes it out, as it is evictable now.
+    pub(in crate::engine) fn refresh(&mut self, id: NodeId) {
+        for tier in Tier::ALL {
+            let evictability = self.evictability(id, tier);
+            if self.node(id).tiers.evictability[tier as usize] == evictability {
+                continue;
+            }
+            self.withdraw_from(id, tier);
+            if evictability == Evictability::Kept {
+                continue;
+            }
+            let classes = self.candidate_classes(id, tier, evictability);
+            let node = self.forest.node_mut(id);
+            node.tiers.evictability[tier as usize] = evictability;
+            let leaf = Leaf {
+                node: id,
+                last: node.touch.last,
+                hit_class: node.touch.hit_class,
+            };
+            let policy = self.candidates(id, tier, evictability);
+            for class in classes {
+                policy.insert_leaf(class, leaf);
+            }
+        }
+    }
+
+    /// Makes one slot's worth of room in a region, or more. False if everything is in use.
+    ///
+    /// The oldest candidate goes, of whatever size class: so space moves between models by use.
+    pub(super) fn make_room(
+        &mut self,
+        region: Region,
+        class: Class,
+        drains: &mut u32,
+        counters: &mut Counters,
+    ) -> bool {
+        let own = self.victim(region, class);
+        let classes = self.slots(region).classes();
+        let other = classes
+            .filter(|&other| other != class)
+            .filter_map(|other| Some((self.victim(region, other)?, other)))
+            .min_by_key(|(leaf, _)| leaf.last);
+        if let Some((leaf, other)) = other {
+            let older = own.as_ref().is_none_or(|own| leaf.last < own.last);
+            // Without a victim of its own class, draining is the only way: no limit on it.
+            if older && (own.is_none() || *drains < DRAINS_MAX) {
+                *drains += 1;
+                if self.drain_page(region, leaf.node, other, counters) {
+                    return true;
+                }
+            }
+        }
+        let Some(own) = own else { return false };
+        self.evict(own.node, region.tier(), counters);
+        true
+    }
+
+    fn victim(&mut self, region: Region, class: Class) -> Option<Leaf> {
+        let tick = self.tick;
+        self.policies(region).victim(class, tick)
+    }
+
+    /// Evicts what may go of a candidate's payloads of a tier.
+    fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
+        let (parent, last) = (self.parent(id), self.node(id).touch.last);
+        let evictability = self.node(id).tiers.evictability[tier as usize];
+        assert_ne!(
+            evictability,
+            Evictability::Kept,
+            "node {id} is evicted and no candidate"
+        );
+        let is_leaf = evictability == Evictability::Leaf;
+        self.evict_payloads(id, tier, is_leaf, counters);
+        // Under LRU only the deepest block of a hit is touched: its parent inherits that.
+        if let Some(parent) = parent
+            && is_leaf
+            && self.node(parent).touch.last < last
+            && !self
+                .candidates(id, tier, evictability)
+                .touches_every_block()
+        {
+            self.withdraw(parent);
+            self.forest.node_mut(parent).touch.last = last;
+            self.refresh(parent);
+        }
+        self.reconcile(id);
+    }
+
+    fn evict_payloads(&mut self, id: NodeId, tier: Tier, all: bool, counters: &mut Counters) {
+        for group in self.node(id).groups() {
+            let node = self.node(id);
+            if !all && node.requires(group) || !node.payload(group).is_readable(tier) {
+                continue;
+            }
+            match tier {
+                Tier::Host => {
+                    counters.host_evictions += 1;
+                    self.free_host(id, group, Loss::Evicted);
+                }
+                Tier::Disk => {
+                    counters.disk_evictions += 1;
+                    self.free_disk(id, group, Loss::Evicted);
+                }
+            }
+        }
+    }
+
+    /// Evicts what can be of the page that holds a candidate's payload of size class `class`.
+    fn drain_page(
+        &mut self,
+        region: Region,
+        candidate: NodeId,
+        class: Class,
+        counters: &mut Counters,
+    ) -> bool {
+        let tier = region.tier();
+        let Some(offset) = self.evictable_slot(region, candidate, class) else {
+            return false;
+        };
+        let slots = self.slots(region);
+        let owners = slots.owners(slots.page_of(offset));
+        let mut nodes: Vec<NodeId> = owners.map(|owner| owner.node).collect();
+        nodes.dedup();
+        // Deepest first, so that each is a leaf when its turn comes, unless it is in use.
+        nodes.sort_by_key(|&id| std::cmp::Reverse(self.node(id).depth));
+        let epochs: Vec<u32> = nodes.iter().map(|&id| self.node(id).epoch).collect();
+        let mut freed = false;
+        for (id, epoch) in nodes.into_iter().zip(epochs) {
+            // One eviction may have freed others.
+            if self.forest.is_live(id, epoch) && self.evictability(id, tier) != Evictability::Kept {
+                self.evict(id, tier, counters);
+                freed = true;
+            }
+        }
+        freed
+    }
+
+    /// Offset of a slot of size class `class` that a candidate would free.
+    fn evictable_slot(&self, region: Region, candidate: NodeId, class: Class) -> Option<u64> {
+        let tier = region.tier();
+        let node = self.node(candidate);
+        let is_leaf = node.tiers.evictability[tier as usize] == Evictability::Leaf;
+        (0u8..).zip(node.payloads()).find_map(|(group, payload)| {
+            let goes = payload.is_readable(tier) && (is_leaf || !node.requires(group));
+            let slot = match tier {
+                Tier::Host => payload.host_slot,
+                Tier::Disk => payload.disk_slot,
+            };
+            (goes && self.class(candidate, region, group) == class).then(|| slot_offset(slot))
+        })
+    }
+}

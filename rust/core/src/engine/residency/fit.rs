@@ -1,0 +1,116 @@
+//! Namespaces of the index: whether their payloads fit, and which slots they take.
+
+use crate::error::RegisterError;
+use crate::forest::{DeviceIndex, NodeId, NsId};
+use crate::namespace::{GroupKind, NamespaceSpec};
+use crate::slots::Class;
+
+use super::geometry::{Geometry, Region};
+use super::state::Residency;
+
+impl Residency {
+    /// Whether every payload of a namespace fits a page of every region, and where it lies.
+    ///
+    /// # Errors
+    /// If one does not.
+    pub(in crate::engine) fn fit(
+        &mut self,
+        spec: NamespaceSpec,
+    ) -> Result<Geometry, RegisterError> {
+        let mut host_class = Vec::new();
+        let mut disk_class = vec![Vec::new(); self.disks.len()];
+        for (index, group) in spec.groups.iter().enumerate() {
+            if group.kind == GroupKind::Ignored {
+                host_class.push(None);
+                disk_class.iter_mut().for_each(|classes| classes.push(None));
+                continue;
+            }
+            let payload_bytes = u64::from(group.payload_bytes);
+            let too_large = |region, page_bytes, option| RegisterError::PayloadTooLarge {
+                group: index,
+                payload_bytes,
+                region,
+                page_bytes,
+                option,
+            };
+            let class = self.host.class_for(payload_bytes);
+            if class.is_none() {
+                let page_bytes = self.host.page_bytes();
+                return Err(too_large("the arena", page_bytes, "host_memory"));
+            }
+            host_class.push(class);
+            for (disk, classes) in self.disks.iter_mut().zip(&mut disk_class) {
+                let class = disk.class_for(payload_bytes);
+                if class.is_none() {
+                    let page_bytes = disk.slots().page_bytes();
+                    return Err(too_large("the data file", page_bytes, "disk_capacity"));
+                }
+                classes.push(class);
+            }
+        }
+        Ok(Geometry {
+            spec,
+            host_class,
+            disk_class,
+        })
+    }
+
+    /// Adds a namespace.
+    pub(in crate::engine) fn add_namespace(&mut self, geometry: Geometry) -> NsId {
+        let ns = self.forest.add_namespace();
+        assert_eq!(
+            usize::from(ns),
+            self.geometry.len(),
+            "one geometry for each namespace"
+        );
+        self.geometry.push(geometry);
+        ns
+    }
+
+    /// Gives the index of a namespace without nodes to another.
+    pub(in crate::engine) fn replace_namespace(&mut self, ns: NsId, geometry: Geometry) {
+        assert!(
+            self.forest.roots(ns).next().is_none(),
+            "namespace {ns} has nodes"
+        );
+        self.geometry[usize::from(ns)] = geometry;
+    }
+
+    /// The alignment is the client's way of looking, not a property of the payloads.
+    pub(in crate::engine) fn set_alignment(&mut self, ns: NsId, alignment_tokens: u32) {
+        self.geometry[usize::from(ns)].spec.alignment_tokens = alignment_tokens;
+    }
+
+    /// Size class of a group's payloads on a directory; `None` for an ignored or unknown group.
+    pub(super) fn class_on_disk(
+        &self,
+        ns: NsId,
+        device: DeviceIndex,
+        group: usize,
+    ) -> Option<Class> {
+        self.geometry[usize::from(ns)].class(Region::Disk(device), group)
+    }
+
+    /// Size class of a node's payload in a region.
+    pub(super) fn class(&self, id: NodeId, region: Region, group: u8) -> Class {
+        self.geometry[usize::from(self.node(id).ns)]
+            .class(region, usize::from(group))
+            .expect("an ignored group has no payloads")
+    }
+
+    /// Bytes of the slot of a node's payload in the arena.
+    pub(in crate::engine) fn slot_bytes(&self, id: NodeId, group: u8) -> u64 {
+        self.host.slot_bytes(self.class(id, Region::Host, group))
+    }
+
+    /// Slot bytes in the arena of several payloads.
+    pub(in crate::engine) fn slot_bytes_of(&self, payloads: &[(NodeId, u8)]) -> u64 {
+        let slots = payloads.iter();
+        slots.map(|&(id, group)| self.slot_bytes(id, group)).sum()
+    }
+
+    /// Bytes of a node's payload.
+    pub(in crate::engine) fn payload_bytes(&self, id: NodeId, group: u8) -> u32 {
+        self.spec_of(id).groups[usize::from(group)].payload_bytes
+    }
+}

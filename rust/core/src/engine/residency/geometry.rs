@@ -1,0 +1,43 @@
+//! What payloads each namespace has, and in which size class they lie in each region.
+
+use crate::forest::{DeviceIndex, Tier};
+use crate::namespace::NamespaceSpec;
+use crate::slots::Class;
+
+/// A region that slots are allocated from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum Region {
+    /// The arena.
+    Host,
+    /// The data file of a directory.
+    Disk(DeviceIndex),
+}
+
+impl Region {
+    pub(super) fn tier(self) -> Tier {
+        match self {
+            Self::Host => Tier::Host,
+            Self::Disk(_) => Tier::Disk,
+        }
+    }
+}
+
+/// The payloads of one namespace.
+#[derive(Debug)]
+pub(in crate::engine) struct Geometry {
+    pub(super) spec: NamespaceSpec,
+    /// Size class of each group in the arena; `None` for ignored groups.
+    pub(super) host_class: Vec<Option<Class>>,
+    /// Size class of each group, by directory.
+    pub(super) disk_class: Vec<Vec<Option<Class>>>,
+}
+
+impl Geometry {
+    pub(super) fn class(&self, region: Region, group: usize) -> Option<Class> {
+        let classes = match region {
+            Region::Host => &self.host_class,
+            Region::Disk(device) => &self.disk_class[device.index()],
+        };
+        *classes.get(group)?
+    }
+}

@@ -1,0 +1,221 @@
+//! What a hit needs, and where it lies.
+
+use crate::forest::{HostState, NONE, NodeId, Tier};
+use crate::resolve::resolve;
+use crate::session::{ArenaOffset, Extent};
+use crate::slots::slot_offset;
+
+use super::state::Residency;
+
+/// A promotion that fits a budget.
+#[derive(Debug)]
+pub(in crate::engine) struct PromotionPlan {
+    /// Node at the boundary.
+    pub(in crate::engine) target: NodeId,
+    /// Depth of the target.
+    pub(in crate::engine) boundary: u32,
+    /// Payloads that a load needs, front to back.
+    pub(in crate::engine) payloads: Vec<(NodeId, u8)>,
+    /// Slot bytes of those that are not in the arena.
+    pub(in crate::engine) unread: u64,
+}
+
+impl Residency {
+    /// The deepest boundary at or below `limit` on the chain of `deepest`, counting payloads in the arena
+    /// only, or in any tier.
+    pub(in crate::engine) fn boundary(
+        &self,
+        deepest: NodeId,
+        limit: u32,
+        local: u32,
+        host_only: bool,
+    ) -> u32 {
+        let top = self.forest.ancestor(deepest, limit);
+        let reach = if host_only {
+            self.host_reach(top, local)
+        } else {
+            limit
+        };
+        let mut chain = Chain {
+            residency: self,
+            top: self.node(top).depth,
+            nodes: vec![top],
+            host_only,
+        };
+        resolve(self.spec_of(top), reach, local, |depth, group| {
+            chain.has(depth, group)
+        })
+    }
+
+    /// How far, from `local` towards `top`, every required payload is in the arena.
+    fn host_reach(&self, top: NodeId, local: u32) -> u32 {
+        let mut reach = self.node(top).depth;
+        let mut at = top;
+        while at != NONE {
+            let node = self.node(at);
+            // All above a node of the host chain are in the arena, too.
+            if node.depth <= local || node.is_host_chain() {
+                break;
+            }
+            if !self.is_in_host(at) {
+                reach = node.depth - 1;
+            }
+            at = node.parent();
+        }
+        reach
+    }
+
+    /// Plans the promotion of what a hit at `target` needs beyond `local`, or of the longest part of it
+    /// that `budget` bytes suffice for. `None` if nothing of it fits.
+    pub(in crate::engine) fn plan_promotion(
+        &self,
+        target: NodeId,
+        local: u32,
+        budget: u64,
+    ) -> Option<PromotionPlan> {
+        let mut boundary = self.node(target).depth;
+        let mut payloads = self.needed_payloads(target, local);
+        let mut unread = self.missing_bytes(&payloads);
+        let mut room = budget;
+        while unread > budget {
+            let reach = self.affordable(&payloads, room).min(boundary - 1);
+            if reach <= local {
+                return None;
+            }
+            boundary = self.boundary(target, reach, local, false);
+            if boundary <= local {
+                return None;
+            }
+            payloads = self.needed_payloads(self.forest.ancestor(target, boundary), local);
+            unread = self.missing_bytes(&payloads);
+            // A window or a state at the new end may be more than what was left out.
+            room -= room / 16;
+        }
+        Some(PromotionPlan {
+            target: self.forest.ancestor(target, boundary),
+            boundary,
+            payloads,
+            unread,
+        })
+    }
+
+    /// Payloads that a load of `(local, depth of target]` needs, front to back.
+    pub(in crate::engine) fn needed_payloads(
+        &self,
+        target: NodeId,
+        local: u32,
+    ) -> Vec<(NodeId, u8)> {
+        let top = self.node(target);
+        let spec = self.spec(top.ns);
+        let after: Vec<u32> = top
+            .groups()
+            .map(|group| spec.needed_after(usize::from(group), top.depth).max(local))
+            .collect();
+        let lowest = after.iter().copied().min();
+        let lowest = lowest.expect("a namespace has at least one group");
+        let mut payloads = Vec::with_capacity((top.depth - lowest.min(top.depth)) as usize);
+        let mut at = target;
+        while at != NONE && self.node(at).depth > lowest {
+            let depth = self.node(at).depth;
+            for (group, &after) in (0u8..).zip(&after) {
+                if depth > after && spec.ends_block(usize::from(group), depth) {
+                    payloads.push((at, group));
+                }
+            }
+            at = self.node(at).parent();
+        }
+        payloads.reverse();
+        payloads
+    }
+
+    fn missing_bytes(&self, payloads: &[(NodeId, u8)]) -> u64 {
+        payloads.iter().map(|&payload| self.missing(payload)).sum()
+    }
+
+    /// Bytes that a payload takes of the arena beyond what it has there.
+    fn missing(&self, (id, group): (NodeId, u8)) -> u64 {
+        match self.node(id).payload(group).host {
+            HostState::Present | HostState::Reading => 0,
+            HostState::Empty | HostState::Filling => self.slot_bytes(id, group),
+        }
+    }
+
+    /// The depth to which `room` bytes suffice for what is missing, front to back.
+    fn affordable(&self, payloads: &[(NodeId, u8)], mut room: u64) -> u32 {
+        for &payload in payloads {
+            match room.checked_sub(self.missing(payload)) {
+                Some(left) => room = left,
+                None => return self.node(payload.0).depth - 1,
+            }
+        }
+        payloads.last().map_or(0, |&(id, _)| self.node(id).depth)
+    }
+
+    /// Whether all of these payloads are readable in the arena.
+    pub(in crate::engine) fn all_in_host(&self, payloads: &[(NodeId, u8)]) -> bool {
+        payloads
+            .iter()
+            .all(|&(id, group)| self.node(id).payload(group).is_readable(Tier::Host))
+    }
+
+    /// Slots of payloads in the arena, by KV cache group and block index.
+    pub(in crate::engine) fn extents(&self, payloads: &[(NodeId, u8)]) -> Vec<Extent> {
+        let mut extents: Vec<Extent> = Vec::new();
+        let Some(&(first, _)) = payloads.first() else {
+            return extents;
+        };
+        // All payloads of one transfer are of one namespace: one division for each group.
+        let spec = self.spec_of(first);
+        let hash_blocks: Vec<u32> = (0..spec.groups.len())
+            .map(|group| spec.hash_blocks(group))
+            .collect();
+        for &(id, group) in payloads {
+            let node = self.node(id);
+            let payload = node.payload(group);
+            assert_ne!(
+                payload.host,
+                HostState::Empty,
+                "node {id} group {group} has no slot in the arena"
+            );
+            let block = node.depth / hash_blocks[usize::from(group)] - 1;
+            let offset = ArenaOffset::new(slot_offset(payload.host_slot));
+            match extents.iter_mut().find(|extent| extent.group == group) {
+                None => extents.push(Extent {
+                    group,
+                    first_block: block,
+                    offsets: vec![offset],
+                }),
+                Some(extent) => {
+                    // Blocks in between are not copied.
+                    let index = (block - extent.first_block) as usize;
+                    assert!(
+                        index >= extent.offsets.len(),
+                        "the payloads of group {group} come front to back"
+                    );
+                    extent.offsets.resize(index, ArenaOffset::NONE);
+                    extent.offsets.push(offset);
+                }
+            }
+        }
+        extents
+    }
+}
+
+/// Reads a chain from its deepest node upwards, and remembers the nodes that it has passed.
+struct Chain<'a> {
+    residency: &'a Residency,
+    top: u32,
+    nodes: Vec<NodeId>,
+    host_only: bool,
+}
+
+impl Chain<'_> {
+    fn has(&mut self, depth: u32, group: usize) -> bool {
+        let index = (self.top - depth) as usize;
+        while let Some(&last) = self.nodes.last().filter(|_| self.nodes.len() <= index) {
+            self.nodes.push(self.residency.node(last).parent());
+        }
+        let payload = self.residency.node(self.nodes[index]).payloads()[group];
+        payload.is_readable(Tier::Host) || !self.host_only && payload.is_readable(Tier::Disk)
+    }
+}

@@ -1,0 +1,119 @@
+//! Leases keep payloads where they are; touches tell the policies what was used.
+
+use crate::forest::{NONE, NodeId, Tier};
+use crate::namespace::GroupKind;
+
+use super::state::Residency;
+
+impl Residency {
+    /// Adds a lease to a node.
+    pub(in crate::engine) fn pin(&mut self, id: NodeId) {
+        self.withdraw(id);
+        self.forest.node_mut(id).uses.pins += 1;
+    }
+
+    /// Ends a lease.
+    pub(in crate::engine) fn unpin(&mut self, id: NodeId) {
+        let pins = &mut self.forest.node_mut(id).uses.pins;
+        *pins = pins
+            .checked_sub(1)
+            .unwrap_or_else(|| panic!("a lease of node {id} ends twice"));
+        self.reconcile(id);
+    }
+
+    /// Leases a node with all that a hit there needs of the nodes above it.
+    pub(in crate::engine) fn pin_hit(&mut self, id: NodeId) {
+        self.pin(id);
+        for above in self.window_above(id) {
+            self.withdraw(above);
+            self.forest.node_mut(above).uses.holds += 1;
+        }
+    }
+
+    /// Ends such a lease.
+    pub(in crate::engine) fn unpin_hit(&mut self, id: NodeId) {
+        for above in self.window_above(id) {
+            let node = self.forest.node_mut(above);
+            node.uses.holds = node
+                .uses
+                .holds
+                .checked_sub(1)
+                .unwrap_or_else(|| panic!("a hold of node {above} ends twice"));
+            if !node.is_detached() {
+                self.refresh(above);
+            }
+        }
+        self.unpin(id);
+    }
+
+    /// The nodes above `id` with payloads of windows or chunks that a hit at `id` needs.
+    pub(in crate::engine) fn window_above(&self, id: NodeId) -> Vec<NodeId> {
+        let top = self.node(id);
+        let spec = self.spec(top.ns);
+        let kinds = spec.groups.iter().enumerate();
+        let windows = kinds.filter(|(_, of)| {
+            matches!(
+                of.kind,
+                GroupKind::SlidingWindow { .. } | GroupKind::ChunkedLocal { .. }
+            )
+        });
+        let lowest = windows
+            .map(|(group, _)| spec.needed_after(group, top.depth))
+            .min();
+        let Some(lowest) = lowest else {
+            return Vec::new();
+        };
+        let above = self.forest.ancestors(id);
+        above
+            .take_while(|&at| self.node(at).depth > lowest)
+            .collect()
+    }
+
+    /// Notes a touch of a hit that ends at `id`, at the current tick.
+    pub(in crate::engine) fn touch_hit(&mut self, id: NodeId) {
+        if self.touches_every_block() {
+            let mut at = id;
+            while at != NONE {
+                self.touch(at);
+                at = self.node(at).parent();
+            }
+        } else {
+            self.touch(id);
+            for above in self.window_above(id) {
+                self.renew(above);
+            }
+        }
+    }
+
+    /// Makes a node one of the current tick, without counting a hit.
+    pub(in crate::engine) fn renew(&mut self, id: NodeId) {
+        // A policy that learns ages accounts for every change of one by itself.
+        if self.node(id).touch.last != self.tick && !self.touches_every_block() {
+            self.withdraw(id);
+            self.forest.node_mut(id).touch.last = self.tick;
+            self.refresh(id);
+        }
+    }
+
+    /// Notes a touch at the current tick.
+    fn touch(&mut self, id: NodeId) {
+        let tick = self.tick;
+        if self.node(id).touch.last == tick {
+            return;
+        }
+        self.withdraw(id);
+        let before = self.node(id).touch;
+        let mut hit_class = before.hit_class;
+        for tier in Tier::ALL {
+            if self.node(id).tiers.slots[tier as usize] > 0 {
+                let region = self.region(id, tier);
+                let policy = &mut self.policies(region).leaves;
+                hit_class = policy.on_hit(before.hit_class, before.last, tick);
+            }
+        }
+        let touch = &mut self.forest.node_mut(id).touch;
+        touch.hit_class = hit_class;
+        touch.last = tick;
+        self.refresh(id);
+    }
+}

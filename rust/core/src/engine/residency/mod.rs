@@ -1,0 +1,28 @@
+//! Residency: which payload is in which tier, what of it a lookup finds, and what may be evicted.
+//!
+//! Every change of a payload's state goes through here. `slots` holds the changes, `reach` their
+//! consequences for lookups, `eviction` those for the policies. `leases` keeps payloads in place,
+//! `hits` says what a hit needs, `admission` adds blocks, `disk_slots` chooses
+//! directories.
+
+mod admission;
+#[cfg(feature = "check")]
+mod check;
+mod disk_slots;
+mod eviction;
+mod fit;
+mod geometry;
+mod hits;
+mod leases;
+mod reach;
+mod recovery;
+mod slots;
+mod state;
+
+#[cfg(feature = "check")]
+pub(super) use check::LeaseCounts;
+pub(super) use disk_slots::DiskRefusal;
+pub(super) use geometry::Region;
+pub(super) use hits::PromotionPlan;
+pub(super) use recovery::FoundRecord;
+pub(super) use state::Residency;

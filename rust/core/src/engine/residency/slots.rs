@@ -1,0 +1,283 @@
+//! The changes of a payload's state: a slot is reserved, filled, written, freed.
+
+use crate::forest::{DeviceIndex, DiskState, HostState, NodeId, Tier};
+use crate::metrics::Counters;
+use crate::slots::{Owner, slot_number, slot_offset};
+
+use super::geometry::Region;
+use super::state::Residency;
+
+/// Why a payload leaves a tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum Loss {
+    /// For space: the policy remembers what it was worth.
+    Evicted,
+    /// For any other reason.
+    Dropped,
+}
+
+impl Residency {
+    /// Reserves a slot of the arena for a payload that is about to be filled, evicting if need be. False
+    /// if everything that could make room is in use.
+    pub(in crate::engine) fn reserve_host(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        state: HostState,
+        counters: &mut Counters,
+    ) -> bool {
+        assert!(
+            matches!(state, HostState::Filling | HostState::Reading),
+            "a reserved slot is {state:?}"
+        );
+        let class = self.class(id, Region::Host, group);
+        let owner = Owner { node: id, group };
+        let mut drains = 0;
+        let offset = loop {
+            if let Some(offset) = self.host.alloc(class, owner) {
+                break offset;
+            }
+            if !self.make_room(Region::Host, class, &mut drains, counters) {
+                return false;
+            }
+        };
+        self.withdraw(id);
+        let node = self.forest.node_mut(id);
+        let payload = node.payload_mut(group);
+        assert_eq!(
+            payload.host,
+            HostState::Empty,
+            "node {id} group {group} has a slot in the arena already"
+        );
+        payload.host = state;
+        payload.host_slot = slot_number(offset);
+        node.uses.busy += 1;
+        self.slot_taken(id, Tier::Host);
+        self.refresh(id);
+        true
+    }
+
+    /// The copy or read into a payload's slot has succeeded. Appends the nodes that became visible by it
+    /// to `became_visible`: a save fills thousands of payloads in one entry, which share one buffer. The
+    /// caller reconciles `id`.
+    pub(in crate::engine) fn host_filled(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        became_visible: &mut Vec<NodeId>,
+    ) {
+        self.end_use(id);
+        let node = self.forest.node_mut(id);
+        let payload = node.payload_mut(group);
+        assert!(
+            matches!(payload.host, HostState::Filling | HostState::Reading),
+            "node {id} group {group} was filled while {:?}",
+            payload.host
+        );
+        payload.host = HostState::Present;
+        if !node.is_detached() {
+            self.propagate_visible(id, became_visible);
+        }
+    }
+
+    /// The copy or read into a payload's slot has failed: frees the slot. The caller reconciles `id`.
+    pub(in crate::engine) fn host_failed(&mut self, id: NodeId, group: u8) {
+        self.end_use(id);
+        self.free_host(id, group, Loss::Dropped);
+    }
+
+    /// A copy or an IO operation on a node has ended.
+    fn end_use(&mut self, id: NodeId) {
+        let busy = &mut self.forest.node_mut(id).uses.busy;
+        *busy = busy
+            .checked_sub(1)
+            .unwrap_or_else(|| panic!("more operations on node {id} ended than began"));
+    }
+
+    /// Frees a payload's slot in the arena; the caller reconciles the node.
+    pub(super) fn free_host(&mut self, id: NodeId, group: u8, loss: Loss) {
+        let class = self.class(id, Region::Host, group);
+        self.withdraw(id);
+        let payload = self.forest.node_mut(id).payload_mut(group);
+        assert_ne!(
+            payload.host,
+            HostState::Empty,
+            "node {id} group {group} has no slot in the arena to free"
+        );
+        payload.host = HostState::Empty;
+        let offset = slot_offset(payload.host_slot);
+        self.host.free(class, offset);
+        self.slot_freed(id, Tier::Host, loss);
+        if self.node(id).is_host_chain() && self.node(id).requires(group) {
+            self.clear_host_chain(id);
+        }
+    }
+
+    /// Puts a payload into the write queue's account.
+    pub(in crate::engine) fn queue_write(&mut self, id: NodeId, group: u8) {
+        self.withdraw(id);
+        let payload = self.forest.node_mut(id).payload_mut(group);
+        assert_eq!(
+            payload.host,
+            HostState::Present,
+            "node {id} group {group} is queued to be written and not in the arena"
+        );
+        assert_eq!(
+            payload.disk,
+            DiskState::Empty,
+            "node {id} group {group} is queued to be written and on disk"
+        );
+        payload.disk = DiskState::Queued;
+        self.queued_bytes += self.slot_bytes(id, group);
+    }
+
+    /// Takes a payload out of the write queue's account; the caller refreshes the node.
+    pub(in crate::engine) fn unqueue_write(&mut self, id: NodeId, group: u8) {
+        let payload = self.forest.node_mut(id).payload_mut(group);
+        assert_eq!(
+            payload.disk,
+            DiskState::Queued,
+            "node {id} group {group} is not in the write queue"
+        );
+        payload.disk = DiskState::Empty;
+        let left = self.queued_bytes.checked_sub(self.slot_bytes(id, group));
+        self.queued_bytes = left.expect("queued_bytes counts every queued payload");
+    }
+
+    /// The write of a queued payload to its new slot at `offset` begins.
+    pub(in crate::engine) fn write_started(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        device: DeviceIndex,
+        offset: u64,
+    ) {
+        self.unqueue_write(id, group);
+        self.withdraw(id);
+        let node = self.forest.node_mut(id);
+        assert!(
+            node.tiers.slots[Tier::Disk as usize] == 0 || node.device == device,
+            "node {id} is on two directories"
+        );
+        node.uses.busy += 1;
+        node.device = device;
+        let payload = node.payload_mut(group);
+        payload.disk = DiskState::Writing;
+        payload.disk_slot = slot_number(offset);
+        self.slot_taken(id, Tier::Disk);
+    }
+
+    /// The write of a payload has succeeded: its record is to be written. The caller reconciles `id`.
+    pub(in crate::engine) fn write_succeeded(&mut self, id: NodeId, group: u8, checksum: u64) {
+        self.end_use(id);
+        let region = self.region(id, Tier::Disk);
+        let class = self.class(id, region, group);
+        let node = self.forest.node_mut(id);
+        let device = node.device;
+        let payload = node.payload_mut(group);
+        assert_eq!(
+            payload.disk,
+            DiskState::Writing,
+            "node {id} group {group} was written without a write"
+        );
+        payload.disk = DiskState::Present;
+        payload.checksum = checksum;
+        let offset = slot_offset(payload.disk_slot);
+        self.disk_mut(device).mark_dirty(class, offset);
+    }
+
+    /// The write of a payload has failed, or came to nothing: frees its slot. The caller reconciles `id`.
+    pub(in crate::engine) fn write_failed(&mut self, id: NodeId, group: u8) {
+        self.end_use(id);
+        self.free_disk(id, group, Loss::Dropped);
+    }
+
+    /// A payload on disk is not what its record says, or cannot be read: it is gone, and its record is to
+    /// be overwritten. The caller reconciles `id`.
+    pub(in crate::engine) fn drop_unreadable(&mut self, id: NodeId, group: u8) {
+        let node = self.node(id);
+        let (device, payload) = (node.device, *node.payload(group));
+        if payload.disk == DiskState::Present {
+            let class = self.class(id, Region::Disk(device), group);
+            let offset = slot_offset(payload.disk_slot);
+            self.disk_mut(device).mark_dirty(class, offset);
+            self.free_disk(id, group, Loss::Dropped);
+        }
+    }
+
+    /// Frees a payload's slot on disk; the caller reconciles the node.
+    pub(super) fn free_disk(&mut self, id: NodeId, group: u8, loss: Loss) {
+        let device = self.node(id).device;
+        let class = self.class(id, Region::Disk(device), group);
+        self.withdraw(id);
+        let payload = self.forest.node_mut(id).payload_mut(group);
+        assert!(
+            matches!(payload.disk, DiskState::Writing | DiskState::Present),
+            "node {id} group {group} has no slot on disk to free"
+        );
+        payload.disk = DiskState::Empty;
+        let offset = slot_offset(payload.disk_slot);
+        self.disk_mut(device).free(class, offset);
+        self.slot_freed(id, Tier::Disk, loss);
+    }
+
+    /// A node has one more slot in a tier.
+    pub(super) fn slot_taken(&mut self, id: NodeId, tier: Tier) {
+        let was_active = self.forest.is_active(id, tier);
+        let node = self.forest.node_mut(id);
+        node.tiers.slots[tier as usize] += 1;
+        if node.tiers.slots[tier as usize] == 1 {
+            let (touch, fingerprint) = (node.touch, node.hash.fingerprint());
+            let region = self.region(id, tier);
+            let policy = &mut self.policies(region).leaves;
+            policy.on_insert(fingerprint, touch.hit_class, touch.last);
+        }
+        if !was_active {
+            self.activity_changed(id, tier, true);
+        }
+    }
+
+    /// A node has one slot fewer in a tier.
+    fn slot_freed(&mut self, id: NodeId, tier: Tier, loss: Loss) {
+        self.freed[tier as usize] += 1;
+        let node = self.forest.node_mut(id);
+        let slots = &mut node.tiers.slots[tier as usize];
+        *slots = slots
+            .checked_sub(1)
+            .unwrap_or_else(|| panic!("node {id} has no slot in {tier:?}"));
+        if *slots == 0 {
+            let (touch, fingerprint) = (node.touch, node.hash.fingerprint());
+            let region = self.region(id, tier);
+            let policy = &mut self.policies(region).leaves;
+            match loss {
+                Loss::Evicted => policy.on_evict(fingerprint, touch.last, touch.hit_class),
+                Loss::Dropped => policy.on_drop(touch.last, touch.hit_class),
+            }
+        }
+        if !self.forest.is_active(id, tier) {
+            self.activity_changed(id, tier, false);
+        }
+    }
+
+    /// Tells the ancestors that a node has become active in a tier, or has ceased to be.
+    fn activity_changed(&mut self, id: NodeId, tier: Tier, active: bool) {
+        let mut child = id;
+        // A parent with slots of its own stays active: the walk ends there.
+        while let Some(parent) = self.parent(child) {
+            let was_active = self.forest.is_active(parent, tier);
+            let count = &mut self.forest.node_mut(parent).tiers.active_children[tier as usize];
+            *count = if active {
+                *count + 1
+            } else {
+                count
+                    .checked_sub(1)
+                    .unwrap_or_else(|| panic!("node {parent} has no active child in {tier:?}"))
+            };
+            self.refresh(parent);
+            if was_active == self.forest.is_active(parent, tier) {
+                return;
+            }
+            child = parent;
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! The part's fields, and what others may read of them.
+
+use std::ops::Range;
+
+use crate::disk::Disk;
+use crate::forest::{DeviceIndex, Forest, NONE, Node, NodeId, NsId, Tier};
+use crate::namespace::NamespaceSpec;
+use crate::policy::{Policy, PolicyKind, TierPolicies};
+use crate::slots::{Slots, page_bytes_for};
+
+use super::geometry::{Geometry, Region};
+
+/// Bytes of a block, to estimate how many a tier holds, as a power of two.
+const BLOCK_BYTES_LOG2: u32 = 16;
+/// Blocks that a policy reckons with at least.
+const POLICY_BLOCKS_MIN: u64 = 64;
+
+/// Which payload is in which tier.
+///
+/// Invariants:
+/// - a payload has a slot in a tier exactly while its state there says so, and the slot's owner is the
+///   payload; all payloads of a node on disk are in one directory;
+/// - `Node::tiers` counts a node's slots and its active children, `Node::uses.busy` its copies and IO
+///   operations, `queued_bytes` the payloads in state `Queued`;
+/// - a node is visible if and only if its parent is and every required payload is readable in some tier,
+///   or is being read; it is in the host chain if and only if its parent is and every required payload is
+///   in the arena;
+/// - a policy's set holds exactly the nodes whose [`Evictability`] says so: nothing leased, held, in flight
+///   or above a payload of the same tier, and no last copy that a child needs;
+/// - a detached node is freed as soon as nothing uses it and it has no children.
+///
+/// [`Evictability`]: crate::forest::Evictability
+#[derive(Debug)]
+pub(in crate::engine) struct Residency {
+    pub(super) forest: Forest,
+    pub(super) host: Slots,
+    pub(super) host_policies: TierPolicies,
+    pub(super) disks: Vec<Disk>,
+    /// What payloads a namespace has, by [`NsId`].
+    pub(super) geometry: Vec<Geometry>,
+    /// The policies' time: one tick for each request.
+    pub(super) tick: u64,
+    /// Slots freed since the start, by tier. Who waits for room compares.
+    pub(super) freed: [u64; 2],
+    /// Slot bytes of the payloads in the write queue.
+    pub(super) queued_bytes: u64,
+}
+
+impl Residency {
+    pub(in crate::engine) fn new(host_bytes: u64, policy: PolicyKind, seed: u64) -> Self {
+        Self {
+            forest: Forest::new(seed),
+            host: Slots::new(host_bytes, page_bytes_for(host_bytes)),
+            host_policies: TierPolicies::new(new_policy(policy, host_bytes, seed)),
+            disks: Vec::new(),
+            geometry: Vec::new(),
+            tick: 0,
+            freed: [0, 0],
+            queued_bytes: 0,
+        }
+    }
+
+    /// A node. The id must be of a live node.
+    pub(in crate::engine) fn node(&self, id: NodeId) -> &Node {
+        self.forest.node(id)
+    }
+
+    /// The parent of a node, if it has one.
+    pub(super) fn parent(&self, id: NodeId) -> Option<NodeId> {
+        let parent = self.node(id).parent();
+        (parent != NONE).then_some(parent)
+    }
+
+    pub(in crate::engine) fn forest(&self) -> &Forest {
+        &self.forest
+    }
+
+    pub(in crate::engine) fn host(&self) -> &Slots {
+        &self.host
+    }
+
+    /// Directories, in the order of their indices.
+    pub(in crate::engine) fn disks(&self) -> &[Disk] {
+        &self.disks
+    }
+
+    pub(in crate::engine) fn disk_mut(&mut self, device: DeviceIndex) -> &mut Disk {
+        &mut self.disks[device.index()]
+    }
+
+    /// Indices of the directories.
+    pub(in crate::engine) fn devices(&self) -> impl Iterator<Item = DeviceIndex> + use<> {
+        let count: Range<usize> = 0..self.disks.len();
+        count.map(DeviceIndex::new)
+    }
+
+    /// The description of a namespace.
+    pub(in crate::engine) fn spec(&self, ns: NsId) -> &NamespaceSpec {
+        &self.geometry[usize::from(ns)].spec
+    }
+
+    /// The description of a node's namespace.
+    pub(in crate::engine) fn spec_of(&self, id: NodeId) -> &NamespaceSpec {
+        self.spec(self.node(id).ns)
+    }
+
+    /// Tokens of a hash block of a namespace.
+    pub(in crate::engine) fn hash_block_size(&self, ns: NsId) -> u32 {
+        self.spec(ns).hash_block_size
+    }
+
+    pub(in crate::engine) fn tick(&self) -> u64 {
+        self.tick
+    }
+
+    /// A request has come, or is told apart from others.
+    pub(in crate::engine) fn next_tick(&mut self) -> u64 {
+        self.tick += 1;
+        self.tick
+    }
+
+    /// The request of the current tick is done: policies may learn.
+    pub(in crate::engine) fn end_of_request(&mut self) {
+        let tick = self.tick;
+        self.host_policies.leaves.end_of_request(tick);
+        for disk in &mut self.disks {
+            disk.policies.leaves.end_of_request(tick);
+        }
+    }
+
+    /// Slots freed since the start in one tier.
+    pub(in crate::engine) fn freed(&self, tier: Tier) -> u64 {
+        self.freed[tier as usize]
+    }
+
+    pub(in crate::engine) fn queued_bytes(&self) -> u64 {
+        self.queued_bytes
+    }
+
+    /// Whether any directory may be written to.
+    pub(in crate::engine) fn any_disk_takes_writes(&self, now_ns: u64) -> bool {
+        let mut disks = self.disks.iter();
+        disks.any(|disk| disk.health.takes_writes(now_ns))
+    }
+
+    /// Whether the policy of the arena accounts for every block of a hit, not only for the deepest.
+    pub(in crate::engine) fn touches_every_block(&self) -> bool {
+        self.host_policies.leaves.touches_every_block()
+    }
+
+    pub(super) fn policies(&mut self, region: Region) -> &mut TierPolicies {
+        match region {
+            Region::Host => &mut self.host_policies,
+            Region::Disk(device) => &mut self.disks[device.index()].policies,
+        }
+    }
+
+    pub(super) fn slots(&self, region: Region) -> &Slots {
+        match region {
+            Region::Host => &self.host,
+            Region::Disk(device) => self.disks[device.index()].slots(),
+        }
+    }
+
+    /// The region that holds a node's payloads of a tier.
+    pub(super) fn region(&self, id: NodeId, tier: Tier) -> Region {
+        match tier {
+            Tier::Host => Region::Host,
+            Tier::Disk => Region::Disk(self.node(id).device),
+        }
+    }
+}
+
+/// A policy for a region of `bytes`.
+pub(super) fn new_policy(kind: PolicyKind, bytes: u64, seed: u64) -> Policy {
+    let blocks = (bytes >> BLOCK_BYTES_LOG2).max(POLICY_BLOCKS_MIN);
+    let blocks = usize::try_from(blocks).expect("a 64-bit machine");
+    Policy::new(kind, blocks, seed)
+}

@@ -1,0 +1,255 @@
+//! The write queue: what is offered to the disks, and in which order it is written.
+
+use std::collections::VecDeque;
+
+use crate::forest::{DiskState, HostState, NONE, NodeId};
+use crate::io::IoRequest;
+use crate::metrics::Counters;
+use crate::policy::Doorkeeper;
+
+use super::super::config::EngineConfig;
+use super::super::parts::EngineParts;
+use super::super::residency::Residency;
+use super::budget::WriteBudget;
+use super::orphans::Orphaned;
+use super::refusals::Refusals;
+
+/// Blocks that second-touch admission remembers, at about 15 bytes each.
+const DOORKEEPER_BLOCKS: usize = 2 << 20;
+
+/// A payload in the write queue.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QueuedWrite {
+    pub(super) node: NodeId,
+    pub(super) epoch: u32,
+    pub(super) group: u8,
+    /// Group of the required ancestor's payload that was to be written first.
+    pub(super) ancestor_group: Option<u8>,
+    /// Children of the node are on disk: it is written whatever the policy thinks of it.
+    pub(super) admitted: bool,
+}
+
+/// Payloads on their way from the arena to disk.
+///
+/// Invariants:
+/// - every payload in state `Queued` is in the queue exactly once; entries of nodes that are gone, or
+///   whose payload is in another state, are skipped;
+/// - a payload is written after its required ancestor's, an optional one after its own node's;
+/// - a node that is not on disk although children of it are is an orphan's parent, or was refused.
+#[derive(Debug)]
+pub(in crate::engine) struct WriteBack {
+    queue: VecDeque<QueuedWrite>,
+    pub(super) refusals: Refusals,
+    budget: WriteBudget,
+    pub(super) orphaned: Orphaned,
+    /// Blocks offered before, for second-touch admission.
+    doorkeeper: Option<Doorkeeper>,
+    /// Sequence number of the last table block that was written.
+    pub(super) record_seq: u64,
+}
+
+impl WriteBack {
+    pub(in crate::engine) fn new(config: &EngineConfig) -> Self {
+        Self {
+            queue: VecDeque::new(),
+            refusals: Refusals::default(),
+            budget: WriteBudget::new(config.write_rate),
+            orphaned: Orphaned::default(),
+            doorkeeper: config
+                .second_touch
+                .then(|| Doorkeeper::new(DOORKEEPER_BLOCKS)),
+            record_seq: 0,
+        }
+    }
+
+    /// Whether a block was offered to be saved before.
+    pub(in crate::engine) fn was_offered(&mut self, fingerprint: u64) -> bool {
+        let doorkeeper = self.doorkeeper.as_mut();
+        doorkeeper.is_some_and(|doorkeeper| doorkeeper.again(fingerprint))
+    }
+
+    /// Nodes have become visible: queues their payloads, unless they have to be hit first.
+    pub(in crate::engine) fn offer_new(
+        &mut self,
+        nodes: &[NodeId],
+        residency: &mut Residency,
+        counters: &mut Counters,
+    ) {
+        for &id in nodes {
+            if residency.disks().is_empty() {
+                return;
+            }
+            if self.doorkeeper.is_some() && residency.node(id).touch.hit_class == 0 {
+                counters.refused_admission += 1;
+            } else {
+                self.queue_writes(id, residency, counters);
+            }
+        }
+    }
+
+    /// An optional payload has come to a node that may have been visible before.
+    pub(in crate::engine) fn offer_late(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        residency: &mut Residency,
+        counters: &mut Counters,
+    ) {
+        let node = residency.node(id);
+        if node.is_visible() && !node.requires(group) {
+            self.offer_new(&[id], residency, counters);
+        }
+    }
+
+    /// A chain down to `id` was hit: the payloads that were not admitted to disk before are offered again.
+    pub(in crate::engine) fn offer_hit(
+        &mut self,
+        id: NodeId,
+        residency: &mut Residency,
+        counters: &mut Counters,
+    ) {
+        let weighs = self.doorkeeper.is_some() || residency.touches_every_block();
+        if residency.disks().is_empty() || !weighs {
+            return;
+        }
+        let mut chain = Vec::new();
+        let mut at = id;
+        while at != NONE
+            && (residency.node(at).required == 0 || residency.writable_group(at).is_some())
+        {
+            chain.push(at);
+            at = residency.node(at).parent();
+        }
+        for id in chain.into_iter().rev() {
+            self.queue_writes(id, residency, counters);
+        }
+    }
+
+    /// Queues a visible node's payloads that are in the arena and not on disk.
+    fn queue_writes(&mut self, id: NodeId, residency: &mut Residency, counters: &mut Counters) {
+        if !residency.node(id).is_visible() {
+            return;
+        }
+        let node = residency.node(id);
+        // First the required payloads: without them the others are of no use.
+        let (required, optional): (Vec<u8>, Vec<u8>) =
+            node.groups().partition(|&group| node.requires(group));
+        for group in required.into_iter().chain(optional) {
+            let payload = residency.node(id).payload(group);
+            if payload.host != HostState::Present || payload.disk != DiskState::Empty {
+                continue;
+            }
+            let slot = residency.slot_bytes(id, group);
+            // Queued payloads cannot be evicted: half of the arena is left to others.
+            if residency.queued_bytes() + slot > residency.host().capacity() / 2 {
+                counters.refused_write_rate += 1;
+                continue;
+            }
+            let write = enqueue(id, group, residency);
+            self.queue.push_back(write);
+        }
+        residency.refresh(id);
+    }
+
+    /// Queues a payload that the policy does not weigh.
+    pub(super) fn enqueue_admitted(&mut self, id: NodeId, group: u8, residency: &mut Residency) {
+        let write = enqueue(id, group, residency);
+        self.queue.push_back(QueuedWrite {
+            admitted: true,
+            ..write
+        });
+    }
+
+    /// Queues the payload of a required ancestor, and behind it the one that needs it: both before all
+    /// others.
+    pub(super) fn enqueue_ancestor_first(
+        &mut self,
+        (ancestor, group): (NodeId, u8),
+        write: QueuedWrite,
+        residency: &mut Residency,
+    ) {
+        self.queue.push_front(QueuedWrite {
+            ancestor_group: Some(group),
+            ..write
+        });
+        self.queue.push_front(enqueue(ancestor, group, residency));
+    }
+
+    /// A queued payload's turn comes after the payloads that are queued now.
+    pub(super) fn postpone(&mut self, write: QueuedWrite) {
+        self.queue.push_back(write);
+    }
+
+    /// Whether nothing is queued.
+    pub(in crate::engine) fn is_idle(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Whether [`WriteBack::next_writes`] may have something to start, given free depth.
+    pub(in crate::engine) fn has_writes(&self, residency: &Residency) -> bool {
+        let has_dirty_blocks =
+            |disk: &crate::disk::Disk| disk.health.is_alive() && disk.dirty_blocks() > 0;
+        !self.queue.is_empty()
+            || self.orphaned.any(residency)
+            || residency.disks().iter().any(has_dirty_blocks)
+    }
+
+    /// Appends payload writes to start now, so that at most `most` writes are in flight.
+    pub(in crate::engine) fn next_writes(
+        &mut self,
+        limit: usize,
+        most: usize,
+        parts: &mut EngineParts<'_>,
+        out: &mut Vec<IoRequest>,
+    ) {
+        self.refusals.expire(parts.now_ns);
+        self.requeue_orphan(parts);
+        let next_bytes = self
+            .queue
+            .front()
+            .map_or(0, |write| payload_bytes(write, parts.residency));
+        self.budget.refill(next_bytes, parts.now_ns);
+        while out.len() < limit && parts.operations.writes() < most {
+            let Some(&write) = self.queue.front() else {
+                break;
+            };
+            let bytes = payload_bytes(&write, parts.residency);
+            if !self.budget.allows(bytes) {
+                break;
+            }
+            self.queue.pop_front();
+            if let Some(request) = self.start_write(write, parts) {
+                self.budget.spend(bytes);
+                out.push(request);
+            }
+        }
+    }
+
+    /// The write queue, front to back.
+    #[cfg(feature = "check")]
+    pub(in crate::engine) fn queued(&self) -> impl Iterator<Item = (NodeId, u32, u8)> {
+        let writes = self.queue.iter();
+        writes.map(|write| (write.node, write.epoch, write.group))
+    }
+}
+
+/// Makes an entry of the queue; the caller puts it there.
+fn enqueue(id: NodeId, group: u8, residency: &mut Residency) -> QueuedWrite {
+    residency.queue_write(id, group);
+    QueuedWrite {
+        node: id,
+        epoch: residency.node(id).epoch,
+        group,
+        ancestor_group: None,
+        admitted: false,
+    }
+}
+
+/// Bytes of a queued payload; 0 if its node is gone.
+fn payload_bytes(write: &QueuedWrite, residency: &Residency) -> u64 {
+    if residency.forest().is_live(write.node, write.epoch) {
+        u64::from(residency.payload_bytes(write.node, write.group))
+    } else {
+        0
+    }
+}

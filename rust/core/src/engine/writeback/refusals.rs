@@ -1,0 +1,69 @@
+//! Which nodes were refused a place on disk: down a long chain, each block would ask all above it again.
+
+use rustc_hash::FxHashMap;
+
+use crate::forest::{NodeId, Tier};
+
+use super::super::residency::{DiskRefusal, Residency};
+
+/// How long a refusal stands if no slot on disk is freed, in nanoseconds: payloads in use may be let go.
+const REFUSED_NS: u64 = 10_000_000_000;
+
+/// Why a payload stays in the arena only.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum WriteRefusal {
+    /// There is no slot for it.
+    Disk(DiskRefusal),
+    /// Its required ancestor is not on disk.
+    Ancestor,
+}
+
+/// Nodes, with their epochs, that were refused since a slot on disk was freed last.
+///
+/// Invariant: no entry is older than `REFUSED_NS`, nor than the last slot that was freed.
+#[derive(Debug, Default)]
+pub(super) struct Refusals {
+    nodes: FxHashMap<(NodeId, u32), WriteRefusal>,
+    since_ns: u64,
+    /// Slots freed on disk when it was looked at last.
+    freed: u64,
+}
+
+impl Refusals {
+    /// Forgets refusals that are too old.
+    pub(super) fn expire(&mut self, now_ns: u64) {
+        if now_ns >= self.since_ns.saturating_add(REFUSED_NS) {
+            self.since_ns = now_ns;
+            self.nodes.clear();
+        }
+    }
+
+    /// Forgets all refusals if a slot was freed since.
+    fn catch_up(&mut self, residency: &Residency) {
+        let freed = residency.freed(Tier::Disk);
+        if self.freed != freed {
+            self.freed = freed;
+            self.nodes.clear();
+        }
+    }
+
+    /// Notes why a node was refused.
+    pub(super) fn note(&mut self, id: NodeId, why: WriteRefusal, residency: &Residency) {
+        self.catch_up(residency);
+        self.nodes.insert((id, residency.node(id).epoch), why);
+    }
+
+    /// Why a node was refused, if asking again would be in vain.
+    pub(super) fn of(
+        &mut self,
+        id: NodeId,
+        residency: &Residency,
+        now_ns: u64,
+    ) -> Option<WriteRefusal> {
+        if !residency.any_disk_takes_writes(now_ns) {
+            return Some(WriteRefusal::Disk(DiskRefusal::Degraded));
+        }
+        self.catch_up(residency);
+        self.nodes.get(&(id, residency.node(id).epoch)).copied()
+    }
+}

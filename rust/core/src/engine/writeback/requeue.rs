@@ -1,0 +1,36 @@
+//! Nodes with orphans are queued again.
+
+use super::super::parts::EngineParts;
+use super::queue::WriteBack;
+use crate::forest::NONE;
+
+impl WriteBack {
+    /// Queues one node with orphans again, and the ancestors that it needs on disk.
+    pub(super) fn requeue_orphan(&mut self, parts: &mut EngineParts<'_>) {
+        let residency = &mut *parts.residency;
+        if self.orphaned.waits_for_room(residency)
+            || !self.is_idle()
+            || !residency.any_disk_takes_writes(parts.now_ns)
+        {
+            return;
+        }
+        let Some((id, epoch)) = self.orphaned.nodes.pop_front() else {
+            return;
+        };
+        if !residency.forest().is_live(id, epoch) || residency.node(id).is_detached() {
+            return;
+        }
+        let mut chain = Vec::new();
+        let mut at = id;
+        while at != NONE && residency.writable_group(at).is_some() {
+            chain.push(at);
+            at = residency.required_ancestor(at);
+        }
+        for id in chain.into_iter().rev() {
+            while let Some(group) = residency.writable_group(id) {
+                self.enqueue_admitted(id, group, residency);
+            }
+            residency.refresh(id);
+        }
+    }
+}

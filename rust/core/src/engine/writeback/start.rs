@@ -1,0 +1,169 @@
+//! The write of one queued payload.
+
+use crate::forest::{DeviceIndex, DiskState, NONE, NodeId};
+use crate::io::{IoFault, IoRequest};
+use crate::metrics::Counters;
+use crate::slots::slot_offset;
+
+use super::super::operations::Purpose;
+use super::super::parts::EngineParts;
+use super::super::promotions::slot_len;
+use super::super::residency::DiskRefusal;
+use super::queue::{QueuedWrite, WriteBack};
+use super::refusals::WriteRefusal;
+
+impl WriteBack {
+    /// Starts the write of a queued payload, unless that has become pointless or impossible.
+    pub(super) fn start_write(
+        &mut self,
+        write: QueuedWrite,
+        parts: &mut EngineParts<'_>,
+    ) -> Option<IoRequest> {
+        let QueuedWrite {
+            node: id, group, ..
+        } = write;
+        let residency = &mut *parts.residency;
+        if !residency.forest().is_live(id, write.epoch) {
+            return None;
+        }
+        let node = residency.node(id);
+        if node.is_detached() || node.payload(group).disk != DiskState::Queued {
+            return None;
+        }
+        let ancestor = residency.required_ancestor(id);
+        if ancestor != NONE && residency.is_queued(ancestor) {
+            // A restart finds `id` only with its ancestor: the ancestor goes first.
+            self.postpone(write);
+            return None;
+        }
+        if !residency.node(id).requires(group) && !residency.is_on_disk(id) {
+            // Alone, an optional payload is of no use after a restart.
+            self.refuse(id, group, WriteRefusal::Ancestor, parts);
+            return None;
+        }
+        if ancestor != NONE
+            && let Some(missing) = residency.writable_group(ancestor)
+        {
+            self.write_ancestor_first(write, (ancestor, missing), parts);
+            return None;
+        }
+        let reserved =
+            residency.reserve_disk(id, group, write.admitted, parts.now_ns, parts.counters);
+        match reserved {
+            Ok((device, offset)) => Some(write_request(id, group, device, offset, parts)),
+            Err(why) => {
+                if write.admitted && why == DiskRefusal::Full {
+                    self.orphaned.found_no_room(residency);
+                }
+                self.refuse(id, group, WriteRefusal::Disk(why), parts);
+                None
+            }
+        }
+    }
+
+    /// The required ancestor of a queued payload lacks one on disk: queues that first, unless it was
+    /// refused.
+    fn write_ancestor_first(
+        &mut self,
+        write: QueuedWrite,
+        (ancestor, missing): (NodeId, u8),
+        parts: &mut EngineParts<'_>,
+    ) {
+        let residency = &mut *parts.residency;
+        // A policy that weighs every block has refused the ancestor by itself.
+        let weighed = residency.touches_every_block() && !write.admitted;
+        let refused_lately = self.refusals.of(ancestor, residency, parts.now_ns);
+        if let Some(why) = refused_lately {
+            self.refuse(write.node, write.group, why, parts);
+        } else if write.ancestor_group == Some(missing) || weighed {
+            self.refuse(write.node, write.group, WriteRefusal::Ancestor, parts);
+        } else {
+            self.enqueue_ancestor_first((ancestor, missing), write, residency);
+        }
+    }
+
+    /// Leaves a queued payload in the arena only.
+    fn refuse(&mut self, id: NodeId, group: u8, why: WriteRefusal, parts: &mut EngineParts<'_>) {
+        let residency = &mut *parts.residency;
+        if residency.node(id).requires(group) {
+            self.refusals.note(id, why, residency);
+        }
+        count_refusal(why, parts.counters);
+        residency.unqueue_write(id, group);
+        residency.note_refused_write(id, parts.now_ns);
+        residency.refresh(id);
+        self.orphaned.note(id, residency);
+    }
+
+    /// A payload write has ended.
+    pub(in crate::engine) fn write_ended(
+        &mut self,
+        (id, group): (NodeId, u8),
+        started_ns: u64,
+        result: Result<u64, IoFault>,
+        parts: &mut EngineParts<'_>,
+    ) {
+        let residency = &mut *parts.residency;
+        let device = residency.node(id).device;
+        let now_ns = parts.now_ns;
+        match result {
+            // The directory was given up meanwhile: nothing is read from it.
+            Ok(_) if residency.disk_mut(device).health.is_given_up(now_ns) => {
+                residency.write_failed(id, group);
+            }
+            Ok(checksum) => {
+                let counters = &mut *parts.counters;
+                counters.disk_writes += 1;
+                counters.disk_write_bytes += u64::from(residency.payload_bytes(id, group));
+                counters.disk_write_ns += now_ns - started_ns;
+                residency.disk_mut(device).health.write_succeeded(now_ns);
+                residency.write_succeeded(id, group, checksum);
+            }
+            Err(fault) => {
+                if fault != IoFault::Stopped {
+                    parts.counters.write_failures += 1;
+                    let health = &mut residency.disk_mut(device).health;
+                    health.write_failed(fault, now_ns);
+                }
+                residency.write_failed(id, group);
+                self.orphaned.note(id, residency);
+            }
+        }
+        residency.reconcile(id);
+    }
+}
+
+fn count_refusal(why: WriteRefusal, counters: &mut Counters) {
+    match why {
+        WriteRefusal::Disk(DiskRefusal::Admission) => counters.refused_admission += 1,
+        WriteRefusal::Disk(DiskRefusal::Full) => counters.refused_disk_full += 1,
+        WriteRefusal::Disk(DiskRefusal::Degraded) => counters.refused_disk_degraded += 1,
+        WriteRefusal::Ancestor => {}
+    }
+}
+
+fn write_request(
+    id: NodeId,
+    group: u8,
+    device: DeviceIndex,
+    offset: u64,
+    parts: &mut EngineParts<'_>,
+) -> IoRequest {
+    let token = parts.operations.start(Purpose::Write {
+        node: id,
+        group,
+        started_ns: parts.now_ns,
+    });
+    let residency = &mut *parts.residency;
+    residency.write_started(id, group, device, offset);
+    residency.add_placeholders(id, device);
+    let payload = residency.node(id).payload(group);
+    IoRequest::WritePayload {
+        token,
+        device: device.number(),
+        file_offset: offset,
+        arena_offset: slot_offset(payload.host_slot),
+        len: slot_len(residency, id, group),
+        payload_len: residency.payload_bytes(id, group),
+    }
+}

@@ -1,0 +1,139 @@
+//! The table of each directory: records of the payloads on it, and placeholder records of the nodes
+//! between them.
+
+use crate::disk::format::{BLOCK_BYTES, PLACEHOLDER, RECORD_BYTES, Record};
+use crate::forest::{DeviceIndex, DiskState, NONE};
+use crate::io::{FileKind, IoFault, IoRequest};
+use crate::slots::Owner;
+
+use super::super::namespaces::Namespaces;
+use super::super::operations::Purpose;
+use super::super::parts::EngineParts;
+use super::super::residency::Residency;
+use super::queue::WriteBack;
+
+/// Blocks of the table are written together: when so many wait, or nothing else does.
+const DIRTY_BLOCKS_MAX: usize = 8;
+
+impl WriteBack {
+    /// A table that was read has this sequence number.
+    pub(in crate::engine) fn advance_record_seq(&mut self, seq: u64) {
+        self.record_seq = self.record_seq.max(seq);
+    }
+
+    /// Appends writes of the tables, so that at most `most` writes are in flight.
+    pub(in crate::engine) fn next_table_writes(
+        &mut self,
+        limit: usize,
+        most: usize,
+        parts: &mut EngineParts<'_>,
+        out: &mut Vec<IoRequest>,
+    ) {
+        for device in parts.residency.devices() {
+            while out.len() < limit && parts.operations.writes() < most {
+                let disk = parts.residency.disk_mut(device);
+                let waits = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.is_idle();
+                if waits || !disk.health.takes_writes(parts.now_ns) {
+                    break;
+                }
+                let Some(block) = disk.take_dirty_block() else {
+                    break;
+                };
+                self.record_seq += 1;
+                let written_s = parts.config.unix_at_zero_s + parts.now_ns / 1_000_000_000;
+                let encoder = BlockEncoder {
+                    residency: parts.residency,
+                    namespaces: parts.namespaces,
+                    seq: self.record_seq,
+                    // The format counts seconds in 32 bits, until 2106.
+                    written_s: written_s.min(u64::from(u32::MAX)) as u32,
+                };
+                let bytes = encoder.encode(device, block);
+                let operation = Purpose::Table { device, block };
+                out.push(IoRequest::WriteMeta {
+                    token: parts.operations.start(operation),
+                    device: device.number(),
+                    file: FileKind::Table,
+                    file_offset: u64::from(block) * BLOCK_BYTES as u64,
+                    bytes,
+                    sync: false,
+                });
+            }
+        }
+    }
+}
+
+/// The write of a block of a table has ended.
+pub(in crate::engine) fn table_write_ended(
+    device: DeviceIndex,
+    block: u32,
+    result: Result<u64, IoFault>,
+    parts: &mut EngineParts<'_>,
+) {
+    let disk = parts.residency.disk_mut(device);
+    let stopped = result == Err(IoFault::Stopped);
+    disk.block_written(block, result.is_ok() || stopped);
+    match result {
+        Ok(_) => disk.health.write_succeeded(parts.now_ns),
+        Err(IoFault::Stopped) => {}
+        Err(fault) => {
+            parts.counters.write_failures += 1;
+            disk.health.write_failed(fault, parts.now_ns);
+        }
+    }
+}
+
+/// Encodes blocks of a table.
+struct BlockEncoder<'a> {
+    residency: &'a Residency,
+    namespaces: &'a Namespaces,
+    seq: u64,
+    written_s: u32,
+}
+
+impl BlockEncoder<'_> {
+    /// The records of a block as they are now; empty where there is no payload.
+    fn encode(&self, device: DeviceIndex, block: u32) -> Box<[u8]> {
+        let mut out = vec![0; BLOCK_BYTES];
+        let owners = self.residency.disks()[device.index()].block_owners(block);
+        for (owner, bytes) in owners.zip(out.chunks_exact_mut(RECORD_BYTES)) {
+            if let Some(record) = owner.and_then(|owner| self.record(owner)) {
+                record.encode(bytes);
+            }
+        }
+        out.into()
+    }
+
+    fn record(&self, Owner { node, group }: Owner) -> Option<Record> {
+        let state = self.residency.node(node);
+        let (slot, payload_bytes, checksum) = if group == PLACEHOLDER {
+            (0, 0, 0)
+        } else {
+            let payload = state.payload(group);
+            // While it is written, its bytes on disk are nobody's.
+            if payload.disk != DiskState::Present {
+                return None;
+            }
+            let bytes = self.residency.payload_bytes(node, group);
+            (payload.disk_slot, bytes, payload.checksum)
+        };
+        if state.is_detached() {
+            return None;
+        }
+        let parent = state.parent();
+        Some(Record {
+            group,
+            hit_class: state.touch.hit_class,
+            seq: self.seq,
+            instance: self.namespaces.instance(state.ns),
+            slot,
+            payload_bytes,
+            checksum,
+            depth: state.depth,
+            last: state.touch.last,
+            written_s: self.written_s,
+            hash: state.hash,
+            parent: (parent != NONE).then(|| self.residency.node(parent).hash),
+        })
+    }
+}

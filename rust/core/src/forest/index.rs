@@ -1,0 +1,327 @@
+//! The nodes, their tree, and the index from hashes to nodes.
+
+use hashbrown::HashTable;
+
+use crate::key::{BlockHash, HashSource};
+
+use super::node::{NONE, Node, NodeId, NsId, Reach, Tier};
+
+/// The nodes and their index.
+#[derive(Debug)]
+pub struct Forest {
+    nodes: Vec<Node>,
+    free: Vec<NodeId>,
+    index: HashTable<NodeId>,
+    roots: Vec<NodeId>,
+    seed: u64,
+}
+
+fn mix(seed: u64, ns: NsId, hash: &BlockHash) -> u64 {
+    // Block hashes are uniform already; the seed keeps table positions unpredictable.
+    (hash.fingerprint() ^ seed ^ u64::from(ns)).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+impl Forest {
+    /// An empty forest; `seed` makes positions in the hash table unpredictable.
+    pub fn new(seed: u64) -> Self {
+        Self {
+            nodes: Vec::new(),
+            free: Vec::new(),
+            index: HashTable::new(),
+            roots: Vec::new(),
+            seed,
+        }
+    }
+
+    /// Makes room for `count` nodes (recovery).
+    pub fn reserve(&mut self, count: usize) {
+        self.nodes.reserve(count);
+        let (nodes, seed) = (&self.nodes, self.seed);
+        self.index.reserve(count, |&id| {
+            let node = &nodes[id as usize];
+            mix(seed, node.ns, &node.hash)
+        });
+    }
+
+    /// Adds a namespace; its index.
+    pub fn add_namespace(&mut self) -> NsId {
+        let ns = NsId::try_from(self.roots.len()).expect("the engine limits its namespaces");
+        self.roots.push(NONE);
+        ns
+    }
+
+    /// Indices of the namespaces.
+    pub fn namespaces(&self) -> std::ops::Range<NsId> {
+        0..NsId::try_from(self.roots.len()).expect("`add_namespace` counts them")
+    }
+
+    /// Nodes in the index and detached ones.
+    pub fn len(&self) -> usize {
+        self.nodes.len() - self.free.len()
+    }
+
+    /// Whether there is no node.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// A node. The id must be of a live node.
+    pub fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id as usize]
+    }
+
+    /// A node. The id must be of a live node.
+    pub fn node_mut(&mut self, id: NodeId) -> &mut Node {
+        &mut self.nodes[id as usize]
+    }
+
+    /// Depth of a node; 0 for `NONE`.
+    pub fn depth(&self, id: NodeId) -> u32 {
+        match id {
+            NONE => 0,
+            id => self.node(id).depth,
+        }
+    }
+
+    /// Whether `id` still is the node that it was in `epoch`.
+    pub fn is_live(&self, id: NodeId, epoch: u32) -> bool {
+        self.nodes
+            .get(id as usize)
+            .is_some_and(|node| node.epoch == epoch)
+    }
+
+    /// The node of a hash, visible or not.
+    pub fn find(&self, ns: NsId, hash: &BlockHash) -> Option<NodeId> {
+        let nodes = &self.nodes;
+        self.index
+            .find(mix(self.seed, ns, hash), |&id| {
+                let node = &nodes[id as usize];
+                node.ns == ns && node.hash == *hash
+            })
+            .copied()
+    }
+
+    /// The deepest node of the chain for which `accept` holds, and its depth, by galloping from the
+    /// front and bisecting. `accept` must be monotone along the chain.
+    pub fn deepest<H: HashSource + ?Sized>(
+        &self,
+        ns: NsId,
+        hashes: &H,
+        accept: impl Fn(&Node) -> bool,
+    ) -> Option<(NodeId, u32)> {
+        let probe = |index: usize| {
+            let id = self.find(ns, &hashes.get(index)?)?;
+            let node = self.node(id);
+            // Of hashes that are no chain, only what stands where they say counts.
+            (node.depth as usize == index + 1 && accept(node)).then_some(id)
+        };
+        // Up to `low` every probe has found a node, `best` the last of them; none has at `high`.
+        let mut best = None;
+        let mut low = 0;
+        let mut high = hashes.len();
+        // A warm request is usually there to its end, a cold one not at all: look at both first.
+        if high > 0 {
+            match probe(high - 1) {
+                Some(id) => {
+                    low = high;
+                    best = Some(id);
+                }
+                None => high -= 1,
+            }
+        }
+        let mut step = 1;
+        while low < high {
+            let at = (low + step - 1).min(high - 1);
+            match probe(at) {
+                Some(id) => {
+                    best = Some(id);
+                    low = at + 1;
+                    step *= 2;
+                }
+                None => {
+                    high = at;
+                    break;
+                }
+            }
+        }
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match probe(middle) {
+                Some(id) => {
+                    best = Some(id);
+                    low = middle + 1;
+                }
+                None => high = middle,
+            }
+        }
+        let id = best?;
+        let depth = self.node(id).depth;
+        assert_eq!(depth as usize, low, "the deepest probe that found a node");
+        Some((id, depth))
+    }
+
+    /// Adds a node below `parent` (`NONE`: a root). The hash must not be in the index.
+    pub fn insert(
+        &mut self,
+        ns: NsId,
+        parent: NodeId,
+        hash: BlockHash,
+        groups: usize,
+        required: u32,
+    ) -> NodeId {
+        debug_assert!(self.find(ns, &hash).is_none(), "node inserted twice");
+        if parent != NONE {
+            let above = self.node(parent);
+            assert!(!above.is_detached(), "a node is added below a detached one");
+            assert_eq!(above.ns, ns, "a node is added to another namespace");
+        }
+        let depth = self.depth(parent) + 1;
+        let mut node = Node::new(ns, parent, hash, depth, groups, required);
+        let id = match self.free.pop() {
+            Some(id) => {
+                node.epoch = self.node(id).epoch;
+                self.nodes[id as usize] = node;
+                id
+            }
+            None => {
+                let id = self.nodes.len();
+                assert!(id < NONE as usize, "the last index means no node");
+                self.nodes.push(node);
+                id as NodeId
+            }
+        };
+        self.link(id);
+        let (nodes, seed) = (&self.nodes, self.seed);
+        self.index
+            .insert_unique(mix(seed, ns, &hash), id, |&other| {
+                let node = &nodes[other as usize];
+                mix(seed, node.ns, &node.hash)
+            });
+        id
+    }
+
+    fn head_mut(&mut self, id: NodeId) -> &mut NodeId {
+        let node = self.node(id);
+        let (parent, ns) = (node.links.parent, node.ns);
+        if parent == NONE {
+            &mut self.roots[usize::from(ns)]
+        } else {
+            &mut self.nodes[parent as usize].links.first_child
+        }
+    }
+
+    fn link(&mut self, id: NodeId) {
+        let head = std::mem::replace(self.head_mut(id), id);
+        self.node_mut(id).links.next = head;
+        if head != NONE {
+            self.node_mut(head).links.prev = id;
+        }
+        let parent = self.node(id).links.parent;
+        if parent != NONE {
+            self.node_mut(parent).links.children += 1;
+        }
+    }
+
+    /// Takes a node out of the index; it stays linked until [`Forest::release`].
+    pub fn unindex(&mut self, id: NodeId) {
+        let node = self.node(id);
+        assert!(!node.is_detached(), "node {id} left the index twice");
+        let (ns, hash) = (node.ns, node.hash);
+        self.index
+            .find_entry(mix(self.seed, ns, &hash), |&other| other == id)
+            .expect("a node that is not detached is in the index")
+            .remove();
+        self.node_mut(id).reach = Reach::Detached;
+    }
+
+    /// Unlinks and frees a detached node without children.
+    pub fn release(&mut self, id: NodeId) {
+        let node = self.node(id);
+        assert!(node.is_detached(), "node {id} is freed and in the index");
+        assert_eq!(
+            node.links.children, 0,
+            "node {id} is freed and has children"
+        );
+        assert!(node.is_idle(), "node {id} is freed and in use");
+        assert!(node.has_no_slots(), "node {id} is freed and has slots");
+        let (parent, next, prev) = (node.links.parent, node.links.next, node.links.prev);
+        if prev == NONE {
+            *self.head_mut(id) = next;
+        } else {
+            self.node_mut(prev).links.next = next;
+        }
+        if next != NONE {
+            self.node_mut(next).links.prev = prev;
+        }
+        if parent != NONE {
+            self.node_mut(parent).links.children -= 1;
+        }
+        let node = self.node_mut(id);
+        node.epoch = node.epoch.wrapping_add(1);
+        self.free.push(id);
+    }
+
+    /// First child, or `NONE`; further ones by [`Forest::next_sibling`].
+    pub fn first_child(&self, id: NodeId) -> NodeId {
+        self.node(id).links.first_child
+    }
+
+    /// Children of a node, first to last.
+    pub fn children(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+        self.siblings(self.first_child(id))
+    }
+
+    /// Roots of a namespace.
+    pub fn roots(&self, ns: NsId) -> impl Iterator<Item = NodeId> + '_ {
+        self.siblings(self.first_root(ns))
+    }
+
+    fn siblings(&self, first: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+        let existing = |id: NodeId| (id != NONE).then_some(id);
+        std::iter::successors(existing(first), move |&id| existing(self.next_sibling(id)))
+    }
+
+    /// A node's ancestors, from its parent upwards.
+    pub fn ancestors(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+        let existing = |id: NodeId| (id != NONE).then_some(id);
+        std::iter::successors(existing(self.node(id).parent()), move |&id| {
+            existing(self.node(id).parent())
+        })
+    }
+
+    /// The sibling after this one, or `NONE`.
+    pub fn next_sibling(&self, id: NodeId) -> NodeId {
+        self.node(id).links.next
+    }
+
+    /// First root of a namespace, or `NONE`.
+    pub fn first_root(&self, ns: NsId) -> NodeId {
+        self.roots[usize::from(ns)]
+    }
+
+    /// The ancestor of `id` at `depth`, itself included.
+    pub fn ancestor(&self, mut id: NodeId, depth: u32) -> NodeId {
+        while id != NONE && self.node(id).depth > depth {
+            id = self.node(id).links.parent;
+        }
+        id
+    }
+
+    /// Whether a node keeps its parent from being a leaf of `tier`: the node has a slot there, or it
+    /// requires no payload and has a child that is active.
+    pub fn is_active(&self, id: NodeId, tier: Tier) -> bool {
+        let node = self.node(id);
+        node.tiers.slots[tier as usize] > 0
+            || (node.required == 0 && node.tiers.active_children[tier as usize] > 0)
+    }
+
+    /// Ids of all live nodes, detached ones included.
+    pub fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
+        let mut dead = vec![false; self.nodes.len()];
+        for &id in &self.free {
+            dead[id as usize] = true;
+        }
+        // `insert` keeps the count below `NONE`.
+        (0..self.nodes.len() as NodeId).filter(move |&id| !dead[id as usize])
+    }
+}

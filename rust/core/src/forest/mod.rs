@@ -1,0 +1,16 @@
+//! The prefix forest: one node per block hash, a child's prefix extending its parent's.
+//!
+//! Invariant: **a node is in the index only while its parent is.** So presence along a chain of
+//! hashes is monotone, and the deepest present node is found by galloping and bisection.
+//!
+//! This module keeps the tree and its counters. `engine::residency` decides which payload is in which
+//! tier, and which node may be evicted.
+
+mod index;
+mod node;
+
+pub use index::Forest;
+pub use node::{
+    DeviceIndex, DiskState, Evictability, HostState, NONE, Node, NodeId, NsId, Payload, Reach,
+    Tier, TierCounts, Touch, Uses,
+};

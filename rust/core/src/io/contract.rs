@@ -1,0 +1,169 @@
+//! What an IO engine is asked, what it answers, and the trait that all of them implement.
+
+use std::time::Duration;
+
+use super::waker::Waker;
+
+/// Alignment of every file offset, arena offset and length in an O_DIRECT transfer, in bytes.
+pub const IO_ALIGN: u64 = 4096;
+
+/// Which file of a disk directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum FileKind {
+    /// Superblock and namespace table.
+    Super,
+    /// Fixed-size records, one per slot.
+    Table,
+    /// Payload slots.
+    Data,
+}
+
+/// One operation. `token` comes back in the completion and means nothing here. Offsets and `len`
+/// are multiples of [`IO_ALIGN`]; `payload_len <= len`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum IoRequest {
+    /// Data file -> arena. Completes with an error of [`IoFault::Corrupt`] unless the checksum of
+    /// the first `payload_len` bytes read is `checksum`.
+    ReadPayload {
+        /// Returned in the completion.
+        token: u64,
+        /// Index of the device (directory).
+        device: u16,
+        /// Source, in bytes from the start of the data file.
+        file_offset: u64,
+        /// Destination, in bytes from the start of the arena.
+        arena_offset: u64,
+        /// Bytes to transfer.
+        len: u32,
+        /// Bytes that the checksum covers.
+        payload_len: u32,
+        /// Expected checksum.
+        checksum: u64,
+    },
+    /// Arena -> data file. Completes with the checksum of the first `payload_len` bytes.
+    WritePayload {
+        /// Returned in the completion.
+        token: u64,
+        /// Index of the device (directory).
+        device: u16,
+        /// Destination, in bytes from the start of the data file.
+        file_offset: u64,
+        /// Source, in bytes from the start of the arena.
+        arena_offset: u64,
+        /// Bytes to transfer.
+        len: u32,
+        /// Bytes that the checksum covers.
+        payload_len: u32,
+    },
+    /// Metadata -> table or super file; `bytes` is a multiple of [`IO_ALIGN`] long. With `sync`,
+    /// completes only after an fdatasync that followed the write.
+    WriteMeta {
+        /// Returned in the completion.
+        token: u64,
+        /// Index of the device (directory).
+        device: u16,
+        /// The file, `Super` or `Table`.
+        file: FileKind,
+        /// Destination, in bytes from the start of the file.
+        file_offset: u64,
+        /// What to write.
+        bytes: Box<[u8]>,
+        /// Whether to wait until it is durable.
+        sync: bool,
+    },
+}
+
+impl IoRequest {
+    /// The token, whatever the operation.
+    pub fn token(&self) -> u64 {
+        match self {
+            Self::ReadPayload { token, .. }
+            | Self::WritePayload { token, .. }
+            | Self::WriteMeta { token, .. } => *token,
+        }
+    }
+
+    /// Whether it is a read, which goes before writes.
+    pub fn is_read(&self) -> bool {
+        matches!(self, Self::ReadPayload { .. })
+    }
+}
+
+/// Why an operation failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoFault {
+    /// The bytes read do not match their checksum.
+    Corrupt,
+    /// The file ended before the transfer was complete.
+    Truncated,
+    /// The operating system's error number.
+    Os(i32),
+    /// The IO engine was shut down before the operation was started.
+    Stopped,
+}
+
+impl std::fmt::Display for IoFault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Corrupt => f.write_str("checksum mismatch"),
+            Self::Truncated => f.write_str("the file ends too early"),
+            Self::Os(errno) => write!(f, "{}", std::io::Error::from_raw_os_error(*errno)),
+            Self::Stopped => f.write_str("the IO engine was stopped"),
+        }
+    }
+}
+
+/// The end of one operation: exactly one for each request submitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoCompletion {
+    /// The request's token.
+    pub token: u64,
+    /// The payload checksum (0 for `WriteMeta`), or why it failed.
+    pub result: Result<u64, IoFault>,
+}
+
+/// Carries out operations. Owned by the IO thread alone: it may be made elsewhere, but the thread that
+/// first submits or waits has to make all further calls, and drop it.
+///
+/// Short transfers are resubmitted, EINTR and EAGAIN retried inside; neither reaches the caller.
+/// Buffers: the arena outlives the engine (it holds an `Arc` of the mapping); metadata is owned by
+/// the operation until its completion.
+pub trait IoEngine: Send + std::fmt::Debug {
+    /// `"io_uring"`, `"thread_pool"`, ...; shown to the operator.
+    fn name(&self) -> &'static str;
+    /// How many operations may be in flight.
+    fn depth(&self) -> usize;
+    /// Operations submitted and not yet completed.
+    fn in_flight(&self) -> usize;
+    /// How many operations may be submitted now. What the device has done and is still to be verified
+    /// need not count.
+    fn room(&self) -> usize {
+        self.depth().saturating_sub(self.in_flight())
+    }
+    /// Starts an operation. The caller does so only while there is `room()`.
+    fn submit(&mut self, request: IoRequest);
+    /// Pushes completions to `out`. Blocks until there is at least one, [`Waker::wake`] was called,
+    /// or `timeout` has passed (`None`: no limit; zero: only what is there already).
+    fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
+    /// A handle by which other threads end a `wait`.
+    fn waker(&self) -> Waker;
+}
+
+/// The [`IoEngine::depth`] with which the device has up to `device_depth` reads, or as many writes, at a
+/// time: as many writes again are ready to follow at once, and there is room for a quarter more, since
+/// a device may hold writes up for seconds and go on reading.
+pub(super) fn engine_depth(device_depth: usize) -> usize {
+    2 * device_depth + device_depth.div_ceil(4)
+}
+
+/// How many reads, or writes, the device has at a time if its engine has this [`IoEngine::depth`].
+pub(crate) fn device_depth(engine_depth: usize) -> usize {
+    (engine_depth * 4 / 9).max(1)
+}
+
+/// How long dropping an engine waits for operations that the device has not answered. After that it
+/// lets go of them, and leaves behind for good what the kernel may still write to.
+pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(10);
+
+/// Longer transfers go to the ring in pieces of this size in bytes.
+pub(super) const SPLIT: u32 = 512 << 10;

@@ -1,0 +1,88 @@
+//! The seam below the retry logic, at which tests make system calls fail or fall short.
+
+use std::fmt::Debug;
+
+use rustix::io::Errno;
+
+use super::{FileKind, IO_ALIGN};
+
+/// A system call (or ring entry) about to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// What it does.
+    pub kind: CallKind,
+    /// Index of the device.
+    pub device: u16,
+    /// Which of its files.
+    pub file: FileKind,
+    /// Where in the file, in bytes.
+    pub file_offset: u64,
+    /// How much, in bytes; 0 for a sync.
+    pub len: u32,
+}
+
+/// What a call does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CallKind {
+    /// File to memory.
+    Read,
+    /// Memory to file.
+    Write,
+    /// fdatasync.
+    Sync,
+}
+
+/// What becomes of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is made.
+    Pass,
+    /// It moves no more than this many bytes.
+    Short(u32),
+    /// It is not made, and fails with this error number.
+    Fail(i32),
+    /// It is made; then the bits of `mask` are flipped in the byte `at` of what was read.
+    Flip {
+        /// Which of the bytes read, from 0.
+        at: u32,
+        /// The bits.
+        mask: u8,
+    },
+}
+
+impl Verdict {
+    /// How many of `len` bytes the call asks for. A short call asks for whole units of [`IO_ALIGN`],
+    /// since O_DIRECT accepts nothing else.
+    pub(super) fn issued(self, len: u32) -> Result<u32, Errno> {
+        match self {
+            Self::Fail(errno) => Err(Errno::from_raw_os_error(errno)),
+            Self::Short(limit) => Ok(limit.max(1).next_multiple_of(IO_ALIGN as u32).min(len)),
+            Self::Pass | Self::Flip { .. } => Ok(len),
+        }
+    }
+
+    /// How many bytes the call says that it moved.
+    pub(super) fn reported(self, moved: u32) -> u32 {
+        match self {
+            Self::Short(limit) => moved.min(limit),
+            _ => moved,
+        }
+    }
+}
+
+/// Sees each call before it is made. The IO engines are generic over it, so that production pays
+/// nothing for [`Direct`].
+pub trait FaultHook: Send + Sync + Debug + 'static {
+    /// Decides about one call. Called from the engine's threads.
+    fn on_call(&self, call: &Call) -> Verdict;
+}
+
+/// Makes every call as it is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Direct;
+
+impl FaultHook for Direct {
+    fn on_call(&self, _: &Call) -> Verdict {
+        Verdict::Pass
+    }
+}

@@ -1,0 +1,155 @@
+//! The policy of one set of leaves: one of two.
+
+use serde::Deserialize;
+
+use super::leaf::{Leaf, next_class};
+use super::leafhd::LeafHd;
+use super::lru::Lru;
+
+/// Which policy a tier runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PolicyKind {
+    /// The least recently used leaf goes; every block is admitted.
+    #[default]
+    Lru,
+    /// Learned hit density: the leaf with the fewest expected hits per tick goes; a block worth less
+    /// than that is not admitted.
+    LeafHd,
+}
+
+/// The eviction policy of one tier.
+#[derive(Debug)]
+pub struct Policy {
+    engine: Learner,
+}
+
+#[derive(Debug)]
+enum Learner {
+    Lru(Lru),
+    LeafHd(Box<LeafHd>),
+}
+
+impl Policy {
+    /// A policy for a tier that holds about `capacity_blocks` blocks. `seed` fixes every random
+    /// choice: the same calls on the same seed give the same victims.
+    pub fn new(kind: PolicyKind, capacity_blocks: usize, seed: u64) -> Self {
+        let engine = match kind {
+            PolicyKind::Lru => Learner::Lru(Lru::new()),
+            PolicyKind::LeafHd => Learner::LeafHd(Box::new(LeafHd::new(capacity_blocks, seed))),
+        };
+        Self { engine }
+    }
+
+    /// Which policy this is.
+    pub fn kind(&self) -> PolicyKind {
+        match self.engine {
+            Learner::Lru(_) => PolicyKind::Lru,
+            Learner::LeafHd(_) => PolicyKind::LeafHd,
+        }
+    }
+
+    /// Whether [`Policy::on_hit`] must be called for each block of a hit. If not, touching the deepest
+    /// one is enough.
+    pub fn touches_every_block(&self) -> bool {
+        matches!(self.engine, Learner::LeafHd(_))
+    }
+
+    /// Makes `leaf` a candidate of size class `class`. A node that is in the set already is updated
+    /// under a learning policy; under LRU the caller removes it first.
+    pub fn insert_leaf(&mut self, class: u16, leaf: Leaf) {
+        match &mut self.engine {
+            Learner::Lru(lru) => lru.insert_leaf(class, leaf),
+            Learner::LeafHd(leafhd) => leafhd.insert_leaf(class, leaf),
+        }
+    }
+
+    /// Takes a node out of the candidates of size class `class`; `last` is what it was inserted with.
+    /// Returns whether it was there.
+    pub fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
+        match &mut self.engine {
+            Learner::Lru(lru) => lru.remove_leaf(class, node, last),
+            Learner::LeafHd(leafhd) => leafhd.remove_leaf(class, node),
+        }
+    }
+
+    /// The leaf of size class `class` to evict next, which stays in the set. `None` when there is none.
+    /// Asked again in the same tick, it is the same one unless that has left the set or changed.
+    pub fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
+        match &mut self.engine {
+            Learner::Lru(lru) => lru.victim(class),
+            Learner::LeafHd(leafhd) => leafhd.victim(class, tick),
+        }
+    }
+
+    /// Number of candidates of size class `class`.
+    pub fn leaves(&self, class: u16) -> usize {
+        match &self.engine {
+            Learner::Lru(lru) => lru.leaves(class),
+            Learner::LeafHd(leafhd) => leafhd.leaves(class),
+        }
+    }
+
+    /// A resident block of hit class `hit_class`, last touched at `last`, is hit at `tick`. Returns
+    /// its new class; its new `last` is `tick`.
+    pub fn on_hit(&mut self, hit_class: u8, last: u64, tick: u64) -> u8 {
+        if let Learner::LeafHd(leafhd) = &mut self.engine {
+            leafhd.on_hit(hit_class, last, tick);
+        }
+        next_class(hit_class)
+    }
+
+    /// A block that is not resident is offered. Returns the class it would enter with: above 0 when
+    /// the policy remembers it. `fingerprint` is any well-mixed 64-bit digest of the key.
+    pub fn on_offer(&mut self, fingerprint: u64, tick: u64) -> u8 {
+        match &mut self.engine {
+            Learner::Lru(_) => 0,
+            Learner::LeafHd(leafhd) => leafhd.on_offer(fingerprint, tick),
+        }
+    }
+
+    /// Whether a new block of class `hit_class` is worth the place of `victim`.
+    pub fn admit(&self, hit_class: u8, victim: &Leaf, tick: u64) -> bool {
+        match &self.engine {
+            Learner::Lru(_) => true,
+            Learner::LeafHd(leafhd) => leafhd.admit(hit_class, victim, tick),
+        }
+    }
+
+    /// A block became resident: stored at `last`, promoted from a lower tier, or found on disk at start
+    /// with the `last` and class of its record.
+    pub fn on_insert(&mut self, fingerprint: u64, hit_class: u8, last: u64) {
+        if let Learner::LeafHd(leafhd) = &mut self.engine {
+            leafhd.on_insert(fingerprint, hit_class, last);
+        }
+    }
+
+    /// A block that was offered at `tick` and got class `hit_class` was not stored.
+    pub fn on_refuse(&mut self, fingerprint: u64, hit_class: u8, tick: u64) {
+        if let Learner::LeafHd(leafhd) = &mut self.engine {
+            leafhd.on_refuse(fingerprint, hit_class, tick);
+        }
+    }
+
+    /// A resident block was evicted for space: what it was worth stays remembered for a while.
+    pub fn on_evict(&mut self, fingerprint: u64, last: u64, hit_class: u8) {
+        if let Learner::LeafHd(leafhd) = &mut self.engine {
+            leafhd.on_evict(fingerprint, last, hit_class);
+        }
+    }
+
+    /// A resident block was lost otherwise (bad checksum, failed read, dropped namespace): it is
+    /// forgotten.
+    pub fn on_drop(&mut self, last: u64, hit_class: u8) {
+        if let Learner::LeafHd(leafhd) = &mut self.engine {
+            leafhd.on_drop(last, hit_class);
+        }
+    }
+
+    /// The request of `tick` is done; relearns now and then. Bounded work, whatever the capacity.
+    pub fn end_of_request(&mut self, tick: u64) {
+        if let Learner::LeafHd(leafhd) = &mut self.engine {
+            leafhd.end_of_request(tick);
+        }
+    }
+}

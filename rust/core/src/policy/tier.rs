@@ -1,0 +1,45 @@
+//! The two sets of candidates of a tier, and who goes first.
+
+use crate::slots::Class;
+
+use super::{Leaf, Policy, PolicyKind};
+
+/// The candidates of a tier: leaves, which go with all they hold, and other nodes, of which payloads go
+/// that a hit can do without.
+#[derive(Debug)]
+pub(crate) struct TierPolicies {
+    /// Leaves, by the configured policy.
+    pub(crate) leaves: Policy,
+    /// Nodes with optional payloads that are no leaves. Always least recently used.
+    pub(crate) optional: Policy,
+}
+
+impl TierPolicies {
+    pub(crate) fn new(leaves: Policy) -> Self {
+        Self {
+            leaves,
+            optional: Policy::new(PolicyKind::Lru, 0, 0),
+        }
+    }
+
+    /// The candidate of size class `class` that goes first: the policy's leaf, or the oldest node with
+    /// optional payloads if no leaf was touched before it.
+    pub(crate) fn victim(&mut self, class: Class, tick: u64) -> Option<Leaf> {
+        let leaf = self.leaves.victim(class, tick);
+        let optional = self.optional.victim(class, tick);
+        match (leaf, optional) {
+            (Some(leaf), Some(optional)) if leaf.last < optional.last => Some(leaf),
+            (leaf, optional) => optional.or(leaf),
+        }
+    }
+
+    /// Whether the policy keeps every leaf of `class` rather than store a new block.
+    pub(crate) fn refuses(&mut self, class: Class, hit_class: u8, tick: u64) -> bool {
+        self.optional.victim(class, tick).is_none()
+            && self.leaves.touches_every_block()
+            && self
+                .leaves
+                .victim(class, tick)
+                .is_some_and(|victim| !self.leaves.admit(hit_class, &victim, tick))
+    }
+}

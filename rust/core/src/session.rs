@@ -1,0 +1,386 @@
+//! The contract between a vLLM scheduler and the engine: requests and answers by value, and [`Session`],
+//! the one way to the cache. An engine in this process (`crate::embedded`) and a client of another
+//! process's engine (`undercroft-wire`) implement it; one suite of tests runs over both.
+//!
+//! Words are vLLM's: computed tokens are those that the device holds already
+//! (`num_computed_tokens`), external tokens are those that a load adds.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::key::HashSource;
+use crate::namespace::NamespaceSpec;
+
+/// A number of tokens, counted from the start of a prompt.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct Tokens(pub u32);
+
+impl Tokens {
+    /// No limit.
+    pub const MAX: Self = Self(u32::MAX);
+}
+
+/// Where a payload lies in the arena, in bytes from its start; [`ArenaOffset::NONE`] for a block that
+/// is not to be copied. As workers take it: a little-endian i64, -1 for none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ArenaOffset(i64);
+
+impl ArenaOffset {
+    /// Nothing is to be copied.
+    pub const NONE: Self = Self(-1);
+
+    /// An offset in bytes.
+    ///
+    /// # Panics
+    /// If there can be no such arena.
+    pub fn new(bytes: u64) -> Self {
+        Self(i64::try_from(bytes).expect("an arena is smaller than 2^63 bytes"))
+    }
+
+    /// The offset in bytes; `None` for [`ArenaOffset::NONE`].
+    pub fn get(self) -> Option<u64> {
+        u64::try_from(self.0).ok()
+    }
+
+    /// As workers and the wire take it.
+    pub fn to_le_bytes(self) -> [u8; 8] {
+        self.0.to_le_bytes()
+    }
+
+    /// The opposite of [`ArenaOffset::to_le_bytes`].
+    pub fn from_le_bytes(bytes: [u8; 8]) -> Self {
+        Self(i64::from_le_bytes(bytes).max(-1))
+    }
+}
+
+/// Blocks of one group: where each lies in the arena, from `first_block` on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Index of the group.
+    pub group: u8,
+    /// Index of the first block in the request's block table of that group.
+    pub first_block: u32,
+    /// One offset for each block.
+    pub offsets: Vec<ArenaOffset>,
+}
+
+/// Blocks of a group that a hit can do without (a window's, or a state) and that the device holds now:
+/// a save takes them too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// Index of the group.
+    pub group: u8,
+    /// Index of the first block in the request's block table of that group.
+    pub first_block: u32,
+    /// Index of the block after the last.
+    pub end_block: u32,
+}
+
+/// How long a lookup may stay pending: `base_ns`, and `per_1k_tokens_ns` for every 1,000 tokens that the
+/// promotion would bring, in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PromotionWait {
+    /// The part that does not depend on the prompt.
+    pub base_ns: u64,
+    /// The part for every 1,000 tokens.
+    pub per_1k_tokens_ns: u64,
+}
+
+/// Whether the scheduler waits for a lookup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Priority {
+    /// The scheduler asks: promotions for it go first, and its wait has an end.
+    Demand,
+    /// The request has arrived, and the scheduler has not come to it.
+    Prefetch,
+}
+
+/// A question: how much of a prompt is cached?
+#[derive(Clone, Copy, Debug)]
+pub struct LookupRequest<'a> {
+    /// vLLM's id of the request.
+    pub request: &'a str,
+    /// Block hashes of the prompt.
+    pub hashes: &'a dyn HashSource,
+    /// Tokens that the device holds: payloads before them are not fetched.
+    pub computed: Tokens,
+    /// The deepest boundary of use.
+    pub max: Tokens,
+    /// Instead of the engine's `promotion_wait`.
+    pub wait: Option<PromotionWait>,
+    /// Whether the scheduler waits.
+    pub priority: Priority,
+}
+
+impl<'a> LookupRequest<'a> {
+    /// The scheduler asks for all that is cached of a prompt of which the device holds nothing.
+    pub fn new(request: &'a str, hashes: &'a dyn HashSource) -> Self {
+        Self {
+            request,
+            hashes,
+            computed: Tokens(0),
+            max: Tokens::MAX,
+            wait: None,
+            priority: Priority::Demand,
+        }
+    }
+
+    /// With other computed tokens.
+    #[must_use]
+    pub fn computed(self, computed: Tokens) -> Self {
+        Self { computed, ..self }
+    }
+
+    /// With another limit.
+    #[must_use]
+    pub fn max(self, max: Tokens) -> Self {
+        Self { max, ..self }
+    }
+
+    /// With a limit on the wait for its promotion.
+    #[must_use]
+    pub fn wait(self, wait: Option<PromotionWait>) -> Self {
+        Self { wait, ..self }
+    }
+
+    /// With another priority.
+    #[must_use]
+    pub fn priority(self, priority: Priority) -> Self {
+        Self { priority, ..self }
+    }
+
+    /// As a prefetch.
+    #[must_use]
+    pub fn prefetch(self) -> Self {
+        self.priority(Priority::Prefetch)
+    }
+}
+
+/// The answer to a [`LookupRequest`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lookup {
+    /// Payloads are being read from disk, or a server's answer is on its way: ask again.
+    Pending {
+        /// As [`Hit::shared`], as far as it is known yet.
+        shared: Tokens,
+    },
+    /// A load may follow.
+    Hit(Hit),
+    /// There is nothing to load.
+    Miss {
+        /// As [`Hit::shared`].
+        shared: Tokens,
+    },
+}
+
+impl Lookup {
+    /// Nothing is known of the prompt.
+    pub const NOTHING: Self = Self::Miss { shared: Tokens(0) };
+
+    /// See [`Hit::shared`].
+    pub fn shared(self) -> Tokens {
+        match self {
+            Self::Pending { shared } | Self::Miss { shared } => shared,
+            Self::Hit(hit) => hit.shared,
+        }
+    }
+
+    /// Whether it is to be asked again.
+    pub fn is_pending(self) -> bool {
+        matches!(self, Self::Pending { .. })
+    }
+
+    /// Where the hit ends; 0 for a miss, `None` while pending.
+    pub fn tokens(self) -> Option<Tokens> {
+        match self {
+            Self::Pending { .. } => None,
+            Self::Hit(hit) => Some(hit.tokens),
+            Self::Miss { .. } => Some(Tokens(0)),
+        }
+    }
+}
+
+/// A usable prefix. Its payloads are leased: they stay in the arena until the request's next lookup,
+/// its load, or its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hit {
+    /// Where the hit ends, above the computed tokens of the question.
+    pub tokens: Tokens,
+    /// Tokens of the prompt whose chain is in the index, usable or not. Above `tokens` where a window or
+    /// a state is missing: other prompts share that prefix, and a hit could end there.
+    pub shared: Tokens,
+}
+
+/// How many of a load's tokens came from which tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sources {
+    /// Host memory.
+    pub host: Tokens,
+    /// Disk.
+    pub disk: Tokens,
+}
+
+impl Sources {
+    /// Those of `external` tokens after `computed`, when promotions brought the tokens `from_disk`
+    /// (exclusive, inclusive).
+    pub fn of(computed: Tokens, external: Tokens, from_disk: Option<(Tokens, Tokens)>) -> Self {
+        let end = computed.0.saturating_add(external.0);
+        let disk = from_disk.map_or(0, |(after, to)| {
+            // A server's frame may say anything.
+            let to = to.0.clamp(computed.0, end);
+            to.saturating_sub(after.0.clamp(computed.0, end))
+        });
+        Self {
+            host: Tokens(external.0 - disk),
+            disk: Tokens(disk),
+        }
+    }
+}
+
+/// Names a load or a save of one session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TransferId(pub u64);
+
+/// Names a session for the workers that copy for it; 0 for the engine of this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct SessionToken(pub u128);
+
+/// A load that has begun: its payloads stay where they are until [`Session::end_transfer`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Ends it.
+    pub id: TransferId,
+    /// The session that the payloads are kept for.
+    pub session: SessionToken,
+    /// Where to copy from.
+    pub extents: Vec<Extent>,
+    /// Where its tokens were found.
+    pub sources: Sources,
+}
+
+/// A question: where to save the blocks of a prompt's first tokens?
+#[derive(Clone, Copy, Debug)]
+pub struct SaveRequest<'a> {
+    /// vLLM's id of the request. A policy weighs each of its blocks once, however often its save is tried
+    /// or continued.
+    pub request: &'a str,
+    /// Block hashes of prompt and answer.
+    pub hashes: &'a dyn HashSource,
+    /// Tokens that the device has computed: their full blocks are saved, unless they are cached.
+    pub tokens: Tokens,
+    /// Blocks of windows and states that the device holds. They are added to blocks that are cached
+    /// already, too.
+    pub offers: &'a [Offer],
+}
+
+impl<'a> SaveRequest<'a> {
+    /// A save of the first `tokens` tokens' full blocks, without offers.
+    pub fn new(request: &'a str, hashes: &'a dyn HashSource, tokens: Tokens) -> Self {
+        Self {
+            request,
+            hashes,
+            tokens,
+            offers: &[],
+        }
+    }
+
+    /// With offers.
+    #[must_use]
+    pub fn offers(self, offers: &'a [Offer]) -> Self {
+        Self { offers, ..self }
+    }
+}
+
+/// The answer to a [`SaveRequest`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Save {
+    /// Slots, or the news that there is nothing to copy.
+    Granted(SaveGrant),
+    /// The grant comes from [`Session::poll_saves`].
+    Pending(TransferId),
+    /// Nobody can be asked now.
+    Unavailable,
+}
+
+/// Slots for a save.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SaveGrant {
+    /// Ends it, unless there is nothing to copy.
+    pub id: TransferId,
+    /// The session that the slots are kept for.
+    pub session: SessionToken,
+    /// Where to copy to. Empty if there is nothing to copy: the save has ended.
+    pub extents: Vec<Extent>,
+    /// Blocks were left out for want of memory: the save may be asked for again.
+    pub refused: bool,
+}
+
+/// What a session is opened with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionSpec {
+    /// The namespace; it is registered if it is new.
+    pub namespace: NamespaceSpec,
+    /// Tokens before the end of what is cached at which every hit must end: what a draft model keeps for
+    /// a token depends on the token after it.
+    pub dropped_tokens: Tokens,
+    /// The session shares with nobody: its weights may be others than the namespace says.
+    pub private: bool,
+    /// A hit is leased also for a prefetch: the client loads by it without asking again.
+    pub leases_prefetches: bool,
+}
+
+impl From<NamespaceSpec> for SessionSpec {
+    fn from(namespace: NamespaceSpec) -> Self {
+        Self {
+            namespace,
+            dropped_tokens: Tokens(0),
+            private: false,
+            leases_prefetches: false,
+        }
+    }
+}
+
+/// One vLLM scheduler's use of one namespace. Calls take microseconds and never wait for IO, but for
+/// those with a timeout. Every call may be repeated, and none fails: without an engine there are misses.
+pub trait Session: std::fmt::Debug + Send + Sync {
+    /// Digest of the namespace, hexadecimal.
+    fn namespace(&self) -> String;
+
+    /// Looks a prompt up, and starts to promote the payloads of it that are on disk only. A hit of
+    /// [`Priority::Demand`] is leased.
+    fn lookup(&self, request: &LookupRequest<'_>) -> Lookup;
+
+    /// Waits until [`Session::lookup`] no longer answers [`Lookup::Pending`], at most for `timeout`.
+    /// Whether that is so.
+    fn wait(&self, request: &str, timeout: Duration) -> bool;
+
+    /// The request's lookup is not needed any more: ends its lease and its promotion.
+    fn end_lookup(&self, request: &str);
+
+    /// Begins the load of `external` tokens after `computed`, up to a boundary that the request's last
+    /// hit covers. `None` if no hit covers it: the request computes.
+    fn begin_load(&self, request: &str, computed: Tokens, external: Tokens) -> Option<Load>;
+
+    /// Asks for slots for the blocks that are not cached yet.
+    fn begin_save(&self, request: &SaveRequest<'_>) -> Save;
+
+    /// The grants of pending saves that have come since the last call.
+    fn poll_saves(&self) -> Vec<SaveGrant>;
+
+    /// All ranks have ended the copies of a load or a save, or nobody will copy. After a load that failed
+    /// the request's lookups are misses; a save that failed is dropped.
+    fn end_transfer(&self, id: TransferId, ok: bool);
+
+    /// The request has finished or was aborted. Loads and saves under way go on.
+    fn finish_request(&self, request: &str);
+
+    /// Drops everything of the namespace. Nothing of before is found when this returns; true if nothing
+    /// of it is found after a restart either, which takes at most `timeout` to ensure.
+    fn reset(&self, timeout: Duration) -> bool;
+
+    /// Ends the session: its lookups, leases, loads and saves.
+    fn close(&self);
+}

@@ -1,0 +1,240 @@
+//! What an engine is opened with: the options of `undercroft.config` that concern it, by the same names.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Deserialize;
+use undercroft_core::arena::ARENA_ALIGN;
+use undercroft_core::engine::EngineConfig;
+use undercroft_core::io::IoEngineChoice;
+use undercroft_core::policy::PolicyKind;
+use undercroft_wire::SocketLocation;
+
+use crate::error::HostError;
+
+/// What a `server` begins with.
+const UNIX: &str = "unix://";
+
+/// One device of the disk tier.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskConfig {
+    /// Its directory.
+    pub path: PathBuf,
+    /// The most that its files may hold together, in bytes.
+    pub capacity: u64,
+}
+
+/// Which blocks are written to disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskAdmission {
+    /// Every block.
+    #[default]
+    All,
+    /// Blocks from their second use on.
+    SecondTouch,
+}
+
+/// How to open an engine. Sizes are in bytes.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct HostConfig {
+    /// `unix:///path` of a running server whose engine is used; empty for an engine of this process.
+    pub server: String,
+    /// Size of the arena; rounded down to whole pages.
+    pub host_memory: u64,
+    /// Devices of the disk tier.
+    pub disks: Vec<DiskConfig>,
+    /// How disks are read and written.
+    pub io_engine: IoEngineChoice,
+    /// Reads, or writes, that a disk has at once.
+    pub io_depth: usize,
+    /// Directory of the engine's socket; empty for [`crate::default_socket_dir`].
+    pub socket_dir: PathBuf,
+    /// Path of the socket, instead; empty for a path of its own in `socket_dir`.
+    pub socket: PathBuf,
+    /// Most bytes of the arena that reads from disk hold at once; by default half of the arena.
+    pub promotion_memory: Option<u64>,
+    /// A hit that gains fewer tokens is not worth a load.
+    pub min_load_tokens: u32,
+    /// Eviction policy of every tier.
+    pub eviction_policy: PolicyKind,
+    /// Which blocks are written to disk.
+    pub disk_admission: DiskAdmission,
+    /// Bytes a second that may be written to disk; 0 is unlimited.
+    pub disk_write_rate: u64,
+    /// If another engine of this user has the directories open, use that one, and take the directories
+    /// over when it ends.
+    pub share: bool,
+    /// A server that has not replied for so many milliseconds is not asked until it replies.
+    pub server_timeout_ms: f64,
+    /// Longest wait of a lookup for a server's reply that is on its way, in microseconds.
+    pub lookup_spin_us: f64,
+}
+
+impl Default for HostConfig {
+    fn default() -> Self {
+        Self {
+            server: String::new(),
+            host_memory: 0,
+            disks: Vec::new(),
+            io_engine: IoEngineChoice::Auto,
+            io_depth: 32,
+            socket_dir: PathBuf::new(),
+            socket: PathBuf::new(),
+            promotion_memory: None,
+            min_load_tokens: 1,
+            eviction_policy: PolicyKind::Lru,
+            disk_admission: DiskAdmission::All,
+            disk_write_rate: 0,
+            share: false,
+            server_timeout_ms: 5.0,
+            lookup_spin_us: 200.0,
+        }
+    }
+}
+
+impl HostConfig {
+    /// Reads the options from a JSON object.
+    ///
+    /// # Errors
+    /// Names the option that is unknown or whose value is not possible, and what is allowed.
+    pub fn from_json(json: &str) -> Result<Self, HostError> {
+        let mut values = serde_json::Deserializer::from_str(json);
+        serde_path_to_error::deserialize(&mut values).map_err(|error| {
+            let text = error.inner().to_string();
+            // Nobody sees the JSON.
+            let reason = text.split(" at line ").next().unwrap_or_default();
+            match error.path().to_string().as_str() {
+                "." => HostError::Option(reason.to_owned()),
+                path => HostError::Option(format!("{path}: {reason}")),
+            }
+        })
+    }
+
+    /// The socket of the server that is to be used; `None` for an engine of this process.
+    pub(crate) fn server_socket(&self) -> Result<Option<PathBuf>, HostError> {
+        if self.server.is_empty() {
+            return Ok(None);
+        }
+        match self.server.strip_prefix(UNIX) {
+            Some(path) if path.starts_with('/') => Ok(Some(path.into())),
+            _ => Err(HostError::Option(format!(
+                "server is {:?}; allowed: \"unix:///path\" of a running `undercroft serve`",
+                self.server
+            ))),
+        }
+    }
+
+    /// Where the engine's own server listens, and the option that says so.
+    pub(crate) fn socket_location<'a>(
+        &'a self,
+        default_dir: &'a Path,
+    ) -> (&'static str, SocketLocation<'a>) {
+        if self.socket != Path::new("") {
+            ("socket", SocketLocation::At(&self.socket))
+        } else if self.socket_dir != Path::new("") {
+            ("socket_dir", SocketLocation::In(&self.socket_dir))
+        } else {
+            ("socket_dir", SocketLocation::In(default_dir))
+        }
+    }
+
+    /// Size of the arena: whole pages.
+    pub(crate) fn arena_bytes(&self) -> u64 {
+        self.host_memory / ARENA_ALIGN * ARENA_ALIGN
+    }
+
+    /// The engine's part of the options.
+    pub(crate) fn engine(&self) -> EngineConfig {
+        let defaults = EngineConfig::new(self.arena_bytes());
+        EngineConfig {
+            policy: self.eviction_policy,
+            promotion_bytes: self.promotion_memory.unwrap_or(defaults.promotion_bytes),
+            min_load_tokens: self.min_load_tokens.max(1),
+            second_touch: self.disk_admission == DiskAdmission::SecondTouch,
+            write_rate: self.disk_write_rate,
+            ..defaults
+        }
+    }
+
+    /// See [`HostConfig::server_timeout_ms`].
+    pub(crate) fn server_timeout(&self) -> Duration {
+        Duration::from_secs_f64((self.server_timeout_ms / 1e3).clamp(1e-4, 3600.0))
+    }
+
+    /// See [`HostConfig::lookup_spin_us`].
+    pub(crate) fn lookup_spin(&self) -> Duration {
+        Duration::from_secs_f64((self.lookup_spin_us / 1e6).clamp(0.0, 1.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(json: &str) -> String {
+        HostConfig::from_json(json).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn options_have_their_names_and_the_others_their_defaults() {
+        let json = r#"{"host_memory": 4097, "disks": [{"path": "/d", "capacity": 5}], "io_engine": "thread_pool",
+            "eviction_policy": "leafhd", "disk_admission": "second_touch", "promotion_memory": null}"#;
+        let config = HostConfig::from_json(json).unwrap();
+        let expected = HostConfig {
+            host_memory: 4097,
+            disks: vec![DiskConfig {
+                path: "/d".into(),
+                capacity: 5,
+            }],
+            io_engine: IoEngineChoice::ThreadPool,
+            eviction_policy: PolicyKind::LeafHd,
+            disk_admission: DiskAdmission::SecondTouch,
+            ..HostConfig::default()
+        };
+        assert_eq!(config, expected);
+        assert_eq!(config.engine().host_bytes, 4096);
+        assert_eq!(config.engine().promotion_bytes, 2048);
+        assert!(config.engine().second_touch);
+    }
+
+    #[test]
+    fn an_impossible_value_is_named_with_what_is_allowed() {
+        let unknown = refused(r#"{"host_mem": 1}"#);
+        assert!(unknown.contains("`host_mem`") && unknown.contains("`host_memory`"));
+        let choice = refused(r#"{"io_engine": "aio"}"#);
+        assert!(
+            choice.starts_with("io_engine: ") && choice.contains("`io_uring`"),
+            "{choice}"
+        );
+        let policy = refused(r#"{"eviction_policy": "LRU"}"#);
+        assert!(policy.contains("`lru`, `leafhd`") || policy.contains("`lru` or `leafhd`"));
+        let disk = refused(r#"{"disks": [{"path": "/d"}]}"#);
+        assert!(
+            disk.starts_with("disks[0]: ") && disk.contains("`capacity`"),
+            "{disk}"
+        );
+        assert!(refused(r#"{"host_memory": -1}"#).starts_with("host_memory: "));
+        assert!(!choice.contains("line"));
+    }
+
+    #[test]
+    fn a_server_is_an_absolute_path_of_a_unix_socket() {
+        let of = |server: &str| {
+            let server = server.to_owned();
+            HostConfig {
+                server,
+                ..HostConfig::default()
+            }
+            .server_socket()
+        };
+        assert_eq!(of("").unwrap(), None);
+        assert_eq!(of("unix:///run/s").unwrap(), Some("/run/s".into()));
+        for server in ["/run/s", "unix://run/s", "tcp://h:1"] {
+            let refused = of(server).unwrap_err().to_string();
+            assert!(refused.contains(server) && refused.contains("unix:///path"));
+        }
+    }
+}

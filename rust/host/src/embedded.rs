@@ -1,0 +1,146 @@
+//! An engine of this process, with the server that hands its arena to workers and lets others share it.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde_json::Value;
+use undercroft_core::arena::{Arena, Prefault, prefault_in_background};
+use undercroft_core::driver::EngineAccess;
+use undercroft_core::embedded::EmbeddedSession;
+use undercroft_core::namespace::NamespaceSpec;
+use undercroft_core::session::{Session, SessionSpec, SessionToken, Tokens};
+use undercroft_wire::{Served, Server, SessionAddress, StatsSource};
+
+use crate::config::HostConfig;
+use crate::error::HostError;
+use crate::running::{Directories, RunningEngine, random};
+use crate::socket_path::default_socket_dir;
+use crate::{Connection, EngineHost};
+
+/// How long closing waits for writes under way.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// An engine of this process.
+#[derive(Debug)]
+pub struct EmbeddedHost {
+    engine: Arc<RunningEngine>,
+    socket: PathBuf,
+    arena_id: u64,
+    /// `None` once it is closed.
+    server: Mutex<Option<Server>>,
+    /// Without it pages are populated when they are first used.
+    _prefault: Option<Prefault>,
+}
+
+impl EmbeddedHost {
+    /// Opens the directories and the arena, and starts the engine and its server.
+    ///
+    /// # Errors
+    /// If a directory, the memory, the IO engine or the socket cannot be used.
+    pub fn open(config: &HostConfig) -> Result<Self, HostError> {
+        let mut of_engine = config.engine();
+        of_engine.seed = random();
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH);
+        of_engine.unix_at_zero_s = unix.unwrap_or_default().as_secs();
+        // Before the memory is taken: they may be in use.
+        let directories = Directories::open(&config.disks)?;
+        let arena = Arc::new(Arena::create(config.arena_bytes())?);
+        let io = (config.io_engine, config.io_depth);
+        let engine = RunningEngine::start(of_engine, directories, io, Arc::clone(&arena))?;
+        let (engine, arena_id) = (Arc::new(engine), random());
+        let server = serve(config, &engine, arena_id)?;
+        let socket = server.path().to_owned();
+        engine.publish(&socket);
+        Ok(Self {
+            engine,
+            socket,
+            arena_id,
+            server: Mutex::new(Some(server)),
+            _prefault: prefault_in_background(arena).ok(),
+        })
+    }
+
+    /// Where the engine is shared.
+    pub(crate) fn socket(&self) -> &PathBuf {
+        &self.socket
+    }
+}
+
+fn serve(
+    config: &HostConfig,
+    engine: &Arc<RunningEngine>,
+    arena_id: u64,
+) -> Result<Server, HostError> {
+    let (of_info, of_stats) = (Arc::clone(engine), Arc::clone(engine));
+    let served = Served {
+        driver: Arc::clone(engine.driver()),
+        arena: Arc::clone(engine.arena()),
+        arena_id,
+        info: Box::new(move || of_info.info()),
+        stats: StatsSource::new(move || of_stats.stats()),
+    };
+    let default_dir = default_socket_dir();
+    let (option, location) = config.socket_location(&default_dir);
+    Server::start(location, served).map_err(|source| HostError::Socket { option, source })
+}
+
+impl EngineHost for EmbeddedHost {
+    fn register(
+        &self,
+        namespace: NamespaceSpec,
+        dropped_tokens: Tokens,
+    ) -> Result<Arc<dyn Session>, HostError> {
+        let driver = Arc::clone(self.engine.driver());
+        let spec = SessionSpec {
+            dropped_tokens,
+            ..namespace.into()
+        };
+        Ok(Arc::new(EmbeddedSession::open(driver, spec)?))
+    }
+
+    fn arena(&self) -> Option<SessionAddress> {
+        Some(SessionAddress {
+            socket: self.socket.clone(),
+            arena_id: self.arena_id,
+            session: SessionToken::default(),
+        })
+    }
+
+    fn stats(&self) -> Value {
+        self.engine.stats()
+    }
+
+    fn info(&self) -> Value {
+        self.engine.info()
+    }
+
+    fn connection(&self) -> Connection {
+        Connection::up()
+    }
+
+    fn flush(&self, timeout: Duration) -> bool {
+        let driver = self.engine.driver();
+        driver.wait_until(timeout, |engine| engine.is_quiet())
+    }
+
+    fn close(&self) {
+        let server = self.server.lock();
+        drop(server.unwrap_or_else(PoisonError::into_inner).take());
+        self.engine.stop(CLOSE_TIMEOUT);
+    }
+
+    fn is_shared(&self) -> bool {
+        false
+    }
+
+    fn took_over(&self) -> bool {
+        false
+    }
+}
+
+impl Drop for EmbeddedHost {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

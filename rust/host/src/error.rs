@@ -1,0 +1,99 @@
+//! Why an engine cannot be opened or used.
+
+use std::io;
+
+use undercroft_core::arena::ArenaError;
+use undercroft_core::error::{RegisterError, StoreError};
+use undercroft_wire::{AttachError, ConnectError, SocketError};
+
+/// What kind of answer an error calls for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorClass {
+    /// The operator changes an option.
+    Config,
+    /// The operator looks at a directory of the disk tier.
+    Store,
+    /// A server does not answer, or is another user's.
+    Server,
+    /// Anything else.
+    Engine,
+}
+
+/// Why an engine cannot be opened or used. Messages have the option's name.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HostError {
+    /// An option is unknown, or its value is not possible.
+    #[error("{0}")]
+    Option(String),
+    /// The arena cannot be made.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// The disks cannot be read and written as configured.
+    #[error("io_engine: {0}")]
+    Io(io::Error),
+    /// The engine's socket cannot be made.
+    #[error("{option}: {source}")]
+    Socket {
+        /// The option that says where it is made.
+        option: &'static str,
+        /// Why not.
+        source: SocketError,
+    },
+    /// A directory cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A directory is in use, and the engine that uses it cannot be shared.
+    #[error("{in_use}. It could be shared, but its engine does not answer: {reason}")]
+    Owner {
+        /// Which directory, and by whom.
+        in_use: String,
+        /// What came of the attempt.
+        reason: String,
+    },
+    /// The namespace cannot be registered.
+    #[error(transparent)]
+    Register(#[from] RegisterError),
+    /// The server refuses the session.
+    #[error("{0}")]
+    Refused(String),
+    /// A second session on one client.
+    #[error("an engine of another process takes one session; open another engine for another")]
+    SecondSession,
+    /// The client's thread cannot be started.
+    #[error("starting the client's thread: {0}")]
+    Thread(io::Error),
+    /// There was no session yet, and so no socket to ask at.
+    #[error("the engine's server cannot be asked: {0}")]
+    NotConnected(String),
+    /// Nobody answers at a socket.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// A worker cannot get the arena.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// A server's report is not what it should be.
+    #[error("the server's report is damaged: {0}")]
+    Report(#[from] serde_json::Error),
+}
+
+impl HostError {
+    /// What kind of answer the error calls for.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            Self::Register(RegisterError::Broken) | Self::SecondSession | Self::Thread(_) => {
+                ErrorClass::Engine
+            }
+            Self::Option(_)
+            | Self::Arena(_)
+            | Self::Io(_)
+            | Self::Socket { .. }
+            | Self::Register(_)
+            | Self::Refused(_) => ErrorClass::Config,
+            Self::Store(_) | Self::Owner { .. } => ErrorClass::Store,
+            Self::NotConnected(_) | Self::Connect(_) | Self::Attach(_) | Self::Report(_) => {
+                ErrorClass::Server
+            }
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! An engine for a process: its options, its directories, memory, threads and server, or the way to
+//! the engine of another process.
+//!
+//! [`open`] gives an [`EngineHost`], whoever runs the engine: this process ([`EmbeddedHost`]), the process
+//! that has the directories open ([`SharedHost`]), or `undercroft serve` ([`RemoteHost`]).
+
+mod config;
+mod embedded;
+mod error;
+pub mod inspect;
+mod namespace;
+mod remote;
+mod running;
+mod shared;
+mod socket_path;
+
+use std::fmt::Debug;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::Value;
+use undercroft_core::namespace::NamespaceSpec;
+use undercroft_core::session::{Session, Tokens};
+use undercroft_wire::SessionAddress;
+
+pub use config::{DiskAdmission, DiskConfig, HostConfig};
+pub use embedded::EmbeddedHost;
+pub use error::{ErrorClass, HostError};
+pub use namespace::group_spec;
+pub use remote::RemoteHost;
+pub use running::{Directories, RunningEngine};
+pub use shared::SharedHost;
+pub use socket_path::{default_server_socket, default_socket_dir};
+
+/// How long [`EngineHost::status`] waits for an answer.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Whether an engine can be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Connection {
+    /// "up", "late" (it does not answer in time), "down" or "refused".
+    pub state: &'static str,
+    /// Why it is not up.
+    pub reason: String,
+}
+
+impl Connection {
+    pub(crate) fn up() -> Self {
+        let (state, reason) = ("up", String::new());
+        Self { state, reason }
+    }
+}
+
+/// An engine that sessions can be opened on, whoever runs it.
+pub trait EngineHost: Debug + Send + Sync {
+    /// Opens a session, every hit of which ends `dropped_tokens` before the end of what is cached. An engine
+    /// of another process takes one session, which is opened when its server answers.
+    ///
+    /// # Errors
+    /// If the namespace does not fit the engine, or the engine refuses it.
+    fn register(
+        &self,
+        namespace: NamespaceSpec,
+        dropped_tokens: Tokens,
+    ) -> Result<Arc<dyn Session>, HostError>;
+
+    /// Where workers get the arena now; `None` before there was a session with a server.
+    fn arena(&self) -> Option<SessionAddress>;
+
+    /// Counters and gauges, one flat object; an empty one before there was a session with a server. Those of
+    /// a server are about a second old.
+    fn stats(&self) -> Value;
+
+    /// What was configured and found; an empty object before there was a session with a server.
+    fn info(&self) -> Value;
+
+    /// Whether the engine can be used.
+    fn connection(&self) -> Connection;
+
+    /// What `undercroft status` shows.
+    ///
+    /// # Errors
+    /// If the engine's server does not answer.
+    fn status(&self) -> Result<Value, HostError> {
+        match self.arena() {
+            Some(address) => server_status(&address.socket, STATUS_TIMEOUT),
+            None => Err(HostError::NotConnected(self.connection().reason)),
+        }
+    }
+
+    /// Waits until nothing is in flight or waits to be written, at most for `timeout`: whether that is so.
+    /// Of another process's engine nothing is waited for.
+    fn flush(&self, timeout: Duration) -> bool;
+
+    /// Ends the session with a server; finishes writes under way (bounded), stops the threads and releases
+    /// the directories of an engine of this process. Idempotent.
+    fn close(&self);
+
+    /// Whether another process runs the engine, or did when it was opened.
+    fn is_shared(&self) -> bool;
+
+    /// Whether this process has taken over the directories of an engine that ended.
+    fn took_over(&self) -> bool;
+}
+
+/// Opens the engine that `config` asks for.
+///
+/// # Errors
+/// If an option is not possible, or a directory, the memory or the socket cannot be used.
+pub fn open(config: HostConfig) -> Result<Box<dyn EngineHost>, HostError> {
+    match config.server_socket()? {
+        Some(socket) => Ok(Box::new(RemoteHost::of_server(&config, socket))),
+        None if config.share => shared::open(config),
+        None => Ok(Box::new(EmbeddedHost::open(&config)?)),
+    }
+}
+
+/// What goes on in the server at `socket`; waits at most `timeout`.
+///
+/// # Errors
+/// If nobody answers there.
+pub fn server_status(socket: &Path, timeout: Duration) -> Result<Value, HostError> {
+    let json = undercroft_wire::server_status(socket, timeout)?;
+    Ok(serde_json::from_str(&json)?)
+}

@@ -1,0 +1,209 @@
+"""``undercroft bench``: what the machine and the engine reach, and the bare device beside it in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from undercroft.cli import output
+from undercroft.device.layout import SUPPORTED_LAYOUTS
+from undercroft.errors import ConfigError
+from undercroft.units import parse_size
+
+
+def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> None:
+    """Add what can be measured to the parser of ``undercroft bench``."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    lookup = _add(
+        kinds, shared, "lookup", "lookups of a prefix that is wholly in host memory, as vLLM calls them", _lookup
+    )
+    lookup.add_argument(
+        "--mode", choices=("embedded", "served"), default="embedded", help="where the engine runs (%(default)s)"
+    )
+    lookup.add_argument(
+        "--clients",
+        type=_positive,
+        default=1,
+        metavar="C",
+        help="served: with more than one, lookups a second of so many processes (%(default)s)",
+    )
+    lookup.add_argument(
+        "--keys", type=_positive, default=8192, metavar="N", help="block hashes of the prompt (%(default)s)"
+    )
+    lookup.add_argument("--rounds", type=_positive, default=2000, metavar="R", help="lookups measured (%(default)s)")
+    lookup.add_argument(
+        "--pending", type=_positive, metavar="N", help="instead: steps that ask for N requests that wait for the disk"
+    )
+
+    disk = _add(kinds, shared, "disk", "the disk tier through the whole engine, against a bare O_DIRECT loop", _disk)
+    disk.add_argument("--path", metavar="DIR", help="directory on the device to measure (default: a temporary one)")
+    disk.add_argument("--block-bytes", type=_size, default=2 << 20, metavar="B", help="payload size (2MiB)")
+    disk.add_argument(
+        "--blocks", type=_positive, metavar="K", help="payloads written and read (as many as 2 GiB hold, at least 1024)"
+    )
+
+    disk.add_argument("--depth", type=_positive, default=32, metavar="D", help="operations in flight (%(default)s)")
+    disk.add_argument(
+        "--io-engine", choices=("auto", "io_uring", "thread_pool"), default="auto", help="as the option (%(default)s)"
+    )
+
+    copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against one plain copy", _copy)
+    copy.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the KV cache is (%(default)s)")
+    copy.add_argument(
+        "--block-bytes", type=_size, metavar="B", help="bytes of a block (cpu: 2MiB, cuda: 32KiB to 4MiB in turn)"
+    )
+    copy.add_argument(
+        "--layers", type=_positive, metavar="L", help="layers of a block (cpu: 32, cuda: 4 to 80 in turn)"
+    )
+    copy.add_argument(
+        "--layout", choices=SUPPORTED_LAYOUTS, help="KV cache layout (cpu: LBHNC, cuda: BLHNC and LBHNC in turn)"
+    )
+    copy.add_argument("--blocks", type=_positive, metavar="K", help="cpu: blocks of a job (256; on cuda always 64)")
+    copy.add_argument(
+        "--strategy",
+        choices=("auto", "direct", "gather"),
+        help="cuda: copy pages straight, or gather them on the device (auto: as their size suggests)",
+    )
+
+    recover = _add(kinds, shared, "recover", "how long opening a full directory takes", _recover)
+    recover.add_argument("--path", metavar="DIR", help="directory to make the store in (default: a temporary one)")
+    recover.add_argument("--blocks", type=_positive, default=1_000_000, metavar="K", help="blocks in it (%(default)s)")
+
+    replay = _add(
+        kinds, shared, "replay", "hit rates and insert rates of a trace on the engine's own policies", _replay
+    )
+    replay.add_argument("--trace", required=True, metavar="FILE", help="JSON lines with input_length and hash_ids")
+    replay.add_argument(
+        "--host-blocks", required=True, type=_positive, metavar="N", help="blocks that host memory holds"
+    )
+    replay.add_argument(
+        "--disk-blocks", type=_not_negative, default=0, metavar="M", help="blocks that the disk holds (0: no disk)"
+    )
+    replay.add_argument(
+        "--policy", choices=("lru", "leafhd"), default="lru", help="eviction policy of both tiers (%(default)s)"
+    )
+    replay.add_argument("--second-touch", action="store_true", help="write to disk only what comes a second time")
+
+
+def _add(
+    kinds: argparse._SubParsersAction[argparse.ArgumentParser],
+    shared: argparse.ArgumentParser,
+    name: str,
+    help_text: str,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(name, parents=[shared], help=help_text, description=f"Measures {help_text}.")
+
+    def run(args: argparse.Namespace) -> int:
+        result = measure(args)
+        if args.json:
+            output.print_json(result)
+        else:
+            output.print_fields(result)
+            _print_cases(result.get("cases", []) or result.get("cold", []))
+        return 0
+
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _print_cases(cases: list[dict[str, Any]]) -> None:
+    """A table of what was measured several times over."""
+    if cases:
+        output.print_table(list(cases[0]), ([*case.values()] for case in cases))
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return number
+
+
+def _not_negative(value: str) -> int:
+    number = int(value)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return number
+
+
+def _size(value: str) -> int:
+    return parse_size(value)
+
+
+def _lookup(args: argparse.Namespace) -> dict[str, Any]:
+    if args.pending is not None:
+        if args.mode != "embedded":
+            raise ConfigError("--pending is for --mode embedded")
+        from undercroft_bench import pending
+
+        return pending.measure(args.pending)
+    if args.mode == "served":
+        from undercroft_bench import served
+
+        return served.measure(args.keys, args.rounds, args.clients)
+    if args.clients > 1:
+        raise ConfigError("--clients is for --mode served: an embedded engine has one scheduler")
+    from undercroft_bench import lookup
+
+    return lookup.measure(args.keys, args.rounds)
+
+
+def _copy(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: value for name in ("block_bytes", "layers", "layout") if (value := getattr(args, name)) is not None}
+    try:
+        return _copy_on_cuda(args, given) if args.device == "cuda" else _copy_on_cpu(args, given)
+    except (RuntimeError, ValueError) as error:
+        raise output.CommandError(str(error)) from error
+
+
+def _copy_on_cpu(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    if args.strategy is not None:
+        raise ConfigError("--strategy is for --device cuda: in host memory there is one way to copy")
+    from undercroft_bench.copy_cpu import run_copy_bench
+
+    if args.blocks is not None:
+        given["blocks"] = args.blocks
+    return run_copy_bench(**given)
+
+
+def _copy_on_cuda(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    if args.blocks is not None:
+        raise ConfigError("--blocks is for --device cpu: on cuda a job has 64 blocks")
+    from undercroft_bench.copy_cuda import GRID, run_cuda_copy_bench
+
+    cases = list(dict.fromkeys(case._replace(**given) for case in GRID))
+    return run_cuda_copy_bench(cases, strategy=args.strategy or "auto")
+
+
+def _disk(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft_bench import _bench
+
+    with _directory(args.path) as path:
+        # Small blocks are soon moved: a round that takes less than some tenths of a second measures its ends.
+        blocks = args.blocks or max(1024, (2 << 30) // args.block_bytes)
+        return _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine)
+
+
+def _recover(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft_bench import _bench
+
+    with _directory(args.path) as path:
+        return _bench.recover(path, args.blocks)
+
+
+def _replay(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft_bench import _bench
+
+    return _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
+
+
+def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:
+    """A directory of the benchmark's own below ``base``, removed at the end: an existing cache is never touched."""
+    if base is not None:
+        Path(base).mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-")

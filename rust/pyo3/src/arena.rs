@@ -1,0 +1,86 @@
+//! `_core.Arena`: an engine's arena, mapped into a worker.
+
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use undercroft_core::session::SessionToken;
+use undercroft_host::HostError;
+
+use crate::errors::Result;
+
+/// An engine's arena, mapped into this process (a worker's).
+#[pyclass(name = "Arena", module = "undercroft._core", frozen)]
+#[derive(Debug)]
+pub(crate) struct PyArena {
+    arena: Arc<undercroft_core::arena::Arena>,
+    arena_id: u64,
+    /// Its end tells the engine that this process no longer copies.
+    connection: Option<UnixStream>,
+}
+
+impl PyArena {
+    pub(crate) fn arena(&self) -> &Arc<undercroft_core::arena::Arena> {
+        &self.arena
+    }
+}
+
+#[pymethods]
+impl PyArena {
+    /// Get the descriptor from the engine's socket (same uid only) and map it, for the session with this
+    /// token. Waits at most five seconds. Raises ServerError.
+    #[staticmethod]
+    #[pyo3(signature = (socket_path, session = 0))]
+    fn attach(py: Python<'_>, socket_path: PathBuf, session: u128) -> Result<Self> {
+        let session = SessionToken(session);
+        let attached = py.detach(|| undercroft_wire::attach(&socket_path, session));
+        let attached = attached.map_err(HostError::from)?;
+        Ok(Self {
+            arena: Arc::new(attached.arena),
+            arena_id: attached.arena_id,
+            connection: Some(attached.connection),
+        })
+    }
+
+    /// An arena of this process alone, for benchmarks and tests of the copiers. Raises ConfigError.
+    #[staticmethod]
+    fn create(size: u64) -> Result<Self> {
+        let arena = undercroft_core::arena::Arena::create(size).map_err(HostError::from)?;
+        Ok(Self {
+            arena: Arc::new(arena),
+            arena_id: 0,
+            connection: None,
+        })
+    }
+
+    /// Address of the first byte in this process.
+    #[getter]
+    fn address(&self) -> usize {
+        self.arena.address()
+    }
+
+    /// Bytes.
+    #[getter]
+    fn size(&self) -> u64 {
+        self.arena.size()
+    }
+
+    /// Whether its engine still runs, as far as the socket tells; true without one (`create`).
+    #[getter]
+    fn is_served(&self) -> bool {
+        self.connection.as_ref().is_none_or(|connection| {
+            let mut fds = [PollFd::new(connection, PollFlags::IN)];
+            // The engine says nothing more on it: what comes is its end.
+            let nothing = Timespec::default();
+            poll(&mut fds, Some(&nothing)) == Ok(0)
+        })
+    }
+
+    /// The engine's number of this arena; another arena has another number.
+    #[getter]
+    fn arena_id(&self) -> u64 {
+        self.arena_id
+    }
+}

@@ -1,0 +1,126 @@
+//! `_core.Engine`: an engine that sessions can be opened on, whoever runs it.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use undercroft_core::namespace::NamespaceSpec;
+use undercroft_core::session::Tokens;
+use undercroft_host::{EngineHost, HostConfig, open};
+
+use crate::errors::Result;
+use crate::json::{to_json, to_python};
+use crate::session::PySession;
+use crate::values::{PyArenaAddress, PyGroup, group_specs, timeout};
+
+/// An engine of this process, of the process that has its directories open, or of a server.
+#[pyclass(name = "Engine", module = "undercroft._core", frozen)]
+pub(crate) struct PyEngine {
+    host: Box<dyn EngineHost>,
+}
+
+#[pymethods]
+impl PyEngine {
+    /// Open the engine. Raises ConfigError, StoreError.
+    #[new]
+    fn new(py: Python<'_>, options: &Bound<'_, PyDict>) -> Result<Self> {
+        let config = HostConfig::from_json(&to_json(options)?)?;
+        let host = py.detach(|| open(config))?;
+        Ok(Self { host })
+    }
+
+    /// Whether another process runs the engine, or did when it was opened.
+    #[getter]
+    fn is_shared(&self) -> bool {
+        self.host.is_shared()
+    }
+
+    /// Whether this process has taken over the directories of an engine that ended.
+    #[getter]
+    fn took_over(&self) -> bool {
+        self.host.took_over()
+    }
+
+    /// Where workers get the arena; an empty address before there was a session with a server.
+    #[getter]
+    fn arena(&self) -> PyArenaAddress {
+        self.host
+            .arena()
+            .map(PyArenaAddress::from)
+            .unwrap_or_default()
+    }
+
+    /// A session for one namespace. Raises ConfigError, StoreError.
+    #[pyo3(signature = (description, groups, hash_block_size, alignment_tokens = None, dropped_tokens = 0))]
+    fn register(
+        &self,
+        py: Python<'_>,
+        description: String,
+        groups: Vec<PyGroup>,
+        hash_block_size: u32,
+        alignment_tokens: Option<u32>,
+        dropped_tokens: u32,
+    ) -> Result<PySession> {
+        let namespace = NamespaceSpec {
+            description,
+            hash_block_size,
+            alignment_tokens: alignment_tokens.unwrap_or(hash_block_size),
+            groups: group_specs(&groups)?,
+        };
+        let session = py.detach(|| self.host.register(namespace, Tokens(dropped_tokens)))?;
+        Ok(PySession::new(session))
+    }
+
+    /// Counters and gauges since the start, as one flat dict of numbers.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        to_python(py, &self.host.stats())
+    }
+
+    /// What was configured and found.
+    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        to_python(py, &self.host.info())
+    }
+
+    /// What `undercroft status` shows. Raises ServerError.
+    fn status<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        let status = py.detach(|| self.host.status())?;
+        Ok(to_python(py, &status)?)
+    }
+
+    /// Whether the engine can be used ("up", "late", "down" or "refused"), and why not.
+    fn connection(&self) -> (&'static str, String) {
+        let connection = self.host.connection();
+        (connection.state, connection.reason)
+    }
+
+    /// Wait until nothing is in flight and nothing waits to be written, at most `timeout_s` seconds.
+    #[pyo3(signature = (timeout_s = 10.0))]
+    fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
+        py.detach(|| self.host.flush(timeout(timeout_s, 1e6)))
+    }
+
+    /// Finish writes under way (bounded), stop the threads, release the directories. Idempotent.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.host.close());
+    }
+}
+
+/// What goes on in the server at a socket. Raises ServerError.
+#[pyfunction]
+#[pyo3(signature = (socket, timeout_s = 5.0))]
+pub(crate) fn server_status(
+    py: Python<'_>,
+    socket: PathBuf,
+    timeout_s: f64,
+) -> Result<Bound<'_, PyAny>> {
+    let status =
+        py.detach(|| undercroft_host::server_status(&socket, timeout(timeout_s, 3600.0)))?;
+    Ok(to_python(py, &status)?)
+}
+
+/// Where `undercroft serve` listens, and `undercroft status` asks, unless told otherwise.
+#[pyfunction]
+pub(crate) fn default_server_socket() -> OsString {
+    undercroft_host::default_server_socket().into()
+}

@@ -1,0 +1,47 @@
+//! `_core.inspect`, `_core.descriptions`, `_core.verify`, `_core.drop_namespace`: a directory without an engine.
+
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+use undercroft_host::inspect;
+
+use crate::errors::Result;
+use crate::json::to_python;
+
+/// What a cache directory holds. Changes nothing. Raises StoreError.
+#[pyfunction]
+#[pyo3(name = "inspect")]
+pub(crate) fn inspect_directory(py: Python<'_>, directory: PathBuf) -> Result<Bound<'_, PyAny>> {
+    let found = py.detach(|| inspect::inspect(&directory))?;
+    Ok(to_python(py, &found)?)
+}
+
+/// The descriptions of the namespaces that a cache directory holds. Raises StoreError.
+#[pyfunction]
+pub(crate) fn descriptions(py: Python<'_>, directory: PathBuf) -> Result<Vec<String>> {
+    Ok(py.detach(|| inspect::descriptions(&directory))?)
+}
+
+/// Reads every payload of a cache directory and compares its checksum. Changes nothing. Raises StoreError.
+///
+/// `progress(done, total)` is called now and then.
+#[pyfunction]
+pub(crate) fn verify(
+    py: Python<'_>,
+    directory: PathBuf,
+    progress: Py<PyAny>,
+) -> Result<Bound<'_, PyAny>> {
+    let report = |done: usize, total: usize| {
+        Python::attach(|py| progress.call1(py, (done, total)))?;
+        Result::Ok(())
+    };
+    let found = py.detach(|| inspect::verify(&directory, report))?;
+    Ok(to_python(py, &found)?)
+}
+
+/// Remove namespaces from a cache directory that is not in use: how many whose digest starts with `digest`. Raises
+/// ConfigError, StoreError.
+#[pyfunction]
+pub(crate) fn drop_namespace(py: Python<'_>, directory: PathBuf, digest: &str) -> Result<usize> {
+    Ok(py.detach(|| inspect::drop_namespace(&directory, digest))?)
+}

@@ -1,0 +1,55 @@
+//! `undercroft._core`: the core for Python. It converts: options to the core's, calls to calls, answers to
+//! classes, errors to exceptions.
+
+mod arena;
+mod copier;
+mod engine;
+mod errors;
+mod hashes;
+mod inspect;
+mod json;
+mod memory;
+mod resolve;
+mod session;
+mod values;
+
+/// The Rust core.
+#[pyo3::pymodule]
+mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::arena::PyArena;
+    #[pymodule_export]
+    use crate::copier::PyCopier;
+    #[pymodule_export]
+    use crate::engine::{PyEngine, default_server_socket, server_status};
+    #[pymodule_export]
+    use crate::inspect::{descriptions, drop_namespace, inspect_directory, verify};
+    #[pymodule_export]
+    use crate::memory::{available_memory, probe_io_uring};
+    #[pymodule_export]
+    use crate::resolve::resolve;
+    #[pymodule_export]
+    use crate::session::PySession;
+    #[pymodule_export]
+    use crate::values::{PyArenaAddress, PyExtent, PyLoad, PyLookup, PySaveGrant};
+
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "the name Python programs look for")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let errors = module.py().import("undercroft.errors")?;
+        for name in [
+            "UndercroftError",
+            "ConfigError",
+            "StoreError",
+            "ServerError",
+        ] {
+            module.add(name, errors.getattr(name)?)?;
+        }
+        Ok(())
+    }
+}

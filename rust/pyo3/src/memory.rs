@@ -1,0 +1,24 @@
+//! What the core finds out about this machine, for sizing and `undercroft doctor`.
+
+use pyo3::prelude::*;
+use undercroft_core::{io, memory};
+
+use crate::errors::UndercroftError;
+
+/// Bytes of memory that this process may still take, the limit of its control group counted in.
+/// Raises UndercroftError if the kernel does not tell.
+#[pyfunction]
+pub(crate) fn available_memory() -> PyResult<u64> {
+    memory::available().ok_or_else(|| {
+        UndercroftError::new_err(
+            "the available memory is unknown: /proc/meminfo has no MemAvailable and no control \
+             group sets a limit; set host_memory in bytes",
+        )
+    })
+}
+
+/// Why this process cannot use io_uring; None if it can. Opens a ring and closes it.
+#[pyfunction]
+pub(crate) fn probe_io_uring(py: Python<'_>) -> Option<String> {
+    py.detach(io::probe_io_uring).err()
+}

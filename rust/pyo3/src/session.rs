@@ -1,0 +1,141 @@
+//! `_core.Session`: one vLLM scheduler's use of one namespace.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+use undercroft_core::session::{
+    LookupRequest, Offer, Priority, PromotionWait, SaveRequest, Session, Tokens, TransferId,
+};
+
+use crate::hashes::Hashes;
+use crate::values::{PyLoad, PyLookup, PyOffer, PySaveGrant, timeout};
+
+/// One vLLM scheduler's use of one namespace. Calls take microseconds and never wait for IO, but for those with a
+/// timeout.
+#[pyclass(name = "Session", module = "undercroft._core", frozen)]
+pub(crate) struct PySession {
+    session: Arc<dyn Session>,
+}
+
+impl PySession {
+    pub(crate) fn new(session: Arc<dyn Session>) -> Self {
+        Self { session }
+    }
+}
+
+#[pymethods]
+impl PySession {
+    /// Digest of the namespace, hexadecimal.
+    #[getter]
+    fn namespace(&self) -> String {
+        self.session.namespace()
+    }
+
+    /// How much of a prompt is cached.
+    #[pyo3(signature = (
+        request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, prefetch = false,
+    ))]
+    fn lookup(
+        &self,
+        request_id: &str,
+        hashes: &Bound<'_, PyList>,
+        num_computed_tokens: u32,
+        max_tokens: Option<u32>,
+        wait_ms: Option<(f64, f64)>,
+        prefetch: bool,
+    ) -> PyLookup {
+        let request = LookupRequest {
+            request: request_id,
+            hashes: &Hashes(hashes),
+            computed: Tokens(num_computed_tokens),
+            max: max_tokens.map_or(Tokens::MAX, Tokens),
+            wait: wait_ms.map(promotion_wait),
+            priority: if prefetch {
+                Priority::Prefetch
+            } else {
+                Priority::Demand
+            },
+        };
+        self.session.lookup(&request).into()
+    }
+
+    /// Wait until a lookup is no longer pending, at most `timeout_s` seconds. Whether it is.
+    fn wait(&self, py: Python<'_>, request_id: &str, timeout_s: f64) -> bool {
+        py.detach(|| self.session.wait(request_id, timeout(timeout_s, 3600.0)))
+    }
+
+    /// The lookup of a request is not needed any more.
+    fn end_lookup(&self, request_id: &str) {
+        self.session.end_lookup(request_id);
+    }
+
+    /// Begin the load of tokens that the last lookup of the request has hit; None if it has not.
+    fn begin_load(
+        &self,
+        py: Python<'_>,
+        request_id: &str,
+        num_computed_tokens: u32,
+        num_external_tokens: u32,
+    ) -> PyResult<Option<PyLoad>> {
+        let (computed, external) = (Tokens(num_computed_tokens), Tokens(num_external_tokens));
+        let load = self.session.begin_load(request_id, computed, external);
+        load.map(|load| PyLoad::new(py, &load)).transpose()
+    }
+
+    /// Ask for slots for the blocks of the first `num_tokens` tokens that are not cached yet; None if nobody can be
+    /// asked.
+    #[pyo3(signature = (request_id, hashes, num_tokens, offers = Vec::new()))]
+    fn begin_save(
+        &self,
+        py: Python<'_>,
+        request_id: &str,
+        hashes: &Bound<'_, PyList>,
+        num_tokens: u32,
+        offers: Vec<PyOffer>,
+    ) -> PyResult<Option<PySaveGrant>> {
+        let offers: Vec<Offer> = offers.into_iter().map(Offer::from).collect();
+        let hashes = &Hashes(hashes);
+        let request = SaveRequest::new(request_id, hashes, Tokens(num_tokens)).offers(&offers);
+        PySaveGrant::of(py, &self.session.begin_save(&request))
+    }
+
+    /// The grants of pending saves that have come since the last call.
+    fn poll_saves(&self, py: Python<'_>) -> PyResult<Vec<PySaveGrant>> {
+        let grants = self.session.poll_saves();
+        grants
+            .iter()
+            .map(|grant| PySaveGrant::new(py, grant))
+            .collect()
+    }
+
+    /// All ranks have ended the copies of a load or a save.
+    fn end_transfer(&self, transfer_id: u64, ok: bool) {
+        self.session.end_transfer(TransferId(transfer_id), ok);
+    }
+
+    /// The request has finished or was aborted.
+    fn finish_request(&self, request_id: &str) {
+        self.session.finish_request(request_id);
+    }
+
+    /// Drop everything of the namespace. False if that could not be made durable in time.
+    #[pyo3(signature = (timeout_s = 10.0))]
+    fn reset(&self, py: Python<'_>, timeout_s: f64) -> bool {
+        py.detach(|| self.session.reset(timeout(timeout_s, 1e6)))
+    }
+
+    /// End the session: its lookups, leases, loads and saves. Idempotent.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.session.close());
+    }
+}
+
+/// Of milliseconds: the base, and the part for every 1,000 tokens.
+fn promotion_wait((base, per_1k_tokens): (f64, f64)) -> PromotionWait {
+    let nanoseconds = |ms: f64| timeout(ms / 1e3, 1e6).as_nanos() as u64;
+    PromotionWait {
+        base_ns: nanoseconds(base),
+        per_1k_tokens_ns: nanoseconds(per_1k_tokens),
+    }
+}

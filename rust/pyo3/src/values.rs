@@ -1,0 +1,177 @@
+//! What sessions answer, as classes of Python.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+use undercroft_core::namespace::GroupSpec;
+use undercroft_core::session::{Extent, Load, Lookup, Offer, Save, SaveGrant, Tokens};
+use undercroft_host::{HostError, group_spec};
+use undercroft_wire::SessionAddress;
+
+/// Where workers get the arena.
+#[pyclass(name = "ArenaAddress", module = "undercroft._core", frozen, get_all)]
+#[derive(Default)]
+pub(crate) struct PyArenaAddress {
+    socket: OsString,
+    arena_id: u64,
+    session: u128,
+}
+
+impl From<SessionAddress> for PyArenaAddress {
+    fn from(address: SessionAddress) -> Self {
+        Self {
+            socket: address.socket.into(),
+            arena_id: address.arena_id,
+            session: address.session.0,
+        }
+    }
+}
+
+/// The answer to a lookup.
+#[pyclass(name = "Lookup", module = "undercroft._core", frozen, get_all)]
+pub(crate) struct PyLookup {
+    pending: bool,
+    tokens: u32,
+    shared_tokens: u32,
+}
+
+impl From<Lookup> for PyLookup {
+    fn from(lookup: Lookup) -> Self {
+        let tokens = lookup.tokens();
+        Self {
+            pending: tokens.is_none(),
+            tokens: tokens.map_or(0, |Tokens(tokens)| tokens),
+            shared_tokens: lookup.shared().0,
+        }
+    }
+}
+
+/// Blocks of one group and where each lies in the arena.
+#[pyclass(name = "Extent", module = "undercroft._core", frozen, get_all)]
+pub(crate) struct PyExtent {
+    group: u8,
+    first_block: u32,
+    offsets: Py<PyBytes>,
+}
+
+fn extents(py: Python<'_>, extents: &[Extent]) -> PyResult<Py<PyList>> {
+    let one = |extent: &Extent| {
+        let offsets: Vec<[u8; 8]> = extent.offsets.iter().map(|at| at.to_le_bytes()).collect();
+        PyExtent {
+            group: extent.group,
+            first_block: extent.first_block,
+            offsets: PyBytes::new(py, offsets.as_flattened()).unbind(),
+        }
+    };
+    let extents: Vec<Bound<'_, PyExtent>> = extents
+        .iter()
+        .map(|extent| Bound::new(py, one(extent)))
+        .collect::<PyResult<_>>()?;
+    Ok(PyList::new(py, extents)?.unbind())
+}
+
+/// A load that has begun.
+#[pyclass(name = "Load", module = "undercroft._core", frozen, get_all)]
+pub(crate) struct PyLoad {
+    transfer_id: u64,
+    session: u128,
+    extents: Py<PyList>,
+    host_tokens: u32,
+    disk_tokens: u32,
+}
+
+impl PyLoad {
+    pub(crate) fn new(py: Python<'_>, load: &Load) -> PyResult<Self> {
+        Ok(Self {
+            transfer_id: load.id.0,
+            session: load.session.0,
+            extents: extents(py, &load.extents)?,
+            host_tokens: load.sources.host.0,
+            disk_tokens: load.sources.disk.0,
+        })
+    }
+}
+
+/// The answer to a save, or that it is pending.
+#[pyclass(name = "SaveGrant", module = "undercroft._core", frozen, get_all)]
+pub(crate) struct PySaveGrant {
+    transfer_id: u64,
+    pending: bool,
+    session: u128,
+    extents: Py<PyList>,
+    refused: bool,
+}
+
+impl PySaveGrant {
+    pub(crate) fn new(py: Python<'_>, grant: &SaveGrant) -> PyResult<Self> {
+        Ok(Self {
+            transfer_id: grant.id.0,
+            pending: false,
+            session: grant.session.0,
+            extents: extents(py, &grant.extents)?,
+            refused: grant.refused,
+        })
+    }
+
+    /// None if nobody can be asked.
+    pub(crate) fn of(py: Python<'_>, save: &Save) -> PyResult<Option<Self>> {
+        match save {
+            Save::Granted(grant) => Self::new(py, grant).map(Some),
+            Save::Pending(id) => Ok(Some(Self {
+                transfer_id: id.0,
+                pending: true,
+                session: 0,
+                extents: PyList::empty(py).unbind(),
+                refused: false,
+            })),
+            Save::Unavailable => Ok(None),
+        }
+    }
+}
+
+/// Blocks that the device holds and that a save takes too.
+#[derive(FromPyObject)]
+pub(crate) struct PyOffer {
+    group: u8,
+    first_block: u32,
+    end_block: u32,
+}
+
+impl From<PyOffer> for Offer {
+    fn from(offer: PyOffer) -> Self {
+        Self {
+            group: offer.group,
+            first_block: offer.first_block,
+            end_block: offer.end_block,
+        }
+    }
+}
+
+/// A KV cache group.
+#[derive(FromPyObject)]
+pub(crate) struct PyGroup {
+    kind: String,
+    block_tokens: u32,
+    payload_bytes: u32,
+    window_tokens: u32,
+}
+
+/// Groups as the core describes them.
+pub(crate) fn group_specs(groups: &[PyGroup]) -> Result<Vec<GroupSpec>, HostError> {
+    let spec = |group: &PyGroup| {
+        group_spec(
+            &group.kind,
+            group.block_tokens,
+            group.payload_bytes,
+            group.window_tokens,
+        )
+    };
+    groups.iter().map(spec).collect()
+}
+
+/// A timeout in seconds; longer ones than `most` are `most`.
+pub(crate) fn timeout(seconds: f64, most: f64) -> Duration {
+    Duration::from_secs_f64(seconds.clamp(0.0, most))
+}

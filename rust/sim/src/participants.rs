@@ -1,0 +1,76 @@
+//! Who takes part in a life: clients with their requests, and the copies that their workers carry out.
+
+use undercroft_core::engine::SessionId;
+use undercroft_core::key::BlockHash;
+use undercroft_core::session::{Session, TransferId};
+
+use crate::content::{PrefixKey, SavedPayload};
+
+/// One request of a client.
+#[derive(Debug)]
+pub(crate) struct ClientRequest {
+    pub(crate) name: String,
+    pub(crate) keys: Vec<PrefixKey>,
+    pub(crate) hashes: Vec<BlockHash>,
+    pub(crate) tokens: u32,
+    /// When it was told last that the disk owes something.
+    pub(crate) pending_ns: Option<u64>,
+    /// Since when it waits for an answer.
+    pub(crate) asked_ns: Option<u64>,
+    /// Times that a promotion may have started: there is a limit.
+    pub(crate) promotions: u32,
+    /// How often it was pending although no read had ended for the engine's limit.
+    pub(crate) stalls: u32,
+    pub(crate) ready: Option<ClientHit>,
+    /// Where the payloads of `ready` lie: they stay there as long as the request keeps its hit.
+    pub(crate) promise: Option<Vec<ClientBlock>>,
+    /// Tokens that it has asked to be saved.
+    pub(crate) saved_tokens: u32,
+    /// A load of it failed: there is nothing for it any more.
+    pub(crate) failed: bool,
+}
+
+/// An answer that promised something.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ClientHit {
+    pub(crate) local: u32,
+    pub(crate) tokens: u32,
+}
+
+/// One client.
+#[derive(Debug)]
+pub(crate) struct SimClient {
+    /// The engine's name for the session.
+    pub(crate) id: SessionId,
+    pub(crate) session: Box<dyn Session>,
+    pub(crate) namespace: usize,
+    /// It relies on the hits of its prefetches.
+    pub(crate) served: bool,
+    pub(crate) requests: Vec<ClientRequest>,
+    pub(crate) loads: Vec<ClientLoad>,
+    pub(crate) saves: Vec<ClientSave>,
+}
+
+/// A block and its slot.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ClientBlock {
+    pub(crate) payload: SavedPayload,
+    pub(crate) offset: u64,
+}
+
+/// A load under way.
+#[derive(Debug)]
+pub(crate) struct ClientLoad {
+    pub(crate) id: TransferId,
+    pub(crate) request: String,
+    pub(crate) blocks: Vec<ClientBlock>,
+    pub(crate) copied: usize,
+}
+
+/// A save under way.
+#[derive(Debug)]
+pub(crate) struct ClientSave {
+    pub(crate) id: TransferId,
+    pub(crate) blocks: Vec<ClientBlock>,
+    pub(crate) filled: usize,
+}

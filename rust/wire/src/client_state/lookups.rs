@@ -1,0 +1,204 @@
+//! Lookups: asked for once, answered from memory, and asked for again when the answer no longer fits.
+
+use std::time::{Duration, Instant};
+
+use undercroft_core::key::HashSource;
+use undercroft_core::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
+
+use super::{ClientRequest, ClientState, Polled, Stage};
+use crate::protocol::{ClientMessage, LookupMessage, REQUESTS_MAX, append_with_hashes};
+
+/// A miss is asked for again when it is older than this: other sessions save all the time.
+const MISS_FRESH: Duration = Duration::from_millis(5);
+
+/// How late a server may be for requests that wait for the disk anyway.
+const PENDING_DEADLINE: Duration = Duration::from_millis(100);
+
+impl ClientState {
+    /// The answer to a question as far as it is known. Asks the server if need be.
+    pub(crate) fn lookup(&mut self, question: &LookupRequest<'_>, now: Instant) -> Polled {
+        if self.open.is_none() {
+            return Polled::NOTHING;
+        }
+        let late = self.is_late(now);
+        let (mut is_retry, mut shared) = (false, Tokens(0));
+        if let Some(request) = self.requests.get(question.request) {
+            shared = request.shared;
+            let covered = question.max <= request.max && question.computed >= request.computed;
+            let (waited, may_wait) = (request.waited, !request.is_retry);
+            match &request.stage {
+                _ if !covered => {}
+                Stage::Idle => {}
+                Stage::Sent if late || waited && !may_wait => {
+                    return Polled::Answer(Lookup::Miss { shared });
+                }
+                Stage::Sent => return on_its_way(question.priority, waited, shared),
+                Stage::Pending if self.is_later(now, PENDING_DEADLINE) => {
+                    return Polled::Answer(Lookup::Miss { shared });
+                }
+                Stage::Pending => {
+                    if question.priority == Priority::Demand {
+                        self.demand(question.request);
+                    }
+                    return Polled::Answer(Lookup::Pending { shared });
+                }
+                Stage::Answered(hit, at) => {
+                    let tokens = hit.as_ref().map(|hit| hit.tokens);
+                    match tokens.filter(|&tokens| tokens > question.computed) {
+                        Some(tokens) if tokens <= question.max => {
+                            return Polled::Answer(Lookup::Hit(Hit { tokens, shared }));
+                        }
+                        Some(_) => {}
+                        None if late || now.duration_since(*at) < MISS_FRESH => {
+                            return Polled::Answer(Lookup::Miss { shared });
+                        }
+                        None => is_retry = true,
+                    }
+                }
+            }
+        }
+        if late || !self.send_lookup(question, is_retry, now) {
+            return Polled::Answer(Lookup::Miss { shared });
+        }
+        on_its_way(question.priority, false, shared)
+    }
+
+    /// The short wait for the reply to a request's lookup has ended: the request does not wait again.
+    pub(crate) fn waited(&mut self, name: &str) {
+        if let Some(request) = self.requests.get_mut(name) {
+            request.waited = true;
+        }
+    }
+
+    /// Whether a request has no lookup that is pending, here or on the server.
+    pub(crate) fn is_answered(&self, name: &str) -> bool {
+        let pending = |of: &ClientRequest| matches!(of.stage, Stage::Sent | Stage::Pending);
+        self.open.is_none() || !self.requests.get(name).is_some_and(pending)
+    }
+
+    /// Whether the server has not replied to a request's lookup yet.
+    pub(crate) fn is_sent(&self, name: &str) -> bool {
+        let sent = |request: &ClientRequest| matches!(request.stage, Stage::Sent);
+        self.open.is_some() && self.requests.get(name).is_some_and(sent)
+    }
+
+    /// The lookup is not needed any more. Idempotent.
+    pub(crate) fn end_lookup(&mut self, name: &str) {
+        let Some(state) = self.requests.get_mut(name) else {
+            return;
+        };
+        if !matches!(state.stage, Stage::Idle) {
+            state.stage = Stage::Idle;
+            // The answer that may be on its way is void.
+            state.version += 1;
+            let request = state.id;
+            self.send(&ClientMessage::EndLookup { request });
+        }
+    }
+
+    /// The request has finished. Idempotent.
+    pub(crate) fn finish_request(&mut self, name: &str) {
+        if let Some(state) = self.requests.remove(name) {
+            self.names.remove(&state.id);
+            self.send(&ClientMessage::FinishRequest { request: state.id });
+        }
+    }
+
+    /// Tells the server, once, that the scheduler waits for a lookup.
+    fn demand(&mut self, name: &str) {
+        let Some(state) = self.requests.get_mut(name) else {
+            return;
+        };
+        if !std::mem::replace(&mut state.demanded, true) {
+            let request = state.id;
+            self.send(&ClientMessage::Demand { request });
+        }
+    }
+
+    /// A request's id, and how many of its hashes the server has. `None` if there are too many requests.
+    pub(super) fn request(&mut self, name: &str, hashes: &dyn HashSource) -> Option<(u64, u32)> {
+        if let Some(request) = self.requests.get(name) {
+            // Each hash covers all hashes before it.
+            let last = request.known.checked_sub(1).map(|at| at as usize);
+            if last.and_then(|at| hashes.get(at)) == request.last {
+                return Some((request.id, request.known));
+            }
+            // Another prompt under the same name.
+            self.finish_request(name);
+        }
+        if self.requests.len() >= REQUESTS_MAX {
+            return None;
+        }
+        let id = self.next_number();
+        self.names.insert(id, name.into());
+        let request = ClientRequest {
+            id,
+            version: 0,
+            known: 0,
+            last: None,
+            computed: Tokens(0),
+            max: Tokens(0),
+            demanded: false,
+            stage: Stage::Idle,
+            waited: false,
+            is_retry: false,
+            shared: Tokens(0),
+        };
+        self.requests.insert(name.into(), request);
+        Some((id, 0))
+    }
+
+    /// The server has `count` more of a request's hashes.
+    pub(super) fn learned(&mut self, name: &str, hashes: &dyn HashSource, count: u32) {
+        if let Some(request) = self.requests.get_mut(name) {
+            request.known += count;
+            let last = request.known.checked_sub(1);
+            request.last = last.and_then(|at| hashes.get(at as usize));
+        }
+    }
+
+    /// Asks the server. False if it cannot be asked now.
+    fn send_lookup(&mut self, question: &LookupRequest<'_>, is_retry: bool, now: Instant) -> bool {
+        let (name, hashes) = (question.request, question.hashes);
+        let Some((id, known)) = self.request(name, hashes) else {
+            return false;
+        };
+        if self.is_filling() {
+            return false;
+        }
+        let version = self.requests.get(name).map_or(0, |request| request.version) + 1;
+        let message = |hashes| {
+            ClientMessage::Lookup(LookupMessage {
+                request: id,
+                version,
+                computed: question.computed,
+                max: question.max,
+                priority: question.priority,
+                wait: question.wait,
+                hashes,
+            })
+        };
+        let Some(count) = append_with_hashes(&mut self.outbox, hashes, known, message) else {
+            return false;
+        };
+        self.learned(name, hashes, count);
+        self.replies_due.push_back(now);
+        if let Some(request) = self.requests.get_mut(name) {
+            request.version = version;
+            (request.computed, request.max) = (question.computed, question.max);
+            request.demanded = question.priority == Priority::Demand;
+            request.stage = Stage::Sent;
+            (request.waited, request.is_retry) = (false, is_retry);
+        }
+        true
+    }
+}
+
+/// The server's reply is on its way: the scheduler waits for it once, a prefetch does not.
+fn on_its_way(priority: Priority, waited: bool, shared: Tokens) -> Polled {
+    if waited || priority == Priority::Prefetch {
+        Polled::Answer(Lookup::Pending { shared })
+    } else {
+        Polled::Soon { shared }
+    }
+}

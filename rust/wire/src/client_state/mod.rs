@@ -1,0 +1,336 @@
+//! The state of a client: its requests' lookups, its loads and saves, and the frames to be sent. Plain
+//! state without threads or clocks, which `client` adds.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::NamespaceSpec;
+use undercroft_core::session::{Extent, Lookup, SaveGrant, SessionToken, Tokens, TransferId};
+
+use crate::protocol::{ClientMessage, LeasedHit, LookupAnswer, ServerMessage};
+
+mod lookups;
+#[cfg(test)]
+mod tests;
+mod transfers;
+
+/// How often the server is asked whether it is there: while a lookup is pending, and otherwise.
+const PING_PENDING: Duration = Duration::from_millis(50);
+const PING: Duration = Duration::from_secs(1);
+
+/// With more bytes of frames queued than this, the connection to a server that does not read is given up.
+const OUTBOX_MAX: usize = 64 << 20;
+
+/// Where the workers of a session get the arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionAddress {
+    /// The server's socket.
+    pub socket: PathBuf,
+    /// Identity of the arena: another engine start has another one.
+    pub arena_id: u64,
+    /// The token that workers attach with.
+    pub session: SessionToken,
+}
+
+/// The answer to a lookup as far as the client knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Polled {
+    /// The answer.
+    Answer(Lookup),
+    /// The server's answer is on its way, which is worth one short wait.
+    Soon {
+        /// As [`Lookup::Pending`] has it.
+        shared: Tokens,
+    },
+}
+
+impl Polled {
+    /// Nothing is known of the prompt.
+    pub(crate) const NOTHING: Self = Self::Answer(Lookup::NOTHING);
+}
+
+/// How far the last lookup of a request is.
+#[derive(Debug)]
+enum Stage {
+    /// There is no lookup.
+    Idle,
+    /// The server has not replied yet.
+    Sent,
+    /// The server has replied that the lookup is pending.
+    Pending,
+    /// Answered by a hit, which the server leases for this client, or by a miss.
+    Answered(Option<LeasedHit>, Instant),
+}
+
+/// One request.
+#[derive(Debug)]
+struct ClientRequest {
+    id: u64,
+    /// Counts its lookups.
+    version: u32,
+    /// Hashes that the server has, and the last of these.
+    known: u32,
+    last: Option<BlockHash>,
+    /// Of the last lookup.
+    computed: Tokens,
+    max: Tokens,
+    /// The server knows that the scheduler waits.
+    demanded: bool,
+    stage: Stage,
+    /// The scheduler has waited for the reply once.
+    waited: bool,
+    /// The lookup repeats one that was a miss: not worth a wait.
+    is_retry: bool,
+    /// Of the last answer.
+    shared: Tokens,
+}
+
+/// How far a load or a save is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TransferStage {
+    Load,
+    /// A save whose grant has not come.
+    PendingSave,
+    GrantedSave,
+}
+
+#[derive(Debug)]
+pub(crate) struct ClientState {
+    spec: NamespaceSpec,
+    deadline: Duration,
+    /// The session, while there is a connection.
+    pub(crate) open: Option<SessionAddress>,
+    /// The last session that there was.
+    pub(crate) last: Option<SessionAddress>,
+    /// Why the server refused the session.
+    pub(crate) refused: Option<String>,
+    /// Why there is no connection.
+    pub(crate) down: String,
+    pub(crate) namespace: String,
+    pub(crate) info: String,
+    pub(crate) stats: String,
+    /// Frames to send.
+    pub(crate) outbox: Vec<u8>,
+    requests: HashMap<Box<str>, ClientRequest>,
+    /// Names of the requests, by id.
+    names: HashMap<u64, Box<str>>,
+    /// The last number that was given to a request, transfer or reset.
+    last_number: u64,
+    /// When the messages were sent whose direct replies are due, in order.
+    replies_due: VecDeque<Instant>,
+    pinged: Option<Instant>,
+    transfers: HashMap<TransferId, TransferStage>,
+    /// Grants that the caller has not taken yet.
+    grants: Vec<SaveGrant>,
+    /// Resets under way, with the result of those that have ended.
+    resets: HashMap<u64, Option<bool>>,
+    /// The caller has asked for a reset: the weights may be others than the namespace says, whichever
+    /// server comes.
+    pub(crate) private: bool,
+}
+
+impl ClientState {
+    pub(crate) fn new(spec: NamespaceSpec, deadline: Duration) -> Self {
+        Self {
+            namespace: spec.digest().to_hex(),
+            spec,
+            deadline,
+            open: None,
+            last: None,
+            refused: None,
+            down: "it has not answered yet".to_owned(),
+            info: String::new(),
+            stats: String::new(),
+            outbox: Vec::new(),
+            requests: HashMap::new(),
+            names: HashMap::new(),
+            last_number: 1,
+            replies_due: VecDeque::new(),
+            pinged: None,
+            transfers: HashMap::new(),
+            grants: Vec::new(),
+            resets: HashMap::new(),
+            private: false,
+        }
+    }
+
+    /// The session is open. `private`: whether the client asked for a private one.
+    pub(crate) fn registered(&mut self, address: SessionAddress, private: bool, info: String) {
+        self.info = info;
+        self.refused = None;
+        self.open = Some(address.clone());
+        self.last = Some(address);
+        if self.private && !private {
+            // The reset was asked for while the session was being opened.
+            let reset = self.next_number();
+            self.send(&ClientMessage::Reset { reset });
+        }
+    }
+
+    /// The connection is lost, and the session with it: lookups stay without answers, and the server ends
+    /// the loads and saves once the workers are gone.
+    pub(crate) fn lost(&mut self, why: String) {
+        self.down = why;
+        let Some(SessionAddress { session, .. }) = self.open.take() else {
+            return;
+        };
+        self.outbox.clear();
+        self.replies_due.clear();
+        self.pinged = None;
+        // The next server counts from zero.
+        self.stats.clear();
+        self.requests.clear();
+        self.names.clear();
+        for (id, stage) in self.transfers.drain() {
+            if stage == TransferStage::PendingSave {
+                self.grants.push(SaveGrant {
+                    id,
+                    session,
+                    extents: Vec::new(),
+                    refused: false,
+                });
+            }
+        }
+        for ended in self.resets.values_mut() {
+            ended.get_or_insert(false);
+        }
+    }
+
+    /// Takes a message of the server. False if the client did not expect it.
+    pub(crate) fn take(&mut self, message: ServerMessage, now: Instant) -> bool {
+        let direct = match &message {
+            ServerMessage::Answer { direct, .. } => *direct,
+            ServerMessage::Granted { .. } | ServerMessage::Pong { .. } => true,
+            _ => false,
+        };
+        if direct && self.replies_due.pop_front().is_none() {
+            return false;
+        }
+        match message {
+            ServerMessage::Answer {
+                request,
+                version,
+                answer,
+                ..
+            } => self.take_answer(request, version, answer, now),
+            ServerMessage::Granted {
+                transfer,
+                refused,
+                extents,
+            } => return self.take_grant(TransferId(transfer), refused, extents),
+            ServerMessage::Reset { reset, ok } => {
+                if let Some(ended) = self.resets.get_mut(&reset) {
+                    *ended = Some(ok);
+                }
+            }
+            ServerMessage::Pong { stats } => self.stats = stats,
+            ServerMessage::Registered { .. }
+            | ServerMessage::Refused { .. }
+            | ServerMessage::Status { .. } => return false,
+        }
+        true
+    }
+
+    fn take_answer(&mut self, request: u64, version: u32, answer: LookupAnswer, now: Instant) {
+        let state = self
+            .names
+            .get(&request)
+            .and_then(|name| self.requests.get_mut(name));
+        let expected = |state: &&mut ClientRequest| {
+            state.version == version && matches!(state.stage, Stage::Sent | Stage::Pending)
+        };
+        let Some(state) = state.filter(expected) else {
+            return;
+        };
+        (state.stage, state.shared) = match answer {
+            LookupAnswer::Pending { shared } => (Stage::Pending, shared),
+            LookupAnswer::Miss { shared } => (Stage::Answered(None, now), shared),
+            LookupAnswer::Hit(hit) => {
+                let shared = hit.shared;
+                (Stage::Answered(Some(hit), now), shared)
+            }
+        };
+    }
+
+    fn take_grant(&mut self, id: TransferId, refused: bool, extents: Vec<Extent>) -> bool {
+        let Some(&SessionAddress { session, .. }) = self.open.as_ref() else {
+            return false;
+        };
+        match self.transfers.get_mut(&id) {
+            Some(stage @ TransferStage::PendingSave) => *stage = TransferStage::GrantedSave,
+            Some(_) => return false,
+            None if extents.is_empty() => return true,
+            None => {
+                // The caller has ended the save before its grant came.
+                self.send_end_of(id, false);
+                return true;
+            }
+        }
+        if extents.is_empty() {
+            self.transfers.remove(&id);
+        }
+        self.grants.push(SaveGrant {
+            id,
+            session,
+            extents,
+            refused,
+        });
+        true
+    }
+
+    /// Asks the server from time to time whether it is there. Returns after how long to call again.
+    pub(crate) fn tick(&mut self, now: Instant) -> Duration {
+        if self.open.is_none() {
+            return PING;
+        }
+        let pending = |request: &ClientRequest| matches!(request.stage, Stage::Pending);
+        let interval = if self.requests.values().any(pending) {
+            PING_PENDING
+        } else {
+            PING
+        };
+        let due = |at: Instant| now.duration_since(at) >= interval;
+        if self.replies_due.is_empty() && self.pinged.is_none_or(due) {
+            self.pinged = Some(now);
+            if self.send(&ClientMessage::Ping) {
+                self.replies_due.push_back(now);
+            }
+        }
+        interval
+    }
+
+    /// Whether frames pile up for a server that does not read them.
+    pub(crate) fn is_overfull(&self) -> bool {
+        self.outbox.len() > OUTBOX_MAX
+    }
+
+    /// Whether so many frames are queued that no further lookup or save is asked for: the messages that
+    /// follow from earlier ones must still fit.
+    fn is_filling(&self) -> bool {
+        self.outbox.len() > OUTBOX_MAX / 2
+    }
+
+    /// Whether a direct reply is due for longer than the server's deadline: no lookup or save is asked for
+    /// until it comes.
+    pub(crate) fn is_late(&self, now: Instant) -> bool {
+        self.is_later(now, self.deadline)
+    }
+
+    fn is_later(&self, now: Instant, deadline: Duration) -> bool {
+        let deadline = deadline.max(self.deadline);
+        self.replies_due
+            .front()
+            .is_some_and(|&at| now.saturating_duration_since(at) > deadline)
+    }
+
+    fn next_number(&mut self) -> u64 {
+        self.last_number += 1;
+        self.last_number
+    }
+
+    fn send(&mut self, message: &ClientMessage<'_>) -> bool {
+        self.open.is_some() && message.append_to(&mut self.outbox)
+    }
+}

@@ -1,0 +1,162 @@
+//! Loads and saves, which the workers copy, and resets.
+
+use std::time::Instant;
+
+use undercroft_core::namespace::GroupKind;
+use undercroft_core::session::{
+    Extent, Load, Save, SaveGrant, SaveRequest, Sources, Tokens, TransferId,
+};
+
+use super::{ClientState, Stage, TransferStage};
+use crate::protocol::{ClientMessage, LeasedHit, SaveMessage, append_with_hashes};
+
+impl ClientState {
+    /// Begins the load of `external` tokens after `computed`. `None` if the request's last hit does not
+    /// cover it.
+    pub(crate) fn begin_load(
+        &mut self,
+        name: &str,
+        computed: Tokens,
+        external: Tokens,
+    ) -> Option<Load> {
+        let session = self.open.as_ref()?.session;
+        let state = self.requests.get(name)?;
+        let Stage::Answered(Some(hit), _) = &state.stage else {
+            return None;
+        };
+        if computed < state.computed {
+            return None;
+        }
+        let extents = self.extents_of(hit, computed, external)?;
+        let sources = Sources::of(computed, external, hit.from_disk);
+        let request = state.id;
+        if let Some(state) = self.requests.get_mut(name) {
+            state.stage = Stage::Idle;
+        }
+        let id = TransferId(self.next_number());
+        self.transfers.insert(id, TransferStage::Load);
+        self.send(&ClientMessage::BeginLoad {
+            request,
+            transfer: id.0,
+            computed,
+            external,
+        });
+        Some(Load {
+            id,
+            session,
+            extents,
+            sources,
+        })
+    }
+
+    /// The part of a hit's extents that a load of `external` tokens after `computed` copies. `None` if no
+    /// load may end there.
+    fn extents_of(
+        &self,
+        hit: &LeasedHit,
+        computed: Tokens,
+        external: Tokens,
+    ) -> Option<Vec<Extent>> {
+        let spec = &self.spec;
+        let end = computed.0.checked_add(external.0)?;
+        let only_full = |kind| matches!(kind, GroupKind::Full | GroupKind::Ignored);
+        let is_part = end < hit.tokens.0;
+        if external == Tokens(0)
+            || end > hit.tokens.0
+            || is_part && !spec.groups.iter().all(|group| only_full(group.kind))
+            || !end.is_multiple_of(spec.hash_block_size)
+            || !spec.may_end(end / spec.hash_block_size)
+        {
+            return None;
+        }
+        let mut extents = Vec::with_capacity(hit.extents.len());
+        for extent in &hit.extents {
+            let tokens = spec.groups.get(usize::from(extent.group))?.block_tokens;
+            // A block counts if it ends after the computed tokens, up to the boundary.
+            let first = extent.first_block;
+            let skip = computed.0.checked_div(tokens)?.saturating_sub(first);
+            let keep = (end / tokens).saturating_sub(first.checked_add(skip)?);
+            let rest = extent.offsets.get(skip as usize..).unwrap_or_default();
+            let offsets = rest[..rest.len().min(keep as usize)].to_vec();
+            if !offsets.is_empty() {
+                extents.push(Extent {
+                    group: extent.group,
+                    first_block: first + skip,
+                    offsets,
+                });
+            }
+        }
+        Some(extents)
+    }
+
+    /// Asks for slots. The grant comes later.
+    pub(crate) fn begin_save(&mut self, save: &SaveRequest<'_>, now: Instant) -> Save {
+        self.try_begin_save(save, now)
+            .map_or(Save::Unavailable, Save::Pending)
+    }
+
+    fn try_begin_save(&mut self, save: &SaveRequest<'_>, now: Instant) -> Option<TransferId> {
+        if self.open.is_none() || self.is_late(now) || self.is_filling() {
+            return None;
+        }
+        let (request, known) = self.request(save.request, save.hashes)?;
+        let id = TransferId(self.next_number());
+        let message = |hashes| {
+            ClientMessage::BeginSave(SaveMessage {
+                request,
+                transfer: id.0,
+                tokens: save.tokens,
+                offers: save.offers.to_vec(),
+                hashes,
+            })
+        };
+        let count = append_with_hashes(&mut self.outbox, save.hashes, known, message)?;
+        self.learned(save.request, save.hashes, count);
+        self.replies_due.push_back(now);
+        self.transfers.insert(id, TransferStage::PendingSave);
+        Some(id)
+    }
+
+    /// The grants that have come since the last call.
+    pub(crate) fn take_grants(&mut self) -> Vec<SaveGrant> {
+        std::mem::take(&mut self.grants)
+    }
+
+    pub(crate) fn end_transfer(&mut self, id: TransferId, ok: bool) {
+        match self.transfers.remove(&id) {
+            Some(TransferStage::Load | TransferStage::GrantedSave) => self.send_end_of(id, ok),
+            // The slots are given back when they come.
+            Some(TransferStage::PendingSave) | None => {}
+        }
+    }
+
+    pub(super) fn send_end_of(&mut self, id: TransferId, ok: bool) {
+        self.send(&ClientMessage::EndTransfer { transfer: id.0, ok });
+    }
+
+    /// Asks to drop everything of the namespace. Returns the reset's id; `None` without a server. In both
+    /// cases nothing of before is found from now on.
+    pub(crate) fn begin_reset(&mut self) -> Option<u64> {
+        self.private = true;
+        self.open.as_ref()?;
+        // Answers of before must not be loaded any more.
+        let names: Vec<Box<str>> = self.requests.keys().cloned().collect();
+        for name in names {
+            self.end_lookup(&name);
+        }
+        let reset = self.next_number();
+        self.resets.insert(reset, None);
+        self.send(&ClientMessage::Reset { reset });
+        Some(reset)
+    }
+
+    /// Whether a reset has ended.
+    pub(crate) fn has_reset_ended(&self, reset: u64) -> bool {
+        self.resets.get(&reset).is_none_or(Option::is_some)
+    }
+
+    /// Forgets a reset. Whether it has ended and is durable.
+    pub(crate) fn end_reset(&mut self, reset: u64) -> bool {
+        self.resets.remove(&reset).flatten().unwrap_or(false)
+    }
+}

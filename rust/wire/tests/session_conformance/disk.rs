@@ -1,0 +1,103 @@
+//! Prompts that are on disk only.
+
+use std::time::Duration;
+
+use undercroft_core::driver::EngineAccess;
+use undercroft_core::session::{Lookup, LookupRequest, PromotionWait, SessionSpec, Sources};
+
+use crate::rig::{
+    Implementation, PATIENCE, SessionRig, answer, full, hashes, hit, miss, shape, tokens, until,
+};
+
+/// A directory on which prompts of so many blocks were saved: prompt 1, and so on.
+fn saved(of: Implementation, blocks: &[u32]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    for (prompt, &blocks) in (1..).zip(blocks) {
+        rig.save(&*session, prompt, blocks);
+    }
+    session.close();
+    until("the session has ended", || rig.in_use()[0] == 0);
+    rig.stop();
+    dir
+}
+
+fn wait_ms(base_ms: u64) -> PromotionWait {
+    PromotionWait {
+        base_ns: base_ms * 1_000_000,
+        per_1k_tokens_ns: 0,
+    }
+}
+
+pub(crate) fn a_prompt_on_disk_is_pending_until_it_was_promoted(of: Implementation) {
+    let dir = saved(of, &[8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    let prompt = hashes(1, 8);
+    let question = LookupRequest::new("r", &prompt).computed(tokens(1));
+    rig.device.hang();
+    assert!(session.lookup(&question.prefetch()).is_pending());
+    rig.sync(&*session);
+    for _ in 0..3 {
+        // The scheduler asks.
+        let pending = session.lookup(&question);
+        assert_eq!(pending, Lookup::Pending { shared: tokens(8) });
+    }
+    assert!(!session.wait("r", Duration::from_millis(20)));
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| session.wait("r", PATIENCE));
+        rig.device.release();
+        assert!(waits.join().unwrap());
+    });
+    assert_eq!(session.lookup(&question), hit(8, 8));
+    let load = session.begin_load("r", tokens(1), tokens(7)).unwrap();
+    assert_eq!(shape(&load.extents), [(0, 1, 7)]);
+    assert!(rig.holds(&load.extents, 1));
+    let (host, disk) = (tokens(0), tokens(7));
+    assert_eq!(load.sources, Sources { host, disk });
+    session.end_transfer(load.id, true);
+    rig.sync(&*session);
+    let reads = rig.driver.read(|engine| engine.counters().disk_reads);
+    assert_eq!(reads, Some(7), "once");
+}
+
+pub(crate) fn a_promotion_that_takes_longer_than_its_wait_is_a_miss(of: Implementation) {
+    let dir = saved(of, &[8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    let prompt = hashes(1, 8);
+    rig.device.hang();
+    let patient = LookupRequest::new("patient", &prompt).wait(Some(wait_ms(600_000)));
+    assert!(session.lookup(&patient).is_pending());
+    let hasty = LookupRequest::new("hasty", &prompt).wait(Some(wait_ms(1)));
+    assert_eq!(answer(&*session, &hasty), miss(8));
+    assert_eq!(session.begin_load("hasty", tokens(0), tokens(8)), None);
+    assert!(session.lookup(&patient).is_pending());
+    rig.device.release();
+    assert_eq!(answer(&*session, &patient), hit(8, 8));
+}
+
+pub(crate) fn a_leased_prefetch_keeps_its_bytes_from_promotions_that_are_demanded(
+    of: Implementation,
+) {
+    // Together more than half of the arena, which is all that promotions get.
+    let dir = saved(of, &[100, 100]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let spec = SessionSpec {
+        leases_prefetches: true,
+        ..SessionSpec::from(full())
+    };
+    let session = rig.open(spec);
+    let (early, urgent) = (hashes(1, 100), hashes(2, 100));
+    let prefetch = LookupRequest::new("early", &early).prefetch();
+    assert_eq!(answer(&*session, &prefetch), hit(100, 100));
+    let demand = LookupRequest::new("urgent", &urgent).wait(Some(wait_ms(50)));
+    answer(&*session, &demand);
+    let load = session.begin_load("early", tokens(0), tokens(100)).unwrap();
+    rig.sync(&*session);
+    assert_eq!(rig.in_use()[2], 1, "the engine knows of the load");
+    rig.evict_all();
+    assert!(rig.holds(&load.extents, 1));
+    session.end_transfer(load.id, true);
+}

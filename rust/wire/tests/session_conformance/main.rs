@@ -1,0 +1,84 @@
+//! The contract of [`Session`](undercroft_core::session::Session), run on each of its implementations: a
+//! session of an engine in this process, and a client of a server on a Unix socket.
+
+#![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
+
+mod disk;
+mod lookups;
+mod resets;
+mod rig;
+mod saves;
+mod transfers;
+
+/// Tests of one implementation.
+macro_rules! conformance {
+    ($implementation:ident, $variant:ident: $($module:ident { $($name:ident),* $(,)? })*) => {
+        mod $implementation {
+            $(
+                mod $module {
+                    $(
+                        #[test]
+                        fn $name() {
+                            crate::$module::$name(crate::rig::Implementation::$variant);
+                        }
+                    )*
+                }
+            )*
+        }
+    };
+}
+
+/// The same tests for each implementation.
+macro_rules! conformance_of_all {
+    ($($tests:tt)*) => {
+        conformance!(embedded, Embedded: $($tests)*);
+        conformance!(served, Served: $($tests)*);
+    };
+}
+
+conformance_of_all! {
+    lookups {
+        a_prompt_that_was_never_saved_is_a_miss,
+        a_saved_prompt_is_a_hit_in_every_session_of_the_namespace,
+        another_namespace_shares_nothing,
+        a_hit_ends_at_the_limit_and_at_the_alignment,
+        computed_tokens_are_not_fetched,
+        a_hit_stays_away_from_the_end_by_the_dropped_tokens,
+        shared_tokens_count_the_chain_above_a_missing_state,
+        a_prefetch_that_was_leased_is_loaded_without_another_lookup,
+        a_lookup_that_has_ended_leases_nothing,
+        requests_that_are_unknown_are_ignored,
+        a_closed_session_keeps_nothing_and_finds_nothing,
+        a_broken_engine_has_misses,
+    }
+    transfers {
+        a_lease_keeps_the_bytes_of_a_hit_until_its_load_has_ended,
+        a_part_of_a_hit_is_loaded,
+        a_load_that_no_hit_covers_is_refused,
+        a_hit_is_loaded_once,
+        a_load_goes_on_when_its_request_has_finished,
+        a_failed_load_makes_later_lookups_of_its_request_misses,
+        transfers_that_are_unknown_are_ignored,
+    }
+    saves {
+        a_save_is_found_when_it_has_ended_and_not_before,
+        a_failed_save_is_not_found,
+        a_save_of_cached_blocks_has_nothing_to_copy,
+        a_save_goes_on_where_the_last_one_of_its_request_ended,
+        several_saves_are_under_way_at_a_time,
+        a_save_without_memory_is_refused_and_granted_later,
+        offered_blocks_of_a_window_are_saved_with_new_blocks_and_with_cached_ones,
+        a_hit_loads_the_window_before_its_end,
+    }
+    disk {
+        a_prompt_on_disk_is_pending_until_it_was_promoted,
+        a_promotion_that_takes_longer_than_its_wait_is_a_miss,
+        a_leased_prefetch_keeps_its_bytes_from_promotions_that_are_demanded,
+    }
+    resets {
+        nothing_of_before_a_reset_is_found_or_loaded,
+        a_reset_leaves_other_sessions_the_bytes_of_their_hits,
+        a_session_that_was_reset_shares_with_no_other,
+        a_reset_is_durable,
+    }
+}

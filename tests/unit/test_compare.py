@@ -1,0 +1,97 @@
+"""The arithmetic and the table of `make compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import compare as tool
+import pytest
+from compare import BENCHES, compare, figures, parser, table
+
+from undercroft.cli.main import build_parser
+
+
+def test_figures_are_the_numbers_of_any_depth() -> None:
+    result = {
+        "mode": "served",
+        "keys": 8,
+        "fast": True,
+        "p50": 1.5,
+        "cases": [{"read": 2.0}, {"read": 3.0}],
+        "bare": None,
+    }
+    assert dict(figures(result)) == {"keys": 8, "p50": 1.5, "cases[0].read": 2.0, "cases[1].read": 3.0}
+
+
+def test_ratios_are_those_of_each_round() -> None:
+    base = [{"us": 2.0}, {"us": 4.0}, {"us": 1.0}]
+    new = [{"us": 1.0}, {"us": 6.0}, {"us": 1.0}]
+    [row] = compare(base, new).rows
+    assert (row.figure, row.base, row.new, row.ratios) == ("us", 2.0, 1.0, (0.5, 1.5, 1.0))
+
+
+def test_settings_are_no_figures_unless_they_differ() -> None:
+    found = compare([{"keys": 8, "hits": 3}, {"keys": 8, "hits": 3}], [{"keys": 8, "hits": 3}, {"keys": 8, "hits": 4}])
+    assert found.equal == {"keys": 8}
+    assert [(row.figure, row.ratios) for row in found.rows] == [("hits", (1.0, 4 / 3))]
+
+
+def test_a_figure_of_one_side_is_named() -> None:
+    found = compare([{"poll": 1.0, "p50": 1.0}], [{"p50": 1.0, "p99": 1.0}])
+    assert (found.only_base, found.only_new) == (["poll"], ["p99"])
+    assert table(found)[-2:] == ["only in base: poll", "only in new: p99"]
+
+
+def test_no_ratio_over_nothing() -> None:
+    [row] = compare([{"failures": 0.0}], [{"failures": 2.0}]).rows
+    assert row.ratios == ()
+    assert table(compare([{"failures": 0.0}], [{"failures": 2.0}]))[1].split() == ["failures", "0", "2", "-", "-", "-"]
+
+
+def test_results_come_in_pairs() -> None:
+    with pytest.raises(ValueError, match="2 results of the base and 1 of the new"):
+        compare([{}, {}], [{}])
+
+
+def test_the_table_says_where_every_round_agrees() -> None:
+    base = [{"up": 1.0, "down": 2.0, "both": 1.0}] * 5
+    new = [{"up": 1.2, "down": 1.0, "both": 0.9}, *[{"up": 1.1, "down": 1.5, "both": 1.1}] * 4]
+    header, *lines = table(compare(base, new))
+    assert header.split() == ["figure", "base", "new", "new/base:", "min", "median", "max"]
+    assert [line.split() for line in lines] == [
+        ["up", "1", "1.1", "1.100", "1.100", "1.200", "every", "round", "higher"],
+        ["down", "2", "1.5", "0.500", "0.750", "0.750", "every", "round", "lower"],
+        ["both", "1", "1.1", "0.900", "1.100", "1.100"],
+    ]
+
+
+def test_a_few_rounds_are_not_enough_to_agree() -> None:
+    assert "every" not in "".join(table(compare([{"us": 1.0}] * 4, [{"us": 2.0}] * 4)))
+
+
+def test_each_version_is_first_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Path] = []
+    monkeypatch.setattr(tool, "run", lambda tree, name: order.append(tree) or {"us": float(len(order))})
+    [(name, found)] = tool.measure(Path("base"), ["lookup"], 2)
+    assert (name, order) == ("lookup", [Path("base"), tool.ROOT, tool.ROOT, Path("base")])
+    assert found.rows[0].ratios == (2 / 1, 3 / 4)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_the_command_knows_each_benchmark(name: str) -> None:
+    args = build_parser("bench").parse_args(["bench", *BENCHES[name], "--json"])
+    assert args.json
+
+
+def test_arguments() -> None:
+    args = parser().parse_args(["--rounds", "2", "--benches", "", "--", "main"])
+    assert (args.base, args.rounds, args.benches) == ("main", 2, list(BENCHES))
+    assert parser().parse_args(["--benches", "disk lookup", "main"]).benches == ["disk", "lookup"]
+
+
+@pytest.mark.parametrize("bad", [["--rounds", "0"], ["--benches", "looky"]])
+def test_bad_arguments_are_refused(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([*bad, "main"])
+    assert bad[1] in (message := capsys.readouterr().err)
+    assert "allowed" in message

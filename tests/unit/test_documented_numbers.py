@@ -1,0 +1,124 @@
+"""Numbers that documents state are those of the sources, and `unsafe` is where CONTRIBUTING says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from undercroft.config import OPTIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCTION = [
+    path
+    for crate in sorted((ROOT / "rust").iterdir())
+    if crate.name not in ("sim", "bench", "pyo3-bench")
+    for path in sorted((crate / "src").rglob("*.rs"))
+    if path.stem != "tests"
+]
+WORDS = {3: "three", 5: "five", 10: "ten", 16: "sixteen", 30: "half a minute", 60: "a minute"}
+MS, SECOND = 10**6, 10**9
+
+
+def constant(name: str, place: str = "") -> int:
+    """The value of a Rust constant; a duration in nanoseconds. ``place``: part of the path, where several have it."""
+    found = [
+        (path, match[1])
+        for path in PRODUCTION
+        if place in path.as_posix()
+        for match in re.finditer(rf"\bconst {name}: [\w:]+ = ([^;]+);", path.read_text(encoding="utf-8"))
+    ]
+    assert len(found) == 1, f"{name} is defined {len(found)} times: {found}"
+    path, expression = found[0]
+    units = {"from_nanos": 1, "from_micros": 1000, "from_millis": MS, "from_secs": SECOND}
+    expression = re.sub(r"Duration::(\w+)\(", lambda match: f"{units[match[1]]} * (", expression)
+    expression = re.sub(r"(?<=[0-9a-f])_(?=[0-9a-f])", "", expression)
+
+    def other(match: re.Match[str]) -> str:
+        near = re.search(rf"\bconst {match[1]}:", path.read_text(encoding="utf-8"))
+        return str(constant(match[1], path.as_posix() if near else ""))
+
+    expression = re.sub(r"(?:\w+::)*\b([A-Z][A-Z_]+)\b", other, expression)
+    assert re.fullmatch(r"[0-9a-fx+*/<>() -]+", expression), f"{name} = {expression} is no number"
+    return int(eval(expression))
+
+
+def python_constant(name: str) -> int:
+    """The same of the Python package."""
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "python/undercroft").rglob("*.py"))
+    [value] = [one for source in sources for one in re.findall(rf"^{name} = ([0-9.]+)$", source, re.MULTILINE)]
+    return int(float(value))
+
+
+def option(name: str) -> str:
+    [default] = [one.default for one in OPTIONS if one.name == name]
+    return str(default)
+
+
+# The sentence, with braces for its number, and where the number comes from.
+NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
+    ("ARCHITECTURE.md", "one part in {} is for records", lambda: constant("META_SHARE")),
+    ("docs/disk-format.md", "one part in {} is left", lambda: constant("META_SHARE")),
+    ("docs/disk-format.md", "Version {}. All numbers", lambda: constant("FORMAT_VERSION")),
+    ("docs/disk-format.md", "Record: {} bytes", lambda: constant("RECORD_BYTES")),
+    ("docs/disk-format.md", "{} to a block of 4096 bytes", lambda: constant("RECORDS_PER_BLOCK")),
+    ("docs/disk-format.md", "to a block of {} bytes", lambda: constant("BLOCK_BYTES", "disk/format")),
+    ("docs/disk-format.md", "Namespace table: {} entries", lambda: constant("NAMESPACES_MAX", "disk/format")),
+    ("docs/disk-format.md", "entries of {} KiB", lambda: constant("NAMESPACE_BYTES") >> 10),
+    ("docs/disk-format.md", "at most one placeholder record for {}", lambda: WORDS[constant("PLACEHOLDERS_SHARE")]),
+    ("docs/disk-format.md", "A data file has at most {} TiB", lambda: constant("CAPACITY_MAX") >> 40),
+    ("docs/disk-format.md", "reflected polynomial {}", lambda: hex(constant("POLYNOMIAL"))),
+    ("ARCHITECTURE.md", "more than {} requests of one client", lambda: f"{constant('REQUESTS_MAX'):,}"),
+    ("ARCHITECTURE.md", "or {} seconds have passed", lambda: WORDS[constant("REFUSED_NS") // SECOND]),
+    ("ARCHITECTURE.md", "starts at most {} promotions", lambda: WORDS[constant("PROMOTIONS_MAX")]),
+    ("ARCHITECTURE.md", "the limit is {} seconds", lambda: WORDS[constant("NO_POLL_STALLS")]),
+    ("ARCHITECTURE.md", "takes none for {} at a time", lambda: WORDS[constant("WRITE_PAUSE_NS") // SECOND]),
+    (
+        "ARCHITECTURE.md",
+        "gives up a lookup after {}",
+        lambda: WORDS[python_constant("LOOKUP_DEADLINE_S")],
+    ),
+    ("ARCHITECTURE.md", "awake, yielding, for {} ms", lambda: constant("LINGER") / MS),
+    ("ARCHITECTURE.md", "A miss older than {} ms", lambda: constant("MISS_FRESH") // MS),
+    ("ARCHITECTURE.md", "what the disk owes, {} ms", lambda: constant("PENDING_DEADLINE") // MS),
+    ("docs/server.md", "what its disk owes during {} ms", lambda: constant("PENDING_DEADLINE") // MS),
+    ("docs/server.md", "`server_timeout_ms` ({})", lambda: option("server_timeout_ms")),
+    ("docs/hybrid-models.md", "tokens (default {};", lambda: option("state_interval_tokens")),
+]
+
+
+def text(document: str) -> str:
+    return " ".join((ROOT / document).read_text(encoding="utf-8").split())
+
+
+def stated(document: str, sentence: str) -> str:
+    """The number that a document has in place of the braces."""
+    before, after = sentence.split("{}")
+    found = re.findall(re.escape(before) + r"(half a minute|a minute|[\w.,]+)" + re.escape(after), text(document))
+    assert len(set(found)) == 1, f'{document} has no longer "{sentence}": change this file with it'
+    return found[0].rstrip(".,") if not after else found[0]
+
+
+@pytest.mark.parametrize(("document", "sentence", "value"), NUMBERS, ids=[one[1] for one in NUMBERS])
+def test_stated_numbers(document: str, sentence: str, value: Callable[[], object]) -> None:
+    assert stated(document, sentence) == str(value()), f"{document}: {sentence}"
+
+
+def test_a_wrong_number_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "text", lambda document: "of which one part in 64 is for records, and more")
+    with pytest.raises(AssertionError):
+        test_stated_numbers(*NUMBERS[0])
+
+
+def unsafe_files() -> set[str]:
+    """Files of production code that allow themselves `unsafe`."""
+    allowed = re.compile(r"(?:expect|allow)\(\s*unsafe_code")
+    paths = (path for path in PRODUCTION if allowed.search(path.read_text(encoding="utf-8")))
+    return {path.relative_to(ROOT).as_posix() for path in paths}
+
+
+def test_unsafe_is_where_contributing_says() -> None:
+    [bullet] = re.findall(r"- `unsafe` only in (.*?) - ", text("CONTRIBUTING.md"))
+    assert set(re.findall(r"`([\w./]+\.rs)`", bullet)) == unsafe_files() != set()

@@ -1,0 +1,351 @@
+"""vLLM is changed in one place, and an installed undercroft stops no vLLM: what a version lacks is logged and left."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+
+import undercroft
+from fake_config import kv_cache_config, vllm_config
+from test_imports import run_time_nodes
+from undercroft import log, plugin, vllm_patches
+from undercroft.compat import KVConnectorRole
+from undercroft.connector.connector import UndercroftConnector
+from undercroft.vllm_patches import PATCHES, table
+
+PACKAGE = Path(undercroft.__file__).parent
+ARCHITECTURE = PACKAGE.parents[1] / "ARCHITECTURE.md"
+MAY_IMPORT_VLLM = {
+    "registration.py": {("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory")},
+    "connector/schemes.py": {
+        ("vllm", "envs"),
+        ("vllm.config", "set_current_vllm_config"),
+        ("vllm.platforms", "current_platform"),
+        ("vllm.utils.hashing", "get_hash_fn_by_name"),
+        ("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa"),
+        ("vllm.v1.attention.selector", "get_attn_backend"),
+        ("vllm.v1.kv_cache_interface", "AttentionSpec"),
+        ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
+    },
+}
+"""The imports from vLLM that other files than compat.py and vllm_patches/ may make: its public interface, and in
+schemes.py the names that tell how a version makes hashes and lays out pages."""
+
+CLASS_PLACES: list[tuple[Any, str]] = [
+    (Scheduler, "__init__"),
+    (Scheduler, "update_from_output"),
+    (InputProcessor, "__init__"),
+    (InputProcessor, "process_inputs"),
+    (OutputProcessor, "process_outputs"),
+    (CompletionRequest, "to_sampling_params"),
+    (ChatCompletionRequest, "to_sampling_params"),
+    (kv_cache_utils, "_gen_lora_extra_hash_keys"),
+    (EngineCore, "add_lora"),
+]
+BY_NAME = {patch.name.upper(): patch for patch in PATCHES}
+
+
+def package_files() -> dict[str, ast.Module]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+
+
+def vllm_imports(node: ast.AST) -> set[tuple[str, str]]:
+    """Names of vLLM that are imported at run time below a node, as (module, name)."""
+    found = set()
+    for child in run_time_nodes(node):
+        if isinstance(child, ast.ImportFrom) and (child.module or "").partition(".")[0] == "vllm":
+            found |= {(child.module or "", alias.name) for alias in child.names}
+        elif isinstance(child, ast.Import):
+            found |= {(alias.name, "") for alias in child.names if alias.name.partition(".")[0] == "vllm"}
+    return found
+
+
+def names_of_patches() -> dict[tuple[str, str], set[str]]:
+    """For each name of vLLM that a patch imports, the patches that are lost without it."""
+    needed: dict[tuple[str, str], set[str]] = {}
+    for path, tree in package_files().items():
+        if not path.startswith("vllm_patches/"):
+            continue
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+            guards = [ast.unparse(decorator) for decorator in function.decorator_list]
+            # The checks of the hit threshold are functions of their own.
+            patches = {guard[len("guarded(") : -1] for guard in guards if guard.startswith("guarded(")}
+            for name in vllm_imports(function):
+                needed.setdefault(name, set()).update(patches or {"HIT_THRESHOLD"})
+    assert len(needed) > 15, "no imports found: have the patches moved?"
+    return needed
+
+
+NEEDED = names_of_patches()
+OTHERS = sorted(
+    {
+        name
+        for path, tree in package_files().items()
+        if path in ("compat.py", "registration.py", "plugin.py", "log.py")
+        for name in vllm_imports(tree)
+    }
+    - NEEDED.keys()
+)
+
+
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM as it is without undercroft; afterwards as it was before the test."""
+    for owner, name in CLASS_PLACES:
+        function = getattr(owner, name)
+        while hasattr(function, "_undercroft"):
+            function = function.__wrapped__
+        monkeypatch.setattr(owner, name, function)
+    monkeypatch.setattr(table, "_problems", {patch.name: "not yet" for patch in PATCHES})
+    monkeypatch.setattr(table, "_log_once", log.LogOnce())
+    monkeypatch.setattr(log.logger, "propagate", True)
+    yield
+
+
+def apply_all() -> None:
+    """Apply every patch of classes and modules, as the plugin and a connector with LoRA do."""
+    plugin.register()
+    vllm_patches.tell_adapters_apart(lambda _: "key", lambda _: None)
+
+
+def is_patched(owner: Any, name: str) -> bool:
+    return hasattr(getattr(owner, name), "_undercroft")
+
+
+def remove(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    monkeypatch.delattr(importlib.import_module(module), name)
+    if f"{module}.{name}" in sys.modules:
+        monkeypatch.setitem(sys.modules, f"{module}.{name}", None)
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_every_place_is_patched_once() -> None:
+    apply_all()
+    functions = [getattr(owner, name) for owner, name in CLASS_PLACES]
+    assert all(is_patched(owner, name) for owner, name in CLASS_PLACES)
+    assert not any(hasattr(function.__wrapped__, "_undercroft") for function in functions)
+    apply_all()
+    assert [getattr(owner, name) for owner, name in CLASS_PLACES] == functions
+    for name in ("HIT_THRESHOLD", "MULTI_CONNECTOR_POLICY", "ADAPTER_WEIGHTS"):
+        assert vllm_patches.problem(BY_NAME[name]) is None
+
+
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.parametrize("missing", ["name", "module"])
+@pytest.mark.parametrize(("module", "name"), sorted(NEEDED))
+def test_a_vllm_that_lacks_a_name_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: str, name: str, missing: str
+) -> None:
+    if missing == "name":
+        remove(monkeypatch, module, name)
+    else:
+        monkeypatch.setitem(sys.modules, module, None)
+    for _ in range(2):
+        apply_all()
+    lost = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    for patch in map(BY_NAME.__getitem__, NEEDED[module, name]):
+        assert vllm_patches.problem(patch) is not None
+        assert len([message for message in lost if patch.without in message]) == 1
+    if missing == "name":
+        expected = {BY_NAME[patch].name for patch in NEEDED[module, name]}
+        applied = {BY_NAME[patch].name for patches in NEEDED.values() for patch in patches} - expected
+        assert all(table.problem(patch) is None for patch in PATCHES if patch.name in applied)
+
+
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.parametrize(("module", "name"), OTHERS)
+def test_no_other_name_stops_a_vllm_with_the_plugin(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    remove(monkeypatch, module, name)
+    apply_all()
+
+
+def test_importing_and_registering_the_plugin_needs_no_vllm_at_all() -> None:
+    program = """
+import sys
+sys.modules["vllm"] = None
+from undercroft import plugin, vllm_patches
+plugin.register()
+print(sum(vllm_patches.problem(patch) is not None for patch in vllm_patches.PATCHES))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) == len(PATCHES)
+
+
+class Refusing(type):
+    """A class that takes no new attributes, like a compiled one."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise TypeError(f"cannot set {name!r}")
+
+
+CHANGES = {
+    "another signature": (OutputProcessor, "process_outputs", lambda self, batch: None, "HIT_THRESHOLD"),
+    "no method": (Scheduler, "finish_requests", None, "HIT_THRESHOLD"),
+    "no attribute": (Scheduler, "__init__", lambda self: None, "MULTI_CONNECTOR_POLICY"),
+    "another hash": (kv_cache_utils, "_gen_lora_extra_hash_keys", lambda one, other: [], "ADAPTER_WEIGHTS"),
+    "another loading": (EngineCore, "add_lora", lambda self, name: True, "ADAPTER_WEIGHTS"),
+    "no function": (kv_cache_utils, "_gen_lora_extra_hash_keys", None, "ADAPTER_WEIGHTS"),
+    "a compiled class": (
+        importlib.import_module("vllm.v1.engine.core"),
+        "EngineCore",
+        Refusing("EngineCore", (), {"add_lora": lambda self, lora_request: True}),
+        "ADAPTER_WEIGHTS",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_vllm_with_other_internals_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    owner, name, instead, patch = CHANGES[change]
+    monkeypatch.setattr(owner, name, instead)
+    apply_all()
+    assert vllm_patches.problem(BY_NAME[patch]) is not None
+    assert getattr(owner, name) is instead
+    together = {
+        "HIT_THRESHOLD": [place for place in CLASS_PLACES if place[1] not in ("__init__", "add_lora")][:5],
+        "MULTI_CONNECTOR_POLICY": [(Scheduler, "__init__")],
+        "ADAPTER_WEIGHTS": [(kv_cache_utils, "_gen_lora_extra_hash_keys"), (EngineCore, "add_lora")],
+    }
+    assert not any(is_patched(*place) for place in together[patch] if getattr(*place) is not None)
+
+
+def test_objects_without_the_names_are_left_as_they_are() -> None:
+    class Frozen:
+        kv_load_failure_policy = "fail"
+        __slots__ = ()
+
+    assert vllm_patches.recompute_failed_loads(Frozen()) is False  # type: ignore[arg-type]
+    assert vllm_patches.reconcile_local_hits(SimpleNamespace(), lambda *_: True) is False  # type: ignore[arg-type]
+    assert vllm_patches.before_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
+    assert vllm_patches.end_step_at(SimpleNamespace(), 16) is False  # type: ignore[arg-type]
+    for name in ("LOAD_FAILURE_POLICY", "LOCAL_HITS", "PREFIX_CACHE_RESET", "SHARED_PREFIX"):
+        assert "has other internals" in str(vllm_patches.problem(BY_NAME[name]))
+
+
+def fail(*_: object) -> Any:
+    raise RuntimeError("ours")
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(self: Any) -> None:
+        self.connector, self.recompute_kv_load_failures, self.requests = object(), False, {}
+
+    monkeypatch.setattr(Scheduler, "__init__", init)
+    assert vllm_patches.recompute_failed_loads_of_children(fail)
+    assert Scheduler().recompute_kv_load_failures is False
+
+    monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda request: [("lora", "name")])
+    monkeypatch.setattr(EngineCore, "add_lora", lambda self, lora_request: True)
+    assert vllm_patches.tell_adapters_apart(fail, fail)
+    keys = [kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace()) for _ in range(2)]
+    assert keys[0][0] == keys[1][0] == ("lora", "name")
+    assert keys[0][1] != keys[1][1], "without a key of the weights, nobody may find the blocks"
+    assert EngineCore.add_lora(None, object()) is True
+
+    pool = SimpleNamespace(reset_prefix_cache=lambda: True)
+    assert vllm_patches.before_prefix_cache_reset(pool, fail)
+    assert pool.reset_prefix_cache() is True
+
+    hit = ("blocks", 32, 0, True)
+    manager = SimpleNamespace(get_computed_blocks_for_connector=lambda request: hit, get_computed_blocks=fail)
+    assert vllm_patches.reconcile_local_hits(manager, fail)
+    assert manager.get_computed_blocks_for_connector(object()) == hit
+
+    monkeypatch.setattr(InputProcessor, "__init__", lambda self, vllm_config: None)
+    assert vllm_patches.reject_requests()
+    InputProcessor(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="nobody's")))
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_a_request_keeps_the_key_of_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda request: request.found)
+    keys = iter(["first", "second"])
+    assert vllm_patches.tell_adapters_apart(lambda request: next(keys), lambda _: None)
+    request = SimpleNamespace(found=["lora"])
+    for _ in range(3):
+        assert kv_cache_utils._gen_lora_extra_hash_keys(request) == ["lora", ("lora_weights", "first")]
+    assert kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(found=[])) == []
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_a_vllm_whose_adapters_cannot_be_told_apart_runs_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("undercroft.connector.connector.open_engine", fail)
+    monkeypatch.delattr(EngineCore, "add_lora")
+    config = vllm_config()
+    config.lora_config = SimpleNamespace()
+    connector = UndercroftConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+    assert connector._scheduler is None
+
+
+def test_the_places_of_instances_exist() -> None:
+    """The other places of the table are in `CLASS_PLACES`, or attributes that are set."""
+    assert callable(KVCacheManager.get_computed_blocks_for_connector)
+    assert callable(BlockPool.reset_prefix_cache)
+    places = {place for patch in PATCHES for place in patch.places}
+    wrapped = {f"{owner.__name__.rpartition('.')[2]}.{name}" for owner, name in CLASS_PLACES}
+    wrapped |= {"KVCacheManager.get_computed_blocks_for_connector", "BlockPool.reset_prefix_cache"}
+    set_on_objects = {
+        "KVTransferConfig.kv_load_failure_policy",
+        "Request.shared_prefix_boundary",
+        "Request._undercroft_adapter",
+        "RequestState.__class__",
+        "Scheduler.recompute_kv_load_failures",
+        "Scheduler._undercroft_take_threshold_rejects",
+        "InputProcessor._undercroft_threshold",
+    }
+    assert places == wrapped | set_on_objects
+
+
+def test_only_compat_and_the_patches_import_vllm() -> None:
+    importing = {path: vllm_imports(tree) for path, tree in package_files().items()}
+    assert importing["compat.py"], "the walk finds no import: is the check broken?"
+    wrong = {
+        path: names - MAY_IMPORT_VLLM.get(path, set())
+        for path, names in importing.items()
+        if path != "compat.py" and not path.startswith("vllm_patches/")
+    }
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def test_only_the_patches_change_objects_of_vllm() -> None:
+    wrong = []
+    for path, tree in package_files().items():
+        if path.startswith("vllm_patches/"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                wrong.append(f"{path}:{node.lineno} {ast.unparse(node)}")
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                base = ast.unparse(target.value) if isinstance(target, ast.Attribute | ast.Subscript) else ""
+                changed = ast.unparse(target) if target is not None and base else ""
+                words = set(base.replace("_", ".").split("."))
+                if "__dict__" in base or changed.endswith("__class__") or words & {"request", "config", "vllm", "pool"}:
+                    wrong.append(f"{path}:{node.lineno} {changed} = ...")
+    assert not wrong, f"vLLM is changed in vllm_patches/ only: {wrong}"
+
+
+def test_architecture_has_the_table() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    assert vllm_patches.patch_table() in text, "copy the output of undercroft.vllm_patches.patch_table() into it"

@@ -1,0 +1,63 @@
+"""The connector adds no engine step: not to what the device holds, nor to a miss, nor before a hit's load begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_checks import add, begun, finish, nothing_left, step
+from real_engine import Engine, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+Start = Callable[..., Engine]
+DTYPES = {"llama": "float32", "gemma2": "float32", "qwen3_next": "bfloat16"}
+LONG = prompt(1000)
+"""Seven blocks of 128 tokens, or one of the 640 that Qwen's blocks have."""
+SEVERAL = [prompt(700, seed=90 + i) for i in range(3)]
+
+
+@pytest.fixture(params=DTYPES)
+def start(request: pytest.FixtureRequest, engine: Start, tmp_path: Path) -> Start:
+    """Starts an engine of each model, with undercroft over a disk or without it."""
+    directory = request.getfixturevalue(request.param)
+    options = {"host_memory": "128MiB", "disk_path": str(tmp_path / "cache"), "disk_capacity": "256MiB"}
+
+    def make(undercroft: bool, **arguments: Any) -> Engine:
+        return engine(directory, options if undercroft else None, dtype=DTYPES[request.param], blocks=96, **arguments)
+
+    return make
+
+
+@pytest.mark.parametrize("budget", [4096, 512])
+def test_misses_and_hits_of_the_device_take_as_many_steps_as_without_it(start: Start, budget: int) -> None:
+    def steps(one: Engine) -> list[int]:
+        counts, before = [], one.steps
+        for prompts, held in ([LONG], False), ([LONG], True), (SEVERAL, False), (SEVERAL, True):
+            answers = one.generate_all(prompts, 4)
+            assert all((answer.cached >= 640) is held for answer in answers)
+            counts.append(one.steps - before)
+            before = one.steps
+        return counts
+
+    plain = start(False, max_num_batched_tokens=budget)
+    expected = steps(plain)
+    plain.close()
+    assert steps(start(True, max_num_batched_tokens=budget)) == expected
+
+
+def test_the_first_step_takes_every_request_up_that_need_not_wait_for_the_disk(start: Start) -> None:
+    one = start(True)
+    for held in ("nowhere", "on the device", "in host memory"):
+        if held == "in host memory":
+            nothing_left(one)
+        add(one, held, LONG, 4)
+        step(one)
+        assert begun(one), held
+        [request] = one.scheduler.requests.values()
+        assert (request.status.name == "WAITING_FOR_REMOTE_KVS") is (held == "in host memory")
+        finish(one)
+    nothing_left(one)
