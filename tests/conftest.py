@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from real_engine import set_environment
 
 set_environment()
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A directory with a short name: a socket's path has at most 107 bytes, and `tmp_path` may take most of them."""
+    with tempfile.TemporaryDirectory(prefix="uc") as directory:
+        yield Path(directory)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
