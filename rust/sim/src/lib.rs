@@ -48,6 +48,10 @@ pub struct Stats {
     pub blocks_saved: u64,
     /// Payloads evicted from the arena.
     pub evictions: u64,
+    /// Runs of pages that went to another size class.
+    pub moved_runs: u64,
+    /// Evicted payloads that were saved again below others that had stayed.
+    pub filled_gaps: u64,
     /// Payloads found on disk by an engine that starts.
     pub recovered: u64,
     /// Stops after which all that was saved had to be on disk.
@@ -70,6 +74,8 @@ impl Stats {
         self.disk_reads += other.disk_reads;
         self.blocks_saved += other.blocks_saved;
         self.evictions += other.evictions;
+        self.moved_runs += other.moved_runs;
+        self.filled_gaps += other.filled_gaps;
         self.recovered += other.recovered;
         self.complete_stops += other.complete_stops;
         self.resets += other.resets;

@@ -63,6 +63,13 @@ impl Settings {
                 .iter_mut()
                 .for_each(|device| *device = (device.0 * 2, PAGE * 2));
         }
+        if random.chance(250) {
+            // Many pages, and more than one model.
+            engine.host_bytes = random.range(8, 32) * PAGE;
+            devices
+                .iter_mut()
+                .for_each(|device| device.0 = random.range(8, 40) * device.1);
+        }
         let mut faults = DeviceFaults::default();
         if roomy {
             engine.host_bytes = 24 * PAGE;

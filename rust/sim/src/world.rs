@@ -124,6 +124,9 @@ impl World {
             let counters = self.engine.with(|engine| *engine.counters());
             self.log.stats.disk_reads += counters.disk_reads;
             self.log.stats.evictions += counters.host_evictions;
+            let moves = self.engine.with(|engine| engine.moves());
+            self.log.stats.moved_runs += moves.runs;
+            self.log.stats.filled_gaps += moves.filled_gaps;
             self.log.stats.corruptions += counters.checksum_failures;
         }
         Ok(())

@@ -13,7 +13,7 @@ use super::operations::Operations;
 use super::parts::EngineParts;
 use super::promotions::Promotions;
 use super::requests::RequestId;
-use super::residency::Residency;
+use super::residency::{Moves, Residency};
 use super::sessions::{SessionId, Sessions, TransferKey};
 use super::writeback::WriteBack;
 
@@ -194,6 +194,11 @@ impl Engine {
     /// Counters since the start.
     pub fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// Pages that went from one size class to another, and what that did to the chains through them.
+    pub fn moves(&self) -> Moves {
+        self.residency.moves()
     }
 
     /// The gauges as of now. Costs a pass over sessions and disks, not over blocks.

@@ -31,6 +31,7 @@ impl Engine {
     /// have ended have been taken ([`Engine::complete`]).
     pub fn next_io(&mut self, room: usize, out: &mut Vec<IoRequest>) {
         self.last_poll_ns = self.now_ns;
+        self.residency.allow_searches();
         let limit = out.len() + room;
         let reads_limit = out.len() + self.operations.reads_room(room);
         let (promotions, mut parts) = self.promotions();

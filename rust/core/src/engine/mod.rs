@@ -41,5 +41,6 @@ mod writeback;
 pub use config::EngineConfig;
 pub use coordinator::Engine;
 pub use recover::Recovery;
+pub use residency::Moves;
 pub use save::{Granted, Transfer};
 pub use sessions::SessionId;

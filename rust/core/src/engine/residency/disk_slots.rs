@@ -16,6 +16,8 @@ pub(in crate::engine) enum DiskRefusal {
     Admission,
     /// Everything on disk is in use.
     Full,
+    /// Pages of other size classes are being looked at: to be asked again in the next entry.
+    Searching,
     /// No directory takes writes.
     Degraded,
 }
@@ -101,6 +103,10 @@ impl Residency {
             if let Some(offset) = self.reserve_on(id, group, device, counters) {
                 return Ok((device, offset));
             }
+        }
+        let mut devices = self.devices();
+        if devices.any(|device| self.is_searching(Region::Disk(device))) {
+            return Err(DiskRefusal::Searching);
         }
         Err(DiskRefusal::Full)
     }

@@ -9,7 +9,7 @@ use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
 use super::geometry::{Geometry, Region};
-use super::runs::RunSearch;
+use super::runs::{Moves, RunSearch};
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -48,6 +48,7 @@ pub(in crate::engine) struct Residency {
     /// How far each region was searched for pages that another size class may take: the arena, then the
     /// directories.
     pub(super) searches: Vec<RunSearch>,
+    pub(super) moves: Moves,
     /// A payload on disk went although others stand on it there.
     pub(super) disk_gaps: bool,
 }
@@ -64,6 +65,7 @@ impl Residency {
             freed: [0, 0],
             queued_bytes: 0,
             searches: vec![RunSearch::default()],
+            moves: Moves::default(),
             disk_gaps: false,
         }
     }

@@ -44,6 +44,8 @@ pub(in crate::engine) struct WriteBack {
     pub(super) orphaned: Orphaned,
     /// Blocks offered before, for second-touch admission.
     doorkeeper: Option<Doorkeeper>,
+    /// The first payload of the queue has no slot yet: nothing more is started in this turn.
+    waits_for_room: bool,
     /// Sequence number of the last table block that was written.
     pub(super) record_seq: u64,
 }
@@ -58,6 +60,7 @@ impl WriteBack {
             doorkeeper: config
                 .second_touch
                 .then(|| Doorkeeper::new(DOORKEEPER_BLOCKS)),
+            waits_for_room: false,
             record_seq: 0,
         }
     }
@@ -182,6 +185,12 @@ impl WriteBack {
         self.queue.push_back(write);
     }
 
+    /// A payload's turn comes again, before all others.
+    pub(super) fn wait_for_room(&mut self, write: QueuedWrite) {
+        self.queue.push_front(write);
+        self.waits_for_room = true;
+    }
+
     /// Whether nothing is queued.
     pub(in crate::engine) fn is_idle(&self) -> bool {
         self.queue.is_empty()
@@ -211,7 +220,8 @@ impl WriteBack {
             .front()
             .map_or(0, |write| payload_bytes(write, parts.residency));
         self.budget.refill(next_bytes, parts.now_ns);
-        while out.len() < limit && parts.operations.writes() < most {
+        self.waits_for_room = false;
+        while out.len() < limit && parts.operations.writes() < most && !self.waits_for_room {
             let Some(&write) = self.queue.front() else {
                 break;
             };

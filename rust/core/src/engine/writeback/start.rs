@@ -51,6 +51,10 @@ impl WriteBack {
             residency.reserve_disk(id, group, write.admitted, parts.now_ns, parts.counters);
         match reserved {
             Ok((device, offset)) => Some(write_request(id, group, device, offset, parts)),
+            Err(DiskRefusal::Searching) => {
+                self.wait_for_room(write);
+                None
+            }
             Err(why) => {
                 if write.admitted && why == DiskRefusal::Full {
                     self.orphaned.found_no_room(residency);
@@ -138,7 +142,7 @@ fn count_refusal(why: WriteRefusal, counters: &mut Counters) {
         WriteRefusal::Disk(DiskRefusal::Admission) => counters.refused_admission += 1,
         WriteRefusal::Disk(DiskRefusal::Full) => counters.refused_disk_full += 1,
         WriteRefusal::Disk(DiskRefusal::Degraded) => counters.refused_disk_degraded += 1,
-        WriteRefusal::Ancestor => {}
+        WriteRefusal::Disk(DiskRefusal::Searching) | WriteRefusal::Ancestor => {}
     }
 }
 
