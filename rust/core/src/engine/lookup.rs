@@ -180,7 +180,7 @@ impl Engine {
     fn request_of(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Option<RequestId> {
         if let Some(id) = self.sessions.request_id(session, request.request) {
             let state = &mut self.sessions.requests[id];
-            state.wait = request.wait.or(state.wait);
+            state.wait = request.wait;
             return Some(id);
         }
         // Without a session there is no request, and no tick for it.
