@@ -325,10 +325,12 @@ class SchedulerConnector:
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
-        request, limit = state.request, state.limit
-        answer = self._look_up(state, num_computed_tokens, limit)
+        request, limit, lookup = state.request, state.limit, state.lookup
+        # As `_look_up`, without a call: each step asks for each waiting request.
+        hashes = self._groups.hashes(request.block_hashes)
+        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms)
         if answer.pending:
-            if not state.lookup.blocking:
+            if not lookup.blocking:
                 return None
             answer = self._wait(state, num_computed_tokens, limit)
             if state.lookup_failed:
@@ -338,7 +340,7 @@ class SchedulerConnector:
         # The limit is of when it was asked first.
         base = max(min(answer.tokens, limit, self._groups.align(request.num_tokens - 1)), num_computed_tokens)
         end = self._tails.find(state, base)
-        if end is None and state.lookup.blocking:
+        if end is None and lookup.blocking:
             state.deferred = True
             end = self._tails.wait(state, base)
         return end
