@@ -276,6 +276,12 @@ OPTIONS: tuple[Option, ...] = (
         parse_size, str, "engine",
     ),
     Option(
+        "verify_host", "boolean", False, "true or false",
+        "Compare the checksums of blocks in host memory before each hit. Blocks are always compared on their way to "
+        "disk.",
+        _bool, _text_bool, "engine",
+    ),
+    Option(
         "io_engine", "text", "auto", '"auto", "io_uring" or "thread_pool"',
         "How disks are read and written; auto takes io_uring where the machine allows it.",
         _choice("auto", "io_uring", "thread_pool"), str, "engine",
@@ -348,6 +354,7 @@ class UndercroftConfig:
     eviction_policy: str
     disk_admission: str
     disk_write_rate: int
+    verify_host: bool
     io_engine: str
     io_depth: int
     kv_layout: str
