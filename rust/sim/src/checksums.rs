@@ -45,7 +45,7 @@ impl World {
 
     /// A bit of a payload in the arena flips, if there is one that the engine can tell.
     pub(crate) fn change_a_payload(&mut self) {
-        let payloads = self.engine.with(|engine| engine.guarded_payloads());
+        let payloads = self.engine.uncounted(|engine| engine.guarded_payloads());
         if payloads.is_empty() {
             return;
         }

@@ -11,6 +11,7 @@
 //! - no slot, of the arena or of a device, is in two hands; no payload is read twice at once;
 //! - every lookup is answered in bounded time, whatever the device does;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
+//! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
@@ -65,6 +66,8 @@ pub struct Stats {
     pub changes_found: u64,
     /// Of these payloads, copies by loads, where hits are not verified.
     pub changes_loaded: u64,
+    /// Units of work of the entry that did most.
+    pub most_units: u64,
 }
 
 impl Stats {
@@ -86,6 +89,7 @@ impl Stats {
         self.changes += other.changes;
         self.changes_found += other.changes_found;
         self.changes_loaded += other.changes_loaded;
+        self.most_units = self.most_units.max(other.most_units);
     }
 }
 

@@ -13,13 +13,17 @@ use crate::forest::{DiskState, HostState, NodeId};
 use crate::io::{ChecksumRequest, IoFault};
 use crate::metrics::Counters;
 use crate::slots::slot_offset;
+use crate::work;
 
 use super::coordinator::Engine;
 use super::operations::{Operations, Purpose};
 use super::residency::Residency;
 
-/// Checksums that are computed at a time: what an entry starts, and what a reset waits for.
+/// Checksums that are computed at a time.
 const CHECKSUMS_MAX: usize = 16;
+
+/// Saved payloads that one entry looks at. Most of them may have been written or evicted meanwhile.
+const LOOKED_AT_MAX: usize = 256;
 
 /// The checksums to be computed.
 ///
@@ -76,9 +80,14 @@ impl Checksums {
 
     /// Starts the checksums of saved payloads that nobody has computed meanwhile.
     fn start_saved(&mut self, residency: &mut Residency, operations: &mut Operations) {
-        while self.has_room()
-            && let Some((node, epoch, group)) = self.saved.pop_front()
-        {
+        for _ in 0..LOOKED_AT_MAX.min(self.saved.len()) {
+            if !self.has_room() {
+                return;
+            }
+            let Some((node, epoch, group)) = self.saved.pop_front() else {
+                return;
+            };
+            work::queued();
             if !residency.forest().is_live(node, epoch) {
                 continue;
             }
