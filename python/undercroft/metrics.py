@@ -90,6 +90,7 @@ METRICS: tuple[Metric, ...] = (
         },
     ),
     _one("checksum_failures", "counter", "Blocks or records dropped because their checksum did not match."),
+    _one("host_checksum_failures", "counter", "Blocks in host memory dropped because they changed after their save."),
     Metric("io_failures", "counter", "Failed disk operations.", ("direction",),
            {"read_failures": ("load",), "write_failures": ("save",)}),
     _one("degraded_disks", "gauge", "Directories that accept no writes, have failed, or lack a file.", "disk_degraded"),

@@ -50,6 +50,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "host_evictions": ("counter", "payloads evicted from host memory"),
     "disk_evictions": ("counter", "payloads evicted from disk"),
     "checksum_failures": ("counter", "payloads or records whose checksum did not match"),
+    "host_checksum_failures": ("counter", "payloads in host memory whose checksum did not match"),
     "read_failures": ("counter", "failed reads from disk"),
     "write_failures": ("counter", "failed writes to disk"),
     "load_failures": ("counter", "loads that ended with a failure or could not begin"),
@@ -145,7 +146,8 @@ class UndercroftStats(KVConnectorStats):
         for tier in ("host", "disk"):
             if capacity := gauges.get(f"{tier}_capacity_bytes", 0):
                 line[f"{tier} used %"] = round(100 * gauges.get(f"{tier}_used_bytes", 0) / capacity, 1)
-        troubles = ("failed_loads", "checksum_failures", "hook_errors", "lookups_timed_out", "refused_host_full")
+        troubles = ("failed_loads", "checksum_failures", "host_checksum_failures", "hook_errors", "lookups_timed_out",
+                    "refused_host_full")
         line.update({name.replace("_", " "): get(name) for name in troubles if get(name)})
         return line
 

@@ -7,6 +7,7 @@ use crate::io::IoFault;
 use crate::metrics::{Counters, Gauges};
 use crate::session::SessionSpec;
 
+use super::checksums::Checksums;
 use super::config::EngineConfig;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
@@ -27,6 +28,7 @@ pub struct Engine {
     pub(super) residency: Residency,
     pub(super) promotions: Promotions,
     pub(super) writeback: WriteBack,
+    pub(super) checksums: Checksums,
     pub(super) namespaces: Namespaces,
     pub(super) sessions: Sessions,
     pub(super) operations: Operations,
@@ -42,6 +44,7 @@ macro_rules! parts {
             residency: &mut $engine.residency,
             requests: &mut $engine.sessions.requests,
             operations: &mut $engine.operations,
+            checksums: &mut $engine.checksums,
             counters: &mut $engine.counters,
             now_ns: $engine.now_ns,
         }
@@ -57,6 +60,7 @@ impl Engine {
             residency: Residency::new(config.host_bytes, config.policy, config.seed),
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
+            checksums: Checksums::default(),
             namespaces: Namespaces::new(config.seed),
             sessions: Sessions::default(),
             operations: Operations::default(),

@@ -15,6 +15,8 @@ pub(in crate::engine) struct PromotionPlan {
     pub(in crate::engine) target: NodeId,
     /// Depth of the target.
     pub(in crate::engine) boundary: u32,
+    /// Hash blocks that the device has.
+    pub(in crate::engine) local: u32,
     /// Payloads that a load needs, front to back.
     pub(in crate::engine) payloads: Vec<(NodeId, u8)>,
     /// Slot bytes of those that are not in the arena.
@@ -97,6 +99,7 @@ impl Residency {
         Some(PromotionPlan {
             target: self.forest.ancestor(target, boundary),
             boundary,
+            local,
             payloads,
             unread,
         })
