@@ -9,6 +9,7 @@
 //! - no slot, of the arena or of a device, is in two hands; no payload is read twice at once;
 //! - every lookup is answered in bounded time, whatever the device does;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
+//! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
@@ -56,6 +57,8 @@ pub struct Stats {
     pub resets: u64,
     /// Checksum mismatches that the device's faults caused.
     pub corruptions: u64,
+    /// Units of work of the entry that did most.
+    pub most_units: u64,
 }
 
 impl Stats {
@@ -74,6 +77,7 @@ impl Stats {
         self.complete_stops += other.complete_stops;
         self.resets += other.resets;
         self.corruptions += other.corruptions;
+        self.most_units = self.most_units.max(other.most_units);
     }
 }
 

@@ -14,7 +14,7 @@ use crate::model::{Model, Prompts};
 use crate::participants::SimClient;
 use crate::random::Random;
 use crate::settings::Settings;
-use crate::shared::SharedEngine;
+use crate::shared::{SharedEngine, UNITS_MAX};
 
 /// Steps between two checks of the engine's invariants.
 const CHECK_EVERY: u64 = 24;
@@ -147,7 +147,7 @@ impl World {
         self.arena.abandon();
         self.engine = SharedEngine::new(Engine::new(config));
         let images = self.disks.devices.iter().map(SimDevice::image).collect();
-        let recovery = self.engine.with(|engine| engine.attach_disks(images));
+        let recovery = self.engine.uncounted(|engine| engine.attach_disks(images));
         self.note(|| format!("start: {recovery:?}"));
         self.log.stats.recovered += recovery.blocks;
         let blocks = self.engine.with(|engine| engine.gauges().disk_blocks);
@@ -287,7 +287,16 @@ impl World {
             + counters.refused_admission
             + counters.refused_write_rate
             > 0;
-        self.engine.with(|engine| engine.check())
+        self.engine.uncounted(|engine| engine.check())?;
+        let most = self.engine.most_work();
+        self.log.stats.most_units = self.log.stats.most_units.max(most.units());
+        if most.units() > UNITS_MAX {
+            return Err(format!(
+                "an entry did {} units of work: {most:?}",
+                most.units()
+            ));
+        }
+        Ok(())
     }
 
     fn crash(&mut self) {

@@ -8,6 +8,7 @@ use crate::io::IoRequest;
 use crate::metrics::Counters;
 use crate::session::Priority;
 use crate::slots::slot_offset;
+use crate::work;
 
 #[cfg(feature = "check")]
 use super::ensure::ensure;
@@ -165,6 +166,7 @@ impl Promotions {
         out: &mut Vec<IoRequest>,
     ) -> Issued {
         loop {
+            work::queued();
             let request = &mut parts.requests[id].promotions;
             let Some(promotion) = &mut request.active else {
                 return Issued::All;
@@ -324,6 +326,7 @@ impl Promotions {
         parts: &mut EngineParts<'_>,
     ) {
         for (id, started) in self.waiters.remove(&(node, group)).unwrap_or_default() {
+            work::queued();
             let Some(request) = parts.requests.get_mut(id) else {
                 continue;
             };
