@@ -44,8 +44,6 @@ _RETRY_STEPS = 8
 _DOUBLINGS = 5
 """How often that number is doubled."""
 RESET_TIMEOUT_S = 10.0
-_NO_WAIT_MS = (0.0, 0.0)
-"""A limit on the wait for the disk that has passed already."""
 _WARN_AGAIN_S = 60.0
 
 
@@ -116,7 +114,8 @@ class SchedulerConnector:
             return
         local = self._device_tokens(request)
         if limit:
-            state.shared_tokens = self._look_up(state, local, limit, prefetch=True).shared_tokens
+            hashes, wait_ms = self._groups.hashes(request.block_hashes), state.lookup.wait_ms
+            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms)
         if self._groups.tail_step:
             # A server has not answered yet; its tails are looked up once it has.
             base = min(state.shared_tokens, limit)
@@ -154,7 +153,7 @@ class SchedulerConnector:
             state.counted_for = request.num_preemptions
             self._counts.lookup(time.perf_counter() - state.asked_at, self._outcome(state, gain), state.deferred)
         state.asked_at = state.load_wait_since = None
-        state.deferred = False
+        state.deferred = state.timed_out = False
         return gain, gain > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -344,62 +343,47 @@ class SchedulerConnector:
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
-        request, limit = state.request, state.limit
-        at_once = state.timed_out_for == request.num_preemptions
-        answer = self._look_up(state, num_computed_tokens, limit, at_once=at_once)
-        if answer.pending and state.lookup.blocking:
-            answer = self._wait(state, num_computed_tokens, limit)
-        if state.lookup_failed:
-            return num_computed_tokens
+        request, limit, lookup = state.request, state.limit, state.lookup
+        # As `_look_up`, without a call: each step asks for each waiting request.
+        hashes = self._groups.hashes(request.block_hashes)
+        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms)
         if answer.pending:
-            return None
+            if not lookup.blocking:
+                return None
+            answer = self._wait(state, num_computed_tokens, limit)
+            if answer.pending:
+                return None
         state.shared_tokens = answer.shared_tokens
         self._note_shared_boundary(state, max(answer.tokens, num_computed_tokens), limit)
         # The limit is of when it was asked first.
         base = max(min(answer.tokens, limit, self._groups.align(request.num_tokens - 1)), num_computed_tokens)
         end = self._tails.find(state, base)
-        if end is None and state.lookup.blocking:
+        if end is None and lookup.blocking:
             state.deferred = True
             end = self._tails.wait(state, base)
         return end
 
-    def _look_up(
-        self,
-        state: RequestState,
-        num_computed_tokens: int,
-        limit: int,
-        *,
-        prefetch: bool = False,
-        at_once: bool = False,
-    ) -> Lookup:
+    def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         request = state.request
         hashes = self._groups.hashes(request.block_hashes)
-        wait_ms = _NO_WAIT_MS if at_once else state.lookup.wait_ms
-        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, wait_ms, prefetch)
+        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms)
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         """Wait for the answer. A promotion that does not end in time is given up: its part in memory is the hit."""
-        request_id = state.request.request_id
-        self._session.wait(request_id, state.lookup.timeout_s)
+        self._session.wait(state.request.request_id, state.lookup.timeout_s)
         state.deferred = True
         answer = self._look_up(state, num_computed_tokens, limit)
         if not answer.pending:
             return answer
-        state.timed_out_for = state.request.num_preemptions
+        state.timed_out = True
         self._log_rarely(
             logging.WARNING,
             "timed_out",
             "undercroft: a blocking lookup reached lookup_timeout_ms (%g): the hit ends with the part in host memory",
             state.lookup.timeout_s * 1e3,
         )
-        answer = self._look_up(state, num_computed_tokens, limit, at_once=True)
-        if answer.pending:
-            # A server's answer to this is on its way.
-            self._session.wait(request_id, self._config.server_timeout_ms / 1e3)
-            answer = self._look_up(state, num_computed_tokens, limit, at_once=True)
-        if answer.pending:
-            self._give_up(state)
-        return answer
+        state.lookup = state.lookup.at_once()
+        return self._look_up(state, num_computed_tokens, limit)
 
     def _waits_for_load(self, state: RequestState, begin: int, end: int) -> bool:
         """Whether a hit of the tokens ``[begin, end)`` waits: another request loads the first of its blocks."""
@@ -414,7 +398,7 @@ class SchedulerConnector:
 
     def _outcome(self, state: RequestState, gain: int) -> str:
         """The outcome that an answered lookup is counted under."""
-        if state.timed_out_for == state.request.num_preemptions:
+        if state.timed_out:
             return "timed_out"
         if gain:
             return "disk" if state.deferred else "host"
