@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{Extent, Lookup, PromotionWait, SaveGrant, SessionToken, Tokens, TransferId};
+use undercroft_core::session::{
+    Extent, Lookup, PromotionWait, SaveGrant, SessionToken, Tokens, TransferId,
+};
 
 use crate::protocol::{ClientMessage, LeasedHit, LookupAnswer, ServerMessage};
 
