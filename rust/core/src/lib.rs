@@ -22,3 +22,4 @@ pub mod resolve;
 pub mod session;
 pub mod size;
 pub mod slots;
+pub mod work;

@@ -8,12 +8,14 @@
 use std::collections::BTreeSet;
 
 use crate::buddy::Buddy;
+use crate::work;
 
 /// Slot sizes are multiples of this, in bytes (O_DIRECT alignment).
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
 
 const PAGE_BYTES_MIN: u64 = 256 << 10;
-const PAGE_BYTES_MAX: u64 = 64 << 20;
+/// The largest page: no payload is larger.
+pub(crate) const PAGE_BYTES_MAX: u64 = 64 << 20;
 /// A region has at least about this many of the largest pages, so that every size class finds room.
 const PAGES_TARGET: u64 = 64;
 /// The smallest page, as a part of the largest.
@@ -106,6 +108,12 @@ pub struct Slots {
 pub fn page_bytes_for(capacity: u64) -> u64 {
     let share = (capacity / PAGES_TARGET).max(1);
     (1 << share.ilog2()).clamp(PAGE_BYTES_MIN, PAGE_BYTES_MAX)
+}
+
+/// A region whose pages hold payloads of `payload_bytes`; `None` if no page is so large.
+pub(crate) fn region_for(payload_bytes: u64) -> Option<u64> {
+    let page_bytes = payload_bytes.next_power_of_two().max(PAGE_BYTES_MIN);
+    (page_bytes <= PAGE_BYTES_MAX).then_some(page_bytes * PAGES_TARGET)
 }
 
 impl Slots {
@@ -236,6 +244,7 @@ impl Slots {
 
     /// Takes a slot; the offset in bytes, or `None` if the class has no room and no page is free.
     pub fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
+        work::slots(1);
         let number = match self.classes[usize::from(class)].partial.first() {
             Some(&(_, number)) => number,
             None => self.assign_page(class)?,
@@ -319,6 +328,7 @@ impl Slots {
 
     /// Gives a slot back.
     pub fn free(&mut self, class: Class, offset: u64) {
+        work::slots(1);
         let slot_bytes = self.slot_bytes(class);
         let number = self.page_of(offset);
         let slot = self.slot_at(class, offset);
@@ -393,7 +403,9 @@ impl Slots {
         });
         pages.flat_map(|page| {
             let owners = page.owners.iter().flatten();
-            owners.map(|&owner| (page.class, owner))
+            owners
+                .map(|&owner| (page.class, owner))
+                .inspect(|_| work::slots(1))
         })
     }
 

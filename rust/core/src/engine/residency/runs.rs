@@ -10,6 +10,7 @@ use crate::forest::{DiskState, HostState, NodeId, Tier};
 use crate::metrics::Counters;
 use crate::policy::Leaf;
 use crate::slots::{Class, Owner, Run, slot_offset};
+use crate::work;
 
 use super::geometry::Region;
 use super::slots::Loss;
@@ -258,6 +259,7 @@ impl Residency {
                 continue;
             }
             losses.visits = losses.visits.checked_sub(1)?;
+            work::node();
             if self.is_used(id) {
                 return None;
             }
@@ -315,6 +317,7 @@ impl Residency {
         if !self.node(id).payload(group).has_slot(tier) {
             return;
         }
+        work::eviction();
         match tier {
             Tier::Host => {
                 counters.host_evictions += 1;
