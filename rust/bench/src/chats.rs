@@ -189,6 +189,13 @@ impl Store {
         while self.poll() > 0 {}
     }
 
+    /// As [`Store::settle`], also while payloads wait for a search that goes on in the engine's next entries.
+    pub fn search_and_settle(&mut self) {
+        for _ in 0..STEPS_MAX {
+            self.settle();
+        }
+    }
+
     /// Asks the engine for IO once, and carries it out. Returns how much it was.
     pub fn poll(&mut self) -> usize {
         let mut requests = Vec::new();

@@ -12,7 +12,7 @@ use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
 const TOKENS: u32 = 16;
 const MIB: u64 = 1 << 20;
-const SEEDS: u64 = 48;
+const SEEDS: u64 = 16;
 const TURNS: u64 = 6000;
 /// Of the bytes that the ideal cache finds, how many the engine finds at least: of one seed, of all.
 const LEAST: f64 = 0.80;

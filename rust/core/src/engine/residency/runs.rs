@@ -20,7 +20,7 @@ use super::state::Residency;
 const CANDIDATES: usize = 6;
 /// Runs that a search looks at beside these: in time, the whole region.
 const OTHER_RUNS: u64 = 8;
-/// Nodes that a search looks at: bounds its work.
+/// Nodes that the searches of one entry look at, for each region: bounds their work.
 const VISITS_MAX: u32 = 4096;
 /// Nodes that it looks at for one run: so many runs are looked at, or few that much stands on.
 const RUN_VISITS: [u32; 4] = [2048, 512, VISITS_MAX, 1024];
@@ -36,8 +36,8 @@ pub(super) struct RunSearch {
     in_vain: Option<u64>,
     /// Searches in vain, one after the other.
     vain: usize,
-    /// The present entry has searched in vain.
-    spent: bool,
+    /// Nodes that the present entry may still look at.
+    visits: u32,
 }
 
 /// What the size classes have done to each other since the start.
@@ -73,11 +73,11 @@ impl Residency {
         self.moves
     }
 
-    /// An entry of the engine begins that may need room: one search of each region may be in vain.
+    /// An entry of the engine begins that may need room: each region may be searched again.
     pub(in crate::engine) fn allow_searches(&mut self) {
         self.searches
             .iter_mut()
-            .for_each(|search| search.spent = false);
+            .for_each(|search| search.visits = VISITS_MAX);
     }
 
     /// Whether a region has no room because the search for a run goes on in the next entry.
@@ -86,7 +86,7 @@ impl Residency {
             Region::Host => &self.searches[0],
             Region::Disk(device) => &self.searches[1 + device.index()],
         };
-        search.spent && search.vain < VAIN_MAX
+        search.visits == 0 && search.vain < VAIN_MAX
     }
 
     /// The run of other classes' pages whose eviction loses least, of those that a search looks at: nothing
@@ -102,7 +102,7 @@ impl Residency {
         }
         let own_worth = own.map_or(f64::INFINITY, |own| self.worth(own.last));
         let mut best: Option<(f64, Run)> = None;
-        let mut visits = VISITS_MAX;
+        let mut visits = self.search_mut(region).visits;
         let run_visits = RUN_VISITS[self.search_mut(region).vain % RUN_VISITS.len()];
         for run in self.runs_to_look_at(region, class) {
             let bytes = self.slots(region).run_bytes(run) as f64;
@@ -121,7 +121,7 @@ impl Residency {
         }
         let freed = self.freed[region.tier() as usize];
         let search = self.search_mut(region);
-        search.spent = best.is_none();
+        search.visits = if best.is_none() { 0 } else { visits };
         search.in_vain = best.is_none().then_some(freed);
         search.vain = if best.is_none() { search.vain + 1 } else { 0 };
         best.map(|(_, run)| run)
@@ -136,7 +136,7 @@ impl Residency {
         let pause = slots.slots_per_page(class) as u64;
         let freed = self.freed[region.tier() as usize];
         let search = *self.search_mut(region);
-        if others.is_empty() || search.spent {
+        if others.is_empty() || search.visits == 0 {
             return false;
         }
         let Some(own) = own else { return true };
