@@ -71,6 +71,7 @@ METRICS: tuple[Metric, ...] = (
          "promotion_seconds"),
     _one("promotions_cancelled", "counter", "Promotions cancelled because the request was aborted or superseded."),
     _one("promotion_queue_bytes", "gauge", "Bytes of pending reads from disk."),
+    _one("volatile_namespaces", "gauge", "Namespaces without an entry on disk, which a restart does not find."),
     Metric("capacity_bytes", "gauge", "Capacity of a tier.", ("tier",),
            {f"{tier}_capacity_bytes": (tier,) for tier in _TIERS}),
     Metric("used_bytes", "gauge", "Bytes of a tier in use.", ("tier",),

@@ -34,6 +34,13 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
     /// Reads the engine, without giving it an occasion to start anything.
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R>;
 
+    /// Reads the engine with `known`, and enters it with `work` if `known` has no answer.
+    fn read_or_enter<R>(
+        &self,
+        known: impl FnOnce(&Engine) -> Option<R>,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> Option<R>;
+
     /// Enters the engine now and whenever it has progressed, until `done` or the timeout.
     fn wait_until(&self, timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool;
 }
@@ -85,6 +92,18 @@ impl Shared {
         let mut state = self.state.lock().ok()?;
         self.tell_time(&mut state);
         Some(state)
+    }
+
+    /// Does `work` in the locked engine, and wakes the IO thread for what it left to do.
+    fn enter<R>(&self, mut state: MutexGuard<'_, State>, work: impl FnOnce(&mut Engine) -> R) -> R {
+        let result = work(&mut state.engine);
+        let wake = state.waits && state.engine.has_io();
+        state.waits &= !wake;
+        drop(state);
+        if wake {
+            self.waker.wake();
+        }
+        result
     }
 
     fn tell_time(&self, state: &mut State) {
@@ -163,23 +182,25 @@ impl Driver {
 
 impl EngineAccess for Driver {
     fn enter<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> Option<R> {
-        contained(|| {
-            let mut state = self.shared.lock()?;
-            let result = work(&mut state.engine);
-            let wake = state.waits && state.engine.has_io();
-            state.waits &= !wake;
-            drop(state);
-            if wake {
-                self.shared.waker.wake();
-            }
-            Some(result)
-        })
+        contained(|| Some(self.shared.enter(self.shared.lock()?, work)))
     }
 
     // Unlike `enter` it never wakes the IO thread: what waits for memory or budget would be tried again
     // each time.
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
         contained(|| self.shared.lock().map(|state| work(&state.engine)))
+    }
+
+    fn read_or_enter<R>(
+        &self,
+        known: impl FnOnce(&Engine) -> Option<R>,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> Option<R> {
+        contained(|| {
+            let state = self.shared.lock()?;
+            let answer = known(&state.engine);
+            Some(answer.unwrap_or_else(|| self.shared.enter(state, work)))
+        })
     }
 
     fn wait_until(&self, timeout: Duration, mut done: impl FnMut(&mut Engine) -> bool) -> bool {

@@ -52,6 +52,7 @@ pub struct Gauges {
     pub disk_degraded: u64,
     pub nodes: u64,
     pub namespaces: u64,
+    pub volatile_namespaces: u64,
     pub sessions: u64,
     pub active_lookups: u64,
     pub loads: u64,

@@ -10,7 +10,8 @@ use crate::work;
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
 
 const PAGE_BYTES_MIN: u64 = 256 << 10;
-const PAGE_BYTES_MAX: u64 = 64 << 20;
+/// The largest page: no payload is larger.
+pub(crate) const PAGE_BYTES_MAX: u64 = 64 << 20;
 /// A region has about this many pages, so that every size class finds room.
 const PAGES_TARGET: u64 = 64;
 
@@ -70,6 +71,12 @@ pub struct Slots {
 pub fn page_bytes_for(capacity: u64) -> u64 {
     let share = (capacity / PAGES_TARGET).max(1);
     (1 << share.ilog2()).clamp(PAGE_BYTES_MIN, PAGE_BYTES_MAX)
+}
+
+/// A region whose pages hold payloads of `payload_bytes`; `None` if no page is so large.
+pub(crate) fn region_for(payload_bytes: u64) -> Option<u64> {
+    let page_bytes = payload_bytes.next_power_of_two().max(PAGE_BYTES_MIN);
+    (page_bytes <= PAGE_BYTES_MAX).then_some(page_bytes * PAGES_TARGET)
 }
 
 impl Slots {

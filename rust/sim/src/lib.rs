@@ -13,6 +13,8 @@
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
 //! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
+//! - a namespace is forgotten only where there are more than places for them, never while a session uses it,
+//!   and in the order of their use; it is never taken for another;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,6 +26,7 @@ mod content;
 mod device;
 mod disks;
 mod model;
+mod namespaces;
 mod participants;
 mod random;
 mod settings;
@@ -58,6 +61,8 @@ pub struct Stats {
     pub complete_stops: u64,
     /// Resets.
     pub resets: u64,
+    /// Namespaces that made room for others.
+    pub forgotten: u64,
     /// Checksum mismatches that the device's faults caused.
     pub corruptions: u64,
     /// Bits that flipped in payloads in the arena.
@@ -85,6 +90,7 @@ impl Stats {
         self.recovered += other.recovered;
         self.complete_stops += other.complete_stops;
         self.resets += other.resets;
+        self.forgotten += other.forgotten;
         self.corruptions += other.corruptions;
         self.changes += other.changes;
         self.changes_found += other.changes_found;

@@ -21,6 +21,8 @@ pub(crate) struct Settings {
     pub(crate) roomy: bool,
     /// Bits flip in the arena.
     pub(crate) changes: bool,
+    /// There are more namespaces than places for them, and sessions come and go.
+    pub(crate) crowded: bool,
     pub(crate) lives: u64,
     pub(crate) steps: u64,
     pub(crate) depth: usize,
@@ -30,7 +32,12 @@ pub(crate) struct Settings {
 impl Settings {
     pub(crate) fn random(random: &mut Random) -> (Self, Vec<Model>) {
         let roomy = random.chance(200);
-        let count = random.range(1, 3) as usize;
+        let crowded = random.chance(250);
+        let count = if crowded {
+            random.range(4, 16)
+        } else {
+            random.range(1, 3)
+        } as usize;
         let models = (0..count)
             .map(|index| Model::random(index, roomy, random))
             .collect();
@@ -66,6 +73,12 @@ impl Settings {
                 .iter_mut()
                 .for_each(|device| *device = (device.0 * 2, PAGE * 2));
         }
+        if crowded {
+            engine.namespace_entries_max = random.range(1, 4) as usize;
+            // Each directory may hold others, as after a loss of power.
+            let held = engine.namespace_entries_max * devices.len();
+            engine.namespaces_max = held.max(1) + random.below(4) as usize;
+        }
         let mut faults = DeviceFaults::default();
         if roomy {
             engine.host_bytes = 24 * PAGE;
@@ -84,6 +97,7 @@ impl Settings {
             faults,
             roomy,
             changes: !roomy && random.chance(300),
+            crowded,
             lives: random.range(1, 6),
             steps: random.range(100, 500),
             depth: random.range(1, 16) as usize,

@@ -1,9 +1,11 @@
 //! A world: an engine, its machine and its clients, from first start to last stop.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use undercroft_core::engine::Engine;
 use undercroft_core::io::{ChecksumRequest, IoRequest};
+use undercroft_core::key::NamespaceDigest;
 use undercroft_core::session::TransferId;
 
 use crate::Stats;
@@ -45,8 +47,12 @@ pub(crate) struct History {
     pub(crate) names: u64,
     /// Bits that have flipped in the arena in this life.
     pub(crate) changes: u64,
+    /// Sessions that were opened or closed so far.
+    pub(crate) uses: u64,
     /// Payloads on disk at the last orderly stop, if nothing may be missing at the start.
-    left_on_disk: Option<u64>,
+    pub(crate) left_on_disk: Option<u64>,
+    /// Namespaces that were in all tables at the last orderly stop, if none may be missing at the start.
+    pub(crate) kept_namespaces: HashSet<NamespaceDigest>,
 }
 
 /// What is told of a run.
@@ -173,6 +179,7 @@ impl World {
             ));
         }
         self.models.retain(|model| !model.private);
+        self.check_remembered()?;
         self.check()?;
         for _ in 0..self.random.range(1, 3) {
             self.open_session()?;
@@ -326,6 +333,7 @@ impl World {
         self.disks.crash(power_loss, &self.arena, &mut self.random);
         self.history.roomy_broken = true;
         self.history.left_on_disk = None;
+        self.history.kept_namespaces.clear();
         for namespace in self.history.undurable.drain(..) {
             self.models[namespace].must_reset = true;
         }
@@ -411,6 +419,7 @@ impl World {
         if sound {
             self.history.left_on_disk = Some(on_disk);
         }
+        self.note_kept();
         let stored: usize = self.models.iter().map(|model| model.stored.len()).sum();
         let complete =
             self.settings.roomy && !self.history.roomy_broken && !self.disks.devices.is_empty();

@@ -49,6 +49,7 @@ fn lives() {
     assert!(stats.corruptions > 100, "too few faults: {stats:?}");
     assert!(stats.changes_found > 400, "too few changes: {stats:?}");
     assert!(stats.changes_loaded > 100, "too few changes: {stats:?}");
+    assert!(stats.forgotten > 10_000, "too few namespaces: {stats:?}");
 }
 
 /// `UNDERCROFT_SIM_SEED=N cargo test -p undercroft-sim replay -- --nocapture`

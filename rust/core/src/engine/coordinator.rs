@@ -4,6 +4,7 @@ use crate::disk::{Disk, Health};
 use crate::error::RegisterError;
 use crate::forest::NONE;
 use crate::io::IoFault;
+use crate::key::NamespaceDigest;
 use crate::metrics::{Counters, Gauges};
 use crate::session::SessionSpec;
 
@@ -61,7 +62,7 @@ impl Engine {
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
             checksums: Checksums::default(),
-            namespaces: Namespaces::new(config.seed),
+            namespaces: Namespaces::new(&config),
             sessions: Sessions::default(),
             operations: Operations::default(),
             counters: Counters::default(),
@@ -132,7 +133,8 @@ impl Engine {
         if self.namespaces.is_private(state.ns) {
             self.residency.remove_namespace(state.ns);
         } else {
-            self.namespaces.note_use(state.ns, self.residency.tick());
+            self.namespaces
+                .note_use(state.ns, self.residency.next_tick());
         }
     }
 
@@ -195,6 +197,12 @@ impl Engine {
         Some(self.namespaces.digest(ns).to_hex())
     }
 
+    /// The shared namespaces, and whether each directory keeps it: a restart finds what was saved of it. It does
+    /// not while sessions use all those that the directory's table has room for, and while a reset is not durable.
+    pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
+        self.namespaces.shared_namespaces(&self.residency)
+    }
+
     /// Counters since the start.
     pub fn counters(&self) -> &Counters {
         &self.counters
@@ -226,6 +234,7 @@ impl Engine {
             disk_degraded: disks.iter().filter(is_degraded).count() as u64,
             nodes: self.residency.forest().len() as u64,
             namespaces: self.namespaces.len() as u64,
+            volatile_namespaces: self.shared_namespaces().filter(|(_, kept)| !kept).count() as u64,
             sessions: self.sessions.len() as u64,
             active_lookups: self.sessions.requests.len() as u64,
             loads,

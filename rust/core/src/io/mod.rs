@@ -27,7 +27,7 @@ pub use contract::{
     ChecksumRequest, FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest,
 };
 pub use features::{IoEngineChoice, IoFeatures, open_io_engine, probe_io_uring};
-pub use files::{DeviceFiles, open_file};
+pub use files::{DeviceFiles, check_own_file, open_file};
 pub use waker::{Wake, Waker};
 
 use contract::{DRAIN_LIMIT, SPLIT, engine_depth};

@@ -9,5 +9,6 @@ mod crash;
 mod damage;
 mod faults;
 mod rig;
+mod start;
 mod stores;
 mod threads;

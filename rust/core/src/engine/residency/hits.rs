@@ -41,8 +41,9 @@ impl Residency {
         };
         let mut chain = Chain {
             residency: self,
+            deepest: top,
             top: self.node(top).depth,
-            nodes: vec![top],
+            nodes: Vec::new(),
             host_only,
         };
         resolve(self.spec_of(top), reach, local, |depth, group| {
@@ -211,13 +212,19 @@ impl Residency {
 /// Reads a chain from its deepest node upwards, and remembers the nodes that it has passed.
 struct Chain<'a> {
     residency: &'a Residency,
+    deepest: NodeId,
+    /// Its depth.
     top: u32,
+    /// Those passed. Empty, and not allocated, until a payload is asked for: full attention needs none.
     nodes: Vec<NodeId>,
     host_only: bool,
 }
 
 impl Chain<'_> {
     fn has(&mut self, depth: u32, group: usize) -> bool {
+        if self.nodes.is_empty() {
+            self.nodes.push(self.deepest);
+        }
         let index = (self.top - depth) as usize;
         while let Some(&last) = self.nodes.last().filter(|_| self.nodes.len() <= index) {
             work::node();
