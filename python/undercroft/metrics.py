@@ -34,7 +34,7 @@ _TIERS = ("host", "disk")
 METRICS: tuple[Metric, ...] = (
     Metric(
         "lookups", "counter", "Lookups by outcome.", ("outcome",),
-        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "miss", "timed_out")},
+        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "device", "miss", "timed_out")},
     ),
     _one("lookup_seconds", "histogram", "Time from the scheduler's first call for a request to the final answer."),
     _one("wait_seconds", "histogram", "The same time, only of lookups that waited for the disk."),

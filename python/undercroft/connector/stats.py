@@ -72,8 +72,9 @@ WORKER_KEYS: dict[str, str] = {
 SCHEDULER_KEYS: dict[str, str] = {
     "lookups_host": "lookups whose hit was in host memory at once",
     "lookups_disk": "lookups that waited for the disk and hit",
+    "lookups_device": "lookups that waited for another request's load, and hit on the device",
     "lookups_miss": "lookups without a hit",
-    "lookups_timed_out": "lookups that reached the deadline",
+    "lookups_timed_out": "lookups that reached their limit: the hit, if any, ended with the part in host memory",
     "hit_tokens_host": "tokens loaded from host memory",
     "hit_tokens_disk": "tokens loaded that were read from disk",
     "failed_loads": "loads the workers reported as failed",
@@ -171,9 +172,12 @@ class Counts:
         if amount:
             self._counters[name] = self._counters.get(name, 0) + amount
 
-    def lookup(self, seconds: float, hit: bool, waited: bool) -> None:
-        """Count a lookup that was answered ``seconds`` after the scheduler's first call."""
-        self.add(("lookups_disk" if waited else "lookups_host") if hit else "lookups_miss")
+    def lookup(self, seconds: float, outcome: str, waited: bool) -> None:
+        """Count a lookup that was answered ``seconds`` after the scheduler's first call.
+
+        ``waited``: whether it waited for the disk.
+        """
+        self.add(f"lookups_{outcome}")
         self._samples.setdefault("lookup_seconds", []).append(seconds)
         if waited:
             self._samples.setdefault("wait_seconds", []).append(seconds)

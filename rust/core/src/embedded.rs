@@ -127,7 +127,10 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn reset(&self, timeout: Duration) -> bool {
-        self.engine.enter(|engine| engine.reset(self.id));
+        let begun = self.engine.enter(|engine| engine.reset(self.id));
+        if begun != Some(true) {
+            return false;
+        }
         self.engine
             .wait_until(timeout, |engine| !engine.reset_pending())
             && self

@@ -417,7 +417,7 @@ impl World {
         let sound = self.settings.faults.is_none();
         let on_disk = self.engine.with(|engine| engine.gauges().disk_blocks);
         if sound {
-            self.history.left_on_disk = Some(on_disk);
+            self.history.left_on_disk = Some(self.engine.with(|engine| engine.durable_blocks()));
         }
         self.note_kept();
         let stored: usize = self.models.iter().map(|model| model.stored.len()).sum();

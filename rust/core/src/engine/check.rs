@@ -35,6 +35,11 @@ impl Engine {
         Ok(())
     }
 
+    /// How many payloads a restart would find: those on disk whose chain is.
+    pub fn durable_blocks(&self) -> u64 {
+        self.residency.durable_blocks()
+    }
+
     /// Leases of each node, and leases below it that need something of it.
     fn count_leases(&self) -> Result<LeaseCounts, String> {
         let mut counts = LeaseCounts::default();

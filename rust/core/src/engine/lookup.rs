@@ -178,16 +178,18 @@ impl Engine {
     }
 
     fn request_of(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Option<RequestId> {
-        if let Some(id) = self.sessions.request_id(session, request.request) {
-            let state = &mut self.sessions.requests[id];
-            state.wait = request.wait.or(state.wait);
-            return Some(id);
-        }
-        // Without a session there is no request, and no tick for it.
-        self.sessions.get(session)?;
-        let tick = self.residency.next_tick();
-        self.sessions
-            .add_request(session, request.request, request.wait, tick)
+        // A prefetch is usually the first lookup of its request, the others are not: one search suffices.
+        let known = match request.priority {
+            Priority::Demand => self.sessions.request_id(session, request.request),
+            Priority::Prefetch => None,
+        };
+        let id = known.or_else(|| {
+            let tick = || self.residency.next_tick();
+            self.sessions.request_or_add(session, request.request, tick)
+        })?;
+        let state = &mut self.sessions.requests[id];
+        state.wait = request.wait;
+        Some(id)
     }
 
     /// Looks the request up as the index is now.

@@ -10,6 +10,7 @@ use crate::slots::{Slots, page_bytes_for};
 
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
+use super::runs::RunSearch;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -46,6 +47,11 @@ pub(in crate::engine) struct Residency {
     pub(super) freed: [u64; 2],
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
+    /// How far each region was searched for pages that another size class may take: the arena, then the
+    /// directories.
+    pub(super) searches: Vec<RunSearch>,
+    /// A payload on disk went although others stand on it there.
+    pub(super) disk_gaps: bool,
 }
 
 impl Residency {
@@ -60,6 +66,8 @@ impl Residency {
             tick: 0,
             freed: [0, 0],
             queued_bytes: 0,
+            searches: vec![RunSearch::default()],
+            disk_gaps: false,
         }
     }
 
