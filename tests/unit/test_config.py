@@ -105,6 +105,7 @@ BAD = {
     "eviction_policy": ["fifo", None],
     "disk_admission": ["none", 1],
     "disk_write_rate": ["fast", -1, "10%"],
+    "verify_host": [1, "yes", None],
     "io_engine": ["uring", None],
     "io_depth": [0, 1025, 3.0, "32", True],
     "kv_layout": ["LBHNC", None],

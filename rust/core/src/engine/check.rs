@@ -79,16 +79,22 @@ impl Engine {
         let forest = self.residency.forest();
         let mut relied_on = HashSet::new();
         if self.config.verify_host {
-            let leases = self.count_leases().unwrap_or_default();
-            for id in leases.pins.into_keys() {
-                relied_on.insert(id);
-                relied_on.extend(forest.ancestors(id));
-            }
+            let requests = self.sessions.requests.values();
+            let of_requests = requests.map(|request| request.lease);
+            let loads = self.sessions.transfers().filter_map(|(_, transfer)| {
+                let TransferKind::Load { lease, .. } = &transfer.kind else {
+                    return None;
+                };
+                Some(*lease)
+            });
+            let leases = of_requests.chain(loads).filter(|&lease| lease != NONE);
+            relied_on.extend(leases.flat_map(|lease| self.residency.needed_payloads(lease, 0)));
         }
         let mut found = Vec::new();
-        for id in forest.ids().filter(|id| !relied_on.contains(id)) {
+        for id in forest.ids().filter(|&id| !forest.node(id).is_detached()) {
             for (group, payload) in (0u8..).zip(forest.node(id).payloads()) {
                 let is_guarded = payload.host == HostState::Present
+                    && !relied_on.contains(&(id, group))
                     && self.residency.host_checksum(id, group).is_some();
                 if is_guarded {
                     let bytes = self.residency.payload_bytes(id, group);
