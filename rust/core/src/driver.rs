@@ -17,8 +17,11 @@ use crate::panics::contained;
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
 
-/// How often the IO thread looks at a device that has reads and does not answer.
+/// How often the IO thread looks at devices that have operations and do not answer.
 const LOOK: Duration = Duration::from_millis(250);
+
+/// How often a wait looks at its limits of time, whose end nobody tells.
+const TICK: Duration = Duration::from_millis(5);
 
 /// Gives access to an engine, one entry at a time: a [`Driver`] with its threads, or a simulator.
 /// `None`, or `false`, once the engine is broken.
@@ -163,7 +166,11 @@ impl EngineAccess for Driver {
             let result = work(&mut state.engine);
             let wake = state.waits && state.engine.has_io();
             state.waits &= !wake;
+            let progress = state.engine.take_progress();
             drop(state);
+            if progress {
+                self.shared.progress.notify_all();
+            }
             if wake {
                 self.shared.waker.wake();
             }
@@ -191,7 +198,8 @@ impl EngineAccess for Driver {
                 if is_done || left.is_zero() || state.stopped {
                     return Some(is_done);
                 }
-                (state, _) = self.shared.progress.wait_timeout(state, left).ok()?;
+                let wait = left.min(TICK);
+                (state, _) = self.shared.progress.wait_timeout(state, wait).ok()?;
                 self.shared.tell_time(&mut state);
             }
         });
@@ -218,23 +226,28 @@ fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
 fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
     let mut completions: Vec<IoCompletion> = Vec::new();
     let mut requests: Vec<IoRequest> = Vec::new();
+    let mut rooms: Vec<usize> = Vec::new();
     let mut timeout = Some(Duration::ZERO);
     loop {
         io.wait(timeout, &mut completions);
         let Some(mut state) = shared.lock() else {
             return;
         };
-        let progress = !completions.is_empty();
+        let mut progress = !completions.is_empty();
         for completion in completions.drain(..) {
             state.engine.complete(completion);
         }
-        let room = io.room();
+        let devices = 0..state.engine.device_count() as u16;
+        rooms.clear();
+        rooms.extend(devices.map(|device| io.room(device)));
         let stopping = state.stop_at;
         let late = stopping.is_some_and(|at| Instant::now() >= at);
         if !late {
-            state.engine.next_io(room, &mut requests);
+            state.engine.next_io(&rooms[..], &mut requests);
         }
-        let (waiting, reads) = (state.engine.has_io(), state.engine.reads());
+        // Promotions may have ended without a completion.
+        progress |= state.engine.take_progress();
+        let (waits, has_operations) = (state.engine.has_io(), state.engine.has_operations());
         state.waits = true;
         if progress {
             shared.progress.notify_all();
@@ -248,13 +261,12 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         if progress && let Some(hook) = shared.hook.get() {
             (hook.0)();
         }
-        let full = requests.len() == room;
         for request in requests.drain(..) {
             io.submit(request);
         }
         timeout = match stopping {
-            // What could not be started is looked at again; what is full waits for a completion.
-            None if !waiting || full => reads.then_some(LOOK),
+            // What could not be started is looked at again; what waits for a device waits for a completion.
+            None if !waits => has_operations.then_some(LOOK),
             _ => Some(RETRY),
         };
     }

@@ -21,7 +21,7 @@ pub mod uring;
 mod waker;
 
 pub(crate) use contract::device_depth;
-pub use contract::{FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest};
+pub use contract::{FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest, IoRoom};
 pub use features::{IoEngineChoice, IoFeatures, open_io_engine, probe_io_uring};
 pub use files::{DeviceFiles, open_file};
 pub use waker::{Wake, Waker};

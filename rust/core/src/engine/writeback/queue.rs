@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use crate::forest::{DiskState, HostState, NONE, NodeId};
+use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId};
 use crate::io::IoRequest;
 use crate::metrics::Counters;
 use crate::policy::Doorkeeper;
@@ -16,6 +16,9 @@ use super::refusals::Refusals;
 
 /// Blocks that second-touch admission remembers, at about 15 bytes each.
 const DOORKEEPER_BLOCKS: usize = 2 << 20;
+
+/// Queued payloads looked at in one pass for directories that have room.
+const SCAN_MAX: usize = 64;
 
 /// A payload in the write queue.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +49,8 @@ pub(in crate::engine) struct WriteBack {
     doorkeeper: Option<Doorkeeper>,
     /// Sequence number of the last table block that was written.
     pub(super) record_seq: u64,
+    /// The write rate kept the next write from starting.
+    is_held_by_rate: bool,
 }
 
 impl WriteBack {
@@ -59,6 +64,7 @@ impl WriteBack {
                 .second_touch
                 .then(|| Doorkeeper::new(DOORKEEPER_BLOCKS)),
             record_seq: 0,
+            is_held_by_rate: false,
         }
     }
 
@@ -101,15 +107,18 @@ impl WriteBack {
         }
     }
 
-    /// A chain down to `id` was hit: the payloads that were not admitted to disk before are offered again.
+    /// A chain down to `id` was hit: the payloads that were refused or not admitted before are offered
+    /// again.
     pub(in crate::engine) fn offer_hit(
         &mut self,
         id: NodeId,
         residency: &mut Residency,
+        now_ns: u64,
         counters: &mut Counters,
     ) {
-        let weighs = self.doorkeeper.is_some() || residency.touches_every_block();
-        if residency.disks().is_empty() || !weighs {
+        let slot = residency.slot_bytes(id, 0);
+        let is_full = residency.queued_bytes() + slot > residency.host().capacity() / 2;
+        if is_full || !residency.any_disk_takes_writes(now_ns) {
             return;
         }
         let mut chain = Vec::new();
@@ -142,7 +151,11 @@ impl WriteBack {
             let slot = residency.slot_bytes(id, group);
             // Queued payloads cannot be evicted: half of the arena is left to others.
             if residency.queued_bytes() + slot > residency.host().capacity() / 2 {
-                counters.refused_write_rate += 1;
+                if self.is_held_by_rate {
+                    counters.refused_write_rate += 1;
+                } else {
+                    counters.refused_disk_behind += 1;
+                }
                 continue;
             }
             let write = enqueue(id, group, residency);
@@ -194,11 +207,9 @@ impl WriteBack {
             || residency.disks().iter().any(has_dirty_blocks)
     }
 
-    /// Appends payload writes to start now, so that at most `most` writes are in flight.
+    /// Appends payload writes to start now.
     pub(in crate::engine) fn next_writes(
         &mut self,
-        limit: usize,
-        most: usize,
         parts: &mut EngineParts<'_>,
         out: &mut Vec<IoRequest>,
     ) {
@@ -209,20 +220,43 @@ impl WriteBack {
             .front()
             .map_or(0, |write| payload_bytes(write, parts.residency));
         self.budget.refill(next_bytes, parts.now_ns);
-        while out.len() < limit && parts.operations.writes() < most {
-            let Some(&write) = self.queue.front() else {
-                break;
-            };
+        self.is_held_by_rate = false;
+        if parts.residency.waits_for_an_answer(parts.now_ns) {
+            return;
+        }
+        let mut at = 0;
+        while at < SCAN_MAX.min(self.queue.len()) && parts.any_takes_a_write() {
+            let write = self.queue[at];
+            if self.waits_for_device(&write, at > 0, parts) {
+                at += 1;
+                continue;
+            }
             let bytes = payload_bytes(&write, parts.residency);
             if !self.budget.allows(bytes) {
+                self.is_held_by_rate = true;
                 break;
             }
-            self.queue.pop_front();
+            self.queue.remove(at);
             if let Some(request) = self.start_write(write, parts) {
                 self.budget.spend(bytes);
                 out.push(request);
             }
         }
+    }
+
+    /// Whether a queued payload's directory has no room, or, `behind` payloads of which that is so, its
+    /// ancestor may be among them.
+    fn waits_for_device(&self, write: &QueuedWrite, behind: bool, parts: &EngineParts<'_>) -> bool {
+        let (id, residency) = (write.node, &*parts.residency);
+        if !residency.forest().is_live(id, write.epoch) || residency.node(id).is_detached() {
+            return false;
+        }
+        let device = residency.choose_disk(id, parts.now_ns);
+        if device.is_some_and(|device| !parts.operations.may_write(device)) {
+            return true;
+        }
+        let ancestor = residency.required_ancestor(id);
+        behind && ancestor != NONE && residency.is_queued(ancestor)
     }
 
     /// The write queue, front to back.

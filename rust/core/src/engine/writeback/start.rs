@@ -47,8 +47,11 @@ impl WriteBack {
             self.write_ancestor_first(write, (ancestor, missing), parts);
             return None;
         }
+        let operations = &*parts.operations;
+        let has_room = |device| operations.may_write(device);
+        let (now_ns, counters) = (parts.now_ns, &mut *parts.counters);
         let reserved =
-            residency.reserve_disk(id, group, write.admitted, parts.now_ns, parts.counters);
+            residency.reserve_disk(id, group, write.admitted, now_ns, has_room, counters);
         match reserved {
             Ok((device, offset)) => Some(write_request(id, group, device, offset, parts)),
             Err(why) => {
@@ -149,11 +152,12 @@ fn write_request(
     offset: u64,
     parts: &mut EngineParts<'_>,
 ) -> IoRequest {
-    let token = parts.operations.start(Purpose::Write {
+    let write = Purpose::Write {
         node: id,
         group,
         started_ns: parts.now_ns,
-    });
+    };
+    let token = parts.operations.start(write, device, parts.now_ns);
     let residency = &mut *parts.residency;
     residency.write_started(id, group, device, offset);
     residency.add_placeholders(id, device);
