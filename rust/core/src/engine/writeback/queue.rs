@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId};
+use crate::forest::{DiskState, HostState, NONE, NodeId};
 use crate::io::IoRequest;
 use crate::metrics::Counters;
 use crate::policy::Doorkeeper;
