@@ -4,6 +4,8 @@
 //! and goes back to the pool when the last one is freed, so space moves between classes by use.
 //! Every operation is O(1). This module does bookkeeping only and never touches a byte.
 
+use crate::work;
+
 /// Slot sizes are multiples of this, in bytes (O_DIRECT alignment).
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
 
@@ -158,6 +160,7 @@ impl Slots {
 
     /// Takes a slot; the offset in bytes, or `None` if the class has no room and no page is free.
     pub fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
+        work::slots(1);
         let page_index = match self.classes[usize::from(class)].partial.last() {
             Some(&page) => page,
             None => self.assign_page(class)?,
@@ -238,6 +241,7 @@ impl Slots {
 
     /// Gives a slot back.
     pub fn free(&mut self, class: Class, offset: u64) {
+        work::slots(1);
         let slot_bytes = self.slot_bytes(class);
         let page_index = self.page_of(offset);
         let slot = self.slot_at(class, offset);
@@ -275,7 +279,8 @@ impl Slots {
 
     /// Who uses the slots of a page.
     pub fn owners(&self, page: u32) -> impl Iterator<Item = Owner> + '_ {
-        self.pages[page as usize].owners.iter().flatten().copied()
+        let owners = &self.pages[page as usize].owners;
+        owners.iter().flatten().copied().inspect(|_| work::slots(1))
     }
 
     /// Who uses the slot at `offset`.

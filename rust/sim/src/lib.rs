@@ -7,8 +7,10 @@
 //! - every byte that a load copies is what the client's own prefix, namespace and weights produce;
 //! - a load gets exactly the blocks that the kinds of its groups need, and an answer can be loaded;
 //! - no slot, of the arena or of a device, is in two hands; no payload is read twice at once;
-//! - every lookup is answered in bounded time, whatever the device does;
+//! - every lookup is answered when those that were answered before have left, whatever the devices do;
+//! - while devices deliver and there is memory, no lookup is given up, however long it waits for its turn;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
+//! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
@@ -56,6 +58,12 @@ pub struct Stats {
     pub resets: u64,
     /// Checksum mismatches that the device's faults caused.
     pub corruptions: u64,
+    /// Devices that hung.
+    pub hangs: u64,
+    /// Starts with other directories than before.
+    pub away: u64,
+    /// Units of work of the entry that did most.
+    pub most_units: u64,
 }
 
 impl Stats {
@@ -74,6 +82,9 @@ impl Stats {
         self.complete_stops += other.complete_stops;
         self.resets += other.resets;
         self.corruptions += other.corruptions;
+        self.hangs += other.hangs;
+        self.away += other.away;
+        self.most_units = self.most_units.max(other.most_units);
     }
 }
 

@@ -89,7 +89,7 @@ pub(super) struct Promotion {
     /// It was cut because a device did not answer.
     pub(super) silent: bool,
     pub(super) started_ns: u64,
-    /// When the budget let it start.
+    /// When the budget had room for all of it.
     pub(super) admitted_ns: Option<u64>,
 }
 

@@ -12,6 +12,7 @@ use std::collections::{HashMap, VecDeque};
 use crate::forest::{DeviceIndex, NONE, NodeId};
 use crate::metrics::Counters;
 use crate::session::Priority;
+use crate::work;
 
 use super::parts::EngineParts;
 use super::requests::{Promotion, RequestId, RequestPromotions, Requests};
@@ -193,6 +194,7 @@ impl Promotions {
     pub(super) fn give_up_reads(&mut self, reads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
         for read in reads {
             for (id, started) in self.waiters.remove(read).unwrap_or_default() {
+                work::queued();
                 let request = parts.requests.get(id);
                 if request.is_some_and(|request| request.promotions.started == started) {
                     self.end(id, PromotionEnd::GivenUp, parts);
@@ -210,6 +212,7 @@ impl Promotions {
         parts: &mut EngineParts<'_>,
     ) {
         for (id, started) in self.waiters.remove(&(node, group)).unwrap_or_default() {
+            work::queued();
             let Some(request) = parts.requests.get_mut(id) else {
                 continue;
             };

@@ -4,6 +4,7 @@ use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId};
 use crate::io::IoRequest;
 use crate::session::Priority;
 use crate::slots::slot_offset;
+use crate::work;
 
 use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
@@ -84,6 +85,7 @@ impl Promotions {
         out: &mut Vec<IoRequest>,
     ) -> Option<DeviceIndex> {
         loop {
+            work::queued();
             let promotion = parts.requests[id].promotions.active.as_mut()?;
             let Some(&(node, group)) = promotion.payloads.get(promotion.next) else {
                 if promotion.waiting == 0 {
@@ -171,8 +173,10 @@ impl Promotions {
         let now_ns = parts.now_ns;
         let request = &mut parts.requests[id].promotions;
         *admits = self.budget.admit(id, request, slot);
-        if *admits && let Some(promotion) = &mut request.active {
-            promotion.admitted_ns.get_or_insert(now_ns);
+        if let Some(promotion) = &mut request.active
+            && promotion.reserved.is_some()
+        {
+            promotion.admitted_ns = Some(now_ns);
         }
         *admits
     }

@@ -4,6 +4,7 @@ use crate::forest::{DeviceIndex, HostState, NONE, NodeId, Tier};
 use crate::resolve::resolve;
 use crate::session::{ArenaOffset, Extent};
 use crate::slots::slot_offset;
+use crate::work;
 
 use super::state::Residency;
 
@@ -61,6 +62,7 @@ impl Residency {
         let mut reach = self.node(top).depth;
         let mut at = top;
         while at != NONE {
+            work::node();
             let node = self.node(at);
             // All above a node of the host chain are in the arena, too.
             if node.depth <= local || node.is_host_chain() {
@@ -129,6 +131,7 @@ impl Residency {
         let mut payloads = Vec::with_capacity((top.depth - lowest.min(top.depth)) as usize);
         let mut at = target;
         while at != NONE && self.node(at).depth > lowest {
+            work::node();
             let depth = self.node(at).depth;
             for (group, &after) in (0u8..).zip(&after) {
                 if depth > after && spec.ends_block(usize::from(group), depth) {
@@ -183,6 +186,7 @@ impl Residency {
             .map(|group| spec.hash_blocks(group))
             .collect();
         for &(id, group) in payloads {
+            work::queued();
             let node = self.node(id);
             let payload = node.payload(group);
             assert_ne!(
@@ -226,6 +230,7 @@ impl Chain<'_> {
     fn has(&mut self, depth: u32, group: usize) -> bool {
         let index = (self.top - depth) as usize;
         while let Some(&last) = self.nodes.last().filter(|_| self.nodes.len() <= index) {
+            work::node();
             self.nodes.push(self.residency.node(last).parent());
         }
         let node = self.residency.node(self.nodes[index]);

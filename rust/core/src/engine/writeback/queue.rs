@@ -6,6 +6,7 @@ use crate::forest::{DiskState, HostState, NONE, NodeId};
 use crate::io::IoRequest;
 use crate::metrics::Counters;
 use crate::policy::Doorkeeper;
+use crate::work;
 
 use super::super::config::EngineConfig;
 use super::super::parts::EngineParts;
@@ -126,6 +127,7 @@ impl WriteBack {
         while at != NONE
             && (residency.node(at).required == 0 || residency.writable_group(at).is_some())
         {
+            work::node();
             chain.push(at);
             at = residency.node(at).parent();
         }
@@ -236,6 +238,7 @@ impl WriteBack {
                 self.is_held_by_rate = true;
                 break;
             }
+            work::queued();
             self.queue.remove(at);
             if let Some(request) = self.start_write(write, parts) {
                 self.budget.spend(bytes);
