@@ -179,7 +179,17 @@ impl World {
         if of.served && of.requests[request].asked_ns.is_none() && self.random.chance(500) {
             return self.peek(session, request);
         }
-        let (local, most) = self.limits(session, request);
+        let limits = self.limits(session, request);
+        self.ask(session, request, limits)
+    }
+
+    /// The scheduler asks.
+    pub(crate) fn ask(
+        &mut self,
+        session: usize,
+        request: usize,
+        (local, most): (u32, u32),
+    ) -> Result<(), String> {
         let now_ns = self.clock.now_ns;
         let of = &mut self.sessions[session];
         let id = of.id;

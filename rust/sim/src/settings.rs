@@ -85,8 +85,8 @@ impl Settings {
         }
         let latency_ns = random.pick(&[1, 1, 5]) * random.range(1, 2 * MILLISECOND);
         if roomy {
-            // A read that takes longer than the limit is a stall.
-            engine.stall_ns += latency_ns;
+            // A read that takes longer than the limit is a stall, one that waits for others is none.
+            engine.stall_ns = latency_ns + random.pick(&[1, engine.stall_ns]);
         }
         let hangs = if !roomy && random.chance(300) {
             random.range(1, 8)

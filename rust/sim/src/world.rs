@@ -423,7 +423,8 @@ impl World {
     fn answer_session(&mut self, session: usize) -> Result<usize, String> {
         let mut at = 0;
         while at < self.sessions[session].requests.len() {
-            self.poll(session, at)?;
+            let tokens = self.sessions[session].requests[at].tokens;
+            self.ask(session, at, (0, tokens))?;
             self.finish_transfers(session)?;
             if self.sessions[session].requests[at].asked_ns.is_none() {
                 self.discard(session, at);

@@ -78,14 +78,9 @@ impl HealthMonitor {
         before != (reads, writes)
     }
 
-    /// A read, or a write, has ended. Whether that is news.
-    pub(crate) fn answered(&mut self, is_read: bool) -> bool {
-        let stalled = if is_read {
-            &mut self.stalled_reads
-        } else {
-            &mut self.stalled_writes
-        };
-        std::mem::take(stalled)
+    /// An operation has ended: only what still does not end stays stalled. Whether that is news.
+    pub(crate) fn answered(&mut self, reads: bool, writes: bool) -> bool {
+        self.set_stalled(self.stalled_reads && reads, self.stalled_writes && writes)
     }
 
     /// Whether reads end. A device that holds writes up may go on reading.

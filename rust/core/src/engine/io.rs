@@ -58,6 +58,8 @@ impl Engine {
     fn look_at_device(&mut self, device: DeviceIndex) {
         let limit_ns = self.config.stall_ns;
         let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);
+        // Where writes take all of the depth, no read can start.
+        let reads = reads || writes && !self.operations.has_room(device);
         let health = &mut self.residency.disk_mut(device).health;
         let answered = health.answers_reads();
         self.health_changed |= health.set_stalled(reads, writes);
@@ -87,9 +89,10 @@ impl Engine {
         let Some((device, operation)) = self.operations.end(completion.token, self.now_ns) else {
             return;
         };
-        let is_read = matches!(operation, Purpose::Read { .. });
+        let limit_ns = self.config.stall_ns;
+        let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);
         let health = &mut self.residency.disk_mut(device).health;
-        self.health_changed |= health.answered(is_read);
+        self.health_changed |= health.answered(reads, writes);
         let result = completion.result;
         match operation {
             Purpose::Read {

@@ -86,6 +86,8 @@ pub(super) struct Promotion {
     pub(super) place: Option<QueuePlace>,
     /// Bytes that the budget has reserved for its next reads; `None` until it has.
     pub(super) reserved: Option<u64>,
+    /// The request holds bytes of an earlier promotion.
+    pub(super) continues: bool,
     /// It was cut because a device did not answer.
     pub(super) silent: bool,
     pub(super) started_ns: u64,

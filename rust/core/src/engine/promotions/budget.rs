@@ -5,7 +5,8 @@ use super::super::requests::{Promotion, RequestId, RequestPromotions};
 /// The bytes that promotions hold or have reserved.
 ///
 /// A promotion starts when all of its bytes fit, so that those that have started never wait for one
-/// another. One demanded promotion at a time may start with a part, so that the device is not idle.
+/// another. One demanded promotion at a time may start with a part, so that the device is not idle. A
+/// request that holds bytes of an earlier promotion may exceed the budget by those of the next.
 ///
 /// Invariants: `held` sums the requests' `bytes`, `prefetched` those of the requests that the scheduler has
 /// not asked for, `reserved` the bytes among them that are still to be read.
@@ -52,8 +53,13 @@ impl PromotionBudget {
         request: &mut RequestPromotions,
         slot: u64,
     ) -> bool {
-        let rest = request.active.as_ref().map_or(0, |of| of.unread);
-        let fits = if request.demanded {
+        let promotion = request.active.as_ref();
+        let (rest, continues) = promotion.map_or((0, false), |of| (of.unread, of.continues));
+        let fits = if continues {
+            // Nobody waits for the budget while he holds a part of it: the plan is within the budget, but
+            // others may hold the rest.
+            true
+        } else if request.demanded {
             !self.lacks(request, rest)
         } else {
             let alone = self.prefetched <= request.bytes && self.held <= request.bytes;

@@ -128,6 +128,7 @@ impl Promotions {
             unread: plan.unread,
             place: Some(place),
             reserved: None,
+            continues: request.bytes > 0,
             silent: false,
             started_ns: now_ns,
             admitted_ns: None,

@@ -157,28 +157,27 @@ impl Promotions {
         parts: &mut EngineParts<'_>,
     ) -> bool {
         let request = &parts.requests[id].promotions;
-        let (rest, reserved) = request.active.as_ref().map_or((0, None), |promotion| {
-            (promotion.unread, promotion.reserved)
-        });
-        if reserved.is_some() {
+        let promotion = request.active.as_ref().expect("its reads are issued");
+        let (rest, continues) = (promotion.unread, promotion.continues);
+        if promotion.reserved.is_some() {
             return true;
         }
-        if !*admits {
+        if !*admits && !continues {
             return false;
         }
-        if request.demanded {
+        if request.demanded && !continues {
             self.evict_prefetches(id, rest, parts);
         }
         let slot = parts.residency.slot_bytes(node, group);
         let now_ns = parts.now_ns;
         let request = &mut parts.requests[id].promotions;
-        *admits = self.budget.admit(id, request, slot);
-        if let Some(promotion) = &mut request.active
-            && promotion.reserved.is_some()
-        {
+        let is_admitted = self.budget.admit(id, request, slot);
+        *admits &= is_admitted;
+        let promotion = request.active.as_mut().expect("it goes on");
+        if promotion.reserved.is_some() {
             promotion.admitted_ns = Some(now_ns);
         }
-        *admits
+        is_admitted
     }
 
     /// Frees the budget for a demand of `bytes`: payloads of prefetches that are done stay in the arena,
