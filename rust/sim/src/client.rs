@@ -25,9 +25,14 @@ impl World {
             leases_prefetches: served,
             ..SessionSpec::from(spec)
         };
-        let opened = EmbeddedSession::open(Arc::clone(&self.engine), spec);
-        let opened = opened.map_err(|error| error.to_string())?;
+        let before = self.known_namespaces();
+        let opened = match EmbeddedSession::open(Arc::clone(&self.engine), spec) {
+            Ok(opened) => opened,
+            Err(error) => return self.check_refused(namespace, &error),
+        };
         self.note(|| format!("open session on namespace {namespace}"));
+        self.check_forgotten(namespace, &before)?;
+        self.note_use(namespace);
         self.sessions.push(SimClient {
             id: opened.id(),
             session: Box::new(opened),
@@ -52,10 +57,14 @@ impl World {
 
     /// A client does something.
     pub(crate) fn client_step(&mut self) -> Result<(), String> {
-        if self.sessions.is_empty() || self.sessions.len() < 5 && self.random.chance(10) {
+        let churn = if self.settings.crowded { 60 } else { 10 };
+        if self.sessions.is_empty() || self.sessions.len() < 5 && self.random.chance(churn) {
             return self.open_session();
         }
         let session = self.random.index(self.sessions.len());
+        if self.settings.crowded && self.random.chance(40) {
+            return self.close_session(session);
+        }
         match self.random.below(1000) {
             0..=3 => self.close_session(session),
             4..=7 => {
@@ -264,11 +273,11 @@ impl World {
             } else {
                 0
             };
-            // What is asked for again and again is not promoted again and again, and what exceeds the
-            // budget is promoted in part.
+            // What is asked for again and again is not promoted, or verified, again and again, and what exceeds
+            // the budget is promoted in part.
             let config = &self.settings.engine;
-            let exact = tokens > expected
-                || state.promotions < PROMOTIONS_MAX && config.promotion_bytes == config.host_bytes;
+            let is_whole = !config.verify_host && config.promotion_bytes == config.host_bytes;
+            let exact = is_whole && state.promotions < PROMOTIONS_MAX || tokens > expected;
             if tokens != expected && exact {
                 return Err(format!(
                     "{name}: hit of {tokens} tokens, and {expected} were saved"
@@ -390,6 +399,7 @@ impl World {
             self.let_go_of_save(save);
         }
         session.session.close();
+        self.note_use(session.namespace);
         if self.models[session.namespace].private {
             self.models[session.namespace].stored.clear();
         }

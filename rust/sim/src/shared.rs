@@ -8,8 +8,9 @@ use undercroft_core::engine::Engine;
 use undercroft_core::work::Work;
 
 /// Units of work that an entry of a simulated engine may do: its prompts have 24 hash blocks of at most three
-/// groups, and its pages at most 64 slots. Making room and giving a page its records are most of it.
-pub(crate) const UNITS_MAX: u64 = 800;
+/// groups, and its pages at most 64 slots. Making room and giving a page its records are most of it, for each of up to three
+/// directories at once.
+pub(crate) const UNITS_MAX: u64 = 2_400;
 
 /// An engine that the world and its sessions share.
 #[derive(Debug)]
@@ -58,6 +59,14 @@ impl EngineAccess for SharedEngine {
 
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
         Some(self.with(|engine| work(engine)))
+    }
+
+    fn read_or_enter<R>(
+        &self,
+        known: impl FnOnce(&Engine) -> Option<R>,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> Option<R> {
+        Some(self.with(|engine| known(engine).unwrap_or_else(|| work(engine))))
     }
 
     // The world does nothing while a session waits, so waiting would change nothing.

@@ -9,14 +9,17 @@ use super::promotions::count_read;
 use super::writeback::table_write_ended;
 
 impl Engine {
-    /// Whether [`Engine::next_io`] may have something to start on a device that takes it.
+    /// Whether [`Engine::next_io`] may have something to start on a device that takes it, or
+    /// [`Engine::next_checksums`].
     pub fn has_io(&self) -> bool {
         let (operations, disks) = (&self.operations, self.residency.disks());
         let reads = |device: DeviceIndex| {
             let answers = disks[device.index()].health.answers_reads();
-            (operations.may_read(device) || !answers) && self.promotions.waits_for(device)
+            (operations.may_read(device) || !answers) && self.promotions.waits_for(Some(device))
         };
-        self.residency.devices().any(reads)
+        self.checksums.has_work()
+            || self.promotions.waits_for(None) && self.checksums.has_room()
+            || self.residency.devices().any(reads)
             || self.has_writes()
                 && (self.residency.devices()).any(|device| operations.may_write(device))
     }
@@ -73,7 +76,8 @@ impl Engine {
     fn next_writes(&mut self, out: &mut Vec<IoRequest>) {
         for device in self.residency.devices() {
             // A device that writes much answers reads late.
-            let is_reading = self.operations.reads(device) > 0 || self.promotions.waits_for(device);
+            let is_reading =
+                self.operations.reads(device) > 0 || self.promotions.waits_for(Some(device));
             let most = is_reading.then_some(self.config.writes_beside_reads);
             self.operations.limit_writes(device, most);
         }
@@ -90,9 +94,11 @@ impl Engine {
             return;
         };
         let limit_ns = self.config.stall_ns;
-        let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);
-        let health = &mut self.residency.disk_mut(device).health;
-        self.health_changed |= health.answered(reads, writes);
+        if let Some(device) = device {
+            let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);
+            let health = &mut self.residency.disk_mut(device).health;
+            self.health_changed |= health.answered(reads, writes);
+        }
         let result = completion.result;
         match operation {
             Purpose::Read {
@@ -108,6 +114,7 @@ impl Engine {
                 let (writeback, mut parts) = self.writeback();
                 writeback.write_ended((node, group), started_ns, result, &mut parts);
             }
+            Purpose::Checksum { node, group } => self.checksum_ended(node, group, result),
             Purpose::Table { device, block } => {
                 let (_, mut parts) = self.promotions();
                 table_write_ended(device, block, result, &mut parts);

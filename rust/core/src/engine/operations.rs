@@ -22,6 +22,10 @@ pub(super) enum Purpose {
         group: u8,
         started_ns: u64,
     },
+    Checksum {
+        node: NodeId,
+        group: u8,
+    },
     Table {
         device: DeviceIndex,
         block: u32,
@@ -63,7 +67,8 @@ struct DeviceOperations {
 /// Invariant: each device's flows count its operations of each kind.
 #[derive(Debug, Default)]
 pub(super) struct Operations {
-    in_flight: SlotMap<OperationId, (DeviceIndex, Purpose)>,
+    /// With their devices; a checksum concerns none.
+    in_flight: SlotMap<OperationId, (Option<DeviceIndex>, Purpose)>,
     devices: Vec<DeviceOperations>,
     /// See [`Engine::set_io_depth`](super::Engine::set_io_depth).
     depth: Option<usize>,
@@ -99,15 +104,28 @@ impl Operations {
             flow.progress_ns = now_ns;
         }
         flow.in_flight += 1;
-        let id = self.in_flight.insert((device, purpose));
+        let id = self.in_flight.insert((Some(device), purpose));
         slotmap::Key::data(&id).as_ffi()
     }
 
+    /// As [`Operations::start`], of a checksum.
+    pub(super) fn start_checksum(&mut self, node: NodeId, group: u8) -> u64 {
+        let purpose = Purpose::Checksum { node, group };
+        slotmap::Key::data(&self.in_flight.insert((None, purpose))).as_ffi()
+    }
+
     /// The operation of a token has ended. `None` if there is none, or no longer.
-    pub(super) fn end(&mut self, token: u64, now_ns: u64) -> Option<(DeviceIndex, Purpose)> {
+    pub(super) fn end(
+        &mut self,
+        token: u64,
+        now_ns: u64,
+    ) -> Option<(Option<DeviceIndex>, Purpose)> {
         let id = OperationId::from(KeyData::from_ffi(token));
         let (device, purpose) = self.in_flight.remove(id)?;
-        let of_device = &mut self.devices[device.index()];
+        let Some(at) = device else {
+            return Some((None, purpose));
+        };
+        let of_device = &mut self.devices[at.index()];
         of_device.room = of_device.room.saturating_add(1);
         let flow = of_device.flow(purpose);
         let left = flow.in_flight.checked_sub(1);
@@ -180,14 +198,14 @@ impl Operations {
     pub(super) fn reads_of(&self, device: DeviceIndex) -> Vec<(NodeId, u8)> {
         let operations = self.in_flight.values();
         let reads = operations.filter_map(|&(of, purpose)| match purpose {
-            Purpose::Read { node, group, .. } if of == device => Some((node, group)),
+            Purpose::Read { node, group, .. } if of == Some(device) => Some((node, group)),
             _ => None,
         });
         reads.collect()
     }
 
     #[cfg(feature = "check")]
-    pub(super) fn iter(&self) -> impl Iterator<Item = &(DeviceIndex, Purpose)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &(Option<DeviceIndex>, Purpose)> {
         self.in_flight.values()
     }
 }

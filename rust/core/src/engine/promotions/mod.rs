@@ -15,7 +15,7 @@ use crate::session::Priority;
 use crate::work;
 
 use super::parts::EngineParts;
-use super::requests::{Promotion, RequestId, RequestPromotions, Requests};
+use super::requests::{Promotion, RequestId, RequestPromotions, Requests, Verified};
 use super::residency::PromotionPlan;
 use budget::PromotionBudget;
 use read_queues::ReadQueues;
@@ -94,8 +94,8 @@ impl Promotions {
         !self.read_queues.is_empty()
     }
 
-    /// Whether any request waits to read from a device.
-    pub(super) fn waits_for(&self, device: DeviceIndex) -> bool {
+    /// Whether any request waits to read from a device, or for checksums.
+    pub(super) fn waits_for(&self, device: Option<DeviceIndex>) -> bool {
         self.read_queues.waits_for(device)
     }
 
@@ -125,6 +125,11 @@ impl Promotions {
             waiting: 0,
             reached: NONE,
             boundary: plan.boundary,
+            goal: Verified {
+                node: plan.target,
+                local: plan.local,
+            },
+            is_cut: false,
             unread: plan.unread,
             place: Some(place),
             reserved: None,
@@ -172,6 +177,8 @@ impl Promotions {
         }
         match how {
             PromotionEnd::Finished => {
+                let is_complete = promotion.is_complete();
+                parts.requests[id].promotions.verified = is_complete.then_some(promotion.goal);
                 parts.counters.promotions += 1;
                 parts.counters.promotion_ns += parts.now_ns - promotion.started_ns;
             }
@@ -204,7 +211,7 @@ impl Promotions {
         }
     }
 
-    /// A payload's read has ended: tells those who wait for it.
+    /// A payload's read, or its checksum, has ended: tells those who wait for it.
     pub(super) fn read_ended(
         &mut self,
         node: NodeId,

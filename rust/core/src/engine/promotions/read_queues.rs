@@ -7,17 +7,17 @@ use crate::session::Priority;
 
 use super::super::requests::RequestId;
 
-/// Where a request waits: as what, for which device, and behind whom.
+/// Where a request waits: as what, for which device or for checksums, and behind whom.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::engine) struct QueuePlace {
     priority: u8,
-    device: DeviceIndex,
+    device: Option<DeviceIndex>,
     /// Smaller numbers come first.
     order: u64,
 }
 
 impl QueuePlace {
-    pub(in crate::engine) fn device(self) -> DeviceIndex {
+    pub(in crate::engine) fn device(self) -> Option<DeviceIndex> {
         self.device
     }
 
@@ -28,7 +28,7 @@ impl QueuePlace {
     }
 
     /// The same turn at another device.
-    pub(super) fn at(self, device: DeviceIndex) -> Self {
+    pub(super) fn at(self, device: Option<DeviceIndex>) -> Self {
         Self { device, ..self }
     }
 }
@@ -44,7 +44,11 @@ pub(super) struct ReadQueues {
 
 impl ReadQueues {
     /// A place behind all requests of the same priority that have come.
-    pub(super) fn new_place(&mut self, priority: Priority, device: DeviceIndex) -> QueuePlace {
+    pub(super) fn new_place(
+        &mut self,
+        priority: Priority,
+        device: Option<DeviceIndex>,
+    ) -> QueuePlace {
         self.last += 1;
         QueuePlace {
             priority: priority as u8,
@@ -67,7 +71,7 @@ impl ReadQueues {
     pub(super) fn first(
         &self,
         priority: Priority,
-        device: DeviceIndex,
+        device: Option<DeviceIndex>,
         after: u64,
     ) -> Option<(u64, RequestId)> {
         let from = QueuePlace {
@@ -84,7 +88,7 @@ impl ReadQueues {
     }
 
     /// Whether anybody waits for a device.
-    pub(super) fn waits_for(&self, device: DeviceIndex) -> bool {
+    pub(super) fn waits_for(&self, device: Option<DeviceIndex>) -> bool {
         let mut priorities = [Priority::Demand, Priority::Prefetch].into_iter();
         priorities.any(|priority| self.first(priority, device, 0).is_some())
     }

@@ -16,6 +16,20 @@ use super::{PromotionEnd, Promotions};
 /// Requests looked at for reads in one pass: bounds its work.
 const SCAN_MAX: usize = 64;
 
+/// The rest of a request's reads.
+#[derive(Debug)]
+enum Issued {
+    /// No read is left to start.
+    All,
+    /// The next one waits for a device, or for checksums.
+    Waits(Option<DeviceIndex>),
+}
+
+/// Index of the queue of a device, or of those who wait for checksums.
+fn queue_index(device: Option<DeviceIndex>, parts: &EngineParts<'_>) -> usize {
+    device.map_or(parts.residency.disks().len(), DeviceIndex::index)
+}
+
 impl Promotions {
     /// Appends reads to start now.
     pub(in crate::engine) fn next_reads(
@@ -28,16 +42,16 @@ impl Promotions {
         }
         let mut admits = true;
         for priority in [Priority::Demand, Priority::Prefetch] {
-            let mut looked_at = vec![0; parts.residency.disks().len()];
+            // By device; the last is of those that wait for checksums.
+            let mut looked_at = vec![0; parts.residency.disks().len() + 1];
             for _ in 0..SCAN_MAX {
                 let next = self.next_of(priority, &looked_at, parts);
                 let Some((order, device, id)) = next else {
                     break;
                 };
-                looked_at[device.index()] = order;
+                looked_at[queue_index(device, parts)] = order;
                 let place = self.leave_queue(id, parts);
-                let waits_for = self.issue(id, &mut admits, parts, out);
-                if let Some(device) = waits_for {
+                if let Issued::Waits(device) = self.issue(id, &mut admits, parts, out) {
                     let place = place.at(device);
                     self.read_queues.insert(place, id);
                     let promotion = parts.requests[id].promotions.active.as_mut();
@@ -54,13 +68,15 @@ impl Promotions {
         priority: Priority,
         looked_at: &[u64],
         parts: &EngineParts<'_>,
-    ) -> Option<(u64, DeviceIndex, RequestId)> {
+    ) -> Option<(u64, Option<DeviceIndex>, RequestId)> {
         let disks = parts.residency.disks();
         let devices = parts.residency.devices().filter(|&device| {
             parts.operations.may_read(device) || !disks[device.index()].health.answers_reads()
         });
-        let firsts = devices.filter_map(|device| {
-            let after = looked_at[device.index()];
+        let may_sum = parts.checksums.has_room().then_some(None);
+        let queues = devices.map(Some).chain(may_sum);
+        let firsts = queues.filter_map(|device| {
+            let after = looked_at[queue_index(device, parts)];
             let (order, id) = self.read_queues.first(priority, device, after)?;
             Some((order, device, id))
         });
@@ -75,35 +91,39 @@ impl Promotions {
         place
     }
 
-    /// Issues a request's reads as far as depth, memory and budget go. Returns the device that the next
-    /// one waits for.
+    /// Issues a request's reads, and comparisons of checksums, as far as depth, memory and budget go.
     fn issue(
         &mut self,
         id: RequestId,
         admits: &mut bool,
         parts: &mut EngineParts<'_>,
         out: &mut Vec<IoRequest>,
-    ) -> Option<DeviceIndex> {
+    ) -> Issued {
         loop {
             work::queued();
-            let promotion = parts.requests[id].promotions.active.as_mut()?;
+            let Some(promotion) = parts.requests[id].promotions.active.as_mut() else {
+                return Issued::All;
+            };
             let Some(&(node, group)) = promotion.payloads.get(promotion.next) else {
                 if promotion.waiting == 0 {
                     let silent = promotion.silent;
                     self.end(id, PromotionEnd::of_issued(silent), parts);
                 }
-                return None;
+                return Issued::All;
             };
             let state = parts.residency.node(node);
             let (payload, device) = (state.payload(group), state.device);
             let is_lost = state.is_detached()
                 || payload.host == HostState::Filling
                 || payload.host == HostState::Empty && payload.disk != DiskState::Present;
-            let health = &parts.residency.disks()[device.index()].health;
-            let is_silent = payload.host != HostState::Present && !health.answers_reads();
+            let is_silent = !is_lost
+                && payload.host != HostState::Present
+                && !parts.residency.disks()[device.index()]
+                    .health
+                    .answers_reads();
             if is_lost || is_silent {
                 // Others were faster, it was evicted, or its device hangs: the hit ends before it.
-                promotion.silent |= !is_lost;
+                promotion.silent |= is_silent;
                 promotion.cut();
                 continue;
             }
@@ -117,10 +137,16 @@ impl Promotions {
                         parts.counters,
                     );
                 if !starts {
-                    return Some(device);
+                    return Issued::Waits(Some(device));
                 }
                 self.charge(id, node, group, parts);
                 out.push(read_request(node, group, parts));
+            } else if parts.config.verify_host && payload.host == HostState::Present {
+                if !parts.checksums.has_room() {
+                    return Issued::Waits(None);
+                }
+                let (residency, operations) = (&mut *parts.residency, &mut *parts.operations);
+                parts.checksums.start(node, group, residency, operations);
             }
             self.pass(id, node, group, parts);
         }
@@ -134,7 +160,8 @@ impl Promotions {
         let before = std::mem::replace(&mut promotion.reached, node);
         promotion.next += 1;
         let is_read = parts.residency.node(node).payload(group).host == HostState::Reading;
-        if is_read {
+        let is_compared = parts.config.verify_host && parts.checksums.is_in_flight(node, group);
+        if is_read || is_compared {
             promotion.waiting += 1;
             let waiters = self.waiters.entry((node, group)).or_default();
             waiters.push((id, started));

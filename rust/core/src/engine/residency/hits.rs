@@ -15,12 +15,14 @@ pub(in crate::engine) struct PromotionPlan {
     pub(in crate::engine) target: NodeId,
     /// Depth of the target.
     pub(in crate::engine) boundary: u32,
+    /// Hash blocks that the device has.
+    pub(in crate::engine) local: u32,
     /// Payloads that a load needs, front to back.
     pub(in crate::engine) payloads: Vec<(NodeId, u8)>,
     /// Slot bytes of those that are not in the arena.
     pub(in crate::engine) unread: u64,
-    /// Directory of the first of those that are not in the arena.
-    pub(in crate::engine) device: DeviceIndex,
+    /// Directory of the first of those that are not in the arena, if there are any.
+    pub(in crate::engine) device: Option<DeviceIndex>,
 }
 
 impl Residency {
@@ -43,8 +45,9 @@ impl Residency {
         };
         let mut chain = Chain {
             residency: self,
+            deepest: top,
             top: self.node(top).depth,
-            nodes: vec![top],
+            nodes: Vec::new(),
             host_only,
         };
         resolve(self.spec_of(top), reach, local, |depth, group| {
@@ -108,8 +111,9 @@ impl Residency {
         Some(PromotionPlan {
             target: self.forest.ancestor(target, boundary),
             boundary,
+            local,
             unread,
-            device: first.map_or_else(DeviceIndex::default, |&(id, _)| self.node(id).device),
+            device: first.map(|&(id, _)| self.node(id).device),
             payloads,
         })
     }
@@ -221,13 +225,19 @@ impl Residency {
 /// Reads a chain from its deepest node upwards, and remembers the nodes that it has passed.
 struct Chain<'a> {
     residency: &'a Residency,
+    deepest: NodeId,
+    /// Its depth.
     top: u32,
+    /// Those passed. Empty, and not allocated, until a payload is asked for: full attention needs none.
     nodes: Vec<NodeId>,
     host_only: bool,
 }
 
 impl Chain<'_> {
     fn has(&mut self, depth: u32, group: usize) -> bool {
+        if self.nodes.is_empty() {
+            self.nodes.push(self.deepest);
+        }
         let index = (self.top - depth) as usize;
         while let Some(&last) = self.nodes.last().filter(|_| self.nodes.len() <= index) {
             work::node();

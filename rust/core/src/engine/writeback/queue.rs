@@ -18,8 +18,8 @@ use super::refusals::Refusals;
 /// Blocks that second-touch admission remembers, at about 15 bytes each.
 const DOORKEEPER_BLOCKS: usize = 2 << 20;
 
-/// Queued payloads looked at in one pass for directories that have room.
-const SCAN_MAX: usize = 64;
+/// Queued payloads that one pass leaves where they are, or postpones, in search of those that can start.
+const SCAN_MAX: usize = 16;
 
 /// A payload in the write queue.
 #[derive(Clone, Copy, Debug)]
@@ -88,6 +88,7 @@ impl WriteBack {
             }
             if self.doorkeeper.is_some() && residency.node(id).touch.hit_class == 0 {
                 counters.refused_admission += 1;
+                self.orphaned.note(id, residency);
             } else {
                 self.queue_writes(id, residency, counters);
             }
@@ -158,6 +159,7 @@ impl WriteBack {
                 } else {
                     counters.refused_disk_behind += 1;
                 }
+                self.orphaned.note(id, residency);
                 continue;
             }
             let write = enqueue(id, group, residency);
@@ -226,11 +228,12 @@ impl WriteBack {
         if parts.residency.waits_for_an_answer(parts.now_ns) {
             return;
         }
-        let mut at = 0;
-        while at < SCAN_MAX.min(self.queue.len()) && parts.any_takes_a_write() {
-            let write = self.queue[at];
-            if self.waits_for_device(&write, at > 0, parts) {
+        let (mut at, mut in_vain) = (0, 0);
+        while in_vain < SCAN_MAX && at < self.queue.len() && parts.any_takes_a_write() {
+            let (write, queued) = (self.queue[at], self.queue.len());
+            if waits_for_device(&write, parts) {
                 at += 1;
+                in_vain += 1;
                 continue;
             }
             let bytes = payload_bytes(&write, parts.residency);
@@ -243,23 +246,11 @@ impl WriteBack {
             if let Some(request) = self.start_write(write, parts) {
                 self.budget.spend(bytes);
                 out.push(request);
+            } else if self.queue.len() >= queued {
+                // Its ancestor goes first, and may be among those that wait.
+                in_vain += usize::from(at > 0);
             }
         }
-    }
-
-    /// Whether a queued payload's directory has no room, or, `behind` payloads of which that is so, its
-    /// ancestor may be among them.
-    fn waits_for_device(&self, write: &QueuedWrite, behind: bool, parts: &EngineParts<'_>) -> bool {
-        let (id, residency) = (write.node, &*parts.residency);
-        if !residency.forest().is_live(id, write.epoch) || residency.node(id).is_detached() {
-            return false;
-        }
-        let device = residency.choose_disk(id, parts.now_ns);
-        if device.is_some_and(|device| !parts.operations.may_write(device)) {
-            return true;
-        }
-        let ancestor = residency.required_ancestor(id);
-        behind && ancestor != NONE && residency.is_queued(ancestor)
     }
 
     /// The write queue, front to back.
@@ -268,6 +259,16 @@ impl WriteBack {
         let writes = self.queue.iter();
         writes.map(|write| (write.node, write.epoch, write.group))
     }
+}
+
+/// Whether the directory of a queued payload has no room for a write.
+fn waits_for_device(write: &QueuedWrite, parts: &EngineParts<'_>) -> bool {
+    let (id, residency) = (write.node, &*parts.residency);
+    let is_live = residency.forest().is_live(id, write.epoch) && !residency.node(id).is_detached();
+    let device = is_live.then(|| residency.choose_disk(id, parts.now_ns));
+    device
+        .flatten()
+        .is_some_and(|device| !parts.operations.may_write(device))
 }
 
 /// Makes an entry of the queue; the caller puts it there.

@@ -5,6 +5,7 @@ use crate::io::{IoFault, IoRequest};
 use crate::metrics::Counters;
 use crate::slots::slot_offset;
 
+use super::super::checksums::drop_changed;
 use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
 use super::super::promotions::slot_len;
@@ -31,12 +32,16 @@ impl WriteBack {
             return None;
         }
         let ancestor = residency.required_ancestor(id);
-        if ancestor != NONE && residency.is_queued(ancestor) {
-            // A restart finds `id` only with its ancestor: the ancestor goes first.
+        let is_optional = !residency.node(id).requires(group);
+        if ancestor != NONE && residency.is_queued(ancestor)
+            || is_optional && residency.is_queued(id)
+        {
+            // A restart finds `id` only with its ancestor: the ancestor goes first. An optional payload is of
+            // use only with the required ones.
             self.postpone(write);
             return None;
         }
-        if !residency.node(id).requires(group) && !residency.is_on_disk(id) {
+        if is_optional && !residency.is_on_disk(id) {
             // Alone, an optional payload is of no use after a restart.
             self.refuse(id, group, WriteRefusal::Ancestor, parts);
             return None;
@@ -114,6 +119,11 @@ impl WriteBack {
             Ok(_) if residency.disk_mut(device).health.is_given_up(now_ns) => {
                 residency.write_failed(id, group);
             }
+            // The bytes in the arena are no longer those that were saved. Nothing refers to those on disk.
+            Ok(checksum) if !residency.is_unchanged(id, group, checksum) => {
+                drop_changed(id, residency, parts.counters);
+                residency.write_failed(id, group);
+            }
             Ok(checksum) => {
                 let counters = &mut *parts.counters;
                 counters.disk_writes += 1;
@@ -130,6 +140,9 @@ impl WriteBack {
                 }
                 residency.write_failed(id, group);
                 self.orphaned.note(id, residency);
+                if residency.host_checksum(id, group).is_none() {
+                    parts.checksums.add_saved(id, group, residency);
+                }
             }
         }
         residency.reconcile(id);
