@@ -10,7 +10,7 @@ use undercroft_core::work::Work;
 /// Units of work that an entry of a simulated engine may do: its prompts have 24 hash blocks of at most three
 /// groups, and its pages at most 64 slots. Making room and giving a page its records are most of it, for each of up to three
 /// directories at once.
-pub(crate) const UNITS_MAX: u64 = 2_400;
+pub(crate) const UNITS_MAX: u64 = 3_200;
 
 /// An engine that the world and its sessions share.
 #[derive(Debug)]
