@@ -292,7 +292,7 @@ class UndercroftConfig:
     )]
     io_depth: Annotated[int, Option(
         "number", 32, "1 to 1024",
-        "Reads, or writes, that a disk has at once.",
+        "Reads, or writes, that each disk has at once.",
         _integer(1, 1024), _text_number, "engine",
     )]
     kv_layout: Annotated[str, Option(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _MEANING = {
     "no_writes": "takes no writes; its blocks are still read, and writes are retried",
+    "stalled": "does not answer; its blocks are neither read nor written until it does",
     "failed": "has failed and its blocks are dropped; the directory is retried later",
     "file_missing": "is still used, but its blocks are lost when the engine ends; empty it and restart the engine",
 }

@@ -72,10 +72,8 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn wait(&self, request: &str, timeout: Duration) -> bool {
-        self.engine.wait_until(timeout, |engine| {
-            let pending = engine.still_pending(self.id, request, Tokens(0), Priority::Demand);
-            pending.is_none()
-        })
+        self.engine
+            .wait_until(timeout, |engine| !engine.is_promoting(self.id, request))
     }
 
     fn end_lookup(&self, request: &str) {

@@ -48,7 +48,7 @@ pub struct HostConfig {
     pub disks: Vec<DiskConfig>,
     /// How disks are read and written.
     pub io_engine: IoEngineChoice,
-    /// Reads, or writes, that a disk has at once; by default 32.
+    /// Reads, or writes, that each disk has at once; by default 32.
     pub io_depth: Option<usize>,
     /// Directory of the engine's socket; empty for [`crate::default_socket_dir`].
     pub socket_dir: PathBuf,

@@ -204,15 +204,18 @@ impl OpenDirectory {
             Health::Good if missing.is_some() => "file_missing",
             Health::Good => "good",
             Health::NoWrites { .. } => "no_writes",
+            Health::Stalled => "stalled",
             Health::Failed { .. } => "failed",
         };
+        let stalled = (health == Health::Stalled)
+            .then(|| "operations on it have not ended for a second".to_owned());
         json!({
             "path": self.lock.path().to_string_lossy(),
             "capacity": self.capacity,
             "o_direct": self.o_direct,
             "blocks_recovered": self.blocks_recovered,
             "health": name,
-            "fault": fault.map(|fault| fault.to_string()).or(missing),
+            "fault": fault.map(|fault| fault.to_string()).or(stalled).or(missing),
         })
     }
 }

@@ -37,7 +37,6 @@ impl World {
         let len = u64::from(payload_len);
         let result = Ok(checksum(self.arena.at(arena_offset, len)));
         self.arena.release(arena_offset, len, Hand::Read);
-        self.clock.last_read_ns = self.clock.now_ns;
         self.note(|| format!("checksum of {arena_offset}+{len}: {result:?}"));
         self.engine
             .with(|engine| engine.complete(IoCompletion { token, result }));

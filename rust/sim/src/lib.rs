@@ -9,7 +9,8 @@
 //! - a payload whose bytes in the arena change after its save is never written to disk, and, where hits are
 //!   verified, never loaded;
 //! - no slot, of the arena or of a device, is in two hands; no payload is read twice at once;
-//! - every lookup is answered in bounded time, whatever the device does;
+//! - every lookup is answered when those that were answered before have left, whatever the devices do;
+//! - while devices deliver and there is memory, no lookup is given up, however long it waits for its turn;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
 //! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
@@ -69,6 +70,10 @@ pub struct Stats {
     pub forgotten: u64,
     /// Checksum mismatches that the device's faults caused.
     pub corruptions: u64,
+    /// Devices that hung.
+    pub hangs: u64,
+    /// Starts with other directories than before.
+    pub away: u64,
     /// Bits that flipped in payloads in the arena.
     pub changes: u64,
     /// Of these payloads, those that the engine found before a hit or a write.
@@ -98,6 +103,8 @@ impl Stats {
         self.resets += other.resets;
         self.forgotten += other.forgotten;
         self.corruptions += other.corruptions;
+        self.hangs += other.hangs;
+        self.away += other.away;
         self.changes += other.changes;
         self.changes_found += other.changes_found;
         self.changes_loaded += other.changes_loaded;

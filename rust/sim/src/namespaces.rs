@@ -117,7 +117,7 @@ impl World {
     /// An engine stops in good order.
     pub(crate) fn note_kept(&mut self) {
         let known = self.known_namespaces();
-        if self.settings.faults.is_none() && !self.disks.devices.is_empty() {
+        if self.settings.faults.is_none() && !self.disks.attached.is_empty() {
             let kept = known.iter().filter(|(_, kept)| **kept);
             self.history.kept_namespaces = kept.map(|(digest, _)| *digest).collect();
         }

@@ -130,12 +130,17 @@ impl Engine {
 
     /// Returns the payloads being read.
     fn check_operations(&self) -> Result<HashSet<(NodeId, u8)>, String> {
-        let (mut reads, mut writes) = (0, 0);
+        let mut counts = vec![(0, 0); self.residency.disks().len()];
         let (mut reading, mut writing) = (HashSet::new(), HashSet::new());
-        for operation in self.operations.iter() {
-            match *operation {
+        for &(device, operation) in self.operations.iter() {
+            // A checksum is no device's, and counts nothing.
+            let (reads, writes) = match device {
+                Some(device) => &mut counts[device.index()],
+                None => &mut (0, 0),
+            };
+            match operation {
                 Purpose::Read { node, group, .. } => {
-                    reads += 1;
+                    *reads += 1;
                     let state = self.residency.node(node).payload(group).host;
                     ensure!(
                         state == HostState::Reading,
@@ -147,7 +152,7 @@ impl Engine {
                     );
                 }
                 Purpose::Write { node, group, .. } => {
-                    writes += 1;
+                    *writes += 1;
                     let state = self.residency.node(node).payload(group).disk;
                     ensure!(
                         state == DiskState::Writing,
@@ -166,14 +171,19 @@ impl Engine {
                     );
                     reading.insert((node, group));
                 }
-                Purpose::Table { .. } | Purpose::Namespace { .. } => writes += 1,
+                Purpose::Table { .. } | Purpose::Namespace { .. } => *writes += 1,
             }
         }
-        let counted = (self.operations.reads(), self.operations.writes());
-        ensure!(
-            counted == (reads, writes),
-            "reads and writes in flight {counted:?}, operations {reads} and {writes}"
-        );
+        for (device, expected) in self.residency.devices().zip(counts) {
+            let counted = (
+                self.operations.reads(device),
+                self.operations.writes(device),
+            );
+            ensure!(
+                counted == expected,
+                "{device:?}: reads and writes in flight {counted:?}, operations {expected:?}"
+            );
+        }
         Ok(reading)
     }
 }

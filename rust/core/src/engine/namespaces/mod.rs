@@ -405,19 +405,20 @@ impl Namespaces {
     /// Appends writes of the namespace table.
     pub(super) fn next_writes(
         &mut self,
-        limit: usize,
         residency: &Residency,
         operations: &mut Operations,
         now_ns: u64,
         out: &mut Vec<IoRequest>,
     ) {
         let mut at = 0;
-        while out.len() < limit && at < self.entry_writes.len() {
+        while at < self.entry_writes.len() {
             let write = &self.entry_writes[at];
             let disk = &residency.disks()[write.device.index()];
             let same = |other: &EntryWrite| write.is_same_entry(other);
             let waits = self.in_flight.iter().any(same)
                 || self.entry_writes.iter().take(at).any(same)
+                || !operations.has_room(write.device)
+                || !disk.health.answers()
                 || write.failed && !disk.health.takes_writes(now_ns);
             if waits {
                 at += 1;
@@ -427,10 +428,11 @@ impl Namespaces {
                 .entry_writes
                 .remove(at)
                 .expect("`at` is below the length");
-            let token = operations.start(Purpose::Namespace {
+            let purpose = Purpose::Namespace {
                 device: write.device,
                 index: write.index,
-            });
+            };
+            let token = operations.start(purpose, write.device, now_ns);
             out.push(IoRequest::WriteMeta {
                 token,
                 device: write.device.number(),

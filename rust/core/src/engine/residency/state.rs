@@ -156,6 +156,12 @@ impl Residency {
         disks.any(|disk| disk.health.takes_writes(now_ns))
     }
 
+    /// Whether no directory takes writes, and one that does not answer may later.
+    pub(in crate::engine) fn waits_for_an_answer(&self, now_ns: u64) -> bool {
+        let is_silent = |disk: &Disk| disk.health.is_alive() && !disk.health.answers();
+        !self.any_disk_takes_writes(now_ns) && self.disks.iter().any(is_silent)
+    }
+
     /// Whether the policy of the arena accounts for every block of a hit, not only for the deepest.
     pub(in crate::engine) fn touches_every_block(&self) -> bool {
         self.host_policies.leaves.touches_every_block()

@@ -21,16 +21,14 @@ impl WriteBack {
         self.record_seq = self.record_seq.max(seq);
     }
 
-    /// Appends writes of the tables, so that at most `most` writes are in flight.
+    /// Appends writes of the tables to start now.
     pub(in crate::engine) fn next_table_writes(
         &mut self,
-        limit: usize,
-        most: usize,
         parts: &mut EngineParts<'_>,
         out: &mut Vec<IoRequest>,
     ) {
         for device in parts.residency.devices() {
-            while out.len() < limit && parts.operations.writes() < most {
+            while parts.operations.may_write(device) {
                 let disk = parts.residency.disk_mut(device);
                 let waits = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.is_idle();
                 if waits || !disk.health.takes_writes(parts.now_ns) {
@@ -50,8 +48,9 @@ impl WriteBack {
                 };
                 let bytes = encoder.encode(device, block);
                 let operation = Purpose::Table { device, block };
+                let token = parts.operations.start(operation, device, parts.now_ns);
                 out.push(IoRequest::WriteMeta {
-                    token: parts.operations.start(operation),
+                    token,
                     device: device.number(),
                     file: FileKind::Table,
                     file_offset: u64::from(block) * BLOCK_BYTES as u64,
