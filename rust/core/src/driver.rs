@@ -10,8 +10,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::disk::DeviceImage;
 use crate::engine::Engine;
-use crate::io::{IoCompletion, IoEngine, IoRequest, Waker};
+use crate::io::{DeviceFiles, IoCompletion, IoEngine, IoRequest, Waker};
 use crate::panics::contained;
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
@@ -19,6 +20,9 @@ const RETRY: Duration = Duration::from_millis(10);
 
 /// How often the IO thread looks at a device that has reads and does not answer.
 const LOOK: Duration = Duration::from_millis(250);
+
+/// How often the IO thread writes the ages of payloads that were used.
+const TOUCHED: Duration = Duration::from_secs(1);
 
 /// Gives access to an engine, one entry at a time: a [`Driver`] with its threads, or a simulator.
 /// `None`, or `false`, once the engine is broken.
@@ -54,6 +58,16 @@ struct State {
     waits: bool,
     stop_at: Option<Instant>,
     stopped: bool,
+    /// Directories that have been opened since the engine started.
+    opened: Vec<OpenedDevice>,
+}
+
+/// A directory for the device that had none.
+#[derive(Debug)]
+struct OpenedDevice {
+    device: u16,
+    files: DeviceFiles,
+    image: DeviceImage,
 }
 
 /// What the IO thread calls when operations have ended.
@@ -119,6 +133,7 @@ impl Driver {
                 waits: false,
                 stop_at: None,
                 stopped: false,
+                opened: Vec::new(),
             }),
             progress: Condvar::new(),
             hook: OnceLock::new(),
@@ -141,10 +156,26 @@ impl Driver {
         let _ = self.shared.hook.set(Hook(Box::new(hook)));
     }
 
+    /// Gives the engine a directory, without blocks, that could not be opened when it started.
+    pub fn open_device(&self, device: u16, files: DeviceFiles, image: DeviceImage) {
+        if let Some(mut state) = self.shared.lock() {
+            state.opened.push(OpenedDevice {
+                device,
+                files,
+                image,
+            });
+            state.waits = false;
+        }
+        self.shared.waker.wake();
+    }
+
     /// Finishes what waits to be written, for at most `timeout`, and stops the IO thread. Idempotent.
     pub fn stop(&self, timeout: Duration) {
         if let Some(mut state) = self.shared.lock() {
-            state.stop_at.get_or_insert(Instant::now() + timeout);
+            if state.stop_at.is_none() {
+                state.stop_at = Some(Instant::now() + timeout);
+                state.engine.write_touched();
+            }
             state.waits = false;
         }
         self.shared.waker.wake();
@@ -228,6 +259,11 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         for completion in completions.drain(..) {
             state.engine.complete(completion);
         }
+        for opened in std::mem::take(&mut state.opened) {
+            if io.replace_files(opened.device, opened.files).is_ok() {
+                state.engine.open_disk(opened.device, &opened.image);
+            }
+        }
         let room = io.room();
         let stopping = state.stop_at;
         let late = stopping.is_some_and(|at| Instant::now() >= at);
@@ -235,6 +271,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             state.engine.next_io(room, &mut requests);
         }
         let (waiting, reads) = (state.engine.has_io(), state.engine.reads());
+        let touched = state.engine.has_touched();
         state.waits = true;
         if progress {
             shared.progress.notify_all();
@@ -257,5 +294,8 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             None if !waiting || full => reads.then_some(LOOK),
             _ => Some(RETRY),
         };
+        if touched && timeout.is_none() {
+            timeout = Some(TOUCHED);
+        }
     }
 }

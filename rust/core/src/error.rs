@@ -189,7 +189,7 @@ pub enum StoreError {
     /// The filesystem has no room for it now.
     #[error(
         "disk_capacity {} for {path}: only {} can be used now (free space less a reserve of {}); free space there, or set \
-         disk_capacity to at most {available}",
+         disk_capacity to at most that",
         Bytes(*capacity),
         Bytes(*available),
         Bytes(*reserve)
@@ -207,7 +207,7 @@ pub enum StoreError {
     /// The filesystem could not hold it even if it were empty.
     #[error(
         "disk_capacity {} for {path} is more than its filesystem has ({}); {} can be used now: set disk_capacity to at most \
-         {available}, or to a percentage such as \"50%\"",
+         that, or to a percentage such as \"50%\"",
         Bytes(*capacity),
         Bytes(*total),
         Bytes(*available)

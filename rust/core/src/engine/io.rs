@@ -1,5 +1,6 @@
 //! What the device is asked to do, and what follows when it has done it.
 
+use crate::disk::Disk;
 use crate::forest::NodeId;
 use crate::io::{IoCompletion, IoFault, IoRequest};
 
@@ -19,6 +20,18 @@ impl Engine {
     /// Whether nothing is in flight and nothing is queued to be written.
     pub fn is_quiet(&self) -> bool {
         self.operations.is_empty() && !self.has_io()
+    }
+
+    /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
+    pub fn has_touched(&self) -> bool {
+        self.residency.disks().iter().any(Disk::has_touched)
+    }
+
+    /// Has the ages of all payloads written: the engine ends.
+    pub fn write_touched(&mut self) {
+        for device in self.residency.devices() {
+            self.residency.disk_mut(device).write_all_touched();
+        }
     }
 
     /// Whether the device has reads. Whoever takes their ends then calls [`Engine::next_io`] from time to

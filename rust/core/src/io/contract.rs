@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::files::DeviceFiles;
 use super::waker::Waker;
 
 /// Alignment of every file offset, arena offset and length in an O_DIRECT transfer, in bytes.
@@ -147,6 +148,13 @@ pub trait IoEngine: Send + std::fmt::Debug {
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
     /// A handle by which other threads end a `wait`.
     fn waker(&self) -> Waker;
+    /// Gives a device other files: one that had [`DeviceFiles::absent`], and so no operations.
+    ///
+    /// # Errors
+    /// If they cannot be used.
+    fn replace_files(&mut self, _device: u16, _files: DeviceFiles) -> std::io::Result<()> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
 }
 
 /// The [`IoEngine::depth`] with which the device has up to `device_depth` reads, or as many writes, at a

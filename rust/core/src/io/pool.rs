@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,7 @@ pub struct ThreadPool<I: FaultHook = Direct> {
 #[derive(Debug)]
 struct PoolShared<I> {
     arena: Arc<Arena>,
-    devices: Vec<DeviceFiles>,
+    devices: RwLock<Vec<Arc<DeviceFiles>>>,
     fault_hook: I,
     state: Mutex<PoolState>,
     work: Condvar,
@@ -68,7 +68,7 @@ impl<I: FaultHook> ThreadPool<I> {
         let depth = depth.max(1);
         let shared = Arc::new(PoolShared {
             arena,
-            devices,
+            devices: RwLock::new(devices.into_iter().map(Arc::new).collect()),
             fault_hook,
             state: Mutex::default(),
             work: Condvar::new(),
@@ -104,10 +104,17 @@ impl<I: FaultHook> IoEngine for ThreadPool<I> {
         self.in_flight
     }
 
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        let devices = self.shared.devices.write();
+        let mut devices = devices.unwrap_or_else(PoisonError::into_inner);
+        devices[usize::from(device)] = Arc::new(files);
+        Ok(())
+    }
+
     fn submit(&mut self, request: IoRequest) {
         let token = request.token();
         let operation = if self.in_flight < self.depth {
-            Operation::new(request, &self.shared.arena, self.shared.devices.len())
+            Operation::new(request, &self.shared.arena, self.shared.devices().len())
         } else {
             Err(IoFault::Os(Errno::BUSY.raw_os_error()))
         };
@@ -220,8 +227,13 @@ impl<I: FaultHook> PoolShared<I> {
         }
     }
 
+    fn devices(&self) -> RwLockReadGuard<'_, Vec<Arc<DeviceFiles>>> {
+        self.devices.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn carry_out(&self, operation: &Operation) -> Result<u64, IoFault> {
-        let file = self.devices[usize::from(operation.device)].get(operation.file);
+        let device = Arc::clone(&self.devices()[usize::from(operation.device)]);
+        let file = device.get(operation.file);
         let source = operation.source_checksum(&self.arena);
         let mut progress = Progress::new(operation.len);
         repeat(&mut progress, operation.is_read(), |done, len| {

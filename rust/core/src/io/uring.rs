@@ -44,6 +44,9 @@ const REFUSAL_PAUSE: Timespec = Timespec {
 /// In place of the number of a piece: the sync after the transfer.
 const SYNC: u16 = u16::MAX;
 
+/// The files of a device, in the order in which they are registered.
+const KINDS: [FileKind; 3] = [FileKind::Super, FileKind::Table, FileKind::Data];
+
 /// The io_uring engine.
 #[derive(Debug)]
 pub struct Uring<I: FaultHook = Direct> {
@@ -130,10 +133,9 @@ impl UringParts {
         devices: &[DeviceFiles],
     ) -> std::io::Result<Self> {
         let depth = depth.clamp(1, DEPTH_MAX);
-        let kinds = [FileKind::Super, FileKind::Table, FileKind::Data];
         let files: Vec<_> = devices
             .iter()
-            .flat_map(|device| kinds.map(|kind| device.get(kind)))
+            .flat_map(|device| KINDS.map(|kind| device.get(kind)))
             .collect();
         // One more entry for the waker.
         let entries = (depth * ENTRIES_PER_OPERATION) as u32 + 1;
@@ -515,6 +517,14 @@ impl<I: FaultHook> IoEngine for Uring<I> {
     fn room(&self) -> usize {
         let moving = self.in_flight - self.queues.ended.len() - self.queues.refused.len();
         self.depth.saturating_sub(moving).min(self.free.len())
+    }
+
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        let first = usize::from(device) * KINDS.len();
+        let new = KINDS.map(|kind| files.get(kind));
+        self.ring.replace_files(first, &new)?;
+        self.devices[usize::from(device)] = files;
+        Ok(())
     }
 
     fn submit(&mut self, request: IoRequest) {

@@ -91,7 +91,8 @@ impl Residency {
         let bound = self.node(id).tiers.slots[Tier::Disk as usize] > 0;
         let others = self.devices().filter(|&device| device != chosen && !bound);
         for device in std::iter::once(chosen).chain(others) {
-            if !self.disks[device.index()].health.takes_writes(now_ns) {
+            let class = self.class_on_disk(self.node(id).ns, device, usize::from(group));
+            if !self.disks[device.index()].health.takes_writes(now_ns) || class.is_none() {
                 continue;
             }
             let region = Region::Disk(device);
