@@ -17,7 +17,7 @@ use crate::error::HostError;
 const UNIX: &str = "unix://";
 
 /// One device of the disk tier.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskConfig {
     /// Its directory.
