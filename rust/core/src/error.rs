@@ -47,8 +47,21 @@ pub enum RegisterError {
         /// The digest, hexadecimal.
         digest: String,
     },
+    /// The description is too long for a directory's namespace table.
+    #[error(
+        "the description of the namespace has {bytes} bytes and does not fit an entry of {entry_bytes} bytes; describe its \
+         longest parts by a digest"
+    )]
+    DescriptionTooLong {
+        /// Bytes of the description.
+        bytes: usize,
+        /// Size of an entry.
+        entry_bytes: usize,
+    },
     /// No room for another one.
-    #[error("{count} namespaces are registered, which is the limit; restart the engine")]
+    #[error(
+        "sessions use all of the {count} namespaces that an engine has at most; end some of them, or use another engine"
+    )]
     TooMany {
         /// How many there are.
         count: usize,

@@ -1,7 +1,7 @@
 //! One directory: its slots with their records, its policies and its health.
 
 use crate::policy::{Policy, TierPolicies};
-use crate::slots::{Class, Owner, SLOT_ALIGN, Slots};
+use crate::slots::{Class, Owner, PAGE_BYTES_MAX, SLOT_ALIGN, Slots};
 
 use super::format::PLACEHOLDERS_SHARE;
 use super::health::HealthMonitor;
@@ -37,7 +37,7 @@ impl DeviceImage {
     pub fn absent() -> Self {
         Self {
             capacity: 0,
-            page_bytes: SLOT_ALIGN,
+            page_bytes: PAGE_BYTES_MAX,
             super_bytes: Vec::new(),
             table_bytes: Vec::new(),
         }
@@ -120,7 +120,7 @@ impl Disk {
             return false;
         }
         let slot = self.slot_of(class, offset);
-        let slots_per_page = self.slots_per_page(class);
+        let slots_per_page = self.slots.slots_per_page(class);
         self.records.claim(record, slot, slots_per_page, owner);
         true
     }
@@ -247,11 +247,6 @@ impl Disk {
         self.records.has_placeholder(node)
     }
 
-    fn slots_per_page(&self, class: Class) -> usize {
-        // At most the page size over the alignment.
-        (self.slots.page_bytes() / self.slots.slot_bytes(class)) as usize
-    }
-
     /// Page of the slot at `offset`, and its index there.
     fn slot_of(&self, class: Class, offset: u64) -> (u32, usize) {
         (
@@ -262,7 +257,7 @@ impl Disk {
 
     fn record_of(&mut self, class: Class, offset: u64) -> u32 {
         let (page, slot) = self.slot_of(class, offset);
-        let slots_per_page = self.slots_per_page(class);
+        let slots_per_page = self.slots.slots_per_page(class);
         self.records.of_slot(page, slot, slots_per_page)
     }
 }
