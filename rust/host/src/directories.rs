@@ -245,7 +245,7 @@ mod tests {
         for block in 0..BLOCKS {
             let mut hash = [salt; 32];
             hash[..4].copy_from_slice(&block.to_le_bytes());
-            let hashes = [undercroft_core::key::BlockHash::new(&hash).unwrap()];
+            let hashes = vec![undercroft_core::key::BlockHash::new(&hash).unwrap()];
             engine.driver().enter(|engine| {
                 let save = SaveRequest::new("r", &hashes, Tokens(16));
                 let transfer = engine.begin_save(session, &save).transfer.unwrap();

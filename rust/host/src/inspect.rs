@@ -336,12 +336,12 @@ mod tests {
             let (session, payload_bytes) = sessions[(block / 500 % 2) as usize];
             let mut hash = [7; 32];
             hash[..8].copy_from_slice(&block.to_le_bytes());
-            let hashes = [BlockHash::new(&hash).unwrap()];
+            let hashes = vec![BlockHash::new(&hash).unwrap()];
             let save = SaveRequest::new("r", &hashes, Tokens(16));
             let granted = driver.enter(|engine| engine.begin_save(session, &save).transfer);
             if let Some(transfer) = granted.unwrap() {
                 let bytes: Vec<u8> = hash.iter().copied().cycle().take(payload_bytes).collect();
-                let offset = transfer.extents[0].offsets[0].bytes().unwrap();
+                let offset = transfer.extents[0].offsets[0].get().unwrap();
                 engine.arena().write(offset, &bytes).unwrap();
                 driver.enter(|engine| engine.end_transfer(transfer.id, true));
             }

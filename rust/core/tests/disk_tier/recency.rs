@@ -11,14 +11,13 @@ const LARGE: Model = Model {
 };
 const PROMPTS: u64 = 4 * DISK / 60_000;
 
-/// The prompts of before that are on disk.
+/// Those of the prompts that are there.
 fn found(rig: &mut Rig, prompts: impl Iterator<Item = u64>) -> Vec<u64> {
     prompts
         .filter(|&prompt| rig.hit_of(&LARGE, prompt, 1) == 1)
         .collect()
 }
 
-/// Writes of the table since the start, in blocks.
 fn saved(rig: &mut Rig, prompts: impl Iterator<Item = u64>) {
     prompts.for_each(|prompt| rig.save_of(&LARGE, prompt, 1));
 }
@@ -48,9 +47,9 @@ fn what_was_hit_is_evicted_last_after_a_restart() {
             drop(rig);
             let mut rig = Open::new(&dirs).with(io, Direct);
             assert_eq!(rig.recovery.blocks, room);
-            // Another 230 of 268 in all: most of what is there has to go.
-            saved(&mut rig, PROMPTS..PROMPTS + 230);
-            assert!(rig.engine.counters().disk_evictions > 80, "{io:?}");
+            // Another 200: half of what is there has to go.
+            saved(&mut rig, PROMPTS..PROMPTS + 200);
+            assert!(rig.engine.counters().disk_evictions > 60, "{io:?}");
             assert_eq!(
                 found(&mut rig, daily.iter().copied()),
                 daily,
