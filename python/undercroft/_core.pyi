@@ -396,7 +396,7 @@ def inspect(directory: str) -> dict[str, Any]:
     """
 
 def examine(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What opening the directories of these options, as `Engine` takes them, would come to: for each a dict of ``path``,
+    """What opening the directories of these options, as `Engine` takes them, would come to. For each: ``path``,
     ``error``, ``starts``, ``capacity``, ``is_kept`` and ``notes``. Changes nothing. Raises ConfigError."""
 
 def descriptions(directory: str) -> list[str]:

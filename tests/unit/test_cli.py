@@ -251,13 +251,16 @@ def _opened(directory: Path) -> _core.Engine:
 def test_inspect_verifies_every_payload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _store(tmp_path)
     code, found = run_json(capsys, "inspect", str(tmp_path), "--verify")
-    assert (code, found["verify"]) == (0, {"checked": 30, "corrupt": 0, "bytes": 30 * 8192})
+    expected = {"checked": 30, "corrupt": 0, "bytes": 30 * 8192, "corrupt_blocks": [], "used_by": None}
+    assert (code, found["verify"]) == (0, expected)
     with (tmp_path / "data").open("r+b") as file:
         file.write(b"not what was saved")
     code, found = run_json(capsys, "inspect", str(tmp_path), "--verify")
     assert (code, found["verify"]["corrupt"]) == (1, 1)
     assert main.main(["inspect", str(tmp_path), "--verify"]) == 1
-    assert "verified 30 blocks, 240 KiB: 1 corrupt" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "verified 30 blocks, 240 KiB: 1 corrupt" in said
+    assert "8 KiB at offset 0 of the data file" in said
 
 
 def test_inspect_drops_one_namespace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

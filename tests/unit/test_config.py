@@ -105,6 +105,8 @@ BAD = {
     "cache_hit_threshold": [-0.1, 1.1, float("nan"), "0.5", True],
     "eviction_policy": ["fifo", None],
     "disk_admission": ["none", 1],
+    "on_disk_error": ["ignore", False],
+    "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
     "io_engine": ["uring", None],
     "io_depth": [0, 1025, 3.0, "32", True],

@@ -6,6 +6,9 @@ use thiserror::Error;
 
 use crate::size::Bytes;
 
+/// The largest page of a region: no payload is larger.
+pub(crate) const PAGE_BYTES_MAX: u64 = 64 << 20;
+
 /// A namespace cannot be registered.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -77,7 +80,7 @@ fn larger_slots(option: &str, needed: Option<u64>) -> String {
         Some(needed) => format!("set {option} to at least {}", Bytes(needed)),
         None => format!(
             "no slot has more than {}, whatever {option} is: give vLLM a smaller --block-size, or fewer ranks to one engine",
-            Bytes(crate::slots::PAGE_BYTES_MAX)
+            Bytes(PAGE_BYTES_MAX)
         ),
     }
 }
