@@ -406,6 +406,10 @@ def inspect(directory: str) -> dict[str, Any]:
     StoreError.
     """
 
+def examine(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What opening the directories of these options, as `Engine` takes them, would come to. For each: ``path``,
+    ``error``, ``starts``, ``capacity``, ``is_kept`` and ``notes``. Changes nothing. Raises ConfigError."""
+
 def descriptions(directory: str) -> list[str]:
     """The descriptions of the namespaces that a cache directory holds, which may be in use. Raises StoreError."""
 

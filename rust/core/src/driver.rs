@@ -10,8 +10,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::disk::DeviceImage;
 use crate::engine::Engine;
-use crate::io::{ChecksumQueue, IoCompletion, IoEngine, IoRequest, Waker};
+use crate::io::{ChecksumQueue, DeviceFiles, IoCompletion, IoEngine, IoRequest, Waker};
 use crate::panics::contained;
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
@@ -22,6 +23,10 @@ const LOOK: Duration = Duration::from_millis(250);
 
 /// How often a wait looks at its limits of time, whose end nobody tells.
 const TICK: Duration = Duration::from_millis(5);
+
+/// How often the IO thread writes the ages of payloads that were used.
+const TOUCHED: Duration = Duration::from_secs(1);
+
 /// How many bytes of payloads in the arena are summed before the device is looked at again, while it is idle
 /// and while it is busy.
 const SUM_BYTES_IDLE: u32 = 512 << 10;
@@ -68,6 +73,16 @@ struct State {
     waits: bool,
     stop_at: Option<Instant>,
     stopped: bool,
+    /// Directories that have been opened since the engine started.
+    opened: Vec<OpenedDevice>,
+}
+
+/// A directory for the device that had none.
+#[derive(Debug)]
+struct OpenedDevice {
+    device: u16,
+    files: DeviceFiles,
+    image: DeviceImage,
 }
 
 /// What the IO thread calls when operations have ended.
@@ -149,6 +164,7 @@ impl Driver {
                 waits: false,
                 stop_at: None,
                 stopped: false,
+                opened: Vec::new(),
             }),
             progress: Condvar::new(),
             hook: OnceLock::new(),
@@ -171,10 +187,26 @@ impl Driver {
         let _ = self.shared.hook.set(Hook(Box::new(hook)));
     }
 
+    /// Gives the engine a directory, without blocks, that could not be opened when it started.
+    pub fn open_device(&self, device: u16, files: DeviceFiles, image: DeviceImage) {
+        if let Some(mut state) = self.shared.lock() {
+            state.opened.push(OpenedDevice {
+                device,
+                files,
+                image,
+            });
+            state.waits = false;
+        }
+        self.shared.waker.wake();
+    }
+
     /// Finishes what waits to be written, for at most `timeout`, and stops the IO thread. Idempotent.
     pub fn stop(&self, timeout: Duration) {
         if let Some(mut state) = self.shared.lock() {
-            state.stop_at.get_or_insert(Instant::now() + timeout);
+            if state.stop_at.is_none() {
+                state.stop_at = Some(Instant::now() + timeout);
+                state.engine.write_touched();
+            }
             state.waits = false;
         }
         self.shared.waker.wake();
@@ -271,6 +303,11 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         for completion in completions.drain(..) {
             state.engine.complete(completion);
         }
+        for opened in std::mem::take(&mut state.opened) {
+            if io.replace_files(opened.device, opened.files).is_ok() {
+                state.engine.open_disk(opened.device, &opened.image);
+            }
+        }
         let devices = 0..state.engine.device_count() as u16;
         rooms.clear();
         rooms.extend(devices.map(|device| io.room(device)));
@@ -285,6 +322,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         // Promotions may have ended without a completion.
         progress |= state.engine.take_progress();
         let (waits, has_operations) = (state.engine.has_io(), state.engine.has_operations());
+        let touched = state.engine.has_touched();
         state.waits = true;
         if progress {
             shared.progress.notify_all();
@@ -308,5 +346,8 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             None if !waits => has_operations.then_some(LOOK),
             _ => Some(RETRY),
         };
+        if touched && timeout.is_none() {
+            timeout = Some(TOUCHED);
+        }
     }
 }

@@ -13,8 +13,9 @@ use undercroft_core::session::{Session, SessionSpec, SessionToken, Tokens};
 use undercroft_wire::{Served, Server, SessionAddress, StatsSource, new_token};
 
 use crate::config::HostConfig;
+use crate::directories::Directories;
 use crate::error::HostError;
-use crate::running::{Directories, RunningEngine, random};
+use crate::running::{RunningEngine, random};
 use crate::socket_path::default_socket_dir;
 use crate::{Connection, EngineHost};
 
@@ -46,7 +47,7 @@ impl EmbeddedHost {
         let unix = SystemTime::now().duration_since(UNIX_EPOCH);
         of_engine.unix_at_zero_s = unix.unwrap_or_default().as_secs();
         // Before the memory is taken: they may be in use.
-        let directories = Directories::open(&config.disks)?;
+        let directories = Directories::open(config)?;
         let arena = Arc::new(Arena::create(config.arena_bytes())?);
         let io = (config.io_engine, config.io_depth());
         let engine = RunningEngine::start(of_engine, directories, io, Arc::clone(&arena))?;

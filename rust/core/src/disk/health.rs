@@ -63,6 +63,15 @@ impl HealthMonitor {
         }
     }
 
+    /// That of a directory that could not be opened: until it is, nothing is tried.
+    pub(super) fn absent() -> Self {
+        Self {
+            health: Health::Failed { until_ns: u64::MAX },
+            fault: Some(IoFault::Os(rustix::io::Errno::NODEV.raw_os_error())),
+            ..Self::new()
+        }
+    }
+
     /// The health, and the fault that caused it.
     pub(crate) fn report(&self) -> (Health, Option<IoFault>) {
         if self.is_alive() && !self.answers() {

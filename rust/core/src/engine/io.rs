@@ -1,5 +1,6 @@
 //! What the device is asked to do, and what follows when it has done it.
 
+use crate::disk::Disk;
 use crate::forest::{DeviceIndex, NodeId};
 use crate::io::{IoCompletion, IoFault, IoRequest, IoRoom};
 
@@ -36,6 +37,18 @@ impl Engine {
     /// How many devices there are.
     pub fn device_count(&self) -> usize {
         self.residency.disks().len()
+    }
+
+    /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
+    pub fn has_touched(&self) -> bool {
+        self.residency.disks().iter().any(Disk::has_touched)
+    }
+
+    /// Has the ages of all payloads written: the engine ends.
+    pub fn write_touched(&mut self) {
+        for device in self.residency.devices() {
+            self.residency.disk_mut(device).write_all_touched();
+        }
     }
 
     /// Whether operations are in flight. Whoever takes their ends then calls [`Engine::next_io`] from time

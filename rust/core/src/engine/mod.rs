@@ -26,6 +26,7 @@ mod coordinator;
 #[cfg(feature = "check")]
 mod ensure;
 mod io;
+mod late_disk;
 mod load;
 mod lookup;
 mod namespaces;

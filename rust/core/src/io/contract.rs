@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::files::DeviceFiles;
 use super::waker::Waker;
 use crate::arena::Arena;
 
@@ -169,6 +170,13 @@ pub trait IoEngine: Send + std::fmt::Debug {
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
     /// A handle by which other threads end a `wait`.
     fn waker(&self) -> Waker;
+    /// Gives a device other files: one that had [`DeviceFiles::absent`], and so no operations.
+    ///
+    /// # Errors
+    /// If they cannot be used.
+    fn replace_files(&mut self, _device: u16, _files: DeviceFiles) -> std::io::Result<()> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
 }
 
 /// How many operations may be started now on each device.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use super::fault_hook::{Call, CallKind, FaultHook, Verdict};
-use super::{IoCompletion, IoEngine, IoFault, IoRequest, Waker};
+use super::{DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
 use crate::arena::Arena;
 
 /// Verdicts for calls in order, each for the next call of its kind; a call of another kind passes
@@ -248,6 +248,10 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
 
     fn name(&self) -> &'static str {
         self.inner.name()
+    }
+
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        self.inner.replace_files(device, files)
     }
 
     fn depth(&self) -> usize {

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ pub struct ThreadPool<I: FaultHook = Direct> {
 #[derive(Debug)]
 struct PoolShared<I> {
     arena: Arc<Arena>,
-    devices: Vec<DeviceFiles>,
+    devices: RwLock<Vec<Arc<DeviceFiles>>>,
     fault_hook: I,
     state: Mutex<PoolState>,
     /// There is work for a device, by its index.
@@ -76,7 +76,7 @@ impl<I: FaultHook> ThreadPool<I> {
         let (depth, count) = (depth.max(1), devices.len());
         let shared = Arc::new(PoolShared {
             arena,
-            devices,
+            devices: RwLock::new(devices.into_iter().map(Arc::new).collect()),
             fault_hook,
             state: Mutex::new(PoolState {
                 queues: (0..count).map(|_| DeviceQueue::default()).collect(),
@@ -129,9 +129,16 @@ impl<I: FaultHook> IoEngine for ThreadPool<I> {
         queue.map_or(0, |queue| self.depth.saturating_sub(queue.in_flight))
     }
 
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        let devices = self.shared.devices.write();
+        let mut devices = devices.unwrap_or_else(PoisonError::into_inner);
+        devices[usize::from(device)] = Arc::new(files);
+        Ok(())
+    }
+
     fn submit(&mut self, request: IoRequest) {
         let (token, device) = (request.token(), usize::from(request.device()));
-        let operation = Operation::new(request, &self.shared.arena, self.shared.devices.len());
+        let operation = Operation::new(request, &self.shared.arena, self.shared.devices().len());
         let mut state = self.shared.lock();
         let queue = state.queues.get_mut(device);
         let has_room = queue.as_ref().is_none_or(|of| of.in_flight < self.depth);
@@ -255,8 +262,13 @@ impl<I: FaultHook> PoolShared<I> {
         }
     }
 
+    fn devices(&self) -> RwLockReadGuard<'_, Vec<Arc<DeviceFiles>>> {
+        self.devices.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn carry_out(&self, operation: &Operation) -> Result<u64, IoFault> {
-        let file = self.devices[usize::from(operation.device)].get(operation.file);
+        let device = Arc::clone(&self.devices()[usize::from(operation.device)]);
+        let file = device.get(operation.file);
         let source = operation.source_checksum(&self.arena);
         let mut progress = Progress::new(operation.len);
         repeat(&mut progress, operation.is_read(), |done, len| {

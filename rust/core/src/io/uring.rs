@@ -47,6 +47,9 @@ const REFUSAL_PAUSE: Timespec = Timespec {
 /// In place of the number of a piece: the sync after the transfer.
 const SYNC: u16 = u16::MAX;
 
+/// The files of a device, in the order in which they are registered.
+const KINDS: [FileKind; 3] = [FileKind::Super, FileKind::Table, FileKind::Data];
+
 /// The io_uring engine.
 #[derive(Debug)]
 pub struct Uring<I: FaultHook = Direct> {
@@ -158,10 +161,9 @@ impl UringParts {
     ) -> std::io::Result<Self> {
         let count = devices.len().max(1);
         let depth = depth.clamp(1, DEPTH_MAX).min(OPERATIONS_MAX / count);
-        let kinds = [FileKind::Super, FileKind::Table, FileKind::Data];
         let files: Vec<_> = devices
             .iter()
-            .flat_map(|device| kinds.map(|kind| device.get(kind)))
+            .flat_map(|device| KINDS.map(|kind| device.get(kind)))
             .collect();
         // One more entry for the waker.
         let entries = (count * depth * ENTRIES_PER_OPERATION) as u32 + 1;
@@ -576,6 +578,14 @@ impl<I: FaultHook> IoEngine for Uring<I> {
             let idle = self.depth.saturating_sub(lane.moving);
             idle.min((2 * self.depth).saturating_sub(lane.slots))
         })
+    }
+
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        let first = usize::from(device) * KINDS.len();
+        let new = KINDS.map(|kind| files.get(kind));
+        self.ring.replace_files(first, &new)?;
+        self.devices[usize::from(device)] = files;
+        Ok(())
     }
 
     fn submit(&mut self, request: IoRequest) {

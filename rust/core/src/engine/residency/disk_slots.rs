@@ -97,7 +97,8 @@ impl Residency {
         let others = self.devices().filter(|&device| device != chosen && !bound);
         for device in std::iter::once(chosen).chain(others) {
             let takes = self.disks[device.index()].health.takes_writes(now_ns);
-            if !takes || !has_room(device) {
+            let class = self.class_on_disk(self.node(id).ns, device, usize::from(group));
+            if !takes || class.is_none() || !has_room(device) {
                 continue;
             }
             let region = Region::Disk(device);

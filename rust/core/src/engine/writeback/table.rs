@@ -12,7 +12,7 @@ use super::super::parts::EngineParts;
 use super::super::residency::Residency;
 use super::queue::WriteBack;
 
-/// Blocks of the table are written together: when so many wait, or nothing else does.
+/// Blocks of the table are written together: when so many wait, one has waited for a second, or nothing else waits.
 const DIRTY_BLOCKS_MAX: usize = 8;
 
 impl WriteBack {
@@ -30,7 +30,9 @@ impl WriteBack {
         for device in parts.residency.devices() {
             while parts.operations.may_write(device) {
                 let disk = parts.residency.disk_mut(device);
-                let waits = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.is_idle();
+                disk.write_some_touched(parts.now_ns);
+                let is_late = disk.is_table_late(parts.now_ns);
+                let waits = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.is_idle() && !is_late;
                 if waits || !disk.health.takes_writes(parts.now_ns) {
                     break;
                 }
