@@ -133,5 +133,9 @@ impl World {
 
     fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
+        // A session that has parted with it may still be saving: nobody finds that.
+        let saves = self.sessions.iter().flat_map(|session| &session.saves);
+        let mut saving = saves.flat_map(|save| &save.blocks);
+        self.history.roomy_broken |= saving.any(|block| block.payload.namespace == namespace);
     }
 }

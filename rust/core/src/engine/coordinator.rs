@@ -99,15 +99,22 @@ impl Engine {
     ) -> Result<SessionId, RegisterError> {
         let spec = spec.into();
         let namespace = spec.namespace.clone();
+        let used_s = self.unix_s();
         let is_unused = |ns| !self.sessions.uses(ns);
         let ns = self
             .namespaces
-            .register(namespace, &mut self.residency, is_unused)?;
+            .register(namespace, &mut self.residency, used_s, is_unused)?;
         let session = self.sessions.open(ns, &spec);
         if spec.private {
             self.make_private(session);
         }
         Ok(session)
+    }
+
+    /// Seconds since 1970.
+    fn unix_s(&self) -> u32 {
+        let now_s = self.config.unix_at_zero_s + self.now_ns / 1_000_000_000;
+        u32::try_from(now_s).unwrap_or(u32::MAX)
     }
 
     /// Ends a session: its lookups, leases, loads and saves.
@@ -129,8 +136,8 @@ impl Engine {
         if self.namespaces.is_private(state.ns) {
             self.residency.remove_namespace(state.ns);
         } else {
-            self.namespaces
-                .note_use(state.ns, self.residency.next_tick());
+            let used_s = self.unix_s();
+            self.namespaces.used(state.ns, &mut self.residency, used_s);
         }
     }
 
