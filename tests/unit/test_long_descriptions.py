@@ -38,7 +38,7 @@ def test_longest_part_becomes_a_digest_that_tells_apart() -> None:
 def test_every_description_has_an_entry(tmp_path: Path, count: int) -> None:
     text = of_layers(long(count))
     options = {"host_memory": 64 << 20, "disks": [{"path": str(tmp_path), "capacity": 64 << 20}]}
-    groups = [Group("sliding_window", 16, 1_000_000 - index, 4_000_000_000) for index in range(32)]
+    groups = [Group("sliding_window", 16, 400_000 - index, 4_000_000_000) for index in range(32)]
     engine = _core.Engine(options)
     engine.register(text, groups, 16)
     assert engine.flush()

@@ -291,7 +291,12 @@ impl World {
             return Err(format!("{name}: an impossible hit of {tokens} tokens"));
         }
         self.log.stats.hits += 1;
-        state.ready = Some(ClientHit { local, tokens });
+        let epoch = model.epoch;
+        state.ready = Some(ClientHit {
+            local,
+            tokens,
+            epoch,
+        });
         let id = self.sessions[session].id;
         let extents = self
             .engine
@@ -323,7 +328,9 @@ impl World {
         };
         let mut external = ready.tokens - ready.local;
         let served = self.sessions[session].served;
-        if !served && self.random.chance(100) {
+        // Without the promise nothing says that the bytes are from before a reset.
+        let same = self.models[self.sessions[session].namespace].epoch == ready.epoch;
+        if !served && same && self.random.chance(100) {
             external = self.random.below(u64::from(external)) as u32;
             // Of a window, other blocks may be needed than for the whole hit.
             self.sessions[session].requests[request].promise = None;

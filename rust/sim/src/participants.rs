@@ -35,6 +35,8 @@ pub(crate) struct ClientRequest {
 pub(crate) struct ClientHit {
     pub(crate) local: u32,
     pub(crate) tokens: u32,
+    /// The weights that its bytes are of.
+    pub(crate) epoch: u64,
 }
 
 /// One client.
