@@ -10,9 +10,9 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from undercroft.errors import ConfigError
 from undercroft.units import SIZE_FORMAT, Amount, parse_amount, parse_size
@@ -35,9 +35,8 @@ class PromotionWait:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: its name, how people are told about it, and how its value is read."""
+    """One option: how people are told about it, and how its value is read. A field of `UndercroftConfig` carries it."""
 
-    name: str
     type: str
     default: Any
     """As a user would write it."""
@@ -50,6 +49,8 @@ class Option:
     scope: str = "connector"
     """Who takes it: "engine" (the engine, also of `undercroft serve`, whose flag it is), "session" (the way of a vLLM
     to its engine) or "connector" (Python alone)."""
+    name: str = ""
+    """That of the field."""
 
     @property
     def env(self) -> str:
@@ -194,170 +195,147 @@ def _text_object(text: str) -> Any:
 
 _SHARE_FORMAT = f"{SIZE_FORMAT}, or a percentage"
 
-# fmt: off
-OPTIONS: tuple[Option, ...] = (
-    Option(
-        "host_memory", "size or share", "25%", _SHARE_FORMAT + " above 0%",
-        "Size of the host tier. A percentage is taken of the memory available at start.",
-        _positive_amount, str, "engine",
-    ),
-    Option(
-        "disk_path", "path or list of paths", [], "directories on local disks",
-        "Directories of the disk tier, one per device; none: no disk tier. In the environment, separated by colons.",
-        _paths, _text_paths, "engine",
-    ),
-    Option(
-        "disk_capacity", "size or share", "50%", _SHARE_FORMAT + " above 0%",
-        "Most that each directory may hold, of which 16 TiB are used. A percentage is taken of the space that is free "
-        "there or the tier's own.",
-        _positive_amount, str, "engine",
-    ),
-    Option(
-        "save", "text", "all", '"all" or "prompt"',
-        "Which full blocks are saved: prompt and generated tokens, or the prompt's only.",
-        _choice("all", "prompt"), str,
-    ),
-    Option(
-        "state_interval_tokens", "number", 8192, "0 to 10000000",
-        "Sliding windows are saved where prompts and answers end and where prefixes part, and, so that a hit can end "
-        "between, every so many tokens; 0: not between. States are saved wherever vLLM keeps them.",
-        _integer(0, 10_000_000), _text_number,
-    ),
-    Option(
-        "min_load_tokens", "number", 64, "0 to 1000000",
-        "A hit that gains fewer tokens over what the device holds is not loaded: a load takes one engine step more "
-        "than computing. 64 suits an idle engine; for a busy one, step time times prompt tokens a second.",
-        _integer(0, 1_000_000), _text_number, "session",
-    ),
-    Option(
-        "lookup", "text", "async", '"async" or "blocking"',
-        "While the disk owes blocks, let the scheduler go on and ask again, or wait for them (lookup_timeout_ms).",
-        _choice("async", "blocking"), str,
-    ),
-    Option(
-        "lookup_timeout_ms", "number", 50, "0 to 60000",
-        "Longest wait of a blocking lookup, in milliseconds; afterwards the request computes its prompt.",
-        _number(0, 60_000), _text_number,
-    ),
-    Option(
-        "promotion_wait", "text or object", "complete",
-        '"complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
-        "How long a lookup waits for blocks on disk: for all, not at all, or a time that grows with the prompt.",
-        _promotion_wait, _text_object,
-    ),
-    Option(
-        "promotion_memory", "size or share", "50%", _SHARE_FORMAT + " above 0%",
-        "Most host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
-        _positive_amount, str, "engine",
-    ),
-    Option(
-        "early_prefetch", "true or false", True, "true or false",
-        "Start lookup and reads from disk when a request arrives, not when the scheduler comes to it.",
-        _bool, _text_bool,
-    ),
-    Option(
-        "cache_hit_threshold", "number", 0.0, "0 to 1",
-        "Requests with a smaller share of their tokens cached are given back unserved; 0 serves all.",
-        _number(0, 1), _text_number,
-    ),
-    Option(
-        "eviction_policy", "text", "lru", '"lru" or "leafhd"',
-        "What is evicted first: the least recently used leaf, or the leaf with the least learned hit density.",
-        _choice("lru", "leafhd"), str, "engine",
-    ),
-    Option(
-        "disk_admission", "text", "all", '"all" or "second_touch"',
-        "What is written to disk: every block, or blocks from their second use on (spares the flash).",
-        _choice("all", "second_touch"), str, "engine",
-    ),
-    Option(
-        "disk_write_rate", "size", 0, SIZE_FORMAT + "; 0 is unlimited",
-        "Most bytes per second written to disk. What exceeds it stays in host memory only.",
-        parse_size, str, "engine",
-    ),
-    Option(
-        "io_engine", "text", "auto", '"auto", "io_uring" or "thread_pool"',
-        "How disks are read and written; auto takes io_uring where the machine allows it.",
-        _choice("auto", "io_uring", "thread_pool"), str, "engine",
-    ),
-    Option(
-        "io_depth", "number", 32, "1 to 1024",
-        "Reads, or writes, that a disk has at once.",
-        _integer(1, 1024), _text_number, "engine",
-    ),
-    Option(
-        "kv_layout", "text", "auto", '"auto" or "cross_layer"',
-        "Layout of the device's KV cache: vLLM's own choice, or all layers of a block side by side, if they can be.",
-        _choice("auto", "cross_layer"), str,
-    ),
-    Option(
-        "namespace_salt", "text", "", "any text",
-        "Keeps caches apart that look the same, e.g. of weights changed in place.",
-        _text, str,
-    ),
-    Option(
-        "weights", "text", "sampled", '"sampled" or "full"',
-        "How the model's weights are known: by headers and samples of each file, or by every byte, read once.",
-        _choice("sampled", "full"), str,
-    ),
-    Option(
-        "model_id", "text", "", "any text",
-        "Stands for the weights, which are not looked at then: you vouch that it changes when they do.",
-        _text, str,
-    ),
-    Option(
-        "server", "text", "", '"unix:///path" of a running `undercroft serve`',
-        "Use the engine of a server on this host, shared with other vLLMs, instead of one in this process.",
-        _server, str, "session",
-    ),
-    Option(
-        "server_timeout_ms", "number", 5, "0.1 to 60000",
-        "A server or owner of the directory that owes a reply for longer counts as gone until it answers again.",
-        _number(0.1, 60_000), _text_number, "session",
-    ),
-    Option(
-        "lookup_spin_us", "number", 200, "0 to 100000",
-        "Longest wait in the scheduler for a server's reply that is on its way.",
-        _number(0, 100_000), _text_number, "session",
-    ),
-    Option(
-        "socket_dir", "path", "", "a directory only this user can enter",
-        "Where the engine's socket is made; by default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
-        _directory, str, "session",
-    ),
-)
-# fmt: on
-
 
 @dataclass(frozen=True, slots=True)
 class UndercroftConfig:
-    """The options' values, checked. Fields are those of `OPTIONS`."""
+    """The options, each with the type of its checked value and how it is read."""
 
-    host_memory: Amount
-    disk_path: tuple[str, ...]
-    disk_capacity: Amount
-    save: str
-    state_interval_tokens: int
-    min_load_tokens: int
-    lookup: str
-    lookup_timeout_ms: float
-    promotion_wait: PromotionWait
-    promotion_memory: Amount
-    early_prefetch: bool
-    cache_hit_threshold: float
-    eviction_policy: str
-    disk_admission: str
-    disk_write_rate: int
-    io_engine: str
-    io_depth: int
-    kv_layout: str
-    namespace_salt: str
-    weights: str
-    model_id: str
-    server: str
-    server_timeout_ms: float
-    lookup_spin_us: float
-    socket_dir: str
+    # fmt: off
+    host_memory: Annotated[Amount, Option(
+        "size or share", "25%", _SHARE_FORMAT + " above 0%",
+        "Size of the host tier. A percentage is taken of the memory available at start.",
+        _positive_amount, str, "engine",
+    )]
+    disk_path: Annotated[tuple[str, ...], Option(
+        "path or list of paths", [], "directories on local disks",
+        "Directories of the disk tier, one per device; none: no disk tier. In the environment, separated by colons.",
+        _paths, _text_paths, "engine",
+    )]
+    disk_capacity: Annotated[Amount, Option(
+        "size or share", "50%", _SHARE_FORMAT + " above 0%",
+        "Most that each directory may hold, of which 16 TiB are used. A percentage is taken of the space that is free "
+        "there or the tier's own.",
+        _positive_amount, str, "engine",
+    )]
+    save: Annotated[str, Option(
+        "text", "all", '"all" or "prompt"',
+        "Which full blocks are saved: prompt and generated tokens, or the prompt's only.",
+        _choice("all", "prompt"), str,
+    )]
+    state_interval_tokens: Annotated[int, Option(
+        "number", 8192, "0 to 10000000",
+        "Sliding windows are saved where prompts and answers end and where prefixes part, and, so that a hit can end "
+        "between, every so many tokens; 0: not between. States are saved wherever vLLM keeps them.",
+        _integer(0, 10_000_000), _text_number,
+    )]
+    min_load_tokens: Annotated[int, Option(
+        "number", 64, "0 to 1000000",
+        "A hit that gains fewer tokens over what the device holds is not loaded: a load takes one engine step more "
+        "than computing. 64 suits an idle engine; for a busy one, step time times prompt tokens a second.",
+        _integer(0, 1_000_000), _text_number, "session",
+    )]
+    lookup: Annotated[str, Option(
+        "text", "async", '"async" or "blocking"',
+        "While the disk owes blocks, let the scheduler go on and ask again, or wait for them (lookup_timeout_ms).",
+        _choice("async", "blocking"), str,
+    )]
+    lookup_timeout_ms: Annotated[float, Option(
+        "number", 50, "0 to 60000",
+        "Longest wait of a blocking lookup, in milliseconds; afterwards the request computes its prompt.",
+        _number(0, 60_000), _text_number,
+    )]
+    promotion_wait: Annotated[PromotionWait, Option(
+        "text or object", "complete",
+        '"complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
+        "How long a lookup waits for blocks on disk: for all, not at all, or a time that grows with the prompt.",
+        _promotion_wait, _text_object,
+    )]
+    promotion_memory: Annotated[Amount, Option(
+        "size or share", "50%", _SHARE_FORMAT + " above 0%",
+        "Most host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
+        _positive_amount, str, "engine",
+    )]
+    early_prefetch: Annotated[bool, Option(
+        "true or false", True, "true or false",
+        "Start lookup and reads from disk when a request arrives, not when the scheduler comes to it.",
+        _bool, _text_bool,
+    )]
+    cache_hit_threshold: Annotated[float, Option(
+        "number", 0.0, "0 to 1",
+        "Requests with a smaller share of their tokens cached are given back unserved; 0 serves all.",
+        _number(0, 1), _text_number,
+    )]
+    eviction_policy: Annotated[str, Option(
+        "text", "lru", '"lru" or "leafhd"',
+        "What is evicted first: the least recently used leaf, or the leaf with the least learned hit density.",
+        _choice("lru", "leafhd"), str, "engine",
+    )]
+    disk_admission: Annotated[str, Option(
+        "text", "all", '"all" or "second_touch"',
+        "What is written to disk: every block, or blocks from their second use on (spares the flash).",
+        _choice("all", "second_touch"), str, "engine",
+    )]
+    disk_write_rate: Annotated[int, Option(
+        "size", 0, SIZE_FORMAT + "; 0 is unlimited",
+        "Most bytes per second written to disk. What exceeds it stays in host memory only.",
+        parse_size, str, "engine",
+    )]
+    verify_host: Annotated[bool, Option(
+        "true or false", False, "true or false",
+        "Compare the checksums of blocks in host memory before each hit, too, not only on their way to disk.",
+        _bool, _text_bool, "engine",
+    )]
+    io_engine: Annotated[str, Option(
+        "text", "auto", '"auto", "io_uring" or "thread_pool"',
+        "How disks are read and written; auto takes io_uring where the machine allows it.",
+        _choice("auto", "io_uring", "thread_pool"), str, "engine",
+    )]
+    io_depth: Annotated[int, Option(
+        "number", 32, "1 to 1024",
+        "Reads, or writes, that a disk has at once.",
+        _integer(1, 1024), _text_number, "engine",
+    )]
+    kv_layout: Annotated[str, Option(
+        "text", "auto", '"auto" or "cross_layer"',
+        "Layout of the device's KV cache: vLLM's own choice, or all layers of a block side by side, if they can be.",
+        _choice("auto", "cross_layer"), str,
+    )]
+    namespace_salt: Annotated[str, Option(
+        "text", "", "any text",
+        "Keeps caches apart that look the same, e.g. of weights changed in place.",
+        _text, str,
+    )]
+    weights: Annotated[str, Option(
+        "text", "sampled", '"sampled" or "full"',
+        "How the model's weights are known: by headers and samples of each file, or by every byte, read once.",
+        _choice("sampled", "full"), str,
+    )]
+    model_id: Annotated[str, Option(
+        "text", "", "any text",
+        "Stands for the weights, which are not looked at then: you vouch that it changes when they do.",
+        _text, str,
+    )]
+    server: Annotated[str, Option(
+        "text", "", '"unix:///path" of a running `undercroft serve`',
+        "Use the engine of a server on this host, shared with other vLLMs, instead of one in this process.",
+        _server, str, "session",
+    )]
+    server_timeout_ms: Annotated[float, Option(
+        "number", 5, "0.1 to 60000",
+        "A server or owner of the directory that owes a reply for longer counts as gone until it answers again.",
+        _number(0.1, 60_000), _text_number, "session",
+    )]
+    lookup_spin_us: Annotated[float, Option(
+        "number", 200, "0 to 100000",
+        "Longest wait in the scheduler for a server's reply that is on its way.",
+        _number(0, 100_000), _text_number, "session",
+    )]
+    socket_dir: Annotated[str, Option(
+        "path", "", "a directory only this user can enter",
+        "Where the engine's socket is made; by default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
+        _directory, str, "session",
+    )]
+    # fmt: on
 
     @classmethod
     def parse(
@@ -410,7 +388,11 @@ class UndercroftConfig:
         return cls(**values)
 
 
-assert [field.name for field in fields(UndercroftConfig)] == [option.name for option in OPTIONS]
+OPTIONS = tuple(
+    replace(hint.__metadata__[0], name=name)
+    for name, hint in get_type_hints(UndercroftConfig, include_extras=True).items()
+)
+"""The options in the order of the fields."""
 
 
 def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:

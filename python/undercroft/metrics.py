@@ -34,7 +34,7 @@ _TIERS = ("host", "disk")
 METRICS: tuple[Metric, ...] = (
     Metric(
         "lookups", "counter", "Lookups by outcome.", ("outcome",),
-        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "miss", "timed_out")},
+        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "device", "miss", "timed_out")},
     ),
     _one("lookup_seconds", "histogram", "Time from the scheduler's first call for a request to the final answer."),
     _one("wait_seconds", "histogram", "The same time, only of lookups that waited for the disk."),
@@ -91,6 +91,7 @@ METRICS: tuple[Metric, ...] = (
         },
     ),
     _one("checksum_failures", "counter", "Blocks or records dropped because their checksum did not match."),
+    _one("host_checksum_failures", "counter", "Blocks in host memory dropped because they changed after their save."),
     Metric("io_failures", "counter", "Failed disk operations.", ("direction",),
            {"read_failures": ("load",), "write_failures": ("save",)}),
     _one("degraded_disks", "gauge", "Directories that accept no writes, have failed, or lack a file.", "disk_degraded"),

@@ -51,6 +51,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "host_evictions": ("counter", "payloads evicted from host memory"),
     "disk_evictions": ("counter", "payloads evicted from disk"),
     "checksum_failures": ("counter", "payloads or records whose checksum did not match"),
+    "host_checksum_failures": ("counter", "payloads in host memory whose checksum did not match"),
     "read_failures": ("counter", "failed reads from disk"),
     "write_failures": ("counter", "failed writes to disk"),
     "load_failures": ("counter", "loads that ended with a failure or could not begin"),
@@ -71,8 +72,9 @@ WORKER_KEYS: dict[str, str] = {
 SCHEDULER_KEYS: dict[str, str] = {
     "lookups_host": "lookups whose hit was in host memory at once",
     "lookups_disk": "lookups that waited for the disk and hit",
+    "lookups_device": "lookups that waited for another request's load, and hit on the device",
     "lookups_miss": "lookups without a hit",
-    "lookups_timed_out": "lookups that reached the deadline",
+    "lookups_timed_out": "lookups that reached their limit: the hit, if any, ended with the part in host memory",
     "hit_tokens_host": "tokens loaded from host memory",
     "hit_tokens_disk": "tokens loaded that were read from disk",
     "failed_loads": "loads the workers reported as failed",
@@ -146,7 +148,14 @@ class UndercroftStats(KVConnectorStats):
         for tier in ("host", "disk"):
             if capacity := gauges.get(f"{tier}_capacity_bytes", 0):
                 line[f"{tier} used %"] = round(100 * gauges.get(f"{tier}_used_bytes", 0) / capacity, 1)
-        troubles = ("failed_loads", "checksum_failures", "hook_errors", "lookups_timed_out", "refused_host_full")
+        troubles = (
+            "failed_loads",
+            "checksum_failures",
+            "host_checksum_failures",
+            "hook_errors",
+            "lookups_timed_out",
+            "refused_host_full",
+        )
         line.update({name.replace("_", " "): get(name) for name in troubles if get(name)})
         return line
 
@@ -163,9 +172,12 @@ class Counts:
         if amount:
             self._counters[name] = self._counters.get(name, 0) + amount
 
-    def lookup(self, seconds: float, hit: bool, waited: bool) -> None:
-        """Count a lookup that was answered ``seconds`` after the scheduler's first call."""
-        self.add(("lookups_disk" if waited else "lookups_host") if hit else "lookups_miss")
+    def lookup(self, seconds: float, outcome: str, waited: bool) -> None:
+        """Count a lookup that was answered ``seconds`` after the scheduler's first call.
+
+        ``waited``: whether it waited for the disk.
+        """
+        self.add(f"lookups_{outcome}")
         self._samples.setdefault("lookup_seconds", []).append(seconds)
         if waited:
             self._samples.setdefault("wait_seconds", []).append(seconds)

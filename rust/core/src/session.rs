@@ -378,7 +378,8 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     fn finish_request(&self, request: &str);
 
     /// Drops everything of the namespace. Nothing of before is found when this returns; true if nothing
-    /// of it is found after a restart either, which takes at most `timeout` to ensure.
+    /// of it is found after a restart either, which takes at most `timeout` to ensure. False, and nothing is
+    /// dropped, if the session was closed.
     fn reset(&self, timeout: Duration) -> bool;
 
     /// Ends the session: its lookups, leases, loads and saves.

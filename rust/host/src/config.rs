@@ -37,7 +37,7 @@ pub enum DiskAdmission {
 }
 
 /// How to open an engine. Sizes are in bytes.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HostConfig {
     /// `unix:///path` of a running server whose engine is used; empty for an engine of this process.
@@ -48,15 +48,15 @@ pub struct HostConfig {
     pub disks: Vec<DiskConfig>,
     /// How disks are read and written.
     pub io_engine: IoEngineChoice,
-    /// Reads, or writes, that a disk has at once.
-    pub io_depth: usize,
+    /// Reads, or writes, that a disk has at once; by default 32.
+    pub io_depth: Option<usize>,
     /// Directory of the engine's socket; empty for [`crate::default_socket_dir`].
     pub socket_dir: PathBuf,
     /// Path of the socket, instead; empty for a path of its own in `socket_dir`.
     pub socket: PathBuf,
     /// Most bytes of the arena that reads from disk hold at once; by default half of the arena.
     pub promotion_memory: Option<u64>,
-    /// A hit that gains fewer tokens is not worth a load.
+    /// A hit that gains fewer tokens is not worth a load; 0 as 1.
     pub min_load_tokens: u32,
     /// Eviction policy of every tier.
     pub eviction_policy: PolicyKind,
@@ -64,35 +64,15 @@ pub struct HostConfig {
     pub disk_admission: DiskAdmission,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub disk_write_rate: u64,
+    /// Compare the checksums of blocks in host memory before each hit.
+    pub verify_host: bool,
     /// If another engine of this user has the directories open, use that one, and take the directories
     /// over when it ends.
     pub share: bool,
-    /// A server that has not replied for so many milliseconds is not asked until it replies.
-    pub server_timeout_ms: f64,
-    /// Longest wait of a lookup for a server's reply that is on its way, in microseconds.
-    pub lookup_spin_us: f64,
-}
-
-impl Default for HostConfig {
-    fn default() -> Self {
-        Self {
-            server: String::new(),
-            host_memory: 0,
-            disks: Vec::new(),
-            io_engine: IoEngineChoice::Auto,
-            io_depth: 32,
-            socket_dir: PathBuf::new(),
-            socket: PathBuf::new(),
-            promotion_memory: None,
-            min_load_tokens: 1,
-            eviction_policy: PolicyKind::Lru,
-            disk_admission: DiskAdmission::All,
-            disk_write_rate: 0,
-            share: false,
-            server_timeout_ms: 5.0,
-            lookup_spin_us: 200.0,
-        }
-    }
+    /// A server that has not replied for so many milliseconds is not asked until it replies; by default 5.
+    pub server_timeout_ms: Option<f64>,
+    /// Longest wait of a lookup for a server's reply that is on its way, in microseconds; by default 200.
+    pub lookup_spin_us: Option<f64>,
 }
 
 impl HostConfig {
@@ -155,18 +135,26 @@ impl HostConfig {
             min_load_tokens: self.min_load_tokens.max(1),
             second_touch: self.disk_admission == DiskAdmission::SecondTouch,
             write_rate: self.disk_write_rate,
+            verify_host: self.verify_host,
             ..defaults
         }
     }
 
+    /// See [`HostConfig::io_depth`].
+    pub(crate) fn io_depth(&self) -> usize {
+        self.io_depth.unwrap_or(32)
+    }
+
     /// See [`HostConfig::server_timeout_ms`].
     pub(crate) fn server_timeout(&self) -> Duration {
-        Duration::from_secs_f64((self.server_timeout_ms / 1e3).clamp(1e-4, 3600.0))
+        let ms = self.server_timeout_ms.unwrap_or(5.0);
+        Duration::from_secs_f64((ms / 1e3).clamp(1e-4, 3600.0))
     }
 
     /// See [`HostConfig::lookup_spin_us`].
     pub(crate) fn lookup_spin(&self) -> Duration {
-        Duration::from_secs_f64((self.lookup_spin_us / 1e6).clamp(0.0, 1.0))
+        let us = self.lookup_spin_us.unwrap_or(200.0);
+        Duration::from_secs_f64((us / 1e6).clamp(0.0, 1.0))
     }
 }
 
@@ -181,7 +169,8 @@ mod tests {
     #[test]
     fn options_have_their_names_and_the_others_their_defaults() {
         let json = r#"{"host_memory": 4097, "disks": [{"path": "/d", "capacity": 5}], "io_engine": "thread_pool",
-            "eviction_policy": "leafhd", "disk_admission": "second_touch", "promotion_memory": null}"#;
+            "eviction_policy": "leafhd", "disk_admission": "second_touch", "promotion_memory": null,
+            "verify_host": true}"#;
         let config = HostConfig::from_json(json).unwrap();
         let expected = HostConfig {
             host_memory: 4097,
@@ -192,12 +181,13 @@ mod tests {
             io_engine: IoEngineChoice::ThreadPool,
             eviction_policy: PolicyKind::LeafHd,
             disk_admission: DiskAdmission::SecondTouch,
+            verify_host: true,
             ..HostConfig::default()
         };
         assert_eq!(config, expected);
         assert_eq!(config.engine().host_bytes, 4096);
         assert_eq!(config.engine().promotion_bytes, 2048);
-        assert!(config.engine().second_touch);
+        assert!(config.engine().second_touch && config.engine().verify_host);
     }
 
     #[test]

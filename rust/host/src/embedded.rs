@@ -46,7 +46,7 @@ impl EmbeddedHost {
         // Before the memory is taken: they may be in use.
         let directories = Directories::open(&config.disks)?;
         let arena = Arc::new(Arena::create(config.arena_bytes())?);
-        let io = (config.io_engine, config.io_depth);
+        let io = (config.io_engine, config.io_depth());
         let engine = RunningEngine::start(of_engine, directories, io, Arc::clone(&arena))?;
         let (engine, arena_id) = (Arc::new(engine), random());
         let server = serve(config, &engine, arena_id)?;

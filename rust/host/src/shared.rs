@@ -162,7 +162,7 @@ mod tests {
             }],
             socket_dir: root.join("run"),
             share: true,
-            server_timeout_ms: 30_000.0,
+            server_timeout_ms: Some(30_000.0),
             ..HostConfig::default()
         }
     }

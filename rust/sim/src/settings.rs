@@ -19,6 +19,8 @@ pub(crate) struct Settings {
     pub(crate) faults: DeviceFaults,
     /// There is room and time for everything, and nothing goes wrong: what was saved must be found.
     pub(crate) roomy: bool,
+    /// Bits flip in the arena.
+    pub(crate) changes: bool,
     /// There are more namespaces than places for them, and sessions come and go.
     pub(crate) crowded: bool,
     pub(crate) lives: u64,
@@ -61,6 +63,7 @@ impl Settings {
             engine.write_rate = random.range(1, 200) << 20;
         }
         engine.second_touch = random.chance(150);
+        engine.verify_host = random.chance(300);
         engine.writes_beside_reads = random.below(4) as usize;
         let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
             .map(|_| (random.range(1, 10) * PAGE, PAGE))
@@ -93,6 +96,7 @@ impl Settings {
             devices,
             faults,
             roomy,
+            changes: !roomy && random.chance(300),
             crowded,
             lives: random.range(1, 6),
             steps: random.range(100, 500),

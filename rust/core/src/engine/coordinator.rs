@@ -8,6 +8,7 @@ use crate::key::NamespaceDigest;
 use crate::metrics::{Counters, Gauges};
 use crate::session::SessionSpec;
 
+use super::checksums::Checksums;
 use super::config::EngineConfig;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
@@ -28,6 +29,7 @@ pub struct Engine {
     pub(super) residency: Residency,
     pub(super) promotions: Promotions,
     pub(super) writeback: WriteBack,
+    pub(super) checksums: Checksums,
     pub(super) namespaces: Namespaces,
     pub(super) sessions: Sessions,
     pub(super) operations: Operations,
@@ -43,6 +45,7 @@ macro_rules! parts {
             residency: &mut $engine.residency,
             requests: &mut $engine.sessions.requests,
             operations: &mut $engine.operations,
+            checksums: &mut $engine.checksums,
             counters: &mut $engine.counters,
             now_ns: $engine.now_ns,
         }
@@ -58,6 +61,7 @@ impl Engine {
             residency: Residency::new(config.host_bytes, config.policy, config.seed),
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
+            checksums: Checksums::default(),
             namespaces: Namespaces::new(&config),
             sessions: Sessions::default(),
             operations: Operations::default(),

@@ -84,7 +84,7 @@ fn a_capacity_that_would_fill_the_filesystem_is_refused() {
     let (_guard, store) = dir();
     let refused = open::open(&store, 1 << 60, 1).unwrap_err().to_string();
     assert!(
-        refused.contains("reserve") && refused.contains("disk_capacity"),
+        refused.contains("percentage") && refused.contains("disk_capacity"),
         "{refused}"
     );
     // What can be used is said, and can be used: less than all that is free.

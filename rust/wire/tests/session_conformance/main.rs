@@ -79,6 +79,7 @@ conformance_of_all! {
         nothing_of_before_a_reset_is_found_or_loaded,
         a_reset_leaves_other_sessions_the_bytes_of_their_hits,
         a_session_that_was_reset_shares_with_no_other,
+        a_closed_session_resets_nothing,
         a_reset_is_durable,
     }
 }

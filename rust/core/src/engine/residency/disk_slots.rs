@@ -4,6 +4,7 @@ use crate::disk::Disk;
 use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, Tier};
 use crate::metrics::Counters;
 use crate::slots::Owner;
+use crate::work;
 
 use super::geometry::Region;
 use super::slots::Loss;
@@ -150,13 +151,12 @@ impl Residency {
     ) -> Option<u64> {
         let region = Region::Disk(device);
         let class = self.class(id, region, group);
-        let mut drains = 0;
         loop {
             let owner = Owner { node: id, group };
             if let Some(offset) = self.disk_mut(device).alloc(class, owner) {
                 return Some(offset);
             }
-            if !self.make_room(region, class, &mut drains, counters) {
+            if !self.make_room(region, class, counters) {
                 return None;
             }
         }
@@ -182,6 +182,7 @@ impl Residency {
         let mut at = self.node(id).parent();
         while at != NONE && self.node(at).required == 0 && self.disk_mut(device).add_placeholder(at)
         {
+            work::node();
             at = self.node(at).parent();
         }
     }
@@ -193,6 +194,7 @@ impl Residency {
         // The first one that is lost takes all nodes below along.
         nodes.sort_unstable_by_key(|&(id, _)| self.node(id).depth);
         for (id, epoch) in nodes {
+            work::node();
             if !self.forest.is_live(id, epoch) || self.node(id).device != device {
                 continue;
             }

@@ -9,6 +9,8 @@ use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
 use super::geometry::{Geometry, Region};
+use super::host_checksums::HostChecksums;
+use super::runs::RunSearch;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -34,6 +36,7 @@ const POLICY_BLOCKS_MIN: u64 = 64;
 pub(in crate::engine) struct Residency {
     pub(super) forest: Forest,
     pub(super) host: Slots,
+    pub(super) host_checksums: HostChecksums,
     pub(super) host_policies: TierPolicies,
     pub(super) disks: Vec<Disk>,
     /// What payloads a namespace has, by [`NsId`].
@@ -44,6 +47,11 @@ pub(in crate::engine) struct Residency {
     pub(super) freed: [u64; 2],
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
+    /// How far each region was searched for pages that another size class may take: the arena, then the
+    /// directories.
+    pub(super) searches: Vec<RunSearch>,
+    /// A payload on disk went although others stand on it there.
+    pub(super) disk_gaps: bool,
 }
 
 impl Residency {
@@ -51,12 +59,15 @@ impl Residency {
         Self {
             forest: Forest::new(seed),
             host: Slots::new(host_bytes, page_bytes_for(host_bytes)),
+            host_checksums: HostChecksums::default(),
             host_policies: TierPolicies::new(new_policy(policy, host_bytes, seed)),
             disks: Vec::new(),
             geometry: Vec::new(),
             tick: 0,
             freed: [0, 0],
             queued_bytes: 0,
+            searches: vec![RunSearch::default()],
+            disk_gaps: false,
         }
     }
 

@@ -6,6 +6,7 @@ use crate::forest::{DiskState, HostState, NONE, NodeId};
 use crate::io::IoRequest;
 use crate::metrics::Counters;
 use crate::policy::Doorkeeper;
+use crate::work;
 
 use super::super::config::EngineConfig;
 use super::super::parts::EngineParts;
@@ -81,6 +82,7 @@ impl WriteBack {
             }
             if self.doorkeeper.is_some() && residency.node(id).touch.hit_class == 0 {
                 counters.refused_admission += 1;
+                self.orphaned.note(id, residency);
             } else {
                 self.queue_writes(id, residency, counters);
             }
@@ -117,6 +119,7 @@ impl WriteBack {
         while at != NONE
             && (residency.node(at).required == 0 || residency.writable_group(at).is_some())
         {
+            work::node();
             chain.push(at);
             at = residency.node(at).parent();
         }
@@ -143,6 +146,7 @@ impl WriteBack {
             // Queued payloads cannot be evicted: half of the arena is left to others.
             if residency.queued_bytes() + slot > residency.host().capacity() / 2 {
                 counters.refused_write_rate += 1;
+                self.orphaned.note(id, residency);
                 continue;
             }
             let write = enqueue(id, group, residency);
@@ -217,6 +221,7 @@ impl WriteBack {
             if !self.budget.allows(bytes) {
                 break;
             }
+            work::queued();
             self.queue.pop_front();
             if let Some(request) = self.start_write(write, parts) {
                 self.budget.spend(bytes);

@@ -23,13 +23,13 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) type Open = fn(usize, Arc<Arena>, Vec<DeviceFiles>, Script) -> Box<dyn IoEngine>;
 
 /// An engine over one device in a directory of its own.
-pub(crate) struct Bench {
+pub(crate) struct Rig {
     pub(crate) engine: Box<dyn IoEngine>,
     pub(crate) arena: Arc<Arena>,
     pub(crate) dir: tempfile::TempDir,
 }
 
-impl Bench {
+impl Rig {
     pub(crate) fn new(open: Open, script: Script) -> Self {
         Self::with(|arena, device| open(DEPTH, arena, vec![device], script))
     }
