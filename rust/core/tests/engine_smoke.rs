@@ -251,6 +251,27 @@ fn a_chain_survives_a_restart() {
 }
 
 #[test]
+fn namespaces_are_counted_while_they_have_nodes() {
+    let mut machine = Machine::new();
+    let mut engine = machine.engine(1);
+    let session = engine.open_session(spec()).unwrap();
+    assert_eq!(engine.gauges().namespaces, 0);
+    save(&mut machine, &mut engine, session, &chain(6));
+    assert_eq!(engine.gauges().namespaces, 1);
+    engine.reset(session);
+    machine.run(&mut engine);
+    assert_eq!(engine.gauges().namespaces, 0);
+    // The session has its own from now on, beside the one of the description.
+    save(&mut machine, &mut engine, session, &chain(6));
+    let other = engine.open_session(spec()).unwrap();
+    save(&mut machine, &mut engine, other, &chain(6));
+    assert_eq!(engine.gauges().namespaces, 2);
+    engine.close_session(session);
+    machine.run(&mut engine);
+    assert_eq!(engine.gauges().namespaces, 1);
+}
+
+#[test]
 fn a_flipped_bit_is_a_miss() {
     let mut machine = Machine::new();
     let hashes = chain(6);

@@ -302,7 +302,7 @@ impl World {
         let extents = self
             .engine
             .with(|engine| engine.hit_extents(id, &name, Tokens(local)));
-        let blocks = self.blocks(session, request, &extents)?;
+        let blocks = self.blocks(session, request, &extents, epoch)?;
         self.sessions[session].requests[request].promise = Some(blocks);
         if self.random.chance(400) {
             // The device may have gained blocks, never lost them.
@@ -329,9 +329,7 @@ impl World {
         };
         let mut external = ready.tokens - ready.local;
         let served = self.sessions[session].served;
-        // Without the promise nothing says that the bytes are from before a reset.
-        let same = self.models[self.sessions[session].namespace].epoch == ready.epoch;
-        if !served && same && self.random.chance(100) {
+        if !served && self.random.chance(100) {
             external = self.random.below(u64::from(external)) as u32;
             // Of a window, other blocks may be needed than for the whole hit.
             self.sessions[session].requests[request].promise = None;

@@ -35,7 +35,7 @@ pub(crate) struct ClientRequest {
 pub(crate) struct ClientHit {
     pub(crate) local: u32,
     pub(crate) tokens: u32,
-    /// The weights that its bytes are of.
+    /// The weights that its bytes are of, also if another session has reset the namespace since.
     pub(crate) epoch: u64,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct SimClient {
 }
 
 /// A block and its slot.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ClientBlock {
     pub(crate) payload: SavedPayload,
     pub(crate) offset: u64,

@@ -24,6 +24,7 @@ impl World {
         let state = &self.sessions[session];
         let name = state.requests[request].name.clone();
         let promise = state.requests[request].promise.clone();
+        let told = state.requests[request].ready.map(|hit| hit.epoch);
         let (from, external_tokens) = (Tokens(local), Tokens(external));
         let transfer = state.session.begin_load(&name, from, external_tokens);
         let promised = promised || promise.is_some();
@@ -39,14 +40,10 @@ impl World {
             }
             return Ok(());
         };
-        let mut blocks = self.blocks(session, request, &transfer.extents)?;
-        if let Some(promise) = promise {
-            // The bytes are those of when it was told, also if the namespace was reset since.
-            let told = |block: &ClientBlock| promise.iter().find(|one| one.offset == block.offset);
-            if !blocks.iter().all(|block| told(block).is_some()) {
-                return Err(format!("{name}: other slots than it was told"));
-            }
-            blocks = blocks.iter().filter_map(told).copied().collect();
+        let epoch = told.unwrap_or_else(|| self.epoch(session));
+        let blocks = self.blocks(session, request, &transfer.extents, epoch)?;
+        if promise.is_some_and(|promise| !blocks.iter().all(|block| promise.contains(block))) {
+            return Err(format!("{name}: other slots than it was told"));
         }
         self.check_needed(session, request, (local, external), &blocks)?;
         for block in &blocks {
@@ -127,7 +124,8 @@ impl World {
         let Some(transfer) = transfer else {
             return Ok(());
         };
-        let blocks = self.blocks(session, request, &transfer.extents)?;
+        let epoch = self.epoch(session);
+        let blocks = self.blocks(session, request, &transfer.extents, epoch)?;
         for block in &blocks {
             self.check_saved(session, request, tokens, &offers, block)?;
         }
@@ -209,12 +207,18 @@ impl World {
         offers
     }
 
-    /// The blocks that extents name.
+    /// The weights of a session's namespace.
+    fn epoch(&self, session: usize) -> u64 {
+        self.models[self.sessions[session].namespace].epoch
+    }
+
+    /// The blocks that extents name, of the weights of `epoch`.
     pub(crate) fn blocks(
         &self,
         session: usize,
         request: usize,
         extents: &[Extent],
+        epoch: u64,
     ) -> Result<Vec<ClientBlock>, String> {
         let session = &self.sessions[session];
         let (namespace, request) = (session.namespace, &session.requests[request]);
@@ -232,7 +236,12 @@ impl World {
                         request.name
                     ));
                 };
-                let payload = model.payload(namespace, key, extent.group);
+                let payload = SavedPayload {
+                    namespace,
+                    epoch,
+                    key,
+                    group: extent.group,
+                };
                 blocks.push(ClientBlock { payload, offset });
             }
         }

@@ -215,12 +215,12 @@ impl Engine {
         &self.counters
     }
 
-    /// The gauges as of now. Costs a pass over sessions and disks, not over blocks.
+    /// The gauges as of now. Costs a pass over sessions, namespaces and disks, not over blocks.
     pub fn gauges(&self) -> Gauges {
         let disks = self.residency.disks();
         let sum = |of: fn(&Disk) -> u64| disks.iter().map(of).sum();
         let is_degraded = |disk: &&Disk| disk.health.report().0 != Health::Good;
-        let host = self.residency.host();
+        let (host, forest) = (self.residency.host(), self.residency.forest());
         let (mut loads, mut saves, mut transferring) = (0, 0, 0);
         for (_, transfer) in self.sessions.transfers() {
             transferring += transfer.bytes;
@@ -239,8 +239,11 @@ impl Engine {
             disk_used_bytes: sum(|disk| disk.slots().used_bytes()),
             disk_blocks: sum(|disk| disk.slots().blocks()),
             disk_degraded: disks.iter().filter(is_degraded).count() as u64,
-            nodes: self.residency.forest().len() as u64,
-            namespaces: self.namespaces.len() as u64,
+            nodes: forest.len() as u64,
+            namespaces: forest
+                .namespaces()
+                .filter(|&ns| forest.has_nodes(ns))
+                .count() as u64,
             volatile_namespaces: self.shared_namespaces().filter(|(_, kept)| !kept).count() as u64,
             sessions: self.sessions.len() as u64,
             active_lookups: self.sessions.requests.len() as u64,

@@ -119,7 +119,7 @@ fn space_moves_between_models_by_use() {
             "{model:?}: {recent:?}"
         );
     }
-    assert_eq!(rig.engine.gauges().namespaces, 4);
+    assert_eq!(rig.engine.shared_namespaces().count(), 4);
 }
 
 /// One block of a model in a session of its own, as each restart of a client has it; how many blocks
@@ -151,7 +151,7 @@ fn a_directory_never_stops_remembering() {
                 assert_eq!(visit(&mut rig, &model(last)), 0);
                 last += 1;
             }
-            assert!(rig.engine.gauges().namespaces <= 1025);
+            assert!(rig.engine.shared_namespaces().count() <= 1024);
             drop(rig);
             let mut rig = Open::new(&dirs).plain();
             assert_eq!(visit(&mut rig, &model(last - 1)), 1, "identity {last}");

@@ -93,10 +93,6 @@ impl Namespaces {
         &mut self.table[usize::from(ns)]
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.table.len()
-    }
-
     pub(super) fn digest(&self, ns: NsId) -> &NamespaceDigest {
         &self.state(ns).digest
     }
@@ -244,7 +240,7 @@ impl Namespaces {
     /// An index that a private namespace had, of which nothing is left.
     fn vacant(&self, residency: &Residency, is_unused: impl Fn(NsId) -> bool) -> Option<NsId> {
         (0..).zip(&self.table).find_map(|(ns, state)| {
-            let is_empty = state.private && residency.forest().roots(ns).next().is_none();
+            let is_empty = state.private && !residency.forest().has_nodes(ns);
             (is_empty && is_unused(ns)).then_some(ns)
         })
     }
