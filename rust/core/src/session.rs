@@ -244,7 +244,7 @@ impl Sources {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u64);
 
-/// Names a session for the workers that copy for it; 0 for the engine of this process.
+/// Names a session for the workers that copy for it, and lets them have the arena. 0 names none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SessionToken(pub u128);
 

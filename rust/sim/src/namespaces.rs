@@ -117,7 +117,7 @@ impl World {
     /// An engine stops in good order.
     pub(crate) fn note_kept(&mut self) {
         let known = self.known_namespaces();
-        if self.settings.faults.is_none() && !self.disks.devices.is_empty() {
+        if self.settings.faults.is_none() && !self.disks.attached.is_empty() {
             let kept = known.iter().filter(|(_, kept)| **kept);
             self.history.kept_namespaces = kept.map(|(digest, _)| *digest).collect();
         }
@@ -133,9 +133,10 @@ impl World {
 
     fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
-        // A session that has parted with it may still be saving: nobody finds that.
-        let saves = self.sessions.iter().flat_map(|session| &session.saves);
-        let mut saving = saves.flat_map(|save| &save.blocks);
-        self.history.roomy_broken |= saving.any(|block| block.payload.namespace == namespace);
+        // A session that has parted with it may be saving there still: what ends after this is kept nowhere.
+        for save in self.sessions.iter_mut().flat_map(|of| &mut of.saves) {
+            let mut blocks = save.blocks.iter();
+            save.lost |= blocks.any(|block| block.payload.namespace == namespace);
+        }
     }
 }

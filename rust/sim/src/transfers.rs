@@ -141,6 +141,7 @@ impl World {
             id: transfer.id,
             blocks,
             filled: 0,
+            lost: false,
         });
         Ok(())
     }
@@ -340,7 +341,7 @@ impl World {
             for ClientBlock { payload, .. } in &save.blocks {
                 // Of the namespace of when it began.
                 let model = &mut self.models[payload.namespace];
-                if payload.epoch == model.epoch {
+                if payload.epoch == model.epoch && !save.lost {
                     model.stored.insert(*payload);
                 }
             }

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -37,15 +37,7 @@ impl Rig {
     pub(crate) fn with(open: impl FnOnce(Arc<Arena>, DeviceFiles) -> Box<dyn IoEngine>) -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let arena = Arc::new(Arena::create(ARENA).unwrap());
-        let file = |name: &str| open_file(&dir.path().join(name), true).unwrap();
-        let (data, o_direct) = file("data");
-        let device = DeviceFiles {
-            superblock: file("super").0,
-            table: file("table").0,
-            data,
-            o_direct,
-        };
-        let engine = open(Arc::clone(&arena), device);
+        let engine = open(Arc::clone(&arena), device_in(dir.path()));
         Self { engine, arena, dir }
     }
 
@@ -106,6 +98,18 @@ impl Rig {
     /// Puts bytes into the data file behind the engine's back.
     pub(crate) fn prepare(&self, file_offset: u64, bytes: &[u8]) {
         self.file("data").write_all_at(bytes, file_offset).unwrap();
+    }
+}
+
+/// The files of a device in a directory.
+pub(crate) fn device_in(dir: &Path) -> DeviceFiles {
+    let file = |name: &str| open_file(&dir.join(name), true).unwrap();
+    let (data, o_direct) = file("data");
+    DeviceFiles {
+        superblock: file("super").0,
+        table: file("table").0,
+        data,
+        o_direct,
     }
 }
 
