@@ -127,7 +127,9 @@ def test_modules_that_adapters_change_are_described():
 
 def test_precision_of_the_multimodal_encoder_is_described():
     """The text's KV depends on what the encoder made of a picture."""
-    assert _fields("MultiModalConfig", MultiModalConfig(mm_encoder_attn_dtype="fp8")) == {"mm_encoder_attn_dtype": "fp8"}
+    assert _fields("MultiModalConfig", MultiModalConfig(mm_encoder_attn_dtype="fp8")) == {
+        "mm_encoder_attn_dtype": "fp8"
+    }
 
 
 def test_models_that_read_settings_of_the_run_are_known():
