@@ -14,6 +14,7 @@ from undercroft.config import UndercroftConfig
 from undercroft.connector import identity
 from undercroft.connector.namespace import known_by_name
 from undercroft.connector.weights import Digests
+from undercroft.errors import ConfigError
 from undercroft.log import logger
 
 SIZES = {"host_memory": 8 << 20}
@@ -48,6 +49,23 @@ def test_the_weight_file_that_differs_is_named(tmp_path: Path, served: bool) -> 
 def test_a_server_that_is_not_there_is_not_waited_for(tmp_path: Path) -> None:
     config = UndercroftConfig.parse({"server": f"unix://{tmp_path}/nobody"})
     assert identity.why_not_reused(described("two"), config, digests()) is None
+
+
+@pytest.mark.parametrize("where", [{"server": "unix:///run/undercroft"}, {"disk_path": "/cache"}])
+def test_random_hashes_are_refused_where_others_use_the_cache(where: dict[str, str]) -> None:
+    config = UndercroftConfig.parse(where)
+    with pytest.raises(ConfigError, match=r"with random block hashes: why; .* Set PYTHONHASHSEED") as refused:
+        identity.check_seed("why", config, is_shared=True)
+    assert next(iter(where.values())) in str(refused.value)
+
+
+def test_random_hashes_are_warned_of_where_nobody_else_uses_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    for where in ({}, {"disk_path": "/cache"}):
+        identity.check_seed("why", UndercroftConfig.parse(where), is_shared=False)
+    assert ["/cache" in line for line in said] == [False, True]
+    assert all("why." in line and "PYTHONHASHSEED" in line for line in said)
 
 
 def test_weights_known_by_name_only_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
