@@ -20,6 +20,8 @@ pub(crate) struct ClientRequest {
     pub(crate) ready: Option<ClientHit>,
     /// Where the payloads of `ready` lie: they stay there as long as the request keeps its hit.
     pub(crate) promise: Option<Vec<ClientBlock>>,
+    /// The weights of its namespace at its lookups, each once.
+    pub(crate) looked: Vec<u64>,
     /// Tokens that it has asked to be saved.
     pub(crate) saved_tokens: u32,
     /// A load of it failed: there is nothing for it any more.

@@ -40,7 +40,10 @@ impl World {
             }
             return Ok(());
         };
-        let epoch = told.unwrap_or_else(|| self.epoch(session));
+        let epoch = match told {
+            Some(epoch) => epoch,
+            None => self.found_weights(session, request, &transfer.extents)?,
+        };
         let blocks = self.blocks(session, request, &transfer.extents, epoch)?;
         if promise.is_some_and(|promise| !blocks.iter().all(|block| promise.contains(block))) {
             return Err(format!("{name}: other slots than it was told"));
@@ -208,8 +211,29 @@ impl World {
         offers
     }
 
+    /// The weights of a load that its client was not told of: those of a lookup of the request, or the present ones.
+    fn found_weights(
+        &self,
+        session: usize,
+        request: usize,
+        extents: &[Extent],
+    ) -> Result<u64, String> {
+        for &epoch in &self.sessions[session].requests[request].looked {
+            let blocks = self.blocks(session, request, extents, epoch)?;
+            let is_there = |block: &ClientBlock| {
+                let bytes = self.payload_bytes(&block.payload);
+                let mut sectors = self.arena.at(block.offset, bytes).iter().enumerate();
+                sectors.any(|(index, &found)| found == block.payload.sector(index))
+            };
+            if blocks.iter().any(is_there) {
+                return Ok(epoch);
+            }
+        }
+        Ok(self.epoch(session))
+    }
+
     /// The weights of a session's namespace.
-    fn epoch(&self, session: usize) -> u64 {
+    pub(crate) fn epoch(&self, session: usize) -> u64 {
         self.models[self.sessions[session].namespace].epoch
     }
 

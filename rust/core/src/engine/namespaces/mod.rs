@@ -159,7 +159,7 @@ impl Namespaces {
             }
             residency.set_alignment(ns, spec.alignment_tokens);
             self.used(ns, residency, used_s);
-            if !is_kept(self.state(ns), residency) {
+            if lacks_entry(self.state(ns), residency) {
                 // It is empty after a reset, or came when sessions used all that were in the tables.
                 self.make_room(self.shared_max, residency, |other| {
                     other != ns && is_unused(other)
@@ -561,6 +561,12 @@ impl Namespaces {
 fn is_kept(state: &NamespaceState, residency: &Residency) -> bool {
     let mut disks = residency.disks().iter();
     disks.all(|disk| disk.namespace_entries.contains(&state.instance))
+}
+
+/// Whether a directory that is there has no entry of a namespace.
+fn lacks_entry(state: &NamespaceState, residency: &Residency) -> bool {
+    let mut there = residency.disks().iter().filter(|disk| !disk.is_absent());
+    there.any(|disk| !disk.namespace_entries.contains(&state.instance))
 }
 
 /// Whether the description fits an entry of a namespace table.
