@@ -308,6 +308,11 @@ impl Forest {
         self.roots[usize::from(ns)]
     }
 
+    /// Whether a namespace has a node.
+    pub fn has_nodes(&self, ns: NsId) -> bool {
+        self.first_root(ns) != NONE
+    }
+
     /// The ancestor of `id` at `depth`, itself included.
     pub fn ancestor(&self, mut id: NodeId, depth: u32) -> NodeId {
         while id != NONE && self.node(id).depth > depth {
