@@ -147,8 +147,14 @@ class UndercroftStats(KVConnectorStats):
         for tier in ("host", "disk"):
             if capacity := gauges.get(f"{tier}_capacity_bytes", 0):
                 line[f"{tier} used %"] = round(100 * gauges.get(f"{tier}_used_bytes", 0) / capacity, 1)
-        troubles = ("failed_loads", "checksum_failures", "host_checksum_failures", "hook_errors", "lookups_timed_out",
-                    "refused_host_full")
+        troubles = (
+            "failed_loads",
+            "checksum_failures",
+            "host_checksum_failures",
+            "hook_errors",
+            "lookups_timed_out",
+            "refused_host_full",
+        )
         line.update({name.replace("_", " "): get(name) for name in troubles if get(name)})
         return line
 
