@@ -16,6 +16,7 @@ from undercroft.connector.offers import BoundaryState
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
 from undercroft.connector.tails import Tails
+from undercroft.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +39,8 @@ _RETRY_STEPS = 8
 """A refused save is asked for again after at most this many steps, and after twice as many each time that follows."""
 _DOUBLINGS = 5
 """How often that number is doubled."""
-RESET_TIMEOUT_S = 10.0
+RESET_TIMEOUT_S = 1.0
+"""Longest wait until the disk or the server confirms a reset: vLLM stands still meanwhile."""
 
 
 class SchedulerConnector:
@@ -293,8 +295,17 @@ class SchedulerConnector:
     def reset_cache(self) -> bool:
         """Drop everything of this namespace. What the device holds now is not saved any more."""
         self._epoch += 1
-        self._saves.abandon()
-        return self._session.reset(RESET_TIMEOUT_S)
+        try:
+            self._saves.abandon()
+        except Exception as error:
+            self._report("reset_cache", error)
+        if not self._session.reset(RESET_TIMEOUT_S):
+            logger.warning(
+                "undercroft: a reset was not confirmed within %g s: the server is away or late, or the disk failed. "
+                "This vLLM finds nothing of before the reset. Others with the same model do until it is confirmed.",
+                RESET_TIMEOUT_S,
+            )
+        return True
 
     def close(self) -> None:
         """End the session: its lookups, loads and saves are dropped."""
