@@ -203,7 +203,8 @@ class UndercroftConfig:
     # fmt: off
     host_memory: Annotated[Amount, Option(
         "size or share", "25%", _SHARE_FORMAT + " above 0%",
-        "Size of the host tier. A percentage is taken of the memory available at start.",
+        "Size of the host tier of one vLLM, all of its ranks on this machine together: data-parallel ranks take equal "
+        "parts, or share the whole if there is a disk_path. A percentage is taken of the memory available at start.",
         _positive_amount, str, "engine",
     )]
     disk_path: Annotated[tuple[str, ...], Option(

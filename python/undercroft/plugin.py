@@ -16,6 +16,7 @@ def register() -> None:
 
         vllm_patches.reject_requests()
         vllm_patches.recompute_failed_loads_of_children(registration.is_ours)
+        vllm_patches.count_ranks()
         registration.register_name()
     except Exception as error:
         logger.error(

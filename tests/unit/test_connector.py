@@ -23,7 +23,7 @@ from undercroft.engine import start_line
 @pytest.fixture
 def engine(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(module, "open_engine", lambda config: engine)
+    monkeypatch.setattr(module, "open_engine", lambda config, ranks: engine)
     return engine
 
 

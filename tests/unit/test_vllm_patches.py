@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import logging
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.core import kv_cache_utils
@@ -59,6 +62,7 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (ChatCompletionRequest, "to_sampling_params"),
     (kv_cache_utils, "_gen_lora_extra_hash_keys"),
     (EngineCore, "add_lora"),
+    (EngineArgs, "create_engine_config"),
 ]
 BY_NAME = {patch.name.upper(): patch for patch in PATCHES}
 
@@ -278,6 +282,21 @@ def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("unpatched")
+def test_an_independent_rank_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(self: EngineArgs) -> Any:
+        parallel = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2)
+        return SimpleNamespace(parallel_config=parallel)
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", create)
+    assert vllm_patches.count_ranks()
+    config = pickle.loads(pickle.dumps(EngineArgs.create_engine_config(object.__new__(EngineArgs))))
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert config.parallel_config.data_parallel_size_local == 1
+    assert vllm_patches.ranks_of(config) == 2
+    assert vllm_patches.ranks_of(SimpleNamespace(parallel_config=ParallelConfig())) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("unpatched")
 def test_a_request_keeps_the_key_of_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda request: request.found)
     keys = iter(["first", "second"])
@@ -311,6 +330,7 @@ def test_the_places_of_instances_exist() -> None:
         "Request._undercroft_adapter",
         "RequestState.__class__",
         "Scheduler.recompute_kv_load_failures",
+        "ParallelConfig._undercroft_ranks",
         "Scheduler._undercroft_take_threshold_rejects",
         "InputProcessor._undercroft_threshold",
     }

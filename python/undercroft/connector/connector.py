@@ -129,7 +129,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         not_reused = identity.why_not_reused(description, config, naming.digests)
         identity.warn_of_names(description)
-        engine = open_engine(config)
+        engine = open_engine(config, ranks=vllm_patches.ranks_of(self._vllm_config))
         try:
             if seed_reason:
                 identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)

@@ -14,6 +14,7 @@ from undercroft.vllm_patches.connector import (
     reconcile_local_hits,
     tell_adapters_apart,
 )
+from undercroft.vllm_patches.data_parallel import count_ranks, ranks_of
 from undercroft.vllm_patches.hit_threshold import reject_requests
 from undercroft.vllm_patches.table import HIT_THRESHOLD, PATCHES, Patch, patch_table, problem
 
@@ -22,9 +23,11 @@ __all__ = [
     "PATCHES",
     "Patch",
     "before_prefix_cache_reset",
+    "count_ranks",
     "end_step_at",
     "patch_table",
     "problem",
+    "ranks_of",
     "recompute_failed_loads",
     "recompute_failed_loads_of_children",
     "reconcile_local_hits",

@@ -97,6 +97,14 @@ PREFIX_CACHE_RESET = Patch(
     "0.31 to 0.33",
     "A reset of vLLM's prefix cache is refused while saves are running.",
 )
+RANKS = Patch(
+    "ranks",
+    ("EngineArgs.create_engine_config", "ParallelConfig._undercroft_ranks"),
+    "the class, in every process; the attribute in vLLMs with data parallelism",
+    "vLLM hides from each rank of a model without experts how many ranks there are. They have one host memory.",
+    "0.31 to 0.33",
+    "Without a disk, each data-parallel rank of a model without experts takes all of `host_memory`.",
+)
 SHARED_PREFIX = Patch(
     "shared_prefix",
     ("Request.shared_prefix_boundary",),
@@ -114,6 +122,7 @@ PATCHES = (
     ADAPTER_WEIGHTS,
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
+    RANKS,
     SHARED_PREFIX,
 )
 
