@@ -232,10 +232,11 @@ def test_plugin_registers_once():
 
 def test_child_of_a_multi_connector_is_found(engine):
     connector = make()
-    assert registration.is_ours(connector)
-    assert registration.is_ours(SimpleNamespace(_connectors=[SimpleNamespace(), connector]))
-    assert not registration.is_ours(SimpleNamespace(_connectors=[]))
-    assert not registration.is_ours(None)
+    assert registration.ours_in(connector) == [connector]
+    inner = SimpleNamespace(_connectors=[SimpleNamespace(), connector])
+    assert registration.ours_in(SimpleNamespace(_connectors=[SimpleNamespace(), inner])) == [connector]
+    assert registration.ours_in(SimpleNamespace(_connectors=[])) == []
+    assert registration.ours_in(None) == []
 
 
 def test_it_is_known_by_its_name_also_where_no_plugin_was_loaded(monkeypatch):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from vllm.config import ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -53,13 +54,14 @@ MAY_IMPORT_VLLM = {
 schemes.py the names that tell how a version makes hashes and lays out pages."""
 
 CLASS_PLACES: list[tuple[Any, str]] = [
-    (Scheduler, "__init__"),
     (Scheduler, "update_from_output"),
     (InputProcessor, "__init__"),
     (InputProcessor, "process_inputs"),
     (OutputProcessor, "process_outputs"),
     (CompletionRequest, "to_sampling_params"),
     (ChatCompletionRequest, "to_sampling_params"),
+    (Scheduler, "_handle_failed_recving"),
+    (MultiConnector, "get_num_new_matched_tokens"),
     (kv_cache_utils, "_gen_lora_extra_hash_keys"),
     (EngineCore, "add_lora"),
     (EngineArgs, "create_engine_config"),
@@ -226,8 +228,8 @@ def test_a_vllm_with_other_internals_is_left_as_it_is(monkeypatch: pytest.Monkey
     assert vllm_patches.problem(BY_NAME[patch]) is not None
     assert getattr(owner, name) is instead
     together = {
-        "HIT_THRESHOLD": [place for place in CLASS_PLACES if place[1] not in ("__init__", "add_lora")][:5],
-        "MULTI_CONNECTOR_POLICY": [(Scheduler, "__init__")],
+        "HIT_THRESHOLD": CLASS_PLACES[:6],
+        "MULTI_CONNECTOR_POLICY": [(Scheduler, "_handle_failed_recving")],
         "ADAPTER_WEIGHTS": [(kv_cache_utils, "_gen_lora_extra_hash_keys"), (EngineCore, "add_lora")],
     }
     assert not any(is_patched(*place) for place in together[patch] if getattr(*place) is not None)
@@ -252,12 +254,15 @@ def fail(*_: object) -> Any:
 
 @pytest.mark.usefixtures("unpatched")
 def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(self: Any) -> None:
-        self.connector, self.recompute_kv_load_failures, self.requests = object(), False, {}
+    scheduler: Any = object.__new__(Scheduler)
+    scheduler.connector, scheduler.recompute_kv_load_failures, scheduler.requests = object(), False, {}
+    assert vllm_patches.recompute_own_failed_loads(fail)
+    assert scheduler._handle_failed_recving({"r"}) == set()
 
-    monkeypatch.setattr(Scheduler, "__init__", init)
-    assert vllm_patches.recompute_failed_loads_of_children(fail)
-    assert Scheduler().recompute_kv_load_failures is False
+    multi: Any = object.__new__(MultiConnector)
+    multi._connectors = []
+    assert vllm_patches.judge_all_hits(fail)
+    assert multi.get_num_new_matched_tokens(object(), 0) == (0, False)
 
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda request: [("lora", "name")])
     monkeypatch.setattr(EngineCore, "add_lora", lambda self, lora_request: True)
@@ -329,7 +334,7 @@ def test_the_places_of_instances_exist() -> None:
         "Request.shared_prefix_boundary",
         "Request._undercroft_adapter",
         "RequestState.__class__",
-        "Scheduler.recompute_kv_load_failures",
+        "MultiConnector._undercroft_judge",
         "ParallelConfig._undercroft_ranks",
         "Scheduler._undercroft_take_threshold_rejects",
         "InputProcessor._undercroft_threshold",

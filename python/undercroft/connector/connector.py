@@ -80,7 +80,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector over undercroft's tiers: one instance in the scheduler's process, one in each worker's."""
 
     is_undercroft = True
-    """Marks the class for `undercroft.registration.is_ours`."""
+    """Marks the class for `undercroft.registration.ours_in`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -91,6 +91,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._threshold: HitThreshold | None = None
+        self._is_child = False
+        """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
         config = UndercroftConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         reason = why_unsupported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -267,18 +269,38 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
-        gain, asynchronous = answer
-        if gain is None or self._threshold is None:
+        if answer[0] is None or self._threshold is None or self._is_child:
             return answer
-        return self._judged(request, num_computed_tokens, gain, asynchronous)
+        return self.judge(request, num_computed_tokens, answer)
 
-    @_fail_open(lambda: (0, False))
-    def _judged(self, request: Request, local_tokens: int, gain: int, asynchronous: bool) -> tuple[int | None, bool]:
-        """The final answer of a lookup, or "later" for a request below its threshold."""
-        # Also without a cache (it is off, or failed): then only what the device holds counts.
-        assert self._threshold is not None
-        rejected = self._threshold.check(request, local_tokens, gain)
-        return (None, False) if rejected else (gain, asynchronous)
+    def judge(self, request: Request, local_tokens: int, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        """The final answer of the scheduler's connector, or "later" for a request below its threshold."""
+        # Also without a cache (it is off, or failed): then only what the device and other connectors hold counts.
+        gain, _ = answer
+        assert self._threshold is not None and gain is not None
+        try:
+            rejected = self._threshold.check(request, local_tokens, gain)
+        except Exception as error:
+            self._report("get_num_new_matched_tokens", error)
+            return answer
+        return (None, False) if rejected else answer
+
+    def enter_multi_connector(self) -> bool:
+        """Called by a MultiConnector before its first lookup: from now on `judge` is asked about its answers.
+
+        False if another one around it has called before.
+        """
+        if self._is_child:
+            return False
+        self._is_child = True
+        if self._scheduler is not None:
+            self._scheduler.has_siblings = True
+        return True
+
+    @_fail_open(set)
+    def own_loads(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of the requests whose load is this connector's."""
+        return set() if self._scheduler is None else self._scheduler.loading(request_ids)
 
     @_fail_open(list)
     def take_threshold_rejects(self) -> list[Rejection]:

@@ -77,6 +77,8 @@ class SchedulerConnector:
         self._device_tokens: Callable[[Request], int] = lambda request: 0
         self.completes_local_hits = False
         """Whether a local hit of full attention alone is welcome: the state at the loaded boundary completes it."""
+        self.has_siblings = False
+        """Whether other connectors may bring what a request needs."""
         self._step = 0
         self._refused = 0
         self._epoch = 0
@@ -102,6 +104,8 @@ class SchedulerConnector:
         state = self._state(request)
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
+        if _is_brought(request):
+            return
         limit = self._groups.align(request.num_tokens - 1)
         if not limit and not self._tails.limit(request):
             return
@@ -125,6 +129,8 @@ class SchedulerConnector:
         state.epoch = self._epoch
         state.ran = False
         if state.lookup_failed or request.skip_reading_prefix_cache:
+            return 0, False
+        if self.has_siblings and _is_brought(request):
             return 0, False
         if state.asked_at is None:
             limit = self._groups.align(request.num_tokens - 1)
@@ -284,6 +290,10 @@ class SchedulerConnector:
         """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
         return bool(self._saves or self._loading)
 
+    def loading(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of the requests that a load is pending for."""
+        return self._loading.keys() & set(request_ids)
+
     def idle(self) -> bool:
         """Whether no request and no transfer is known, so that the engine may stop stepping."""
         return not (self._requests or self._saves or self._loading)
@@ -293,7 +303,11 @@ class SchedulerConnector:
         return self._saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
-        """Drop everything of this namespace. What the device holds now is not saved any more."""
+        """Drop everything of this namespace. What the device holds now is not saved any more.
+
+        True also if nobody confirms it: from the request on, this vLLM's session shares with no other and finds nothing
+        of before, and vLLM would stay paused after False.
+        """
         self._epoch += 1
         try:
             self._saves.abandon()
@@ -489,3 +503,9 @@ class SchedulerConnector:
                 state.refusals = 0
                 state.saved_tokens = max(state.saved_tokens, result.num_tokens)
                 state.windows_kept = max(state.windows_kept, result.num_tokens)
+
+
+def _is_brought(request: Request) -> bool:
+    """Whether a prefill instance holds the request's blocks, which a P/D connector brings; it clears the parameter."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill"))

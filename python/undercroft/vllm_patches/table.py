@@ -56,11 +56,21 @@ HIT_THRESHOLD = Patch(
 )
 MULTI_CONNECTOR_POLICY = Patch(
     "multi_connector_policy",
-    ("Scheduler.__init__", "Scheduler.recompute_kv_load_failures"),
-    "the class, in every process; the attribute only where undercroft is the connector or a child of it",
-    "As a child of MultiConnector, undercroft cannot set the load failure policy for itself.",
+    ("Scheduler._handle_failed_recving",),
+    "the class, in every process",
+    "As a child of MultiConnector, undercroft cannot set the load failure policy for itself. Its own failed loads are "
+    "recomputed, and those of the other children are treated as configured.",
     "0.31 to 0.33",
     'A failed load fails its request, unless `kv_load_failure_policy` is set to "recompute" for MultiConnector.',
+)
+MULTI_CONNECTOR_HITS = Patch(
+    "multi_connector_hits",
+    ("MultiConnector.get_num_new_matched_tokens", "MultiConnector._undercroft_judge"),
+    "the class, in every process",
+    "The hit threshold must count what the other children of MultiConnector can load, and undercroft must not load "
+    "what they bring. A child sees neither its siblings nor their answers.",
+    "0.31 to 0.33",
+    "Inside MultiConnector, the hit threshold counts the device's and undercroft's hits only.",
 )
 LOAD_FAILURE_POLICY = Patch(
     "load_failure_policy",
@@ -118,6 +128,7 @@ SHARED_PREFIX = Patch(
 PATCHES = (
     HIT_THRESHOLD,
     MULTI_CONNECTOR_POLICY,
+    MULTI_CONNECTOR_HITS,
     LOAD_FAILURE_POLICY,
     ADAPTER_WEIGHTS,
     LOCAL_HITS,
