@@ -306,6 +306,12 @@ class UndercroftConfig:
         "Keeps caches apart that look the same, e.g. of weights changed in place.",
         _text, str,
     )]
+    reset_with_prefix_cache: Annotated[bool, Option(
+        "true or false", False, "true or false",
+        "Empty the cache with each reset of vLLM's prefix cache, also where vLLM asks for its own only, and at each "
+        "sleep. If false, only after collective_rpc, which updates weights.",
+        _bool, _text_bool,
+    )]
     weights: Annotated[str, Option(
         "text", "sampled", '"sampled" or "full"',
         "How the model's weights are known: by headers and samples of each file, or by every byte, read once.",

@@ -113,7 +113,7 @@ class Broken:
 @pytest.mark.parametrize("hook", CALLS)
 def test_no_error_leaves_a_hook(engine, hook, caplog):
     connector = make()
-    connector._scheduler = connector._engine_stats = connector._engine = Broken()
+    connector._scheduler = connector._resets = connector._engine_stats = connector._engine = Broken()
     for _ in range(3):
         assert getattr(connector, hook)(*CALLS[hook]) == ANSWERS.get(hook)
     assert connector._counts.collect()["counters"]["hook_errors"] == 3

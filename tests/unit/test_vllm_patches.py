@@ -65,6 +65,9 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (kv_cache_utils, "_gen_lora_extra_hash_keys"),
     (EngineCore, "add_lora"),
     (EngineArgs, "create_engine_config"),
+    (Scheduler, "reset_prefix_cache"),
+    (EngineCore, "sleep"),
+    (EngineCore, "collective_rpc"),
 ]
 BY_NAME = {patch.name.upper(): patch for patch in PATCHES}
 
@@ -207,6 +210,7 @@ CHANGES = {
     "another signature": (OutputProcessor, "process_outputs", lambda self, batch: None, "HIT_THRESHOLD"),
     "no method": (Scheduler, "finish_requests", None, "HIT_THRESHOLD"),
     "no attribute": (Scheduler, "__init__", lambda self: None, "MULTI_CONNECTOR_POLICY"),
+    "no level": (EngineCore, "sleep", lambda self: None, "WEIGHT_CHANGES"),
     "another hash": (kv_cache_utils, "_gen_lora_extra_hash_keys", lambda one, other: [], "ADAPTER_WEIGHTS"),
     "another loading": (EngineCore, "add_lora", lambda self, name: True, "ADAPTER_WEIGHTS"),
     "no function": (kv_cache_utils, "_gen_lora_extra_hash_keys", None, "ADAPTER_WEIGHTS"),
@@ -230,6 +234,7 @@ def test_a_vllm_with_other_internals_is_left_as_it_is(monkeypatch: pytest.Monkey
     together = {
         "HIT_THRESHOLD": CLASS_PLACES[:6],
         "MULTI_CONNECTOR_POLICY": [(Scheduler, "_handle_failed_recving")],
+        "WEIGHT_CHANGES": [(Scheduler, "reset_prefix_cache"), (EngineCore, "collective_rpc")],
         "ADAPTER_WEIGHTS": [(kv_cache_utils, "_gen_lora_extra_hash_keys"), (EngineCore, "add_lora")],
     }
     assert not any(is_patched(*place) for place in together[patch] if getattr(*place) is not None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from connector_engine import LONG, TOKENS, References
+from connector_engine import LONG, MEMORY, TOKENS, References, settled
 from real_engine import Engine
 from serve_process import ServeProcess
 from served_client import until
@@ -79,3 +79,59 @@ def test_sleep_and_pause_while_the_server_is_frozen(
     one.idle_steps()
     assert one.reset_device_cache()
     assert one.generate(LONG, TOKENS).cached == 896
+
+
+def test_a_weight_update_over_collective_rpc_makes_the_next_reset_ours_too(
+    engine: Make, llama: Path, reference: References
+) -> None:
+    one = engine(llama, MEMORY)
+    cached = []
+    for update in (False, True, False):
+        assert one.generate(LONG, TOKENS).tokens == reference(LONG)
+        settled(one, reset=False)
+        if update:
+            one.core.collective_rpc(lambda worker: None)
+        assert one.reset_device_cache()
+        cached.append(one.generate(LONG, TOKENS).cached)
+        settled(one)
+    assert cached == [896, 0, 896]
+
+
+def test_the_option_makes_every_reset_ours_too(engine: Make, llama: Path, reference: References) -> None:
+    one = engine(llama, {**MEMORY, "reset_with_prefix_cache": True})
+    for _ in range(2):
+        again = one.generate(LONG, TOKENS)
+        assert (again.cached, again.tokens) == (0, reference(LONG))
+        settled(one)
+
+
+def test_a_sleep_of_level_1_keeps_the_cache_where_the_weights_cannot_change_unseen(
+    engine: Make, llama: Path, reference: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    class InItsOwnProcess(EngineCoreProc):
+        pause_scheduler = EngineCore.pause_scheduler
+
+    one = engine(llama, MEMORY)
+
+    def cached_after(*levels: int, update: bool = False) -> int:
+        one.generate(LONG, TOKENS)
+        settled(one)
+        for level in levels:
+            one.core.sleep(level)
+            if update:
+                one.core.collective_rpc(lambda worker: None)
+            one.core.wake_up()
+        again = one.generate(LONG, TOKENS)
+        assert again.tokens == reference(LONG)
+        return again.cached
+
+    # In the process of a trainer, which may have changed the model directly.
+    assert cached_after(1) == 0
+    monkeypatch.setattr(one.core, "__class__", InItsOwnProcess)
+    assert cached_after(1) == 896
+    assert cached_after(2) == 0
+    assert cached_after(1, update=True) == 0
+    # From then on it is a trainer's.
+    assert cached_after(1) == 0

@@ -27,6 +27,7 @@ from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
+from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.connector.weights import Digests, digests_file
@@ -90,6 +91,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_stats: EngineStats | None = None
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
+        self._resets: Resets | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
@@ -148,6 +150,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._counts,
                 self._report,
             )
+            self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
             self._engine_stats = EngineStats(engine)
             logger.info(start_line(engine.info(), session.namespace, _whose(engine, config)))
@@ -388,8 +391,26 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(bool)
     def reset_cache(self) -> bool:
-        """See `SchedulerConnector.reset_cache`. An error means that it was not reset."""
-        return self._scheduler is None or self._scheduler.reset_cache()
+        """See `Resets.reset_cache`. An error means that it was not reset."""
+        return self._resets is None or self._resets.reset_cache()
+
+    @_fail_open(_nothing)
+    def prefix_cache_is_reset(self) -> None:
+        """See `Resets.prefix_cache_is_reset`."""
+        if self._resets is not None:
+            self._resets.prefix_cache_is_reset()
+
+    @_fail_open(_nothing)
+    def sleeps(self, weights_stay: bool) -> None:
+        """See `Resets.sleeps`."""
+        if self._resets is not None:
+            self._resets.sleeps(weights_stay)
+
+    @_fail_open(_nothing)
+    def weights_may_change(self, is_paused: bool) -> None:
+        """See `Resets.weights_may_change`."""
+        if self._resets is not None:
+            self._resets.weights_may_change(is_paused)
 
     # The worker's half
 

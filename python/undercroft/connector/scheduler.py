@@ -308,11 +308,7 @@ class SchedulerConnector:
         True also if nobody confirms it: from the request on, this vLLM's session shares with no other and finds nothing
         of before, and vLLM would stay paused after False.
         """
-        self._epoch += 1
-        try:
-            self._saves.abandon()
-        except Exception as error:
-            self._report("reset_cache", error)
+        self.forget_device()
         if not self._session.reset(RESET_TIMEOUT_S):
             logger.warning(
                 "undercroft: a reset was not confirmed within %g s: the server is away or late, or the disk failed. "
@@ -320,6 +316,14 @@ class SchedulerConnector:
                 RESET_TIMEOUT_S,
             )
         return True
+
+    def forget_device(self) -> None:
+        """Save nothing of what the device holds now, and let go of it."""
+        self._epoch += 1
+        try:
+            self._saves.abandon()
+        except Exception as error:
+            self._report("reset_cache", error)
 
     def close(self) -> None:
         """End the session: its lookups, loads and saves are dropped."""

@@ -17,6 +17,7 @@ from undercroft.vllm_patches.data_parallel import count_ranks, ranks_of
 from undercroft.vllm_patches.hit_threshold import reject_requests
 from undercroft.vllm_patches.multi_connector import judge_all_hits, recompute_own_failed_loads
 from undercroft.vllm_patches.table import HIT_THRESHOLD, PATCHES, Patch, patch_table, problem
+from undercroft.vllm_patches.weights import watch_weights
 
 __all__ = [
     "HIT_THRESHOLD",
@@ -34,4 +35,5 @@ __all__ = [
     "reconcile_local_hits",
     "reject_requests",
     "tell_adapters_apart",
+    "watch_weights",
 ]

@@ -107,6 +107,15 @@ PREFIX_CACHE_RESET = Patch(
     "0.31 to 0.33",
     "A reset of vLLM's prefix cache is refused while saves are running.",
 )
+WEIGHT_CHANGES = Patch(
+    "weight_changes",
+    ("Scheduler.reset_prefix_cache", "EngineCore.sleep", "EngineCore.collective_rpc"),
+    "the classes, in every process",
+    "vLLM tells a connector neither of weight updates nor of a reset of its own prefix cache only, and resets it at "
+    "each sleep. The wrappers tell undercroft of all three.",
+    "0.31 to 0.33",
+    "A reset without the connector never empties the cache; each sleep does. `reset_with_prefix_cache` has no effect.",
+)
 RANKS = Patch(
     "ranks",
     ("EngineArgs.create_engine_config", "ParallelConfig._undercroft_ranks"),
@@ -133,6 +142,7 @@ PATCHES = (
     ADAPTER_WEIGHTS,
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
+    WEIGHT_CHANGES,
     RANKS,
     SHARED_PREFIX,
 )
