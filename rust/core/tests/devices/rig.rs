@@ -85,13 +85,16 @@ impl Rig {
             }],
         };
         let session = engine.open_session(spec).unwrap();
-        Self {
+        let mut rig = Self {
             engine,
             session,
             payload_bytes,
             directories,
             now_ns: 0,
-        }
+        };
+        // The namespace's entry, and that it is used.
+        rig.settle();
+        rig
     }
 
     /// The engine ends, and another one starts on the same directories.
