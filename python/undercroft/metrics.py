@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PREFIX = "vllm:undercroft_"
+IO_ENGINES = ("io_uring", "thread_pool")
+IO_ENGINE_HELP = "The IO engine of the disk tier: 1 for the one in use. Without a disk tier, 0 for each."
+"""The gauge io_engine_info, which has a series for each of `IO_ENGINES`."""
 
 
 @dataclass(frozen=True, slots=True)
