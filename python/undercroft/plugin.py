@@ -15,6 +15,7 @@ def register() -> None:
         from undercroft import registration, vllm_patches
 
         vllm_patches.reject_requests()
+        vllm_patches.check_configuration(registration.check_options)
         vllm_patches.recompute_failed_loads_of_children(registration.is_ours)
         registration.register_name()
     except Exception as error:
