@@ -67,12 +67,6 @@ class ArenaAddress:
     def socket(self) -> str:
         """The engine's socket; empty before there was a session with a server."""
 
-    def let_go(self) -> None:
-        """Tell the engine that this process copies no more from or to the arena, and never will.
-
-        Without it the engine keeps what was being copied until the process is gone.
-        """
-
     @property
     def arena_id(self) -> int:
         """Differs from arena to arena."""
@@ -342,6 +336,12 @@ class Arena:
         """Get the descriptor from the engine's socket (same uid only) and map it. Raises ServerError.
 
         ``session``: that of `ArenaAddress`.
+        """
+
+    def let_go(self) -> None:
+        """Tell the engine that this process copies no more from or to the arena, and never will.
+
+        Without it the engine keeps what was being copied until the process is gone.
         """
 
     @staticmethod

@@ -371,7 +371,7 @@ class UndercroftConfig:
             if key not in known:
                 raise ConfigError(
                     f"undercroft: unknown option {key!r} = {value!r} in {EXTRA_CONFIG}"
-                    f"{_did_you_mean(str(key), known)}. Allowed: {', '.join(known)}."
+                    f"{_hint(str(key), known)}. Allowed: {', '.join(known)}."
                 )
         values: dict[str, Any] = {}
         given: set[str] = set()
@@ -399,11 +399,12 @@ class UndercroftConfig:
                 f"undercroft: disk_capacity = {values['disk_capacity']} without a disk_path. "
                 "Set disk_path to a directory on a local disk, or leave disk_capacity out."
             )
-        own = [name for name in ("disk_path", "disk_capacity", "host_memory") if name in given]
+        own = [option.name for option in OPTIONS if option.scope == "engine" and option.name in given]
         if values["server"] and own:
             raise ConfigError(
-                f"undercroft: server = {values['server']!r} and {own[0]} = {values[own[0]]} together. "
-                f"With a server its own options say what it keeps where; leave out {' and '.join(own)}, or server."
+                f"undercroft: {own[0]} = {values[own[0]]} has no effect with server = {values['server']!r}: an "
+                f"option of the server's engine. Give it to `undercroft serve`, and leave out {' and '.join(own)}, "
+                "or server."
             )
         return cls(**values)
 
@@ -436,6 +437,37 @@ def option_table() -> str:
         default = "none" if option.default in ("", []) else json.dumps(option.default)
         lines.append(f"| `{option.name}` | {option.type} | `{default}` | {option.allowed} | {option.help} |")
     return "\n".join(lines) + "\n"
+
+
+_FOREIGN = {
+    "global_cache_hit_threshold": 'is "cache_hit_threshold" here',
+    "lookup_async": 'is "lookup": "async" (the default) or "blocking" here',
+    "sync_lookup": 'is "lookup": "blocking" here',
+    "lookup_timeout": 'is "lookup_timeout_ms" here, in milliseconds',
+    "poll_interval": "is not needed here: a pending lookup is asked for in each step of the scheduler",
+    "eager_prefetch": 'is "early_prefetch" here',
+    "cpu_bytes_to_use": 'is "host_memory" here',
+    "max_local_cpu_size": 'is "host_memory" here, with a unit such as "16GiB"',
+    "swap_space": 'is "host_memory" here, with a unit such as "16GiB"',
+    "local_disk": 'is "disk_path" here',
+    "shared_storage_path": 'is "disk_path" here, which several vLLMs of a host may share',
+    "max_local_disk_size": 'is "disk_capacity" here, with a unit such as "500GiB"',
+    "secondary_tiers": 'is "disk_path" here',
+    "offload_prompt_only": 'is "save": "prompt" here',
+    "save_decode_cache": 'is "save": "all" (the default) or "prompt" here',
+    "store_threshold": 'is "disk_admission": "second_touch" here',
+    "chunk_size": "is not needed here: the blocks are those of vLLM",
+    "kv_load_failure_policy": "is a field of the KV transfer config; undercroft sets it to recompute",
+}
+"""Names that other connectors have for what an option here does, without a prefix such as ``lmcache.mp.``."""
+
+
+def _hint(key: str, known: list[str]) -> str:
+    """A hint after an unknown name: the option for it, if another connector calls it so, or one with a similar name."""
+    plain = key.rpartition(".")[2].lower().replace("-", "_").strip("_")
+    if plain in known and plain != key:
+        return f" (it is {plain!r} here)"
+    return f" (it {meant})" if (meant := _FOREIGN.get(plain)) else _did_you_mean(key, known)
 
 
 def _did_you_mean(key: str, known: list[str] | tuple[str, ...]) -> str:

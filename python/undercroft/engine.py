@@ -49,6 +49,11 @@ def disks(config: UndercroftConfig) -> list[dict[str, Any]]:
     return [{"path": path, "capacity": capacity} for path in config.disk_path]
 
 
+def io_engine(info: dict[str, Any]) -> str:
+    """The IO engine that reads and writes the disks; empty without a disk tier. ``info`` is that of the engine."""
+    return str(info.get("io_engine", "")) if info.get("disks") else ""
+
+
 def start_line(info: dict[str, Any], namespace: str, where: str = "") -> str:
     """One line on what was configured and found; ``info`` is that of `_core.Engine.info`.
 
@@ -71,8 +76,8 @@ def start_line(info: dict[str, Any], namespace: str, where: str = "") -> str:
         )
     if not info.get("disks"):
         parts.append("no disk tier")
-    if info.get("io_engine"):
-        parts.append(f"IO engine {info['io_engine']}{_shortfall(info)}")
+    if name := io_engine(info):
+        parts.append(f"IO engine {name}{_shortfall(info)}")
     parts.append(f"namespace {namespace[:12]}")
     return "undercroft: " + "; ".join(parts)
 
@@ -81,6 +86,6 @@ def _shortfall(info: dict[str, Any]) -> str:
     """Why the disk is not read and written as fast as it could be, if anything stands in the way."""
     if reason := info.get("io_fallback"):
         return f" ({reason})"
-    if info["io_engine"] == "io_uring" and info.get("disks") and not info.get("registered_buffers"):
+    if info["io_engine"] == "io_uring" and not info.get("registered_buffers"):
         return " without registered buffers (RLIMIT_MEMLOCK is too low)"
     return ""

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from undercroft.metrics import METRICS, PREFIX, SERVER_METRICS
+from undercroft.engine import io_engine
+from undercroft.metrics import IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX, SERVER_METRICS
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -35,11 +36,11 @@ class EngineCollector(Collector):
             for key, labels in sources.items():
                 found.add_metric(labels, values[key])
             yield found
-        io_engine = GaugeMetricFamily(
-            PREFIX + "io_engine_info", "The IO engine in use: 1 for its name.", labels=["io_engine"]
-        )
-        io_engine.add_metric([str(status["info"].get("io_engine", ""))], 1)
-        yield io_engine
+        info = GaugeMetricFamily(PREFIX + "io_engine_info", IO_ENGINE_HELP, labels=["io_engine"])
+        used = io_engine(status["info"])
+        for name in IO_ENGINES:
+            info.add_metric([name], int(name == used))
+        yield info
 
 
 def start(host: str, port: int, engine: Engine) -> int:

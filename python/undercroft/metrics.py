@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PREFIX = "vllm:undercroft_"
+IO_ENGINES = ("io_uring", "thread_pool")
+IO_ENGINE_HELP = "The IO engine of the disk tier: 1 for the one in use. Without a disk tier, 0 for each."
+"""The gauge io_engine_info, which has a series for each of `IO_ENGINES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ METRICS: tuple[Metric, ...] = (
     _one("host_checksum_failures", "counter", "Blocks in host memory dropped because they changed after their save."),
     Metric("io_failures", "counter", "Failed disk operations.", ("direction",),
            {"read_failures": ("load",), "write_failures": ("save",)}),
-    _one("degraded_disks", "gauge", "Directories that accept no writes, do not answer, have failed, or lack a file.", "disk_degraded"),
+    _one("degraded_disks", "gauge", "Directories that accept no writes, do not answer, have failed, or lack a file.",
+         "disk_degraded"),
     _one("load_failures", "counter", "Failed loads. Their requests computed the tokens.", "failed_loads"),
     _one("save_failures", "counter", "Failed saves. Their blocks were dropped."),
     Metric("rejected_requests", "counter", "Requests rejected by the hit threshold, by the source of the threshold.",

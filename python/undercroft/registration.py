@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 CONNECTOR = "UndercroftConnector"
@@ -21,3 +22,27 @@ def ours_in(connector: Any) -> list[Any]:
     if getattr(connector, "is_undercroft", False):
         return [connector]
     return [one for child in getattr(connector, "_connectors", ()) for one in ours_in(child)]
+
+
+def check_options(kv_transfer_config: Any, local: bool) -> None:
+    """Check undercroft's options in vLLM's configuration, alone or inside MultiConnector. Raises ConfigError.
+
+    ``local``: whether the engine is to run on this machine, so that sizes are checked against its memory.
+    """
+
+    def read(name: str) -> Any:
+        if isinstance(kv_transfer_config, Mapping):
+            return kv_transfer_config.get(name)
+        return getattr(kv_transfer_config, name, None)
+
+    extra = read("kv_connector_extra_config") or {}
+    if read("kv_connector") != CONNECTOR:
+        for child in extra.get("connectors") or ():
+            check_options(child, local)
+        return
+    from undercroft.config import UndercroftConfig
+    from undercroft.sizing import resolve_sizes
+
+    config = UndercroftConfig.parse(extra)
+    if local and not config.server:
+        resolve_sizes(config)

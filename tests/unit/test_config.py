@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from undercroft import _core
+from undercroft import _core, config
 from undercroft.config import OPTIONS, ConfigError, PromotionWait, UndercroftConfig, option_table, unknown_environment
 from undercroft.engine import disks
 from undercroft.sizing import resolve_sizes
@@ -135,6 +136,44 @@ def test_bad_values_are_refused(name, value):
     assert name in message
     assert repr(value) in message
     assert "Allowed: " in message
+
+
+def test_names_of_other_connectors_get_the_option_that_does_the_same():
+    hints = {
+        "lookup_async": '"lookup": "async"',
+        "global_cache_hit_threshold": '"cache_hit_threshold"',
+        "--global-cache-hit-threshold": '"cache_hit_threshold"',
+        "lmcache.mp.sync_lookup": '"lookup": "blocking"',
+        "sync_lookup": '"lookup": "blocking"',
+        "poll_interval": "not needed",
+        "lmcache.mp.poll_interval": "not needed",
+        "lmcache.mp.early_prefetch": "'early_prefetch'",
+        "eager_prefetch": '"early_prefetch"',
+        "lookup_timeout": "milliseconds",
+        "cpu_bytes_to_use": '"host_memory"',
+        "lmcache.max_local_disk_size": '"disk_capacity"',
+    }
+    for name, hint in hints.items():
+        with pytest.raises(ConfigError) as error:
+            parse({name: 1})
+        assert hint in str(error.value).partition(" Allowed: ")[0], name
+
+
+def test_the_options_in_hints_exist():
+    names = {option.name for option in OPTIONS}
+    for hint in config._FOREIGN.values():
+        assert set(re.findall(r'is "(\w+)"', hint)) <= names, hint
+
+
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS if option.scope == "engine"])
+def test_an_option_of_the_engine_is_refused_beside_a_server(name):
+    given = {"host_memory": "1GiB", "promotion_memory": "1GiB", "disk_path": ["/c"], "disk_capacity": "1GiB"}
+    option = next(option for option in OPTIONS if option.name == name)
+    extra = {"server": "unix:///run/x.sock", name: given.get(name, option.default)}
+    if name == "disk_capacity":
+        extra["disk_path"] = "/c"
+    with pytest.raises(ConfigError, match=f"{name}.* no effect with server|leave out .*{name}"):
+        parse(extra)
 
 
 def test_near_word_is_suggested():

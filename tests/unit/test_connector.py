@@ -62,7 +62,7 @@ def test_prefill_hit_and_finish(engine):
     assert connector.request_finished_all_groups(first, tables["a"]) == (False, None)
     stats = connector.get_kv_connector_stats()
     assert stats.data["counters"]["saved_blocks"] == 2
-    assert stats.data["io_engine"] == "thread_pool"
+    assert "io_engine" not in stats.data, "there is no disk tier"
     assert connector.requires_kv_delivery is False
     connector.shutdown()
     assert engine.closed
@@ -209,7 +209,7 @@ def test_start_line():
     info = {
         "host_memory": 16 << 30,
         "huge_pages": True,
-        "disks": [{"path": "/cache", "capacity": 1 << 40, "o_direct": False, "blocks_recovered": 12}],
+        "disks": [{"path": "/cache", "capacity": 1 << 40, "o_direct": False, "blocks_recovered": 12, "health": "good"}],
         "io_engine": "io_uring",
         "registered_buffers": True,
     }
@@ -218,7 +218,8 @@ def test_start_line():
         "disk /cache 1 TiB, buffered (no O_DIRECT here), 12 blocks recovered; "
         "IO engine io_uring; namespace 0123456789ab"
     )
-    assert "no disk tier" in start_line({"host_memory": 1 << 30}, "ab")
+    memory_only = start_line({"host_memory": 1 << 30, "disks": [], "io_engine": "thread_pool"}, "ab")
+    assert memory_only == "undercroft: host memory 1 GiB; no disk tier; namespace ab"
     assert "io_uring without registered buffers (RLIMIT_MEMLOCK" in start_line(info | {"registered_buffers": False}, "")
     refused = {"io_engine": "thread_pool", "io_fallback": "io_uring refused: no", "registered_buffers": False}
     assert "thread_pool (io_uring refused: no);" in start_line(info | refused, "")

@@ -258,7 +258,10 @@ def test_files_are_private_whatever_the_umask(tmp_path):
 
 
 def test_a_payload_that_cannot_fit_is_refused_at_registration():
-    with opened(None, host=16 * MIB) as engine, pytest.raises(_core.ConfigError, match="set host_memory to at least 4 GiB"):
+    with (
+        opened(None, host=16 * MIB) as engine,
+        pytest.raises(_core.ConfigError, match="set host_memory to at least 4 GiB"),
+    ):
         engine.register(DESCRIPTION, [Group("full", BLOCK, 64 * MIB)], BLOCK)
 
 

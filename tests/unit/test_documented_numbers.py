@@ -68,7 +68,7 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/disk-format.md", "Namespace table: {} entries", lambda: constant("NAMESPACES_MAX", "disk/format")),
     ("docs/disk-format.md", "entries of {} KiB", lambda: constant("NAMESPACE_BYTES") >> 10),
     ("docs/disk-format.md", "at most one placeholder record for {}", lambda: WORDS[constant("PLACEHOLDERS_SHARE")]),
-    ("docs/disk-format.md", "A data file has at most {} TiB", lambda: constant("CAPACITY_MAX") >> 40),
+    ("docs/disk-format.md", "A data file has at most {} TiB less", lambda: (constant("CAPACITY_MAX") >> 40) + 1),
     ("docs/disk-format.md", "reflected polynomial {}", lambda: hex(constant("POLYNOMIAL"))),
     ("ARCHITECTURE.md", "more than {} requests of one client", lambda: f"{constant('REQUESTS_MAX'):,}"),
     ("ARCHITECTURE.md", "or {} seconds have passed", lambda: WORDS[constant("REFUSED_NS") // SECOND]),

@@ -338,6 +338,7 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
         "vllm:undercroft_degraded_disks 1.0",
         "vllm:undercroft_saved_blocks_total 40.0",
         'vllm:undercroft_io_engine_info{io_engine="io_uring"} 1.0',
+        'vllm:undercroft_io_engine_info{io_engine="thread_pool"} 0.0',
         "vllm:undercroft_active_lookups 3.0",
         "vllm:undercroft_connections 4.0",
         "vllm:undercroft_served_lookups_total 500.0",
@@ -347,6 +348,8 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
     assert "hit_tokens" not in text, "what vLLM's side counts is not the server's to tell"
     engine.reading = later()
     assert "vllm:undercroft_served_lookups_total 600.0" in scrape(port)
+    engine.reading["info"]["disks"] = []
+    assert 'io_engine_info{io_engine="io_uring"} 0.0' in scrape(port), "without a disk tier no IO engine is used"
 
 
 def test_a_port_in_use_is_named() -> None:

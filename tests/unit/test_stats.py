@@ -1,13 +1,9 @@
 from __future__ import annotations
 
 import pickle
-from types import SimpleNamespace
 
-import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-from undercroft.connector.prometheus import METRICS, UndercroftPromMetrics
 from undercroft.connector.stats import COUNTERS, GAUGES, SAMPLES, STATS_KEYS, Counts, EngineStats, UndercroftStats
+from undercroft.metrics import METRICS
 
 
 class Engine:
@@ -25,8 +21,10 @@ class Engine:
     def connection(self):
         return ("up", "")
 
+    disks = ({"path": "/cache", "health": "good"},)
+
     def info(self):
-        return {"io_engine": "io_uring"}
+        return {"io_engine": "io_uring", "disks": list(self.disks)}
 
 
 def test_engine_counters_become_differences_at_most_once_a_second():
@@ -41,6 +39,13 @@ def test_engine_counters_become_differences_at_most_once_a_second():
     assert stats.collect(100.6, force=True)["counters"] == {"saved_blocks": 5, "disk_read_seconds": 0.25}
     engine.values.update(saved_blocks=7)
     assert stats.collect(101.7)["counters"] == {"saved_blocks": 2}
+
+
+def test_an_io_engine_is_named_only_with_a_disk_tier():
+    engine = Engine()
+    assert EngineStats(engine).collect(100.0)["io_engine"] == "io_uring"
+    engine.disks = ()
+    assert not EngineStats(engine).collect(100.0)["io_engine"]
 
 
 def test_a_counter_that_began_again_from_zero_counts_what_it_has():
@@ -128,53 +133,3 @@ def test_every_statistic_has_at_most_one_metric_and_every_metric_a_statistic():
     # Of what the engine counts, only internals are not exported.
     internal = {"nodes", "namespaces", "sessions", "active_lookups", "loads", "saves", "load_failures"}
     assert set(STATS_KEYS) - set(sources) == internal
-
-
-@pytest.fixture
-def registry():
-    return CollectorRegistry()
-
-
-def prometheus(registry):
-    def bound(metric):
-        return lambda **kwargs: metric(registry=registry, **kwargs)
-
-    types = {Counter: bound(Counter), Gauge: bound(Gauge), Histogram: bound(Histogram)}
-    config = SimpleNamespace(kv_transfer_config=None)
-    return UndercroftPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
-
-
-def test_what_cannot_be_recorded_is_said_once_and_kept_from_the_frontend(registry, caplog):
-    metrics = prometheus(registry)
-    for _ in range(3):
-        metrics.observe({"counters": {"load_bytes": -1}}, 0)
-        metrics.observe({"counters": {"load_bytes": 1}}, 7)
-    assert len([record for record in caplog.records if "failed to update metrics" in record.getMessage()]) == 1
-    metrics.observe({"counters": {"load_bytes": 2}}, 0)
-    assert 'load",engine="0",model_name="m",tier="host"} 2.0' in generate_latest(registry).decode()
-
-
-def test_prometheus_export(registry):
-    metrics = prometheus(registry)
-    counters = {"lookups_host": 2, "load_bytes": 10, "disk_read_bytes": 5, "unheard_of": 1, "refused_host_full": 1}
-    data = {
-        "counters": counters,
-        "gauges": {"host_used_bytes": 7},
-        "samples": {"lookup_seconds": [0.002, 0.004]},
-        "io_engine": "io_uring",
-    }
-    metrics.observe(data, 0)
-    metrics.observe(data, 1)
-    metrics.observe(data, 1)
-    text = generate_latest(registry).decode()
-    for line in (
-        'vllm:undercroft_lookups_total{engine="0",model_name="m",outcome="host"} 2.0',
-        'vllm:undercroft_lookups_total{engine="1",model_name="m",outcome="host"} 4.0',
-        'vllm:undercroft_transfer_bytes_total{direction="load",engine="0",model_name="m",tier="host"} 10.0',
-        'vllm:undercroft_transfer_bytes_total{direction="load",engine="0",model_name="m",tier="disk"} 5.0',
-        'vllm:undercroft_refused_saves_total{engine="0",model_name="m",reason="host_full"} 1.0',
-        'vllm:undercroft_used_bytes{engine="1",model_name="m",tier="host"} 7.0',
-        'vllm:undercroft_lookup_seconds_count{engine="0",model_name="m"} 2.0',
-        'vllm:undercroft_io_engine_info{engine="0",io_engine="io_uring",model_name="m"} 1.0',
-    ):
-        assert line in text

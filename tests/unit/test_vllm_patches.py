@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import ParallelConfig
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -33,6 +33,7 @@ from test_imports import run_time_nodes
 from undercroft import log, plugin, vllm_patches
 from undercroft.compat import KVConnectorRole
 from undercroft.connector.connector import UndercroftConnector
+from undercroft.errors import ConfigError
 from undercroft.vllm_patches import PATCHES, table
 
 PACKAGE = Path(undercroft.__file__).parent
@@ -154,7 +155,7 @@ def test_every_place_is_patched_once() -> None:
     assert not any(hasattr(function.__wrapped__, "_undercroft") for function in functions)
     apply_all()
     assert [getattr(owner, name) for owner, name in CLASS_PLACES] == functions
-    for name in ("HIT_THRESHOLD", "MULTI_CONNECTOR_POLICY", "ADAPTER_WEIGHTS"):
+    for name in ("HIT_THRESHOLD", "MULTI_CONNECTOR_POLICY", "ADAPTER_WEIGHTS", "CONFIGURATION"):
         assert vllm_patches.problem(BY_NAME[name]) is None
 
 
@@ -289,6 +290,52 @@ def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(InputProcessor, "__init__", lambda self, vllm_config: None)
     assert vllm_patches.reject_requests()
     InputProcessor(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="nobody's")))
+
+
+OURS = "UndercroftConnector"
+
+
+def made_with(monkeypatch: pytest.MonkeyPatch, transfer: Any, **fields: Any) -> Any:
+    """What ``create_engine_config`` of a vLLM with the plugin answers."""
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self, usage_context=None: "made")
+    plugin.register()
+    args = SimpleNamespace(kv_transfer_config=transfer, **fields)
+    return EngineArgs.create_engine_config(args, usage_context=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.parametrize("options", [{"host_memroy": "1GiB"}, {"host_memory": "1024TiB"}, {"io_depth": 0}])
+@pytest.mark.parametrize("inside", [False, True])
+def test_options_are_checked_before_vllm_makes_its_configuration(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], inside: bool
+) -> None:
+    transfer: Any = KVTransferConfig(kv_connector=OURS, kv_role="kv_both", kv_connector_extra_config=options)
+    if inside:
+        children = [{"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": options}]
+        extra = {"connectors": children}
+        transfer = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        made_with(monkeypatch, transfer)
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_the_check_lets_every_other_vllm_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"a": 1})
+    ours = KVTransferConfig(kv_connector=OURS, kv_role="kv_both", kv_connector_extra_config={"host_memory": "64MiB"})
+    huge = KVTransferConfig(kv_connector=OURS, kv_role="kv_both", kv_connector_extra_config={"host_memory": "1024TiB"})
+    for transfer in (None, other, ours, object(), {"kv_connector_extra_config": 3}):
+        assert made_with(monkeypatch, transfer) == "made"
+    assert made_with(monkeypatch, huge, data_parallel_size_local=0) == "made", "the engines are on other machines"
+
+
+def test_the_check_imports_nothing_where_no_configuration_is_made() -> None:
+    program = """
+import sys
+from undercroft import vllm_patches
+vllm_patches.check_configuration(print)
+sys.exit(any(name.partition(".")[0] == "vllm" for name in sys.modules))
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
 
 
 @pytest.mark.usefixtures("unpatched")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Gauge, Histogram
-
 from undercroft.compat import KVConnectorPromMetrics
 from undercroft.log import LogOnce
-from undercroft.metrics import METRICS, PREFIX
+from undercroft.metrics import IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,7 +16,12 @@ _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 
 
 
 class UndercroftPromMetrics(KVConnectorPromMetrics):
-    """The metrics of `METRICS`, for each engine that this frontend serves."""
+    """The metrics of `METRICS`, for each engine that this frontend serves.
+
+    All series exist from the start: a rate or an alert does not see the first increase of a series that begins with it.
+    With several API servers that holds for counters and histograms, as for vLLM's own; a gauge begins with its first
+    value.
+    """
 
     def __init__(
         self,
@@ -28,24 +31,32 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        make = {"counter": metric_types[Counter], "gauge": metric_types[Gauge], "histogram": metric_types[Histogram]}
-        self._sources: dict[str, tuple[Any, str, tuple[str, ...]]] = {}
         self._log_once = LogOnce()
+        self._series: dict[tuple[int, str], Any] = {}
+        """One series for each engine and key of the statistics."""
+        self._io_engines: dict[tuple[int, str], Any] = {}
         for metric in METRICS:
-            extra = {"buckets": _SECONDS} if metric.kind == "histogram" else {}
-            family = make[metric.kind](
-                name=PREFIX + metric.name,
-                documentation=metric.help,
-                labelnames=[*labelnames, *metric.labels],
-                **extra,
-            )
-            for key, labels in metric.sources.items():
-                self._sources[key] = (family, metric.kind, labels)
-        self._io_engine = make["gauge"](
-            name=PREFIX + "io_engine_info",
-            documentation="The IO engine in use: 1 for its name.",
-            labelnames=[*labelnames, "io_engine"],
-        )
+            family = self._family(metric.kind, metric.name, metric.help, metric.labels)
+            for engine, values in per_engine_labelvalues.items():
+                for key, labels in metric.sources.items():
+                    self._series[engine, key] = family.labels(*values, *labels)
+        family = self._family("gauge", "io_engine_info", IO_ENGINE_HELP, ("io_engine",))
+        for engine, values in per_engine_labelvalues.items():
+            for name in IO_ENGINES:
+                self._io_engines[engine, name] = family.labels(*values, name)
+
+    def _family(self, kind: str, name: str, documentation: str, labels: tuple[str, ...]) -> Any:
+        common: dict[str, Any] = {
+            "name": PREFIX + name,
+            "documentation": documentation,
+            "labelnames": [*self._labelnames, *labels],
+        }
+        if kind == "counter":
+            return self._counter_cls(**common)
+        if kind == "histogram":
+            return self._histogram_cls(**common, buckets=_SECONDS)
+        # Of several API servers each is told of some of the steps; vLLM's own gauges show the latest value, too.
+        return self._gauge_cls(**common, multiprocess_mode="mostrecent")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's data of `UndercroftStats`.
@@ -63,21 +74,17 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
                 error=error,
             )
 
-    def _observe(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
-        engine_labels = self.per_engine_labelvalues[engine_idx]
-        for key, amount in transfer_stats_data.get("counters", {}).items():
-            if child := self._child(key, engine_labels):
-                child.inc(amount)
-        for key, value in transfer_stats_data.get("gauges", {}).items():
-            if child := self._child(key, engine_labels):
-                child.set(value)
-        for key, values in transfer_stats_data.get("samples", {}).items():
-            if child := self._child(key, engine_labels):
+    def _observe(self, data: dict[str, Any], engine: int) -> None:
+        for key, amount in data.get("counters", {}).items():
+            if (series := self._series.get((engine, key))) is not None:
+                series.inc(amount)
+        for key, value in data.get("gauges", {}).items():
+            if (series := self._series.get((engine, key))) is not None:
+                series.set(value)
+        for key, values in data.get("samples", {}).items():
+            if (series := self._series.get((engine, key))) is not None:
                 for value in values:
-                    child.observe(value)
-        if name := transfer_stats_data.get("io_engine"):
-            self._io_engine.labels(*engine_labels, name).set(1)
-
-    def _child(self, key: str, engine_labels: list[object]) -> Any | None:
-        found = self._sources.get(key)
-        return None if found is None else found[0].labels(*engine_labels, *found[2])
+                    series.observe(value)
+        if used := data.get("io_engine"):
+            for name in IO_ENGINES:
+                self._io_engines[engine, name].set(int(name == used))

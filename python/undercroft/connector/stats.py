@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
+from undercroft.engine import io_engine
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -103,7 +104,7 @@ class UndercroftStats(KVConnectorStats):
     """The statistics since the last report, in plain types that travel between processes.
 
     ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended) and
-    ``io_engine`` (a name).
+    ``io_engine`` (a name; empty or absent without a disk tier).
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -228,7 +229,7 @@ class EngineStats:
         }
         gauges = {name: stats[name] for name in STATS_KEYS if name in GAUGES and name in stats}
         self._last = stats
-        return {"counters": counters, "gauges": gauges, "io_engine": str(self._engine.info().get("io_engine", ""))}
+        return {"counters": counters, "gauges": gauges, "io_engine": io_engine(self._engine.info())}
 
 
 def _since(now: float, before: float) -> float:

@@ -6,6 +6,7 @@ The functions that apply a patch raise nothing and return whether vLLM was chang
 
 from __future__ import annotations
 
+from undercroft.vllm_patches.configuration import check_configuration
 from undercroft.vllm_patches.connector import (
     before_prefix_cache_reset,
     end_step_at,
@@ -24,6 +25,7 @@ __all__ = [
     "PATCHES",
     "Patch",
     "before_prefix_cache_reset",
+    "check_configuration",
     "count_ranks",
     "end_step_at",
     "judge_all_hits",

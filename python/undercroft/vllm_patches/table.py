@@ -133,6 +133,15 @@ SHARED_PREFIX = Patch(
     "0.31 to 0.33",
     "The state where prompts part is saved only if a step happens to end there.",
 )
+CONFIGURATION = Patch(
+    "configuration",
+    ("EngineArgs.create_engine_config",),
+    "the class, in the processes that make a configuration",
+    "vLLM reads the connector's options when it makes the connector, after it has loaded the model. The wrapper checks "
+    "them first.",
+    "0.31 to 0.33",
+    "A mistake in undercroft's options is found only after the model has been loaded.",
+)
 
 PATCHES = (
     HIT_THRESHOLD,
@@ -145,6 +154,7 @@ PATCHES = (
     WEIGHT_CHANGES,
     RANKS,
     SHARED_PREFIX,
+    CONFIGURATION,
 )
 
 _log_once = LogOnce()
