@@ -223,7 +223,7 @@ impl World {
         }
     }
 
-    fn start_io(&mut self) -> Result<(), String> {
+    pub(crate) fn start_io(&mut self) -> Result<(), String> {
         let mut requests = Vec::new();
         let room = self.disks.room();
         self.clock.last_poll_ns = self.clock.now_ns;
@@ -244,7 +244,7 @@ impl World {
         Ok(())
     }
 
-    fn end_io(&mut self) -> Result<(), String> {
+    pub(crate) fn end_io(&mut self) -> Result<(), String> {
         if self.random.chance(600)
             && let Some(due) = self.disks.next_due_ns()
         {

@@ -224,7 +224,11 @@ impl Engine {
         if !span.is_worth(in_host) {
             return self.miss(id);
         }
-        self.hit(id, self.residency.forest().ancestor(at, in_host))
+        self.hit(
+            id,
+            self.residency.forest().ancestor(at, in_host),
+            span.local,
+        )
     }
 
     /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held,
@@ -257,9 +261,10 @@ impl Engine {
     }
 
     /// The answer that there is a hit that ends at `node`: leases it, and counts the request's hit once.
-    fn hit(&mut self, id: RequestId, node: NodeId) -> Lookup {
+    fn hit(&mut self, id: RequestId, node: NodeId, local: u32) -> Lookup {
         let state = &mut self.sessions.requests[id];
         state.move_lease(node, &mut self.residency);
+        state.hit_after = Some(local);
         let hash_block_size = self.residency.hash_block_size(state.ns);
         let hit = Lookup::Hit(Hit {
             tokens: Tokens(self.residency.node(node).depth * hash_block_size),

@@ -35,11 +35,14 @@ mod requests;
 mod reset;
 mod residency;
 mod save;
+mod save_cursor;
+mod served;
 mod sessions;
 mod writeback;
 
 pub use config::EngineConfig;
 pub use coordinator::Engine;
 pub use recover::Recovery;
-pub use save::{Granted, Transfer};
+pub use save::{Granted, SaveLimit, SaveProgress, Transfer};
+pub use served::{HitExtents, SessionUsage};
 pub use sessions::SessionId;
