@@ -62,7 +62,7 @@ class _Handler(MetricsHandler):
 
     timeout = REQUEST_TIMEOUT_S
 
-    def log_error(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
+    def log_error(self, format: str, *args: object) -> None:
         """Say nothing: anybody may connect and send what he likes."""
 
 
