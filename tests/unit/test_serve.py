@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -206,3 +208,25 @@ def test_it_serves_over_the_borders_of_containers(tmp_path: Path) -> None:
         engine.register("{}", [Group("full", 16, 4096)], 16)
         until("up", lambda: engine.connection() == ("up", ""))
         engine.close()
+
+
+def test_one_process_does_not_take_all_connections(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "run" / "serve.sock") as server:
+        held = []
+        try:
+            for _ in range(100):
+                held.append(socket.socket(socket.AF_UNIX))
+                held[-1].settimeout(30)
+                held[-1].connect(str(server.socket))
+            assert held[-1].recv(1) == b"", "closed at once"
+            answer = json.loads(run("status", "--socket", str(server.socket), "--json").stdout)
+            assert answer["server"]["connections"] <= 33
+        finally:
+            for connection in held:
+                connection.close()
+
+
+def test_the_server_raises_its_limit_of_descriptors(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with ServeProcess(tmp_path / "run" / "serve.sock", prefix=["prlimit", f"--nofile=256:{hard}"]) as server:
+        assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == hard

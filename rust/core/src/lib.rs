@@ -21,3 +21,4 @@ pub mod resolve;
 pub mod session;
 pub mod size;
 pub mod slots;
+pub mod work;

@@ -4,11 +4,14 @@
 //! and goes back to the pool when the last one is freed, so space moves between classes by use.
 //! Every operation is O(1). This module does bookkeeping only and never touches a byte.
 
+use crate::work;
+
 /// Slot sizes are multiples of this, in bytes (O_DIRECT alignment).
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
 
 const PAGE_BYTES_MIN: u64 = 256 << 10;
-const PAGE_BYTES_MAX: u64 = 64 << 20;
+/// The largest page: no payload is larger.
+pub(crate) const PAGE_BYTES_MAX: u64 = 64 << 20;
 /// A region has about this many pages, so that every size class finds room.
 const PAGES_TARGET: u64 = 64;
 
@@ -68,6 +71,12 @@ pub struct Slots {
 pub fn page_bytes_for(capacity: u64) -> u64 {
     let share = (capacity / PAGES_TARGET).max(1);
     (1 << share.ilog2()).clamp(PAGE_BYTES_MIN, PAGE_BYTES_MAX)
+}
+
+/// A region whose pages hold payloads of `payload_bytes`; `None` if no page is so large.
+pub(crate) fn region_for(payload_bytes: u64) -> Option<u64> {
+    let page_bytes = payload_bytes.next_power_of_two().max(PAGE_BYTES_MIN);
+    (page_bytes <= PAGE_BYTES_MAX).then_some(page_bytes * PAGES_TARGET)
 }
 
 impl Slots {
@@ -158,6 +167,7 @@ impl Slots {
 
     /// Takes a slot; the offset in bytes, or `None` if the class has no room and no page is free.
     pub fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
+        work::slots(1);
         let page_index = match self.classes[usize::from(class)].partial.last() {
             Some(&page) => page,
             None => self.assign_page(class)?,
@@ -238,6 +248,7 @@ impl Slots {
 
     /// Gives a slot back.
     pub fn free(&mut self, class: Class, offset: u64) {
+        work::slots(1);
         let slot_bytes = self.slot_bytes(class);
         let page_index = self.page_of(offset);
         let slot = self.slot_at(class, offset);
@@ -275,7 +286,8 @@ impl Slots {
 
     /// Who uses the slots of a page.
     pub fn owners(&self, page: u32) -> impl Iterator<Item = Owner> + '_ {
-        self.pages[page as usize].owners.iter().flatten().copied()
+        let owners = &self.pages[page as usize].owners;
+        owners.iter().flatten().copied().inspect(|_| work::slots(1))
     }
 
     /// Who uses the slot at `offset`.

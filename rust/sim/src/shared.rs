@@ -5,19 +5,49 @@ use std::time::Duration;
 
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::engine::Engine;
+use undercroft_core::work::Work;
+
+/// Units of work that an entry of a simulated engine may do: its prompts have 24 hash blocks of at most three
+/// groups, and its pages at most 64 slots. Making room and giving a page its records are most of it.
+pub(crate) const UNITS_MAX: u64 = 800;
 
 /// An engine that the world and its sessions share.
 #[derive(Debug)]
-pub(crate) struct SharedEngine(Mutex<Engine>);
+pub(crate) struct SharedEngine {
+    engine: Mutex<Engine>,
+    /// The entry that did most.
+    most: Mutex<Work>,
+}
 
 impl SharedEngine {
     pub(crate) fn new(engine: Engine) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(engine)))
+        Arc::new(Self {
+            engine: Mutex::new(engine),
+            most: Mutex::default(),
+        })
     }
 
-    /// Enters the engine. A panic is not contained: the run reports it.
+    /// Enters the engine, whose work is bounded. A panic is not contained: the run reports it.
     pub(crate) fn with<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> R {
-        work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        Work::take();
+        let result = work(&mut engine);
+        let done = Work::take();
+        let mut most = self.most.lock().unwrap_or_else(PoisonError::into_inner);
+        if done.units() > most.units() {
+            *most = done;
+        }
+        result
+    }
+
+    /// Enters the engine for what is no entry of a running one: its start, a check of its invariants.
+    pub(crate) fn uncounted<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> R {
+        work(&mut self.engine.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// What the entry did that did most.
+    pub(crate) fn most_work(&self) -> Work {
+        *self.most.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -28,6 +58,14 @@ impl EngineAccess for SharedEngine {
 
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
         Some(self.with(|engine| work(engine)))
+    }
+
+    fn read_or_enter<R>(
+        &self,
+        known: impl FnOnce(&Engine) -> Option<R>,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> Option<R> {
+        Some(self.with(|engine| known(engine).unwrap_or_else(|| work(engine))))
     }
 
     // The world does nothing while a session waits, so waiting would change nothing.

@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use rustc_hash::FxHashMap;
 
 use crate::slots::Owner;
+use crate::work;
 
 use super::format::{PLACEHOLDER, RECORDS_PER_BLOCK};
 
@@ -39,6 +40,7 @@ impl Records {
     }
 
     fn take(&mut self) -> u32 {
+        work::slots(1);
         self.free.pop_first().unwrap_or_else(|| {
             self.owners.push(None);
             record_number(self.owners.len() - 1)
@@ -66,8 +68,9 @@ impl Records {
     /// A page has lost its size class: its records are free.
     pub(super) fn release_page(&mut self, page: u32) {
         let records = self.of_page.remove(&page);
-        self.free
-            .extend(records.expect("a page in use has records"));
+        let records = records.expect("a page in use has records");
+        work::slots(records.len());
+        self.free.extend(records);
     }
 
     /// Whether a record that a table on disk names is taken already.

@@ -9,8 +9,13 @@ use super::promotions::count_read;
 use super::writeback::table_write_ended;
 
 impl Engine {
-    /// Whether [`Engine::next_io`] may have something to start, given free depth.
+    /// Whether [`Engine::next_io`] may have something to start, given free depth, or
+    /// [`Engine::next_checksums`].
     pub fn has_io(&self) -> bool {
+        self.has_device_io() || self.checksums.has_work()
+    }
+
+    fn has_device_io(&self) -> bool {
         self.promotions.has_reads()
             || self.namespaces.has_writes(&self.residency)
             || self.writeback.has_writes(&self.residency)
@@ -18,7 +23,7 @@ impl Engine {
 
     /// Whether nothing is in flight and nothing is queued to be written.
     pub fn is_quiet(&self) -> bool {
-        self.operations.is_empty() && !self.has_io()
+        self.operations.is_empty() && !self.has_device_io()
     }
 
     /// Whether the device has reads. Whoever takes their ends then calls [`Engine::next_io`] from time to
@@ -77,6 +82,7 @@ impl Engine {
                 let (writeback, mut parts) = self.writeback();
                 writeback.write_ended((node, group), started_ns, result, &mut parts);
             }
+            Purpose::Checksum { node, group } => self.checksum_ended(node, group, result),
             Purpose::Table { device, block } => {
                 let (_, mut parts) = self.promotions();
                 table_write_ended(device, block, result, &mut parts);

@@ -477,6 +477,9 @@ impl Engine {
             if !self.residency.node(node).is_detached() {
                 self.counters.saved_blocks += 1;
             }
+            if self.needs_checksums() {
+                self.checksums.add_saved(node, group, &self.residency);
+            }
             self.payload_arrived(node, group, &mut visible);
             self.writeback
                 .offer_late(node, group, &mut self.residency, &mut self.counters);

@@ -3,6 +3,7 @@
 use hashbrown::HashTable;
 
 use crate::key::{BlockHash, HashSource};
+use crate::work;
 
 use super::node::{NONE, Node, NodeId, NsId, Reach, Tier};
 
@@ -92,6 +93,7 @@ impl Forest {
 
     /// The node of a hash, visible or not.
     pub fn find(&self, ns: NsId, hash: &BlockHash) -> Option<NodeId> {
+        work::index();
         let nodes = &self.nodes;
         self.index
             .find(mix(self.seed, ns, hash), |&id| {
@@ -191,9 +193,11 @@ impl Forest {
             }
         };
         self.link(id);
+        work::index();
         let (nodes, seed) = (&self.nodes, self.seed);
         self.index
             .insert_unique(mix(seed, ns, &hash), id, |&other| {
+                work::index();
                 let node = &nodes[other as usize];
                 mix(seed, node.ns, &node.hash)
             });
@@ -227,6 +231,7 @@ impl Forest {
         let node = self.node(id);
         assert!(!node.is_detached(), "node {id} left the index twice");
         let (ns, hash) = (node.ns, node.hash);
+        work::index();
         self.index
             .find_entry(mix(self.seed, ns, &hash), |&other| other == id)
             .expect("a node that is not detached is in the index")
@@ -244,6 +249,7 @@ impl Forest {
         );
         assert!(node.is_idle(), "node {id} is freed and in use");
         assert!(node.has_no_slots(), "node {id} is freed and has slots");
+        work::node();
         let (parent, next, prev) = (node.links.parent, node.links.next, node.links.prev);
         if prev == NONE {
             *self.head_mut(id) = next;
@@ -278,15 +284,18 @@ impl Forest {
 
     fn siblings(&self, first: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         let existing = |id: NodeId| (id != NONE).then_some(id);
-        std::iter::successors(existing(first), move |&id| existing(self.next_sibling(id)))
+        let siblings =
+            std::iter::successors(existing(first), move |&id| existing(self.next_sibling(id)));
+        siblings.inspect(|_| work::node())
     }
 
     /// A node's ancestors, from its parent upwards.
     pub fn ancestors(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         let existing = |id: NodeId| (id != NONE).then_some(id);
-        std::iter::successors(existing(self.node(id).parent()), move |&id| {
+        let ancestors = std::iter::successors(existing(self.node(id).parent()), move |&id| {
             existing(self.node(id).parent())
-        })
+        });
+        ancestors.inspect(|_| work::node())
     }
 
     /// The sibling after this one, or `NONE`.
@@ -302,6 +311,7 @@ impl Forest {
     /// The ancestor of `id` at `depth`, itself included.
     pub fn ancestor(&self, mut id: NodeId, depth: u32) -> NodeId {
         while id != NONE && self.node(id).depth > depth {
+            work::node();
             id = self.node(id).links.parent;
         }
         id
@@ -322,6 +332,8 @@ impl Forest {
             dead[id as usize] = true;
         }
         // `insert` keeps the count below `NONE`.
-        (0..self.nodes.len() as NodeId).filter(move |&id| !dead[id as usize])
+        (0..self.nodes.len() as NodeId)
+            .filter(move |&id| !dead[id as usize])
+            .inspect(|_| work::node())
     }
 }

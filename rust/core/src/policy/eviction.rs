@@ -2,6 +2,8 @@
 
 use serde::Deserialize;
 
+use crate::work;
+
 use super::leaf::{Leaf, next_class};
 use super::leafhd::LeafHd;
 use super::lru::Lru;
@@ -58,6 +60,7 @@ impl Policy {
     /// Makes `leaf` a candidate of size class `class`. A node that is in the set already is updated
     /// under a learning policy; under LRU the caller removes it first.
     pub fn insert_leaf(&mut self, class: u16, leaf: Leaf) {
+        work::candidate();
         match &mut self.engine {
             Learner::Lru(lru) => lru.insert_leaf(class, leaf),
             Learner::LeafHd(leafhd) => leafhd.insert_leaf(class, leaf),
@@ -67,6 +70,7 @@ impl Policy {
     /// Takes a node out of the candidates of size class `class`; `last` is what it was inserted with.
     /// Returns whether it was there.
     pub fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
+        work::candidate();
         match &mut self.engine {
             Learner::Lru(lru) => lru.remove_leaf(class, node, last),
             Learner::LeafHd(leafhd) => leafhd.remove_leaf(class, node),
@@ -76,6 +80,7 @@ impl Policy {
     /// The leaf of size class `class` to evict next, which stays in the set. `None` when there is none.
     /// Asked again in the same tick, it is the same one unless that has left the set or changed.
     pub fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
+        work::candidate();
         match &mut self.engine {
             Learner::Lru(lru) => lru.victim(class),
             Learner::LeafHd(leafhd) => leafhd.victim(class, tick),

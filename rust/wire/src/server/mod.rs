@@ -24,6 +24,8 @@ use service::Service;
 mod peer;
 mod queue;
 mod service;
+#[cfg(test)]
+mod tests;
 
 /// Where a server listens.
 #[derive(Clone, Copy, Debug)]

@@ -4,6 +4,7 @@ use crate::disk::Disk;
 use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, Tier};
 use crate::metrics::Counters;
 use crate::slots::Owner;
+use crate::work;
 
 use super::geometry::Region;
 use super::slots::Loss;
@@ -182,6 +183,7 @@ impl Residency {
         let mut at = self.node(id).parent();
         while at != NONE && self.node(at).required == 0 && self.disk_mut(device).add_placeholder(at)
         {
+            work::node();
             at = self.node(at).parent();
         }
     }
@@ -193,6 +195,7 @@ impl Residency {
         // The first one that is lost takes all nodes below along.
         nodes.sort_unstable_by_key(|&(id, _)| self.node(id).depth);
         for (id, epoch) in nodes {
+            work::node();
             if !self.forest.is_live(id, epoch) || self.node(id).device != device {
                 continue;
             }

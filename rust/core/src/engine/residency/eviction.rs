@@ -7,6 +7,7 @@ use crate::forest::{DiskState, Evictability, HostState, NodeId, Payload, Tier};
 use crate::metrics::Counters;
 use crate::policy::{Leaf, Policy};
 use crate::slots::{Class, slot_offset};
+use crate::work;
 
 use super::geometry::Region;
 use super::slots::Loss;
@@ -185,6 +186,7 @@ impl Residency {
 
     /// Evicts what may go of a candidate's payloads of a tier.
     fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
+        work::eviction();
         let (parent, last) = (self.parent(id), self.node(id).touch.last);
         let evictability = self.node(id).tiers.evictability[tier as usize];
         assert_ne!(

@@ -4,6 +4,7 @@ use crate::forest::{HostState, NONE, NodeId, Tier};
 use crate::resolve::resolve;
 use crate::session::{ArenaOffset, Extent};
 use crate::slots::slot_offset;
+use crate::work;
 
 use super::state::Residency;
 
@@ -14,6 +15,8 @@ pub(in crate::engine) struct PromotionPlan {
     pub(in crate::engine) target: NodeId,
     /// Depth of the target.
     pub(in crate::engine) boundary: u32,
+    /// Hash blocks that the device has.
+    pub(in crate::engine) local: u32,
     /// Payloads that a load needs, front to back.
     pub(in crate::engine) payloads: Vec<(NodeId, u8)>,
     /// Slot bytes of those that are not in the arena.
@@ -38,8 +41,9 @@ impl Residency {
         };
         let mut chain = Chain {
             residency: self,
+            deepest: top,
             top: self.node(top).depth,
-            nodes: vec![top],
+            nodes: Vec::new(),
             host_only,
         };
         resolve(self.spec_of(top), reach, local, |depth, group| {
@@ -52,6 +56,7 @@ impl Residency {
         let mut reach = self.node(top).depth;
         let mut at = top;
         while at != NONE {
+            work::node();
             let node = self.node(at);
             // All above a node of the host chain are in the arena, too.
             if node.depth <= local || node.is_host_chain() {
@@ -94,6 +99,7 @@ impl Residency {
         Some(PromotionPlan {
             target: self.forest.ancestor(target, boundary),
             boundary,
+            local,
             payloads,
             unread,
         })
@@ -116,6 +122,7 @@ impl Residency {
         let mut payloads = Vec::with_capacity((top.depth - lowest.min(top.depth)) as usize);
         let mut at = target;
         while at != NONE && self.node(at).depth > lowest {
+            work::node();
             let depth = self.node(at).depth;
             for (group, &after) in (0u8..).zip(&after) {
                 if depth > after && spec.ends_block(usize::from(group), depth) {
@@ -170,6 +177,7 @@ impl Residency {
             .map(|group| spec.hash_blocks(group))
             .collect();
         for &(id, group) in payloads {
+            work::queued();
             let node = self.node(id);
             let payload = node.payload(group);
             assert_ne!(
@@ -204,15 +212,22 @@ impl Residency {
 /// Reads a chain from its deepest node upwards, and remembers the nodes that it has passed.
 struct Chain<'a> {
     residency: &'a Residency,
+    deepest: NodeId,
+    /// Its depth.
     top: u32,
+    /// Those passed. Empty, and not allocated, until a payload is asked for: full attention needs none.
     nodes: Vec<NodeId>,
     host_only: bool,
 }
 
 impl Chain<'_> {
     fn has(&mut self, depth: u32, group: usize) -> bool {
+        if self.nodes.is_empty() {
+            self.nodes.push(self.deepest);
+        }
         let index = (self.top - depth) as usize;
         while let Some(&last) = self.nodes.last().filter(|_| self.nodes.len() <= index) {
+            work::node();
             self.nodes.push(self.residency.node(last).parent());
         }
         let payload = self.residency.node(self.nodes[index]).payloads()[group];

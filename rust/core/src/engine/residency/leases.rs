@@ -2,6 +2,7 @@
 
 use crate::forest::{NONE, NodeId, Tier};
 use crate::namespace::GroupKind;
+use crate::work;
 
 use super::state::Residency;
 
@@ -74,6 +75,7 @@ impl Residency {
         if self.touches_every_block() {
             let mut at = id;
             while at != NONE {
+                work::node();
                 self.touch(at);
                 at = self.node(at).parent();
             }

@@ -13,6 +13,7 @@ mod eviction;
 mod fit;
 mod geometry;
 mod hits;
+mod host_checksums;
 mod leases;
 mod reach;
 mod recovery;

@@ -2,6 +2,8 @@
 
 use crate::forest::{DiskState, HostState, NodeId, NsId, Reach, Tier};
 
+use crate::work;
+
 use super::slots::Loss;
 use super::state::Residency;
 
@@ -49,6 +51,7 @@ impl Residency {
         // Most nodes have no children yet: nothing is allocated for them.
         let (mut next, mut stack) = (Some(id), Vec::new());
         while let Some(id) = next.take().or_else(|| stack.pop()) {
+            work::node();
             let before = self.node(id).reach;
             // A child that has left the index stays linked while it is in use.
             if before == Reach::Detached {
@@ -75,6 +78,7 @@ impl Residency {
     pub(super) fn clear_host_chain(&mut self, id: NodeId) {
         let mut stack = vec![id];
         while let Some(id) = stack.pop() {
+            work::node();
             let node = self.forest.node_mut(id);
             if node.is_host_chain() {
                 node.reach = Reach::Visible;
@@ -87,6 +91,7 @@ impl Residency {
     /// node may leave the index with its subtree, or be freed.
     pub(in crate::engine) fn reconcile(&mut self, mut id: NodeId) {
         loop {
+            work::node();
             let node = self.node(id);
             if node.is_detached() {
                 match self.free_detached(id) {

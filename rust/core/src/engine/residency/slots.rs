@@ -51,7 +51,10 @@ impl Residency {
         );
         payload.host = state;
         payload.host_slot = slot_number(offset);
+        // What is read from disk has the checksum of its record, or fails.
+        let checksum = (state == HostState::Reading).then_some(payload.checksum);
         node.uses.busy += 1;
+        self.set_host_checksum(id, group, checksum);
         self.slot_taken(id, Tier::Host);
         self.refresh(id);
         true

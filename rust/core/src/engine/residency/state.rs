@@ -9,6 +9,7 @@ use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
 use super::geometry::{Geometry, Region};
+use super::host_checksums::HostChecksums;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -34,6 +35,7 @@ const POLICY_BLOCKS_MIN: u64 = 64;
 pub(in crate::engine) struct Residency {
     pub(super) forest: Forest,
     pub(super) host: Slots,
+    pub(super) host_checksums: HostChecksums,
     pub(super) host_policies: TierPolicies,
     pub(super) disks: Vec<Disk>,
     /// What payloads a namespace has, by [`NsId`].
@@ -51,6 +53,7 @@ impl Residency {
         Self {
             forest: Forest::new(seed),
             host: Slots::new(host_bytes, page_bytes_for(host_bytes)),
+            host_checksums: HostChecksums::default(),
             host_policies: TierPolicies::new(new_policy(policy, host_bytes, seed)),
             disks: Vec::new(),
             geometry: Vec::new(),

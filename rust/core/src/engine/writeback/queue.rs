@@ -6,6 +6,7 @@ use crate::forest::{DiskState, HostState, NONE, NodeId};
 use crate::io::IoRequest;
 use crate::metrics::Counters;
 use crate::policy::Doorkeeper;
+use crate::work;
 
 use super::super::config::EngineConfig;
 use super::super::parts::EngineParts;
@@ -117,6 +118,7 @@ impl WriteBack {
         while at != NONE
             && (residency.node(at).required == 0 || residency.writable_group(at).is_some())
         {
+            work::node();
             chain.push(at);
             at = residency.node(at).parent();
         }
@@ -217,6 +219,7 @@ impl WriteBack {
             if !self.budget.allows(bytes) {
                 break;
             }
+            work::queued();
             self.queue.pop_front();
             if let Some(request) = self.start_write(write, parts) {
                 self.budget.spend(bytes);

@@ -1,0 +1,100 @@
+//! How much an entry of the engine does, counted: time on a shared machine proves nothing.
+//!
+//! A unit is a step of a loop over something that may be long: a node that is visited, an operation on
+//! the index or on a policy's candidates, a payload that is evicted, a record that is given, taken or
+//! read, a queued write. Each costs at most a few cache misses. Loops over namespaces, sessions,
+//! directories and groups are not counted: these are few.
+//!
+//! The counts are kept for each thread, and only with the feature `check`. Without it nothing is left of
+//! them.
+
+/// Units of work since the last [`take`](Work::take).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Nodes visited.
+    pub nodes: u64,
+    /// Look-ups in the index, insertions and removals.
+    pub index: u64,
+    /// Insertions into a policy's candidates, removals, and searches for a victim.
+    pub candidates: u64,
+    /// Payloads evicted.
+    pub evictions: u64,
+    /// Slots and records that were given or freed.
+    pub slots: u64,
+    /// Entries of queues: writes, reads, payloads of a transfer.
+    pub queued: u64,
+}
+
+impl Work {
+    const NONE: Self = Self {
+        nodes: 0,
+        index: 0,
+        candidates: 0,
+        evictions: 0,
+        slots: 0,
+        queued: 0,
+    };
+
+    /// All units.
+    pub fn units(&self) -> u64 {
+        self.nodes + self.index + self.candidates + self.evictions + self.slots + self.queued
+    }
+
+    /// What this thread has done since it asked last.
+    #[cfg(feature = "check")]
+    pub fn take() -> Self {
+        DONE.take()
+    }
+}
+
+#[cfg(feature = "check")]
+thread_local! {
+    static DONE: std::cell::Cell<Work> = const { std::cell::Cell::new(Work::NONE) };
+}
+
+#[cfg(feature = "check")]
+fn count(add: impl FnOnce(&mut Work)) {
+    let mut work = DONE.get();
+    add(&mut work);
+    DONE.set(work);
+}
+
+#[cfg(not(feature = "check"))]
+#[inline(always)]
+fn count(_: impl FnOnce(&mut Work)) {}
+
+/// A node is visited.
+#[inline(always)]
+pub(crate) fn node() {
+    count(|work| work.nodes += 1);
+}
+
+/// The index is asked or changed.
+#[inline(always)]
+pub(crate) fn index() {
+    count(|work| work.index += 1);
+}
+
+/// A policy's candidates are searched or changed.
+#[inline(always)]
+pub(crate) fn candidate() {
+    count(|work| work.candidates += 1);
+}
+
+/// A payload is evicted.
+#[inline(always)]
+pub(crate) fn eviction() {
+    count(|work| work.evictions += 1);
+}
+
+/// So many slots or records are given or freed.
+#[inline(always)]
+pub(crate) fn slots(slots: usize) {
+    count(|work| work.slots += slots as u64);
+}
+
+/// An entry of a queue is taken.
+#[inline(always)]
+pub(crate) fn queued() {
+    count(|work| work.queued += 1);
+}
