@@ -21,6 +21,7 @@ use crate::socket_dir::{self, SocketError};
 use crate::stats::StatsSource;
 use service::Service;
 
+mod admission;
 mod peer;
 mod queue;
 mod service;

@@ -4,28 +4,23 @@
 //! had the least time. Work that is longer than a slice is carried out in steps.
 
 use std::collections::HashMap;
-use std::io::{ErrorKind, IoSlice};
-use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use serde_json::{Value, json};
 use slotmap::SlotMap;
 use undercroft_core::session::{SessionSpec, SessionToken};
 
+use super::admission::{describe, hand_over};
 use super::peer::{Filled, Peer, READ_BYTES, Role};
 use super::queue::FairQueue;
 use super::{Served, ServerControl};
 use crate::budget::Budget;
 use crate::dialect::Dialect;
-use crate::frame::{self, ATTACH_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES, arena_answer};
-use crate::peer::peer_credentials;
+use crate::frame::{self, ATTACH_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES};
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::sessions::{ANSWERS_MAX, ServedSessions, Violation};
 use crate::stats::Report;
@@ -36,9 +31,6 @@ const CONNECTIONS_MAX: usize = 1024;
 /// Of these, those without a session: what `undercroft status` and workers find free.
 const RESERVED: usize = 256;
 
-/// Connections of one process. A vLLM has one of its scheduler, and one of each worker.
-const CONNECTIONS_OF_PROCESS: usize = 32;
-
 /// Longest work for all connections before the sockets are looked at again.
 const TURN: Duration = Duration::from_micros(200);
 
@@ -47,9 +39,6 @@ const SLICE: Duration = Duration::from_micros(100);
 
 /// A frame that is longer is carried out in steps.
 const LONG_FRAME: usize = 32 << 10;
-
-/// Connections accepted in a turn.
-const ACCEPTS: usize = 8;
 
 /// How long a connection may say nothing before it has a session, and owe the rest of a frame.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
@@ -60,7 +49,7 @@ const INBOX_FLOOR: u64 = 768 << 10;
 
 /// How often silent connections are looked for, and how long the listener is left alone after accepting has
 /// failed.
-const PAUSE: Duration = Duration::from_secs(1);
+pub(super) const PAUSE: Duration = Duration::from_secs(1);
 
 /// How often the deadlines of pending lookups are checked.
 const TICK: Duration = Duration::from_millis(5);
@@ -75,23 +64,23 @@ slotmap::new_key_type! {
 
 pub(super) struct Service {
     sessions: ServedSessions,
-    listener: UnixListener,
+    pub(super) listener: UnixListener,
     path: PathBuf,
     started: Instant,
     served: Served,
-    control: Arc<ServerControl>,
-    connections: SlotMap<ConnectionId, Peer>,
-    connections_max: usize,
+    pub(super) control: Arc<ServerControl>,
+    pub(super) connections: SlotMap<ConnectionId, Peer>,
+    pub(super) connections_max: usize,
     /// The connections of sessions.
     clients: HashMap<SessionToken, ConnectionId>,
-    queue: FairQueue,
+    pub(super) queue: FairQueue,
     dialects: &'static [Dialect],
     inboxes: Budget,
     scratch: Vec<u8>,
     status: Report,
     /// Accepting failed (out of descriptors, say): until then the listener is left alone, since it stays
     /// readable.
-    paused_until: Option<Instant>,
+    pub(super) paused_until: Option<Instant>,
     /// When silent connections are looked for next.
     sweep_at: Instant,
     /// When the engine was last asked for the answers of pending lookups.
@@ -251,56 +240,6 @@ impl Service {
             }
         }
         (!self.control.stop.load(Ordering::Acquire)).then_some(accept)
-    }
-
-    fn accept(&mut self) {
-        for _ in 0..ACCEPTS {
-            match self.listener.accept() {
-                Ok((stream, _)) => self.admit(stream),
-                Err(error) => {
-                    if error.kind() != ErrorKind::WouldBlock {
-                        self.paused_until = Some(Instant::now() + PAUSE);
-                    }
-                    return;
-                }
-            }
-        }
-    }
-
-    fn admit(&mut self, stream: UnixStream) {
-        let own = rustix::process::geteuid().as_raw();
-        let pid = match peer_credentials(&stream) {
-            Ok((uid, pid)) if uid == own => pid,
-            _ => return self.refuse(),
-        };
-        // Processes of other PID namespaces cannot be told apart.
-        let of_process = if pid == 0 {
-            self.connections_max / 2
-        } else {
-            CONNECTIONS_OF_PROCESS
-        };
-        let peers = self.connections.values();
-        let is_same = |peer: &&Peer| peer.pid == pid && peer.role == Role::New;
-        let is_open = |peer: &&Peer| peer.pid == pid;
-        let own_process = pid as u32 == std::process::id();
-        let (all, new) = (
-            peers.clone().filter(is_open).count(),
-            peers.filter(is_same).count(),
-        );
-        let too_many = !own_process && (all >= of_process || new >= of_process);
-        if too_many
-            || self.connections.len() >= self.connections_max
-            || stream.set_nonblocking(true).is_err()
-        {
-            return self.refuse();
-        }
-        let id = self.connections.insert(Peer::new(stream, pid));
-        // It has usually said something.
-        self.queue.push(id, &mut self.connections[id]);
-    }
-
-    fn refuse(&self) {
-        self.control.refused.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Carries out what a connection asks, for one slice. Whether there is more to do.
@@ -543,36 +482,6 @@ impl Service {
     }
 }
 
-/// What `undercroft status` shows.
-fn describe(
-    path: &std::path::Path,
-    started: Instant,
-    served: &Served,
-    sessions: &ServedSessions,
-    control: &ServerControl,
-    connections: usize,
-) -> Value {
-    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    let descriptors = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
-    json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "pid": std::process::id(),
-        "uptime_s": started.elapsed().as_secs_f64(),
-        "socket": path,
-        "stats": served.stats.take(),
-        "info": (served.info)(),
-        "sessions": sessions.describe(),
-        "server": {
-            "connections": connections,
-            "workers": read(&control.attached),
-            "refused": read(&control.refused),
-            "malformed": read(&control.malformed),
-            "lookups": sessions.lookups(),
-            "descriptors": descriptors,
-        },
-    })
-}
-
 /// Whether a frame is a client's message.
 fn is_request(frame: &[u8]) -> Result<(), End> {
     let (header, _, _) = frame::first(frame)
@@ -583,20 +492,4 @@ fn is_request(frame: &[u8]) -> Result<(), End> {
     } else {
         Err(End::Malformed)
     }
-}
-
-/// Sends the arena's descriptor. Whether the whole answer was sent: a new connection has room for it.
-fn hand_over(stream: &UnixStream, served: &Served, version: u16) -> bool {
-    let mut answer = arena_answer(served.arena.size(), served.arena_id);
-    answer[4..6].copy_from_slice(&version.to_le_bytes());
-    let fds = [served.arena.fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    ancillary.push(SendAncillaryMessage::ScmRights(&fds))
-        && sendmsg(
-            stream.as_fd(),
-            &[IoSlice::new(&answer)],
-            &mut ancillary,
-            SendFlags::NOSIGNAL,
-        ) == Ok(answer.len())
 }

@@ -19,7 +19,9 @@ pub(crate) use session::ANSWERS_MAX;
 use session::{Budgets, ServedSession};
 
 mod job;
+mod request;
 mod session;
+mod transfers;
 
 /// Bytes of hashes that all clients together may leave here, and those that each may.
 const HASHES_LIMIT: u64 = 96 << 20;

@@ -8,21 +8,17 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{Engine, SaveLimit, SaveProgress, SessionId};
+use undercroft_core::engine::{Engine, SessionId};
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{
-    Extent, Lookup, LookupRequest, Priority, PromotionWait, SaveRequest, Tokens, TransferId,
-    append_extents,
-};
+use undercroft_core::session::{Priority, PromotionWait, Tokens, TransferId};
 
 use super::Violation;
-use super::job::{
-    FoundHit, HASH_STEP, HIT_STEP, HashJob, HitJob, Job, SAVE_STEP, SaveAsked, SaveJob, Then,
-};
-use crate::budget::{Budget, share};
+use super::job::{HASH_STEP, HIT_STEP, HashJob, HitJob, Job, Then};
+use super::request::{Looked, REQUEST_BYTES, ServedRequest, bytes_of, growth};
+use super::transfers::end_some;
+use crate::budget::Budget;
 use crate::protocol::{
-    HASHES_MAX, HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, SaveMessage,
-    ServerMessage,
+    HASHES_MAX, HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, ServerMessage,
 };
 
 /// With more bytes of answers queued than this, a client gets no further ones until it has read these.
@@ -30,31 +26,6 @@ pub(crate) const ANSWERS_MAX: usize = 1 << 20;
 
 /// Pending lookups that are looked at in one step.
 const PENDING_STEP: usize = 64;
-
-/// Loads and saves that a session may have at a time.
-const TRANSFERS_MAX: usize = 1 << 16;
-
-/// What a request takes of a server's memory beside its hashes, in bytes.
-const REQUEST_BYTES: u64 = 512;
-
-const HASH_BYTES: u64 = size_of::<BlockHash>() as u64;
-
-/// One request of a session.
-#[derive(Debug)]
-struct ServedRequest {
-    /// The engine's name for the request.
-    name: String,
-    hashes: Vec<BlockHash>,
-    /// Its hashes were too many for the server: it gets neither hits nor slots.
-    over: bool,
-    /// Its lookup is pending.
-    pending: bool,
-    /// Of the last lookup.
-    version: u32,
-    computed: Tokens,
-    max: Tokens,
-    priority: Priority,
-}
 
 /// Memory of all sessions.
 #[derive(Debug)]
@@ -73,7 +44,7 @@ pub(super) struct ServedSession {
     pub(super) connected: bool,
     /// Workers that have the arena mapped.
     pub(super) workers: usize,
-    requests: HashMap<u64, ServedRequest>,
+    pub(super) requests: HashMap<u64, ServedRequest>,
     /// Bytes of the requests.
     request_bytes: u64,
     /// Bytes of the extents that are being told.
@@ -81,18 +52,12 @@ pub(super) struct ServedSession {
     /// Requests whose lookup is pending.
     pending: VecDeque<u64>,
     /// Loads and saves under way, by the client's numbers.
-    transfers: HashMap<u64, TransferId>,
+    pub(super) transfers: HashMap<u64, TransferId>,
     /// Resets that have not been answered.
     resets: Vec<u64>,
-    jobs: VecDeque<Job>,
+    pub(super) jobs: VecDeque<Job>,
     /// Names of requests that a client has left behind.
     left_behind: Vec<String>,
-}
-
-/// What a lookup has come to.
-enum Looked {
-    Answer(LookupAnswer),
-    Hit(FoundHit),
 }
 
 impl ServedSession {
@@ -232,7 +197,7 @@ impl ServedSession {
     }
 
     /// Takes over the hashes of a message.
-    fn take_hashes(
+    pub(super) fn take_hashes(
         &mut self,
         request: u64,
         hashes: &HashRun<'_>,
@@ -248,7 +213,7 @@ impl ServedSession {
 
     /// Takes over the hashes of a message step by step, from the frame that it came in, and then does what
     /// it asks.
-    fn take_hashes_later(
+    pub(super) fn take_hashes_later(
         &mut self,
         (request, hashes): (u64, HashRun<'_>),
         frame: Arc<Vec<u8>>,
@@ -441,140 +406,6 @@ impl ServedSession {
         }
     }
 
-    pub(super) fn begin_load(
-        &mut self,
-        driver: &Driver,
-        request: u64,
-        transfer: u64,
-        (computed, external): (Tokens, Tokens),
-    ) -> Result<(), Violation> {
-        self.check_transfer(transfer)?;
-        let state = self.requests.get(&request).ok_or(Violation)?;
-        let load = driver
-            .enter(|engine| engine.begin_known_load(self.id, &state.name, computed, external));
-        match load {
-            Some(Some(load)) => {
-                self.transfers.insert(transfer, load);
-                Ok(())
-            }
-            // The client has begun a load that no lease keeps the payloads of: it and its workers must not
-            // believe in it. A client that keeps to the protocol is never refused.
-            Some(None) => Err(Violation),
-            // The engine is broken: nobody writes into the arena any more.
-            None => Ok(()),
-        }
-    }
-
-    /// Whether a load or a save may have this number.
-    fn check_transfer(&self, transfer: u64) -> Result<(), Violation> {
-        // With its number given away, the transfer that has it could not be ended any more.
-        let is_free = !self.transfers.contains_key(&transfer);
-        if is_free && self.transfers.len() < TRANSFERS_MAX {
-            Ok(())
-        } else {
-            Err(Violation)
-        }
-    }
-
-    pub(super) fn begin_save(
-        &mut self,
-        driver: &Driver,
-        message: SaveMessage<'_>,
-        budgets: &mut Budgets,
-        out: &mut Vec<u8>,
-    ) -> Result<(), Violation> {
-        self.check_transfer(message.transfer)?;
-        self.take_hashes(message.request, &message.hashes, budgets)?;
-        let (request, asked) = asked_save(message);
-        self.save(driver, request, asked, out)
-    }
-
-    /// As [`ServedSession::begin_save`], with many hashes, which lie in `frame` at `left`.
-    pub(super) fn begin_save_later(
-        &mut self,
-        message: SaveMessage<'_>,
-        (frame, left): (Arc<Vec<u8>>, Range<usize>),
-        budgets: &mut Budgets,
-    ) -> Result<(), Violation> {
-        self.check_transfer(message.transfer)?;
-        let hashes = message.hashes;
-        let (request, asked) = asked_save(message);
-        self.take_hashes_later((request, hashes), frame, left, budgets, Then::Save(asked))
-    }
-
-    /// Starts the save of a request whose hashes are here.
-    fn save(
-        &mut self,
-        driver: &Driver,
-        request: u64,
-        asked: SaveAsked,
-        out: &mut Vec<u8>,
-    ) -> Result<(), Violation> {
-        self.check_transfer(asked.transfer)?;
-        let state = self.requests.get(&request).filter(|state| !state.over);
-        let id = state.and_then(|state| {
-            let save = SaveRequest::new(&state.name, &state.hashes, asked.tokens);
-            let save = save.offers(&asked.offers);
-            driver.enter(|engine| engine.start_save(self.id, &save))
-        });
-        let Some(id) = id.flatten() else {
-            append_grant(asked.transfer, false, Vec::new(), out);
-            return Ok(());
-        };
-        self.transfers.insert(asked.transfer, id);
-        let job = SaveJob {
-            request,
-            transfer: (asked.transfer, id),
-            tokens: asked.tokens,
-            extents: Vec::new(),
-        };
-        self.go_on_saving(driver, job, out);
-        Ok(())
-    }
-
-    /// Reserves some more of a save's slots; appends the grant with the last of them.
-    fn go_on_saving(&mut self, driver: &Driver, mut job: SaveJob, out: &mut Vec<u8>) {
-        let (transfer, id) = job.transfer;
-        let step = self.requests.get(&job.request).and_then(|state| {
-            let save = SaveRequest::new(&state.name, &state.hashes, job.tokens);
-            driver.enter(|engine| {
-                let (own, all) = engine.save_bytes(self.id);
-                // A client that stops in the middle of its saves must not hold the whole arena.
-                let limit = SaveLimit {
-                    blocks: SAVE_STEP,
-                    bytes: share(engine.host_capacity(), all, own),
-                };
-                engine.step_save(id, &save, limit)
-            })
-        });
-        let (extents, ended) = match step {
-            Some(SaveProgress::More(extents)) => (extents, None),
-            Some(SaveProgress::Ended { extents, refused }) => (extents, Some(refused)),
-            None => (Vec::new(), Some(false)),
-        };
-        append_extents(&mut job.extents, extents);
-        let Some(refused) = ended else {
-            self.jobs.push_front(Job::Save(job));
-            return;
-        };
-        if job.extents.is_empty() {
-            self.transfers.remove(&transfer);
-        }
-        if !append_grant(transfer, refused, job.extents, out) {
-            // Too many extents for one frame.
-            self.end_transfer(driver, transfer, false);
-            append_grant(transfer, true, Vec::new(), out);
-        }
-    }
-
-    pub(super) fn end_transfer(&mut self, driver: &Driver, transfer: u64, ok: bool) {
-        if let Some(transfer) = self.transfers.remove(&transfer)
-            && !end_some(driver, transfer, ok)
-        {
-            self.jobs.push_back(Job::End { transfer, ok });
-        }
-    }
-
     /// Goes on with the message that is being carried out.
     pub(super) fn step(
         &mut self,
@@ -682,84 +513,6 @@ impl ServedSession {
             }
         }
     }
-}
-
-impl ServedRequest {
-    /// Whether the engine would answer again that the lookup is pending.
-    fn still_pending(&self, engine: &Engine, id: SessionId) -> bool {
-        engine
-            .still_pending(id, &self.name, self.computed, self.priority)
-            .is_some()
-    }
-
-    /// The engine's answer, with the extents at the end of a hit.
-    fn lookup(&self, engine: &mut Engine, id: SessionId, wait: Option<PromotionWait>) -> Looked {
-        if self.over {
-            return Looked::Answer(LookupAnswer::NOTHING);
-        }
-        let question = LookupRequest::new(&self.name, &self.hashes)
-            .computed(self.computed)
-            .max(self.max)
-            .wait(wait)
-            .priority(self.priority);
-        let hit = match engine.lookup(id, &question) {
-            Lookup::Pending { shared } => {
-                return Looked::Answer(LookupAnswer::Pending { shared });
-            }
-            Lookup::Miss { shared } => return Looked::Answer(LookupAnswer::Miss { shared }),
-            Lookup::Hit(hit) => hit,
-        };
-        let left = engine.start_hit_extents(id, &self.name, self.computed);
-        let Some(mut left) = left else {
-            let shared = hit.shared;
-            return Looked::Answer(LookupAnswer::Miss { shared });
-        };
-        let part = engine.step_hit_extents(&mut left, HIT_STEP);
-        Looked::Hit(FoundHit {
-            tokens: hit.tokens,
-            shared: hit.shared,
-            from_disk: engine.from_disk(id, &self.name),
-            left,
-            parts: part.into_iter().collect(),
-        })
-    }
-}
-
-/// Bytes that a vector of hashes takes more when `count` are added; `None` if they fit.
-fn growth(hashes: &Vec<BlockHash>, count: usize) -> Option<u64> {
-    let (capacity, needed) = (hashes.capacity(), hashes.len() + count);
-    let grown = needed.max(2 * capacity) - capacity;
-    (needed > capacity).then_some(grown as u64 * HASH_BYTES)
-}
-
-fn bytes_of(state: &ServedRequest) -> u64 {
-    REQUEST_BYTES + state.hashes.capacity() as u64 * HASH_BYTES
-}
-
-fn asked_save(message: SaveMessage<'_>) -> (u64, SaveAsked) {
-    let asked = SaveAsked {
-        transfer: message.transfer,
-        tokens: message.tokens,
-        offers: message.offers,
-    };
-    (message.request, asked)
-}
-
-/// Goes on ending a transfer. Whether it has ended.
-fn end_some(driver: &Driver, transfer: TransferId, ok: bool) -> bool {
-    let ended =
-        driver.enter(|engine| engine.step_end_of_transfer(transfer, ok, SAVE_STEP as usize));
-    ended.unwrap_or(true)
-}
-
-/// False if there are too many extents for one frame.
-fn append_grant(transfer: u64, refused: bool, extents: Vec<Extent>, out: &mut Vec<u8>) -> bool {
-    let reply = ServerMessage::Granted {
-        transfer,
-        refused,
-        extents,
-    };
-    reply.append_to(out)
 }
 
 fn append_answer(
