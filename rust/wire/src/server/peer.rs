@@ -156,6 +156,8 @@ impl Peer {
             return match self.stream.read(scratch) {
                 Ok(0) if self.inbox.is_empty() => Err(End::Closed),
                 Ok(0) => Err(End::Malformed),
+                // A worker sends nothing after its first frame.
+                Ok(_) if matches!(self.role, Role::Worker(_)) => Err(End::Malformed),
                 Ok(bytes) => {
                     self.inbox.extend_from_slice(&scratch[..bytes]);
                     self.charge(budget, self.inbox.capacity());
@@ -241,6 +243,11 @@ impl Peer {
         self.done = 0;
         let rest = self.inbox.split_off(len);
         std::mem::replace(&mut self.inbox, rest)
+    }
+
+    /// The peer is not listened to: that the rest of its frame does not come is not its fault.
+    pub(super) fn pardon(&mut self) {
+        self.half_since = None;
     }
 
     /// Whether the peer has owed the rest of a frame for longer than `timeout`.

@@ -252,6 +252,7 @@ impl Service {
             if peer.unread() > ANSWERS_MAX {
                 peer.send()?;
                 if peer.unread() > ANSWERS_MAX {
+                    peer.pardon();
                     break false;
                 }
             }
@@ -286,7 +287,6 @@ impl Service {
     fn frame(&mut self, id: ConnectionId, len: usize) -> Result<(), End> {
         let peer = &mut self.connections[id];
         match peer.role {
-            // A worker sends nothing after its first frame.
             Role::Worker(_) => Err(End::Malformed),
             Role::Client(token) => {
                 if let Some(dialect) = peer.dialect {

@@ -101,7 +101,9 @@ impl ServedSessions {
 
     /// A worker has mapped the arena for a session. False if there is no such session.
     pub(crate) fn worker_came(&mut self, token: SessionToken) -> bool {
-        let session = self.sessions.get_mut(&token);
+        // One whose client has gone, and that no worker has mapped, is being ended.
+        let is_open = |session: &&mut ServedSession| session.connected || session.workers > 0;
+        let session = self.sessions.get_mut(&token).filter(is_open);
         session.map(|session| session.workers += 1).is_some()
     }
 

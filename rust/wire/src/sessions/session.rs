@@ -177,11 +177,14 @@ impl ServedSession {
         if state.over {
             return Ok(state);
         }
-        if hashes.known as usize != state.hashes.len() || state.hashes.len() + count > HASHES_MAX {
+        if hashes.known as usize != state.hashes.len() {
             return Err(Violation);
         }
         let before = bytes_of(state);
-        if let Some(bytes) = growth(&state.hashes, count) {
+        if state.hashes.len() + count > HASHES_MAX {
+            state.over = true;
+            state.hashes = Vec::new();
+        } else if let Some(bytes) = growth(&state.hashes, count) {
             if budgets.hashes.allows(self.request_bytes, bytes) {
                 state.hashes.reserve(count);
             } else {
@@ -414,15 +417,13 @@ impl ServedSession {
         out: &mut Vec<u8>,
     ) -> Result<(), Violation> {
         match self.jobs.pop_front() {
-            None => {}
             Some(Job::Hashes(job)) => self.take_more_hashes(driver, budgets, job, out)?,
             Some(Job::Save(job)) => self.go_on_saving(driver, job, out),
             Some(Job::Hit(job)) => self.tell_hit(driver, budgets, job, out),
-            Some(Job::End { transfer, ok }) => {
-                if !end_some(driver, transfer, ok) {
-                    self.jobs.push_front(Job::End { transfer, ok });
-                }
+            Some(Job::End { transfer, ok }) if !end_some(driver, transfer, ok) => {
+                self.jobs.push_front(Job::End { transfer, ok });
             }
+            Some(Job::End { .. }) | None => {}
         }
         Ok(())
     }
