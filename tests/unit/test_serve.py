@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -230,3 +231,19 @@ def test_the_server_raises_its_limit_of_descriptors(tmp_path: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with ServeProcess(tmp_path / "run" / "serve.sock", prefix=["prlimit", f"--nofile=256:{hard}"]) as server:
         assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == hard
+
+
+def test_a_server_goes_on_after_it_was_short_of_descriptors(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "run" / "serve.sock") as server, socket.socket(socket.AF_UNIX) as held:
+        pid, limits = server.process.pid, resource.getrlimit(resource.RLIMIT_NOFILE)
+        held.connect(str(server.socket))
+        until("it is open", lambda: server.status()["server"]["connections"] == 2)
+        # poll() itself fails with fewer than it is asked about.
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (2, limits[1]))
+        for _ in range(50):
+            with socket.socket(socket.AF_UNIX) as other, contextlib.suppress(OSError):
+                other.settimeout(0.01)
+                other.connect(str(server.socket))
+                other.recv(1)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert server.status()["pid"] == pid
