@@ -117,7 +117,7 @@ impl World {
     /// An engine stops in good order.
     pub(crate) fn note_kept(&mut self) {
         let known = self.known_namespaces();
-        if self.settings.faults.is_none() && !self.disks.devices.is_empty() {
+        if self.settings.faults.is_none() && !self.disks.attached.is_empty() {
             let kept = known.iter().filter(|(_, kept)| **kept);
             self.history.kept_namespaces = kept.map(|(digest, _)| *digest).collect();
         }
@@ -133,5 +133,11 @@ impl World {
 
     fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
+        // A session that has parted with it may be saving there still: what ends after this is kept nowhere.
+        let saves = self.sessions.iter().flat_map(|session| &session.saves);
+        let blocks = saves.flat_map(|save| &save.blocks);
+        self.history.roomy_broken |= blocks
+            .into_iter()
+            .any(|block| block.payload.namespace == namespace);
     }
 }

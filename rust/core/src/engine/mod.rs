@@ -26,6 +26,7 @@ mod coordinator;
 #[cfg(feature = "check")]
 mod ensure;
 mod io;
+mod late_disk;
 mod load;
 mod lookup;
 mod namespaces;
@@ -45,6 +46,7 @@ mod writeback;
 pub use config::EngineConfig;
 pub use coordinator::Engine;
 pub use recover::Recovery;
+pub use residency::Moves;
 pub use save::{Granted, SaveLimit, SaveProgress, Transfer};
 pub use served::{HitExtents, SessionUsage};
 pub use sessions::SessionId;

@@ -15,7 +15,7 @@ use super::coordinator::Engine;
 use super::load::id_of;
 use super::requests::{BlockOffers, RequestId};
 use super::residency::Region;
-use super::save_cursor::{Offers, SaveCursor};
+use super::save_cursor::{Gaps, Offers, SaveCursor};
 use super::sessions::{SaveTransfer, SessionId, TransferKey, TransferKind, TransferState};
 
 /// What a worker is to copy to.
@@ -126,6 +126,7 @@ impl Engine {
     /// Starts a save, for [`Engine::step_save`]. `None` if there is no such session.
     pub fn start_save(&mut self, session: SessionId, save: &SaveRequest<'_>) -> Option<TransferId> {
         let state = self.sessions.get(session)?;
+        self.residency.allow_searches();
         // Blocks that this request has saved or found before are not counted as found again.
         let known = state.saved.get(save.request).copied().unwrap_or(0);
         let (ns, request) = (state.ns, state.requests.get(save.request).copied());
@@ -149,6 +150,7 @@ impl Engine {
         let cursor = SaveCursor {
             ns,
             hash_blocks,
+            gaps: Gaps::above(anchor),
             offers: Offers::new(save.offers),
             depth,
             next,
@@ -187,6 +189,7 @@ impl Engine {
                 refused: false,
             };
         };
+        self.residency.allow_searches();
         let leased = cursor.tail;
         let epoch = if leased == NONE {
             0
@@ -200,8 +203,7 @@ impl Engine {
             tail: (leased, epoch),
             limit,
         };
-        let ended = !self.may_go_on(session, &plan)
-            || self.add_to_chain(&mut plan) && self.extend_chain(&mut plan);
+        let ended = !self.may_go_on(session, &plan) || self.go_on(&mut plan);
         plan.cursor.here = self.residency.forest().depth(plan.tail.0);
         let ended = self.lease_tail(&mut plan, leased, ended);
         self.keep_step(key, session, save.request, plan, ended)
@@ -212,6 +214,19 @@ impl Engine {
         let ns = self.sessions.get(session).map(|state| state.ns);
         let tail = plan.tail.0;
         ns == Some(plan.cursor.ns) && (tail == NONE || !self.residency.node(tail).is_detached())
+    }
+
+    /// Does a step's work. Whether the save has ended.
+    fn go_on(&mut self, plan: &mut SavePlan<'_>) -> bool {
+        match self.fill_gaps(plan) {
+            Ok(true) => self.add_to_chain(plan) && self.extend_chain(plan),
+            Ok(false) => false,
+            Err(refusal) => {
+                // No lookup reaches a block behind a gap.
+                plan.cursor.refused |= refusal == SlotRefusal::Full;
+                true
+            }
+        }
     }
 
     /// Moves the save's lease from `leased` to the deepest node of its chain, or ends it with the save.
@@ -278,6 +293,46 @@ impl Engine {
             blocks.not_admitted = 0;
         }
         blocks
+    }
+
+    /// Reserves slots for required payloads that were evicted from the middle of the chain that was here when
+    /// the save began, front to back. Whether that is all; `Err` if one is refused.
+    fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) -> Result<bool, SlotRefusal> {
+        // The save's lease keeps these nodes: they are the tail, and nodes above.
+        while plan.cursor.gaps.at != NONE {
+            let node = self.residency.node(plan.cursor.gaps.at);
+            if node.is_visible() {
+                plan.cursor.gaps.at = NONE;
+            } else if plan.look() {
+                if node.is_gap {
+                    plan.cursor.gaps.found.push(plan.cursor.gaps.at);
+                }
+                plan.cursor.gaps.at = node.parent();
+            } else {
+                return Ok(false);
+            }
+            if plan.cursor.gaps.at == NONE && !plan.cursor.gaps.found.is_empty() {
+                // The blocks behind are used, too: they are about to be in reach again.
+                self.residency.renew(plan.tail.0);
+            }
+        }
+        while let Some(&node) = plan.cursor.gaps.found.last() {
+            if !plan.look() {
+                return Ok(false);
+            }
+            self.fill_gap(plan, node)?;
+            plan.cursor.gaps.found.pop();
+        }
+        Ok(true)
+    }
+
+    /// Reserves slots for the required payloads of a node that are nowhere.
+    fn fill_gap(&mut self, plan: &mut SavePlan<'_>, node: NodeId) -> Result<(), SlotRefusal> {
+        let hit_class = self.residency.node(node).touch.hit_class;
+        while let Some(group) = self.residency.missing_group(node) {
+            self.reserve(plan, node, group, hit_class)?;
+        }
+        Ok(())
     }
 
     /// Adds the blocks after those that were here to the chain, front to back, as far as there are slots.

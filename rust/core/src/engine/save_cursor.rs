@@ -12,6 +12,7 @@ pub(super) struct SaveCursor {
     pub(super) ns: NsId,
     /// Hash blocks that it covers.
     pub(super) hash_blocks: u32,
+    pub(super) gaps: Gaps,
     pub(super) offers: Offers,
     /// Hash blocks of the chain that were here when it began.
     pub(super) depth: u32,
@@ -27,6 +28,26 @@ pub(super) struct SaveCursor {
     pub(super) here: u32,
     /// A block was left out for want of memory.
     pub(super) refused: bool,
+}
+
+/// The nodes of a chain whose required payloads were evicted from its middle.
+#[derive(Debug)]
+pub(super) struct Gaps {
+    /// The node that is looked at next, on the way up from the anchor to the first that lookups reach;
+    /// `NONE` when all have been looked at.
+    pub(super) at: NodeId,
+    /// Those that have been found and not been filled, the deepest first.
+    pub(super) found: Vec<NodeId>,
+}
+
+impl Gaps {
+    /// Those at `anchor` and above, which have not been looked for.
+    pub(super) fn above(anchor: NodeId) -> Self {
+        Self {
+            at: anchor,
+            found: Vec::new(),
+        }
+    }
 }
 
 /// Blocks that the device holds: ranges of each group that neither overlap nor touch, in order.

@@ -17,7 +17,7 @@ use crate::frame::arena_answer;
 use crate::peer::peer_credentials;
 use crate::sessions::ServedSessions;
 
-/// Connections of one process. A vLLM has one of its scheduler, and one of each worker.
+/// Connections of one process, with those of its workers that are leaving. A vLLM has one of its scheduler, and one of each worker.
 const CONNECTIONS_OF_PROCESS: usize = 32;
 
 /// Connections accepted in a turn.
@@ -55,12 +55,12 @@ impl Service {
         let is_open = |peer: &&Peer| peer.pid == pid;
         let own_process = pid as u32 == std::process::id();
         let (all, new) = (
-            peers.clone().filter(is_open).count(),
+            peers.clone().filter(is_open).count() + self.leaving.of_process(pid),
             peers.filter(is_same).count(),
         );
         let too_many = !own_process && (all >= of_process || new >= of_process);
         if too_many
-            || self.connections.len() >= self.connections_max
+            || self.descriptors() >= self.connections_max
             || stream.set_nonblocking(true).is_err()
         {
             return self.refuse();
@@ -68,6 +68,12 @@ impl Service {
         let id = self.connections.insert(Peer::new(stream, pid));
         // It has usually said something.
         self.queue.push(id, &mut self.connections[id]);
+    }
+
+    /// Descriptors that connections take, and the processes of workers.
+    pub(super) fn descriptors(&self) -> usize {
+        let attached = self.control.attached.load(Ordering::Relaxed) as usize;
+        self.connections.len() + attached + self.leaving.len()
     }
 
     pub(super) fn refuse(&self) {

@@ -1,6 +1,7 @@
 //! One connection of a server: what has come from the peer, and what it has not read yet.
 
 use std::io::{ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -24,7 +25,7 @@ const FIRST_BODY_MAX: u32 = 256 << 10;
 pub(super) enum Role {
     /// No session, and no arena.
     New,
-    /// Has the arena, for the session with this token (0: the server's own process).
+    /// Has the arena, for the session with this token.
     Worker(SessionToken),
     /// Has a session.
     Client(SessionToken),
@@ -47,6 +48,8 @@ pub(super) struct Peer {
     pub(super) role: Role,
     /// The peer's process, as the kernel reports it; 0 for one of another PID namespace.
     pub(super) pid: i32,
+    /// The process of a worker, see [`process_of`](super::leaving::process_of).
+    pub(super) process: Option<OwnedFd>,
     inbox: Vec<u8>,
     /// Bytes of the inbox that were carried out.
     done: usize,
@@ -77,6 +80,7 @@ impl Peer {
             stream,
             role: Role::New,
             pid,
+            process: None,
             inbox: Vec::new(),
             done: 0,
             outbox: Vec::new(),
@@ -156,10 +160,13 @@ impl Peer {
             return match self.stream.read(scratch) {
                 Ok(0) if self.inbox.is_empty() => Err(End::Closed),
                 Ok(0) => Err(End::Malformed),
-                // A worker sends nothing after its first frame.
-                Ok(_) if matches!(self.role, Role::Worker(_)) => Err(End::Malformed),
                 Ok(bytes) => {
                     self.inbox.extend_from_slice(&scratch[..bytes]);
+                    let is_worker = matches!(self.role, Role::Worker(_));
+                    if is_worker && self.inbox.len() > HEADER_BYTES {
+                        // After its first frame a worker says no more than that it lets go.
+                        return Err(End::Malformed);
+                    }
                     self.charge(budget, self.inbox.capacity());
                     Ok(if bytes < scratch.len() {
                         Filled::All

@@ -15,6 +15,7 @@ use slotmap::SlotMap;
 use undercroft_core::session::{SessionSpec, SessionToken};
 
 use super::admission::{describe, hand_over};
+use super::leaving::{LeavingWorkers, process_of};
 use super::peer::{Filled, Peer, READ_BYTES, Role};
 use super::queue::FairQueue;
 use super::{Served, ServerControl};
@@ -71,6 +72,7 @@ pub(super) struct Service {
     pub(super) control: Arc<ServerControl>,
     pub(super) connections: SlotMap<ConnectionId, Peer>,
     pub(super) connections_max: usize,
+    pub(super) leaving: LeavingWorkers,
     /// The connections of sessions.
     clients: HashMap<SessionToken, ConnectionId>,
     pub(super) queue: FairQueue,
@@ -93,6 +95,8 @@ pub(super) struct Service {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Closed,
+    /// A worker copies no more.
+    LetGo,
     Refused,
     Malformed,
     /// The peer speaks another version of the protocol.
@@ -138,6 +142,7 @@ impl Service {
             control,
             connections: SlotMap::with_key(),
             connections_max: CONNECTIONS_MAX.min(half),
+            leaving: LeavingWorkers::default(),
             clients: HashMap::new(),
             queue: FairQueue::default(),
             dialects,
@@ -182,7 +187,7 @@ impl Service {
             Some(CROWD_INTERVAL)
         } else if self.sessions.pending() > 0 || self.connections.values().any(lacks_room) {
             Some(TICK)
-        } else if self.paused_until.is_some() || !self.connections.is_empty() {
+        } else if self.paused_until.is_some() || self.descriptors() > 0 {
             Some(PAUSE)
         } else {
             None
@@ -200,7 +205,7 @@ impl Service {
         let timeout = self.timeout();
         let timeout = timeout.map(|wait| Timespec::try_from(wait).expect("a wait takes seconds"));
         let mut ids = Vec::with_capacity(self.connections.len());
-        let mut fds = Vec::with_capacity(self.connections.len() + 2);
+        let mut fds = Vec::with_capacity(self.connections.len() + self.leaving.len() + 2);
         fds.push(PollFd::new(&self.control.wake, PollFlags::IN));
         fds.push(PollFd::new(&self.listener, listening));
         for (id, peer) in &self.connections {
@@ -217,6 +222,7 @@ impl Service {
                 fds.push(PollFd::new(&peer.stream, events));
             }
         }
+        fds.extend(self.leaving.fds());
         if poll(&mut fds, timeout.as_ref()).is_err() {
             // Interrupted, or out of memory or descriptors, which may pass: nothing has been seen.
             std::thread::sleep(Duration::from_millis(1));
@@ -224,12 +230,17 @@ impl Service {
         }
         let woken = !fds[0].revents().is_empty();
         let accept = !fds[1].revents().is_empty();
+        let of_workers = &fds[2 + ids.len()..];
+        let worker_gone = of_workers.iter().any(|fd| !fd.revents().is_empty());
         let flags = fds[2..].iter().map(PollFd::revents);
         let ready: Vec<(ConnectionId, PollFlags)> = ids.into_iter().zip(flags).collect();
         if woken {
             // The flag first: progress from now on wakes the thread again.
             self.control.woken.store(false, Ordering::Release);
             let _ = rustix::io::read(&self.control.wake, &mut [0; 8]);
+        }
+        if worker_gone {
+            self.end_workers();
         }
         for (id, flags) in ready {
             let peer = &mut self.connections[id];
@@ -287,7 +298,14 @@ impl Service {
     fn frame(&mut self, id: ConnectionId, len: usize) -> Result<(), End> {
         let peer = &mut self.connections[id];
         match peer.role {
-            Role::Worker(_) => Err(End::Malformed),
+            Role::Worker(_) => {
+                let frame = peer.take_frame(len);
+                let first = frame::first_as(peer.version(), &frame).map_err(End::from)?;
+                match first {
+                    Some((header, _, _)) if header.kind == FrameKind::LetGo => Err(End::LetGo),
+                    _ => Err(End::Malformed),
+                }
+            }
             Role::Client(token) => {
                 if let Some(dialect) = peer.dialect {
                     let frame = peer.take_frame(len);
@@ -329,18 +347,23 @@ impl Service {
                 let message = ClientMessage::decode(body).map_err(End::from)?;
                 self.first_message(id, message)
             }
-            FrameKind::Arena | FrameKind::Reply => Err(End::Malformed),
+            FrameKind::Arena | FrameKind::Reply | FrameKind::LetGo => Err(End::Malformed),
         }
     }
 
     /// Hands the arena to a worker of the session with this token.
     fn attach(&mut self, id: ConnectionId, token: SessionToken) -> Result<(), End> {
-        let own_process = token == SessionToken::default();
+        // The process takes a descriptor, too.
+        if self.descriptors() >= self.connections_max {
+            return Err(End::Refused);
+        }
+        let own_process = token == self.served.own_token;
         if !own_process && !self.sessions.worker_came(token) {
             return Err(End::Refused);
         }
         let peer = self.connections.get_mut(id).ok_or(End::Closed)?;
         peer.role = Role::Worker(token);
+        peer.process = process_of(&peer.stream);
         self.control.attached.fetch_add(1, Ordering::Relaxed);
         let version = peer.version();
         if hand_over(&peer.stream, &self.served, version) {
@@ -417,13 +440,21 @@ impl Service {
         }
     }
 
-    /// Closes connections that say nothing.
+    /// Ends the sessions' workers whose processes are gone.
+    fn end_workers(&mut self) {
+        for session in self.leaving.take_gone() {
+            self.sessions.worker_went(session);
+        }
+    }
+
+    /// Closes connections that say nothing, and ends workers whose processes cannot be watched.
     fn sweep(&mut self) {
         let now = Instant::now();
         if now < self.sweep_at {
             return;
         }
         self.sweep_at = now + PAUSE;
+        self.end_workers();
         self.paused_until = self.paused_until.filter(|&until| now < until);
         let mut ended = Vec::new();
         for (id, peer) in &self.connections {
@@ -443,7 +474,7 @@ impl Service {
         };
         peer.release(&mut self.inboxes);
         match end {
-            End::Closed => {}
+            End::Closed | End::LetGo => {}
             End::Refused => self.refuse(),
             End::Malformed => drop(self.control.malformed.fetch_add(1, Ordering::Relaxed)),
             End::Version(_) => {
@@ -459,7 +490,11 @@ impl Service {
             Role::New => {}
             Role::Worker(token) => {
                 self.control.attached.fetch_sub(1, Ordering::Relaxed);
-                self.sessions.worker_went(token);
+                if end == End::LetGo {
+                    self.sessions.worker_went(token);
+                } else if token != self.served.own_token {
+                    self.leaving.add(token, peer.pid, peer.process);
+                }
             }
             Role::Client(token) => {
                 self.clients.remove(&token);

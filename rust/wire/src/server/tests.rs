@@ -9,6 +9,7 @@ use undercroft_core::arena::Arena;
 use undercroft_core::driver::Driver;
 use undercroft_core::engine::{Engine, EngineConfig};
 use undercroft_core::io::{IoEngineChoice, open_io_engine};
+use undercroft_core::session::SessionToken;
 
 use super::{Served, Server, SocketLocation};
 use crate::dialect::Dialect;
@@ -35,6 +36,7 @@ fn serve(path: &std::path::Path, dialects: &'static [Dialect]) -> Server {
         driver: Arc::new(driver),
         arena,
         arena_id: 7,
+        own_token: SessionToken(7),
         info: Box::new(|| serde_json::json!({})),
         stats: StatsSource::new(|| serde_json::json!({"of": "all"})),
     };

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use undercroft_core::engine::HitExtents;
-use undercroft_core::session::{Extent, Offer, PromotionWait, Tokens, TransferId, append_extents};
+use undercroft_core::session::{Extent, Offer, Tokens, TransferId, append_extents};
 
 /// Hashes that one step takes over.
 pub(super) const HASH_STEP: usize = 4096;
@@ -43,7 +43,7 @@ pub(super) struct HashJob {
 /// What a message asks about its request's hashes.
 #[derive(Debug)]
 pub(super) enum Then {
-    LookUp { wait: Option<PromotionWait> },
+    LookUp,
     Save(SaveAsked),
 }
 

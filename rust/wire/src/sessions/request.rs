@@ -26,6 +26,8 @@ pub(super) struct ServedRequest {
     pub(super) version: u32,
     pub(super) computed: Tokens,
     pub(super) max: Tokens,
+    /// Instead of the engine's `promotion_wait`.
+    pub(super) wait: Option<PromotionWait>,
     pub(super) priority: Priority,
 }
 
@@ -44,19 +46,14 @@ impl ServedRequest {
     }
 
     /// The engine's answer, with the extents at the end of a hit.
-    pub(super) fn lookup(
-        &self,
-        engine: &mut Engine,
-        id: SessionId,
-        wait: Option<PromotionWait>,
-    ) -> Looked {
+    pub(super) fn lookup(&self, engine: &mut Engine, id: SessionId) -> Looked {
         if self.over {
             return Looked::Answer(LookupAnswer::NOTHING);
         }
         let question = LookupRequest::new(&self.name, &self.hashes)
             .computed(self.computed)
             .max(self.max)
-            .wait(wait)
+            .wait(self.wait)
             .priority(self.priority);
         let hit = match engine.lookup(id, &question) {
             Lookup::Pending { shared } => {

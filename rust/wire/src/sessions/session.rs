@@ -10,7 +10,7 @@ use std::sync::Arc;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, SessionId};
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{Priority, PromotionWait, Tokens, TransferId};
+use undercroft_core::session::{Priority, Tokens, TransferId};
 
 use super::Violation;
 use super::job::{HASH_STEP, HIT_STEP, HashJob, HitJob, Job, Then};
@@ -172,6 +172,7 @@ impl ServedSession {
                 version: 0,
                 computed: Tokens(0),
                 max: Tokens(0),
+                wait: None,
                 priority: Priority::Prefetch,
             });
         if state.over {
@@ -240,6 +241,7 @@ impl ServedSession {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
             (state.computed, state.max) = (message.computed, message.max);
+            state.wait = message.wait;
             if message.priority == Priority::Demand {
                 state.priority = Priority::Demand;
             }
@@ -255,7 +257,7 @@ impl ServedSession {
     ) -> Result<(), Violation> {
         self.take_hashes(message.request, &message.hashes, budgets)?;
         self.ask(message);
-        self.look_up(driver, budgets, message.request, message.wait, out);
+        self.look_up(driver, budgets, message.request, out);
         Ok(())
     }
 
@@ -266,13 +268,12 @@ impl ServedSession {
         (frame, left): (Arc<Vec<u8>>, Range<usize>),
         budgets: &mut Budgets,
     ) -> Result<(), Violation> {
-        let then = Then::LookUp { wait: message.wait };
         self.take_hashes_later(
             (message.request, message.hashes),
             frame,
             left,
             budgets,
-            then,
+            Then::LookUp,
         )?;
         self.ask(message);
         Ok(())
@@ -286,20 +287,13 @@ impl ServedSession {
     }
 
     /// Looks a request up whose hashes are here.
-    fn look_up(
-        &mut self,
-        driver: &Driver,
-        budgets: &mut Budgets,
-        request: u64,
-        wait: Option<PromotionWait>,
-        out: &mut Vec<u8>,
-    ) {
+    fn look_up(&mut self, driver: &Driver, budgets: &mut Budgets, request: u64, out: &mut Vec<u8>) {
         self.forget_pending(request);
         let id = self.id;
         let Some(state) = self.requests.get(&request) else {
             return;
         };
-        let looked = driver.enter(|engine| state.lookup(engine, id, wait));
+        let looked = driver.enter(|engine| state.lookup(engine, id));
         let looked = looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING));
         self.answer(driver, budgets, request, true, looked, out);
     }
@@ -448,8 +442,8 @@ impl ServedSession {
             return Ok(());
         }
         match job.then {
-            Then::LookUp { wait } => {
-                self.look_up(driver, budgets, job.request, wait, out);
+            Then::LookUp => {
+                self.look_up(driver, budgets, job.request, out);
                 Ok(())
             }
             Then::Save(asked) => self.save(driver, job.request, asked, out),
@@ -491,7 +485,7 @@ impl ServedSession {
             let Some(state) = self.requests.get_mut(&request) else {
                 continue;
             };
-            let looked = driver.enter(|engine| state.lookup(engine, id, None));
+            let looked = driver.enter(|engine| state.lookup(engine, id));
             match looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING)) {
                 Looked::Answer(answer) if answer.is_pending() => self.pending.push_back(request),
                 looked => {

@@ -32,12 +32,11 @@ impl Residency {
         );
         let class = self.class(id, Region::Host, group);
         let owner = Owner { node: id, group };
-        let mut drains = 0;
         let offset = loop {
             if let Some(offset) = self.host.alloc(class, owner) {
                 break offset;
             }
-            if !self.make_room(Region::Host, class, &mut drains, counters) {
+            if !self.make_room(Region::Host, class, counters) {
                 return false;
             }
         };
@@ -78,9 +77,14 @@ impl Residency {
             payload.host
         );
         payload.host = HostState::Present;
-        if !node.is_detached() {
-            self.propagate_visible(id, became_visible);
+        if node.is_detached() {
+            return;
         }
+        if self.node(id).is_gap && self.is_complete(id) {
+            self.forest.node_mut(id).is_gap = false;
+            self.moves.filled_gaps += 1;
+        }
+        self.propagate_visible(id, became_visible);
     }
 
     /// The copy or read into a payload's slot has failed: frees the slot. The caller reconciles `id`.
