@@ -10,7 +10,7 @@ use undercroft_core::session::{LookupRequest, Priority, Save, SaveRequest, Sessi
 use undercroft_wire::protocol::{
     ClientMessage, HashRun, LookupAnswer, LookupMessage, OFFERS_MAX, SaveMessage, ServerMessage,
 };
-use undercroft_wire::server_status;
+use undercroft_wire::{AttachError, attach, server_status};
 
 use crate::raw::{Raw, joined, run};
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, spec, until};
@@ -253,6 +253,21 @@ fn a_load_that_no_hit_covers_ends_the_connection() {
     raw.say(&load(6, 4 * TOKENS));
     assert_eq!(raw.hear(), None, "the first load has ended the hit");
     until("it is counted", || rig.server.counters().malformed == 1);
+}
+
+#[test]
+fn a_process_that_attaches_again_and_again_does_not_take_all_descriptors() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let _rig = Rig::start(&socket, None, 1);
+    let (mut raw, token) = Raw::registered(&socket);
+    // Without its last word, each is a worker until this process is gone.
+    let refused = (0..1100).find_map(|_| attach(&socket, token).err());
+    assert!(
+        matches!(refused, Some(AttachError::Incomplete { .. })),
+        "{refused:?}"
+    );
+    assert!(raw.is_served());
 }
 
 #[test]
