@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from http.server import HTTPServer
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
 from undercroft.engine import io_engine
+from undercroft.log import logger
 from undercroft.metrics import IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX, SERVER_METRICS
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
+
+# Connections at a time; Prometheus opens one.
+CONNECTIONS_MAX = 16
+# How long a peer may take for one read or write, and for all of its request.
+REQUEST_TIMEOUT_S = 5.0
+CONNECTION_TIMEOUT_S = 10.0
 
 
 class EngineCollector(Collector):
@@ -43,6 +58,68 @@ class EngineCollector(Collector):
         yield info
 
 
+class _Handler(MetricsHandler):
+    """Answers one request of a connection, whose parts may take seconds."""
+
+    timeout = REQUEST_TIMEOUT_S
+
+    def log_error(self, format: str, *args: object) -> None:
+        """Say nothing: anybody may connect and send what he likes."""
+
+
+class _MetricsServer(ThreadingMixIn, HTTPServer):
+    """Few connections at a time, each for seconds: whoever can reach the port must not take the process's
+    descriptors or threads, which belong to vLLM's connections. One more than that ends the oldest."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = CONNECTIONS_MAX
+
+    def __init__(self, host: str, port: int, handler: type[MetricsHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._lock = threading.Lock()
+        # In the order in which they came.
+        self._open: dict[socket.socket, float] = {}
+        self._said: set[str] = set()
+        super().__init__((host, port), handler)
+
+    def verify_request(self, request: Any, _: object) -> bool:
+        """Count the connection."""
+        with self._lock:
+            while len(self._open) >= CONNECTIONS_MAX:
+                self._end(next(iter(self._open)))
+            self._open[request] = time.monotonic()
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """The request was answered, or will not be."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End the connections that send or read too slowly; called twice a second and after each connection."""
+        now = time.monotonic()
+        with self._lock:
+            for request, since in list(self._open.items()):
+                if now - since > CONNECTION_TIMEOUT_S:
+                    self._end(request)
+
+    def handle_error(self, _request: Any, _address: object) -> None:
+        """Log an error once per kind. That a peer goes away is none."""
+        error = sys.exception()
+        kind = type(error).__name__
+        if not isinstance(error, OSError) and kind not in self._said:
+            self._said.add(kind)
+            logger.warning("undercroft: the metrics cannot be read (%s: %s)", kind, error)
+
+    def _end(self, request: socket.socket) -> None:
+        """Its thread sees the end, and closes it."""
+        del self._open[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+
 def start(host: str, port: int, engine: Engine) -> int:
     """Serve the engine's metrics on threads of their own, and return the port (another one if ``port`` is 0).
 
@@ -51,7 +128,8 @@ def start(host: str, port: int, engine: Engine) -> int:
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
     try:
-        server, _ = start_http_server(port, host, registry)
+        server = _MetricsServer(host, port, _Handler.factory(registry))
     except OSError as error:
         raise OSError(f"metrics on {host} port {port}: {error.strerror}") from error
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return int(server.server_port)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -206,3 +209,41 @@ def test_it_serves_over_the_borders_of_containers(tmp_path: Path) -> None:
         until("up", lambda: engine.connection() == ("up", ""))
         assert _core.Arena.attach(str(server.socket), engine.arena.session).size == 64 << 20
         engine.close()
+
+
+def test_one_process_does_not_take_all_connections(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "run" / "serve.sock") as server:
+        held = []
+        try:
+            for _ in range(100):
+                held.append(socket.socket(socket.AF_UNIX))
+                held[-1].settimeout(30)
+                held[-1].connect(str(server.socket))
+            assert held[-1].recv(1) == b"", "closed at once"
+            answer = json.loads(run("status", "--socket", str(server.socket), "--json").stdout)
+            assert answer["server"]["connections"] <= 33
+        finally:
+            for connection in held:
+                connection.close()
+
+
+def test_the_server_raises_its_limit_of_descriptors(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with ServeProcess(tmp_path / "run" / "serve.sock", prefix=["prlimit", f"--nofile=256:{hard}"]) as server:
+        assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == hard
+
+
+def test_a_server_goes_on_after_it_was_short_of_descriptors(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "run" / "serve.sock") as server, socket.socket(socket.AF_UNIX) as held:
+        pid, limits = server.process.pid, resource.getrlimit(resource.RLIMIT_NOFILE)
+        held.connect(str(server.socket))
+        until("it is open", lambda: server.status()["server"]["connections"] == 2)
+        # poll() itself fails with fewer than it is asked about.
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (2, limits[1]))
+        for _ in range(50):
+            with socket.socket(socket.AF_UNIX) as other, contextlib.suppress(OSError):
+                other.settimeout(0.01)
+                other.connect(str(server.socket))
+                other.recv(1)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert server.status()["pid"] == pid

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -53,7 +54,18 @@ STATUS = {
         ],
     },
     "sessions": [
-        {"namespace": "ab" * 32, "connected": True, "workers": 2, "lookups": 3, "pending": 1, "loads": 1, "saves": 2}
+        {
+            "namespace": "ab" * 32,
+            "connected": True,
+            "workers": 2,
+            "lookups": 3,
+            "pending": 1,
+            "loads": 1,
+            "saves": 2,
+            "load_bytes": 1 << 20,
+            "save_bytes": 3 << 20,
+            "request_bytes": 5 << 20,
+        }
     ],
     "server": {"connections": 4, "workers": 2, "refused": 0, "malformed": 0, "lookups": 500, "descriptors": 21},
 }
@@ -225,8 +237,8 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
         "/a 1 TiB good",
         "/b 1 TiB no_writes No space left on device",
         "",
-        "session connected workers lookups pending loads saves",
-        "abababababab yes 2 3 1 1 2",
+        "session connected workers lookups pending loads saves loading saving requests",
+        "abababababab yes 2 3 1 1 2 1 MiB 3 MiB 5 MiB",
         "",
         "rates: 50.0 lookups/s, 0.0 blocks saved/s, disk 4 MiB/s read, 0 B/s written",
     ]
@@ -283,7 +295,8 @@ class Engine:
     def __init__(self, options): pass
     def info(self): return {"host_memory": 1 << 30}
     def stats(self): return {"host_capacity_bytes": int(sys.argv[1]), "disk_degraded": 0}
-    def close(self): sys.argv[1] == "0" or threading.Event().wait()
+    def connection(self): return ("up", "") if len(sys.argv) < 3 else ("down", "the server's thread has ended")
+    def close(self): sys.argv[1] != "1" or threading.Event().wait()
 
 _core.Engine = Engine
 sys.exit(main.main(["serve", "--host-memory", "64MiB"]))
@@ -307,6 +320,21 @@ def test_a_server_whose_engine_has_failed_ends() -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "undercroft: error: the engine has failed; its panic is in the log above\n"
+
+
+def test_a_server_whose_thread_has_ended_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STAND_IN, "2", "dead"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "NOTIFY_SOCKET": "/nowhere/notify"},
+    )
+    assert done.returncode == 1
+    warning, error = done.stderr.splitlines()
+    assert warning == "undercroft: NOTIFY_SOCKET /nowhere/notify cannot be told READY=1: No such file or directory"
+    assert error == "undercroft: error: the server's thread has ended"
 
 
 class Served:
@@ -350,6 +378,34 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
     assert "vllm:undercroft_served_lookups_total 600.0" in scrape(port)
     engine.reading["info"]["disks"] = []
     assert 'io_engine_info{io_engine="io_uring"} 0.0' in scrape(port), "without a disk tier no IO engine is used"
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_connections_that_say_nothing_take_few_threads_and_descriptors() -> None:
+    port = exporter.start("127.0.0.1", 0, Served())
+    threads, before = threading.active_count(), descriptors()
+    held = []
+    for _ in range(200):
+        held.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        held[-1].sendall(b"GET /metrics HTTP/1.1\r\n")
+    assert held[0].recv(1) == b"", "the oldest are ended"
+    assert "vllm:undercroft_active_lookups 3.0" in scrape(port)
+    assert descriptors() - len(held) - before <= exporter.CONNECTIONS_MAX
+    assert threading.active_count() - threads <= exporter.CONNECTIONS_MAX + 1
+    for connection in held:
+        connection.close()
+
+
+def test_a_connection_that_does_not_end_its_request_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT_S", 0.2)
+    port = exporter.start("127.0.0.1", 0, Served())
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as slow:
+        slow.sendall(b"GET /metrics HTTP/1.1\r\n")
+        assert slow.recv(1) == b""
+    assert "vllm:undercroft_active_lookups 3.0" in scrape(port)
 
 
 def test_a_port_in_use_is_named() -> None:

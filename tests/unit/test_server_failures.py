@@ -109,7 +109,7 @@ def test_a_server_that_is_struck_costs_misses_and_comes_back(host: Host, state: 
     until("it is on disk", written(host))
     load = save = None
     if moment == "submitted":
-        peer.call("lookup", "r", PROMPT, 0, None, None, True)
+        peer.call("prefetch", "r", PROMPT)
     elif moment == "answered":
         until("a hit", lambda: peer.answer("r", PROMPT) == TOKENS)
     elif moment == "loading":

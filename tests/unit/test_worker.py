@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,6 +161,27 @@ def test_without_an_arena_every_job_ends_as_failed(
     host.arenas["/nobody"] = Arena.create(ARENA)
     assert one.step(meta("/nobody", saves=[job(9, [1], [0])]))[2] == UndercroftWorkerMetadata({9: 1})
     assert host.attempts == ["/nobody", "/nobody"]
+
+
+def test_a_step_does_not_wait_for_an_engine_that_does_not_answer(host: Host) -> None:
+    one, answers, attempts = Rank(host), threading.Event(), []
+
+    def attach(socket: str, session: int) -> Arena:
+        attempts.append(socket)
+        answers.wait(30)
+        return host.attach(socket, session)
+
+    parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
+    config: Any = SimpleNamespace(parallel_config=parallel)
+    one.worker = WorkerConnector(config, one.config, attach=attach, attach_timeout_s=0.0)
+    one.worker.register_kv_caches(one.caches)
+    for number in range(3):
+        assert one.step(meta(loads=[job(number, [1], [0])]))[:2] == ({"r"}, {"r"}), "the job fails at once"
+    assert attempts == ["/a"], "the attempt goes on"
+    answers.set()
+    while one.step(meta(saves=[job(9, [1], [0])]))[2] != UndercroftWorkerMetadata({9: 1}):
+        pass
+    assert attempts == ["/a"]
 
 
 def test_attempts_become_rarer(host: Host) -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     path = args.socket or default_socket()
     _check_socket(Path(path))
     stop = _stop_on_signal()
+    _raise_descriptor_limit()
     engine = open_engine(config, path)
     with contextlib.closing(engine):
         # It has no namespace of its own.
@@ -145,16 +147,28 @@ def _stop_on_signal() -> threading.Event:
     return stop
 
 
+def _raise_descriptor_limit() -> None:
+    """Each vLLM and each of its workers takes a descriptor; service managers begin at 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Refused where the hard limit is above the kernel's.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _watch(engine: Engine, stop: threading.Event) -> None:
     """Until the end, say in the log when a disk stops or starts to work.
 
-    Raises CommandError if the engine has failed: to start anew is all that helps.
+    Raises CommandError if the engine or its server has failed: to start anew is all that helps.
     """
     health, namespaces = DiskHealth(engine), NamespaceHealth()
     while not stop.wait(HEALTH_INTERVAL_S):
         stats = engine.stats()
         if not stats["host_capacity_bytes"]:
             raise CommandError("the engine has failed; its panic is in the log above")
+        state, why = engine.connection()
+        if state != "up":
+            raise CommandError(why)
         health.check(stats["disk_degraded"])
         namespaces.check(stats["volatile_namespaces"])
 
@@ -165,5 +179,8 @@ def notify(state: str) -> None:
     if not address:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
-        # A leading @ stands for the zero byte of an abstract address.
-        notify.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+        try:
+            # A leading @ stands for the zero byte of an abstract address.
+            notify.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+        except OSError as error:
+            logger.warning("undercroft: NOTIFY_SOCKET %s cannot be told %s: %s", address, state, error.strerror)

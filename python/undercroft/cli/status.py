@@ -102,9 +102,17 @@ def print_status(status: dict[str, Any]) -> None:
     if status["sessions"]:
         print()
         columns = ("connected", "workers", "lookups", "pending", "loads", "saves")
+        sizes = ("load_bytes", "save_bytes", "request_bytes")
         output.print_table(
-            ("session", *columns),
-            [(session["namespace"][:12], *(session[name] for name in columns)) for session in status["sessions"]],
+            ("session", *columns, "loading", "saving", "requests"),
+            [
+                (
+                    session["namespace"][:12],
+                    *(session[name] for name in columns),
+                    *(format_size(session[name]) for name in sizes),
+                )
+                for session in status["sessions"]
+            ],
         )
     if rates is not None:
         print()

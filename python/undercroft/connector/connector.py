@@ -112,9 +112,11 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 logger.warning("undercroft is off, vLLM serves without it: %s.", reason)
         elif reason is None:
-            from undercroft.connector.worker import WorkerConnector
+            from undercroft.connector.worker import ATTACH_TIMEOUT_S, WorkerConnector
 
-            self._worker = WorkerConnector(vllm_config, kv_cache_config)
+            # A server may be frozen or gone; an engine of vLLM's own is as alive as vLLM.
+            timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
+            self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s)
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
         naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))

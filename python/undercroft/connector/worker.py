@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
+from undercroft.connector.attaching import AttachAttempt
 from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.device.api import DeviceCopier
 from undercroft.device.factory import make_copier
@@ -31,8 +32,16 @@ ATTACH_RETRY_S = 1.0
 ATTACH_RETRY_MAX_S = 60.0
 
 
+ATTACH_TIMEOUT_S = 1.0
+"""How long a step waits for the arena of an engine of this host's vLLM."""
+
+
 class WorkerError(Exception):
     """Copies are impossible now; the message says why."""
+
+
+class _AttachPendingError(WorkerError):
+    """The attempt to attach is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +63,12 @@ class WorkerConnector:
         *,
         attach: Callable[[str, int], Arena] = Arena.attach,
         clock: Callable[[], float] = time.monotonic,
+        attach_timeout_s: float = ATTACH_TIMEOUT_S,
     ) -> None:
-        """``attach``: gets the arena from a socket for a session. ``clock``: seconds, for waiting between attempts."""
+        """``attach``: gets the arena from a socket for a session. ``clock``: seconds, for waiting between attempts.
+
+        ``attach_timeout_s``: how long a step waits for the arena; its jobs fail without it.
+        """
         parallel = vllm_config.parallel_config
         # A payload holds one shard for each tensor-parallel rank; there is only one pipeline stage.
         self._rank = parallel.rank % parallel.tensor_parallel_size
@@ -67,6 +80,8 @@ class WorkerConnector:
         self._copier: DeviceCopier | None = None
         self._arena: Arena | None = None
         self._arena_key: tuple[str, int, int] | None = None
+        self._attach_timeout_s = attach_timeout_s
+        self._attempt: AttachAttempt | None = None
         self._attach_failures = 0
         self._attach_after = 0.0
         self._running: dict[int, _Running] = {}
@@ -167,6 +182,7 @@ class WorkerConnector:
         if key != self._arena_key:
             self._release_copier()
             self._arena_key = key
+            self._attempt = None
             self._attach_failures = 0
             self._attach_after = 0.0
         if self._copier is None:
@@ -178,16 +194,26 @@ class WorkerConnector:
         socket, arena_id, session = key
         if self._clock() < self._attach_after:
             raise WorkerError(f"the arena at {socket} could not be attached; the next attempt follows later")
+        # A step waits once for each attempt.
+        timeout_s = self._attach_timeout_s if self._attempt is None else 0.0
+        attempt = self._attempt or AttachAttempt(self._attach, socket, session)
+        self._attempt = attempt
         try:
-            arena = self._attach(socket, session)
+            arena = attempt.arena(timeout_s)
+            if arena is None:
+                raise _AttachPendingError(f"the engine at {socket} has not handed out its arena yet")
             if arena.arena_id != arena_id:
                 raise WorkerError(f"{socket} hands out arena {arena.arena_id}, expected {arena_id}")
             copier = make_copier(layout, arena, self._rank)
+        except _AttachPendingError:
+            raise
         except Exception:
             wait = min(ATTACH_RETRY_S * 2**self._attach_failures, ATTACH_RETRY_MAX_S)
+            self._attempt = None
             self._attach_failures += 1
             self._attach_after = self._clock() + wait
             raise
+        self._attempt = None
         self._arena = arena
         return copier
 

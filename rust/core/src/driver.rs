@@ -6,7 +6,8 @@
 //! woken for new work, so a wake-up is neither lost nor sent twice.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,9 @@ use crate::panics::contained;
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
+
+/// How often one that gives way looks whether others still wait for the engine.
+const GIVE_WAY_LOOKS: usize = 100;
 
 /// How often the IO thread looks at devices that have operations and do not answer.
 const LOOK: Duration = Duration::from_millis(250);
@@ -97,6 +101,8 @@ impl std::fmt::Debug for Hook {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
+    /// Threads that wait for the lock.
+    waiting: AtomicUsize,
     progress: Condvar,
     hook: OnceLock<Hook>,
     clock: Box<dyn Clock>,
@@ -106,7 +112,16 @@ struct Shared {
 impl Shared {
     /// `None` if a thread panicked inside the engine: it is not entered again.
     fn lock(&self) -> Option<MutexGuard<'_, State>> {
-        let mut state = self.state.lock().ok()?;
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(_)) => return None,
+            Err(TryLockError::WouldBlock) => {
+                self.waiting.fetch_add(1, Ordering::Relaxed);
+                let state = self.state.lock();
+                self.waiting.fetch_sub(1, Ordering::Relaxed);
+                state.ok()?
+            }
+        };
         self.tell_time(&mut state);
         Some(state)
     }
@@ -166,6 +181,7 @@ impl Driver {
                 stopped: false,
                 opened: Vec::new(),
             }),
+            waiting: AtomicUsize::new(0),
             progress: Condvar::new(),
             hook: OnceLock::new(),
             clock,
@@ -185,6 +201,17 @@ impl Driver {
     pub fn on_progress(&self, hook: impl Fn() + Send + Sync + 'static) {
         // A second one is dropped: there is one server for an engine.
         let _ = self.shared.hook.set(Hook(Box::new(hook)));
+    }
+
+    /// Lets threads enter the engine that wait for it, before one that enters it again and again goes on: a
+    /// mutex that is taken at once again keeps out those that have to be woken. Waits for microseconds.
+    pub fn give_way(&self) {
+        for _ in 0..GIVE_WAY_LOOKS {
+            if self.shared.waiting.load(Ordering::Relaxed) == 0 {
+                return;
+            }
+            std::thread::yield_now();
+        }
     }
 
     /// Gives the engine a directory, without blocks, that could not be opened when it started.

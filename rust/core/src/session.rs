@@ -67,6 +67,29 @@ pub struct Extent {
     pub offsets: Vec<ArenaOffset>,
 }
 
+/// Appends extents of later blocks to those of earlier ones.
+///
+/// # Panics
+/// If a group's blocks do not come front to back.
+pub fn append_extents(all: &mut Vec<Extent>, later: Vec<Extent>) {
+    for extent in later {
+        let same_group = |of: &&mut Extent| of.group == extent.group;
+        let Some(before) = all.iter_mut().find(same_group) else {
+            all.push(extent);
+            continue;
+        };
+        // Blocks in between are not copied.
+        let index = (extent.first_block - before.first_block) as usize;
+        assert!(
+            index >= before.offsets.len(),
+            "the extents of group {} come front to back",
+            extent.group
+        );
+        before.offsets.resize(index, ArenaOffset::NONE);
+        before.offsets.extend(extent.offsets);
+    }
+}
+
 /// Blocks of a group that a hit can do without (a window's, or a state) and that the device holds now:
 /// a save takes them too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -124,7 +124,15 @@ impl EngineHost for EmbeddedHost {
     }
 
     fn connection(&self) -> Connection {
-        Connection::up()
+        let server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
+        if server.as_ref().is_none_or(Server::is_alive) {
+            return Connection::up();
+        }
+        let reason = "the server's thread has ended; its panic is in the log above".to_owned();
+        Connection {
+            state: "down",
+            reason,
+        }
     }
 
     fn flush(&self, timeout: Duration) -> bool {

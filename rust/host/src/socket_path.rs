@@ -63,6 +63,9 @@ mod tests {
 
     use super::*;
 
+    /// Takes a path before another can.
+    type Take<'a> = Box<dyn Fn(&Path) + 'a>;
+
     #[test]
     fn a_name_that_somebody_else_has_taken_is_not_used() {
         let temporary = tempfile::tempdir().unwrap();
@@ -72,7 +75,7 @@ mod tests {
         assert_eq!(own_dir(temporary.path()), usual);
         let as_link = |path: &Path| symlink(elsewhere.path(), path).unwrap();
         let as_file = |path: &Path| fs::write(path, "").unwrap();
-        let mut takes: Vec<Box<dyn Fn(&Path)>> = vec![Box::new(as_link), Box::new(as_file)];
+        let mut takes: Vec<Take<'_>> = vec![Box::new(as_link), Box::new(as_file)];
         if uid == 0 {
             // Only root can give a directory away.
             takes.push(Box::new(|path| {

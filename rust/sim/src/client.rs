@@ -4,8 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use undercroft_core::embedded::EmbeddedSession;
+use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{LookupRequest, Priority, SessionSpec, Tokens};
+use undercroft_core::session::{
+    Extent, LookupRequest, Priority, SessionSpec, Tokens, append_extents,
+};
 
 use crate::content::hash_of;
 use crate::model::HASH_BLOCK;
@@ -81,7 +84,7 @@ impl World {
         }
     }
 
-    fn request_step(&mut self, session: usize) -> Result<(), String> {
+    pub(crate) fn request_step(&mut self, session: usize) -> Result<(), String> {
         let count = self.sessions[session].requests.len();
         if count == 0 || count < 6 && self.random.chance(200) {
             self.new_request(session);
@@ -316,9 +319,16 @@ impl World {
             epoch,
         });
         let id = self.sessions[session].id;
-        let extents = self
+        let mut extents = self
             .engine
             .with(|engine| engine.hit_extents(id, &name, Tokens(local)));
+        extents.sort_by_key(|extent| extent.group);
+        let told = self.hit_by_steps(id, &name, local);
+        if told != extents {
+            return Err(format!(
+                "{name}: step by step at {told:?}, at once at {extents:?}"
+            ));
+        }
         let blocks = self.blocks(session, request, &extents, epoch)?;
         self.sessions[session].requests[request].promise = Some(blocks);
         if self.random.chance(400) {
@@ -332,6 +342,29 @@ impl World {
             return self.begin_load(session, request, local, tokens - local, true);
         }
         Ok(())
+    }
+
+    /// Where a hit lies, as a server asks.
+    fn hit_by_steps(&mut self, session: SessionId, name: &str, computed: u32) -> Vec<Extent> {
+        let mut parts = Vec::new();
+        let hit = self
+            .engine
+            .with(|engine| engine.start_hit_extents(session, name, Tokens(computed)));
+        if let Some(mut hit) = hit {
+            let nodes = self.random.range(1, 6) as u32;
+            while let Some(part) = self
+                .engine
+                .with(|engine| engine.step_hit_extents(&mut hit, nodes))
+            {
+                parts.push(part);
+            }
+        }
+        let mut all = Vec::new();
+        for part in parts.into_iter().rev() {
+            append_extents(&mut all, part);
+        }
+        all.sort_by_key(|extent| extent.group);
+        all
     }
 
     fn load(&mut self, session: usize, request: usize) -> Result<(), String> {

@@ -1,14 +1,15 @@
 //! What workers do: copies between device and arena, which take their time.
 
+use undercroft_core::engine::{SaveLimit, SaveProgress};
 use undercroft_core::namespace::GroupKind;
 use undercroft_core::session::{
-    Extent, Offer, Save as SaveAnswer, SaveRequest, Tokens, TransferId,
+    Extent, Load, Offer, Save as SaveAnswer, SaveRequest, SessionToken, Sources, Tokens, TransferId,
 };
 
 use crate::arena::Hand;
 use crate::content::{SECTOR, SavedPayload};
 use crate::model::{HASH_BLOCK, needs};
-use crate::participants::{ClientBlock, ClientLoad, ClientSave};
+use crate::participants::{ClientBlock, ClientHit, ClientLoad, ClientSave};
 use crate::world::World;
 
 impl World {
@@ -26,7 +27,13 @@ impl World {
         let promise = state.requests[request].promise.clone();
         let told = state.requests[request].ready.map(|hit| hit.epoch);
         let (from, external_tokens) = (Tokens(local), Tokens(external));
-        let transfer = state.session.begin_load(&name, from, external_tokens);
+        let whole = |hit: ClientHit| hit.tokens == local + external && hit.local <= local;
+        let is_whole = state.requests[request].ready.is_some_and(whole);
+        let transfer = if is_whole && self.random.chance(500) {
+            self.begin_known_load(session, &name, from, external_tokens)
+        } else {
+            state.session.begin_load(&name, from, external_tokens)
+        };
         let promised = promised || promise.is_some();
         let got = transfer.is_some();
         self.note(|| format!("load of {name}, {external} tokens after {local}: {got}"));
@@ -98,6 +105,27 @@ impl World {
         Ok(())
     }
 
+    /// As a server begins the load of a hit whose extents its client knows.
+    fn begin_known_load(
+        &self,
+        session: usize,
+        name: &str,
+        computed: Tokens,
+        external: Tokens,
+    ) -> Option<Load> {
+        let id = self.sessions[session].id;
+        self.engine.with(|engine| {
+            let extents = engine.hit_extents(id, name, computed);
+            let id = engine.begin_known_load(id, name, computed, external)?;
+            Some(Load {
+                id,
+                session: SessionToken::default(),
+                extents,
+                sources: Sources::default(),
+            })
+        })
+    }
+
     pub(crate) fn save(&mut self, session: usize, request: usize) -> Result<(), String> {
         let state = &self.sessions[session];
         let of = &state.requests[request];
@@ -108,30 +136,114 @@ impl World {
             of.tokens.min(of.saved_tokens + more)
         };
         let offers = self.offers(session, tokens);
+        let blocks = if self.random.chance(500) {
+            self.save_by_steps(session, request, tokens, &offers)?
+        } else {
+            self.save_at_once(session, request, tokens, &offers)?
+        };
+        let count = blocks.as_ref().map(|(_, blocks)| blocks.len());
+        let name = self.sessions[session].requests[request].name.clone();
+        self.note(|| format!("save {tokens} tokens of {name}: {count:?} blocks"));
+        self.sessions[session].requests[request].saved_tokens = tokens;
+        let Some((id, blocks)) = blocks else {
+            return Ok(());
+        };
+        for block in &blocks {
+            self.check_saved(session, request, tokens, &offers, block)?;
+        }
+        self.sessions[session].saves.push(ClientSave {
+            id,
+            blocks,
+            filled: 0,
+            lost: false,
+        });
+        Ok(())
+    }
+
+    /// As an engine of this process is asked.
+    fn save_at_once(
+        &mut self,
+        session: usize,
+        request: usize,
+        tokens: u32,
+        offers: &[Offer],
+    ) -> Result<Option<(TransferId, Vec<ClientBlock>)>, String> {
         let state = &self.sessions[session];
         let of = &state.requests[request];
-        let save = SaveRequest::new(&of.name, &of.hashes, Tokens(tokens)).offers(&offers);
+        let save = SaveRequest::new(&of.name, &of.hashes, Tokens(tokens)).offers(offers);
         let answer = state.session.begin_save(&save);
         let SaveAnswer::Granted(grant) = answer else {
             return Err(format!("{}: a save is answered {answer:?}", of.name));
         };
-        let transfer = (!grant.extents.is_empty()).then_some(grant);
-        let blocks_of = |extents: &[Extent]| -> usize {
-            let counts = extents.iter().map(|extent| extent.offsets.len());
-            counts.sum()
-        };
-        let count = transfer.as_ref().map(|grant| blocks_of(&grant.extents));
-        let name = of.name.clone();
-        self.note(|| format!("save {tokens} tokens of {name}: {count:?} blocks"));
-        self.sessions[session].requests[request].saved_tokens = tokens;
-        let Some(transfer) = transfer else {
-            return Ok(());
-        };
-        let epoch = self.epoch(session);
-        let blocks = self.blocks(session, request, &transfer.extents, epoch)?;
-        for block in &blocks {
-            self.check_saved(session, request, tokens, &offers, block)?;
+        if grant.extents.is_empty() {
+            return Ok(None);
         }
+        let blocks = self.take_slots(session, request, &grant.extents)?;
+        Ok(Some((grant.id, blocks)))
+    }
+
+    /// As a server carries a save out: others enter the engine between two steps.
+    fn save_by_steps(
+        &mut self,
+        session: usize,
+        request: usize,
+        tokens: u32,
+        offers: &[Offer],
+    ) -> Result<Option<(TransferId, Vec<ClientBlock>)>, String> {
+        let state = &self.sessions[session];
+        let of = &state.requests[request];
+        let (name, hashes, id) = (of.name.clone(), of.hashes.clone(), state.id);
+        let save = SaveRequest::new(&name, &hashes, Tokens(tokens)).offers(offers);
+        let transfer = self.engine.with(|engine| engine.start_save(id, &save));
+        let transfer = transfer.ok_or_else(|| format!("{name}: no session"))?;
+        let mut all = Vec::new();
+        loop {
+            let limit = SaveLimit {
+                blocks: self.random.range(1, 4) as u32,
+                bytes: u64::MAX,
+            };
+            let step = self
+                .engine
+                .with(|engine| engine.step_save(transfer, &save, limit));
+            let (extents, ended) = match step {
+                SaveProgress::More(extents) => (extents, false),
+                SaveProgress::Ended { extents, .. } => (extents, true),
+            };
+            all.extend(self.take_slots(session, request, &extents)?);
+            if ended {
+                return Ok((!all.is_empty()).then_some((transfer, all)));
+            }
+            self.engine.with(|engine| engine.check())?;
+            if self.random.chance(300) {
+                self.others_step(session)?;
+            }
+        }
+    }
+
+    /// Something that happens between two steps of a session's save.
+    fn others_step(&mut self, session: usize) -> Result<(), String> {
+        let other = self.random.index(self.sessions.len());
+        match self.random.below(10) {
+            0..=2 => self.start_io(),
+            3..=5 => self.end_io(),
+            6 if other != session && self.random.chance(200) => {
+                self.reset(other);
+                Ok(())
+            }
+            7 if other != session => self.transfer_step(other),
+            8.. if other != session => self.request_step(other),
+            _ => Ok(()),
+        }
+    }
+
+    /// The blocks of extents to be filled, with wrong bytes in their slots.
+    fn take_slots(
+        &mut self,
+        session: usize,
+        request: usize,
+        extents: &[Extent],
+    ) -> Result<Vec<ClientBlock>, String> {
+        let blocks = self.blocks(session, request, extents, self.epoch(session))?;
         for block in &blocks {
             let bytes = self.payload_bytes(&block.payload);
             self.arena
@@ -140,13 +252,7 @@ impl World {
                 *token = self.random.next();
             }
         }
-        self.sessions[session].saves.push(ClientSave {
-            id: transfer.id,
-            blocks,
-            filled: 0,
-            lost: false,
-        });
-        Ok(())
+        Ok(blocks)
     }
 
     /// Whether a block that a save asks for is one that the device holds, and that is not stored yet.
@@ -312,8 +418,7 @@ impl World {
                 (request.ready, request.promise) = (None, None);
             }
         }
-        self.end_transfer(session, load.id, !fails);
-        Ok(())
+        self.end_transfer(session, load.id, !fails)
     }
 
     /// Copies some of what is left, and looks at it.
@@ -370,16 +475,39 @@ impl World {
                 }
             }
         }
-        self.end_transfer(session, save.id, !fails);
-        Ok(())
+        self.end_transfer(session, save.id, !fails)
     }
 
-    fn end_transfer(&mut self, session: usize, id: TransferId, ok: bool) {
-        self.sessions[session].session.end_transfer(id, ok);
+    fn end_transfer(&mut self, session: usize, id: TransferId, ok: bool) -> Result<(), String> {
+        if self.random.chance(500) {
+            self.sessions[session].session.end_transfer(id, ok);
+        } else {
+            self.end_transfer_by_steps(id, ok)?;
+        }
         self.note(|| format!("end transfer {id:?}: {ok}"));
         self.history.ended.push(id);
         if self.history.ended.len() > 32 {
             self.history.ended.swap_remove(0);
+        }
+        Ok(())
+    }
+
+    /// As a server ends a transfer: others enter the engine between two steps.
+    fn end_transfer_by_steps(&mut self, id: TransferId, ok: bool) -> Result<(), String> {
+        loop {
+            let blocks = self.random.range(1, 4) as usize;
+            let ended = self
+                .engine
+                .with(|engine| engine.step_end_of_transfer(id, ok, blocks));
+            if ended {
+                return Ok(());
+            }
+            self.engine.with(|engine| engine.check())?;
+            match self.random.below(6) {
+                0 => self.start_io()?,
+                1 => self.end_io()?,
+                _ => {}
+            }
         }
     }
 

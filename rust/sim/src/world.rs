@@ -285,7 +285,7 @@ impl World {
     }
 
     /// What the IO thread does: takes what has ended, and starts what the engine asks for.
-    fn start_io(&mut self) -> Result<(), String> {
+    pub(crate) fn start_io(&mut self) -> Result<(), String> {
         if self.settings.is_punctual() {
             while self.complete_one() {}
         }
@@ -309,7 +309,7 @@ impl World {
         Ok(())
     }
 
-    fn end_io(&mut self) -> Result<(), String> {
+    pub(crate) fn end_io(&mut self) -> Result<(), String> {
         if self.random.chance(600)
             && let Some(due) = self.disks.next_due_ns()
         {

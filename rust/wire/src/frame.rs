@@ -15,7 +15,7 @@ use undercroft_core::session::SessionToken;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
-/// Version of the protocol; both ends must have the same.
+/// Version of the protocol. A server speaks those in `dialect.rs`, too.
 pub const VERSION: u16 = 4;
 
 /// Length of a header in bytes.
@@ -64,7 +64,9 @@ pub enum FrameError {
     Magic([u8; 4]),
     /// Another version of undercroft.
     #[error(
-        "protocol version {0}, expected {VERSION}: run the same undercroft version in all processes"
+        "the other process speaks protocol version {0}, this one version {VERSION}: {older}; run the same \
+         undercroft in all processes, and upgrade the server first",
+        older = which_is_older(*.0)
     )]
     Version(u16),
     /// An unknown kind, or one that does not belong here.
@@ -78,12 +80,25 @@ pub enum FrameError {
     Malformed,
 }
 
+fn which_is_older(version: u16) -> &'static str {
+    if version < VERSION {
+        "the other process runs the older undercroft"
+    } else {
+        "this process runs the older undercroft"
+    }
+}
+
 impl Header {
     /// The header as bytes.
     pub fn encode(self) -> [u8; HEADER_BYTES] {
+        self.encode_as(VERSION)
+    }
+
+    /// The header as another version has it: what is here of a header never changes.
+    pub(crate) fn encode_as(self, version: u16) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
-        bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[4..6].copy_from_slice(&version.to_le_bytes());
         bytes[6] = self.kind as u8;
         bytes[8..].copy_from_slice(&self.body_bytes.to_le_bytes());
         bytes
@@ -94,13 +109,18 @@ impl Header {
     /// # Errors
     /// Names the field that is wrong.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
+        Self::decode_as(VERSION, bytes)
+    }
+
+    /// As [`Header::decode`], of a frame of another version.
+    pub(crate) fn decode_as(expected: u16, bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
         let [m0, m1, m2, m3, v0, v1, kind, _, b0, b1, b2, b3] = *bytes;
         let magic = [m0, m1, m2, m3];
         if magic != MAGIC {
             return Err(FrameError::Magic(magic));
         }
         let version = u16::from_le_bytes([v0, v1]);
-        if version != VERSION {
+        if version != expected {
             return Err(FrameError::Version(version));
         }
         let message = 1..=BODY_BYTES_MAX;
@@ -129,10 +149,15 @@ pub type Frame<'a> = (Header, &'a [u8], usize);
 /// # Errors
 /// As [`Header::decode`]; as soon as the header is there, whether the body is or not.
 pub fn first(bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
+    first_as(VERSION, bytes)
+}
+
+/// As [`first`], of frames of another version.
+pub(crate) fn first_as(version: u16, bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
     let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
         return Ok(None);
     };
-    let header = Header::decode(head)?;
+    let header = Header::decode_as(version, head)?;
     let end = HEADER_BYTES + header.body_bytes as usize;
     Ok(bytes.get(HEADER_BYTES..end).map(|body| (header, body, end)))
 }

@@ -5,9 +5,11 @@
 //! 0600, and the server checks the peer's uid as the kernel reports it.
 
 mod arena_client;
+mod budget;
 mod client;
 mod client_state;
 mod connection;
+mod dialect;
 pub mod frame;
 mod parker;
 mod peer;

@@ -11,5 +11,11 @@ use nix::sys::socket::sockopt::PeerCredentials;
 /// Not by way of rustix: it cannot read the 0 that stands for a process of another PID namespace, so that
 /// containers could not share a server.
 pub(crate) fn peer_uid(socket: &impl AsFd) -> io::Result<u32> {
-    Ok(getsockopt(socket, PeerCredentials)?.uid())
+    Ok(peer_credentials(socket)?.0)
+}
+
+/// The peer's uid and pid, as the kernel reports them; the pid is 0 for a process of another PID namespace.
+pub(crate) fn peer_credentials(socket: &impl AsFd) -> io::Result<(u32, i32)> {
+    let credentials = getsockopt(socket, PeerCredentials)?;
+    Ok((credentials.uid(), credentials.pid()))
 }

@@ -12,8 +12,11 @@ use undercroft_core::session::{Extent, Offer, Priority, PromotionWait, SessionTo
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
 
-/// Most block hashes that a server keeps of one request.
-pub const HASHES_MAX: usize = 4 << 20;
+/// Most block hashes that a server keeps of one request: as many as the longest frame holds.
+pub const HASHES_MAX: usize = 1 << 19;
+
+/// Most offers of a save.
+pub const OFFERS_MAX: usize = 4096;
 
 /// A run of a request's block hashes: those after the first `known`, which the server has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,19 +36,23 @@ fn in_one<S: Serializer>(bytes: &&[u8], serializer: S) -> Result<S::Ok, S::Error
 }
 
 impl HashRun<'_> {
+    /// Number of the hashes; `None` if they are no whole hashes of a possible length.
+    pub fn count(&self) -> Option<usize> {
+        let len = usize::from(self.hash_bytes);
+        let is_whole = len > 0 && len <= HASH_BYTES_MAX && self.bytes.len().is_multiple_of(len);
+        is_whole.then(|| self.bytes.len() / len)
+    }
+
     /// Appends the hashes to those that are known. False, and nothing is appended, if the hashes do not
     /// follow on these.
     pub fn append_to(&self, known: &mut Vec<BlockHash>) -> bool {
-        let len = usize::from(self.hash_bytes);
-        let count = self.bytes.len() / len.max(1);
-        if len == 0
-            || len > HASH_BYTES_MAX
-            || !self.bytes.len().is_multiple_of(len)
-            || self.known as usize != known.len()
-            || known.len() + count > HASHES_MAX
-        {
+        let Some(count) = self.count() else {
+            return false;
+        };
+        if self.known as usize != known.len() || known.len() + count > HASHES_MAX {
             return false;
         }
+        let len = usize::from(self.hash_bytes);
         known.reserve(count);
         known.extend(self.bytes.chunks_exact(len).filter_map(BlockHash::new));
         true
@@ -150,11 +157,37 @@ pub struct SaveMessage<'a> {
     pub transfer: u64,
     /// Tokens that the device has computed.
     pub tokens: Tokens,
-    /// Blocks of windows and states that the device holds.
+    /// Blocks of windows and states that the device holds, at most [`OFFERS_MAX`] ranges.
+    #[serde(deserialize_with = "few_offers")]
     pub offers: Vec<Offer>,
     /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
     #[serde(borrow)]
     pub hashes: HashRun<'a>,
+}
+
+/// Offers, as long as they are few: nothing is allocated for more.
+fn few_offers<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Offer>, D::Error> {
+    struct Few;
+    impl<'de> serde::de::Visitor<'de> for Few {
+        type Value = Vec<Offer>;
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "at most {OFFERS_MAX} offers")
+        }
+        fn visit_seq<A: serde::de::SeqAccess<'de>>(
+            self,
+            mut seq: A,
+        ) -> Result<Vec<Offer>, A::Error> {
+            let mut offers = Vec::new();
+            while let Some(offer) = seq.next_element()? {
+                if offers.len() == OFFERS_MAX {
+                    return Err(serde::de::Error::custom("too many offers"));
+                }
+                offers.push(offer);
+            }
+            Ok(offers)
+        }
+    }
+    deserializer.deserialize_seq(Few)
 }
 
 /// A message of the server.
@@ -379,8 +412,10 @@ mod extents {
 
     impl Serialize for OffsetBytes<'_> {
         fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-            let offsets = self.0.iter();
-            let bytes: Vec<u8> = offsets.flat_map(|offset| offset.to_le_bytes()).collect();
+            let mut bytes = Vec::with_capacity(8 * self.0.len());
+            for offset in self.0 {
+                bytes.extend_from_slice(&offset.to_le_bytes());
+            }
             serializer.serialize_bytes(&bytes)
         }
     }

@@ -1,6 +1,7 @@
 //! The engine's statistics as JSON: one flat object of numbers, durations in seconds.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use serde_json::{Map, Value, json};
 use undercroft_core::metrics::{Counters, Gauges};
@@ -23,6 +24,28 @@ impl StatsSource {
 impl std::fmt::Debug for StatsSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("StatsSource")
+    }
+}
+
+/// A report that took long to make is given again for this many times as long: asking for it costs a
+/// hundredth of the time at most.
+const REPORT_SHARE: u32 = 100;
+
+/// A report for everybody who asks, which may be a little old.
+#[derive(Debug, Default)]
+pub(crate) struct Report {
+    last: String,
+    fresh_until: Option<Instant>,
+}
+
+impl Report {
+    pub(crate) fn take(&mut self, make: impl FnOnce() -> Value) -> String {
+        let start = Instant::now();
+        if self.fresh_until.is_none_or(|until| start >= until) {
+            self.last = make().to_string();
+            self.fresh_until = Some(start + start.elapsed() * REPORT_SHARE);
+        }
+        self.last.clone()
     }
 }
 

@@ -60,8 +60,14 @@ impl Engine {
                 self.sessions.get(transfer.session).is_some(),
                 "transfer of no session"
             );
-            if let TransferKind::Load { lease, .. } = &transfer.kind {
-                hits.push(*lease);
+            match &transfer.kind {
+                TransferKind::Load { lease, .. } => hits.push(*lease),
+                TransferKind::Save(save) => {
+                    let tail = save.cursor.as_ref().map_or(NONE, |cursor| cursor.tail);
+                    if tail != NONE {
+                        *counts.pins.entry(tail).or_default() += 1;
+                    }
+                }
             }
         }
         for id in hits.into_iter().filter(|&id| id != NONE) {

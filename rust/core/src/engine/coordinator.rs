@@ -10,6 +10,7 @@ use crate::session::SessionSpec;
 
 use super::checksums::Checksums;
 use super::config::EngineConfig;
+use super::load::id_of;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
 use super::parts::EngineParts;
@@ -142,7 +143,7 @@ impl Engine {
             .map(|(key, _)| key)
             .collect();
         for transfer in of_session {
-            self.finish_transfer(transfer, false);
+            self.end_transfer(id_of(transfer), false);
         }
         let Some(state) = self.sessions.close(session) else {
             return;
@@ -163,19 +164,6 @@ impl Engine {
         self.sessions.forget_removed(session);
     }
 
-    /// Ends a session's lookups but for those that were answered with a hit: a worker may copy from their
-    /// leases, for a load that was begun and that we have not heard of.
-    pub fn end_unanswered(&mut self, session: SessionId) {
-        for request in self.sessions.requests_of(session) {
-            let state = &self.sessions.requests[request];
-            let is_answered = state.promotions.active.is_none() && state.lease != NONE;
-            if !is_answered {
-                self.drop_request(request);
-            }
-        }
-        self.sessions.forget_removed(session);
-    }
-
     /// Frees what a request holds, and forgets its state. Its session forgets the name.
     pub(super) fn drop_request(&mut self, id: RequestId) {
         self.release_hit(id);
@@ -190,22 +178,6 @@ impl Engine {
         let request = &mut parts.requests[id];
         request.move_lease(NONE, parts.residency);
         promotions.release(&mut request.promotions);
-    }
-
-    /// A session's lookups, those of them that are pending, loads and saves.
-    pub fn session_counts(&self, session: SessionId) -> [usize; 4] {
-        let requests = self.sessions.requests_of(session);
-        let is_pending = |id: &&RequestId| {
-            let state = &self.sessions.requests[**id];
-            state.promotions.active.is_some()
-        };
-        let pending = requests.iter().filter(is_pending).count();
-        let of_session = || {
-            let transfers = self.sessions.transfers().map(|(_, transfer)| transfer);
-            transfers.filter(|transfer| transfer.session == session)
-        };
-        let loads = of_session().filter(|transfer| transfer.is_load()).count();
-        [requests.len(), pending, loads, of_session().count() - loads]
     }
 
     /// Digest of a session's namespace, hexadecimal.
@@ -236,15 +208,8 @@ impl Engine {
         let sum = |of: fn(&Disk) -> u64| disks.iter().map(of).sum();
         let is_degraded = |disk: &&Disk| disk.health.report().0 != Health::Good;
         let (host, forest) = (self.residency.host(), self.residency.forest());
-        let (mut loads, mut saves, mut transferring) = (0, 0, 0);
-        for (_, transfer) in self.sessions.transfers() {
-            transferring += transfer.bytes;
-            if transfer.is_load() {
-                loads += 1;
-            } else {
-                saves += 1;
-            }
-        }
+        let transfers = self.sessions.all_transfers();
+        let transferring = transfers.load_bytes + transfers.save_bytes;
         Gauges {
             host_capacity_bytes: host.capacity(),
             host_used_bytes: host.used_bytes(),
@@ -262,8 +227,8 @@ impl Engine {
             volatile_namespaces: self.shared_namespaces().filter(|(_, kept)| !kept).count() as u64,
             sessions: self.sessions.len() as u64,
             active_lookups: self.sessions.requests.len() as u64,
-            loads,
-            saves,
+            loads: transfers.loads,
+            saves: transfers.saves,
             promotion_queue_bytes: Promotions::queue_bytes(&self.sessions.requests),
         }
     }

@@ -125,27 +125,44 @@ impl Engine {
     /// All ranks have ended the copies of a transfer. Unknown ids are ignored: an acknowledgement
     /// may come twice.
     pub fn end_transfer(&mut self, id: TransferId, ok: bool) {
-        self.finish_transfer(TransferKey::from(KeyData::from_ffi(id.0)), ok);
+        while !self.step_end_of_transfer(id, ok, usize::MAX) {}
     }
 
-    pub(super) fn finish_transfer(&mut self, key: TransferKey, ok: bool) {
-        let Some(transfer) = self.sessions.end_transfer(key) else {
-            return;
-        };
-        match transfer.kind {
-            TransferKind::Load { lease, request } => {
-                self.residency.unpin_hit(lease);
-                if ok {
-                    return;
-                }
-                self.counters.load_failures += 1;
-                let request = self.sessions.request_id(transfer.session, &request);
-                if let Some(request) = request {
-                    self.sessions.requests[request].failed = true;
-                }
+    /// As [`Engine::end_transfer`], for at most `blocks` blocks more. Whether the transfer has ended.
+    pub fn step_end_of_transfer(&mut self, id: TransferId, ok: bool, blocks: usize) -> bool {
+        let key = TransferKey::from(KeyData::from_ffi(id.0));
+        if let Some((_, save)) = self.sessions.save_mut(key) {
+            let cursor = save.cursor.take();
+            let end = save.payloads.len().min(save.ended.saturating_add(blocks));
+            let payloads = save.payloads[save.ended..end].to_vec();
+            save.ended = end;
+            let is_last = end == save.payloads.len();
+            let tail = cursor.map_or(NONE, |cursor| cursor.tail);
+            self.end_saved(&payloads, ok);
+            if tail != NONE {
+                self.residency.unpin(tail);
             }
-            TransferKind::Save { payloads } => self.finish_save(&payloads, ok),
+            if is_last {
+                self.counters.save_failures += u64::from(!ok);
+                self.sessions.end_transfer(key);
+            }
+            return is_last;
         }
+        let Some(transfer) = self.sessions.end_transfer(key) else {
+            return true;
+        };
+        let TransferKind::Load { lease, request } = transfer.kind else {
+            return true;
+        };
+        self.residency.unpin_hit(lease);
+        if !ok {
+            self.counters.load_failures += 1;
+            let request = self.sessions.request_id(transfer.session, &request);
+            if let Some(request) = request {
+                self.sessions.requests[request].failed = true;
+            }
+        }
+        true
     }
 }
 

@@ -260,7 +260,9 @@ impl Engine {
         }
         let end = self.residency.forest().ancestor(at, in_host);
         match self.verified_end(id, end, span.local) {
-            Some(end) if span.is_worth(self.residency.node(end).depth) => self.hit(id, end),
+            Some(end) if span.is_worth(self.residency.node(end).depth) => {
+                self.hit(id, end, span.local)
+            }
             _ => self.miss(id),
         }
     }
@@ -311,9 +313,10 @@ impl Engine {
     }
 
     /// The answer that there is a hit that ends at `node`: leases it, and counts the request's hit once.
-    fn hit(&mut self, id: RequestId, node: NodeId) -> Lookup {
+    fn hit(&mut self, id: RequestId, node: NodeId, local: u32) -> Lookup {
         let state = &mut self.sessions.requests[id];
         state.move_lease(node, &mut self.residency);
+        state.hit_after = Some(local);
         let hash_block_size = self.residency.hash_block_size(state.ns);
         let hit = Lookup::Hit(Hit {
             tokens: Tokens(self.residency.node(node).depth * hash_block_size),

@@ -38,6 +38,8 @@ mod requests;
 mod reset;
 mod residency;
 mod save;
+mod save_cursor;
+mod served;
 mod sessions;
 mod writeback;
 
@@ -45,5 +47,6 @@ pub use config::EngineConfig;
 pub use coordinator::Engine;
 pub use recover::Recovery;
 pub use residency::Moves;
-pub use save::{Granted, Transfer};
+pub use save::{Granted, SaveLimit, SaveProgress, Transfer};
+pub use served::{HitExtents, SessionUsage};
 pub use sessions::SessionId;

@@ -24,6 +24,8 @@ pub(super) struct RequestState {
     pub(super) tick: u64,
     /// Leased node at the boundary of the last answer, or `NONE`.
     pub(super) lease: NodeId,
+    /// While the last answer is a hit: the hash blocks before those that the lease keeps in the arena.
+    pub(super) hit_after: Option<u32>,
     pub(super) promotions: RequestPromotions,
     /// Instead of [`EngineConfig::promotion_wait`](super::EngineConfig::promotion_wait).
     pub(super) wait: Option<PromotionWait>,
@@ -52,6 +54,7 @@ pub(super) struct BlockOffers {
 impl RequestState {
     /// Moves the lease to `node` (`NONE`: to nothing).
     pub(super) fn move_lease(&mut self, node: NodeId, residency: &mut Residency) {
+        self.hit_after = None;
         let old = std::mem::replace(&mut self.lease, node);
         if old == node {
             return;

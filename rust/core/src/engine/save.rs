@@ -1,15 +1,22 @@
 //! Saves: workers copy blocks from the device into slots of the arena.
+//!
+//! A save may be as long as a prompt: its slots are reserved, and its end is carried out, in steps of a
+//! bounded number of blocks. Between two steps others enter the engine; the save keeps a lease on the
+//! chain that it has built so far.
 
-use crate::forest::{DiskState, HostState, NONE, NodeId, NsId};
+use slotmap::KeyData;
+
+use crate::forest::{DiskState, HostState, NONE, NodeId};
 use crate::key::{BlockHash, HashSource};
 use crate::namespace::GroupKind;
-use crate::session::{Extent, Offer, SaveRequest, TransferId};
+use crate::session::{Extent, Offer, SaveRequest, TransferId, append_extents};
 
 use super::coordinator::Engine;
 use super::load::id_of;
 use super::requests::{BlockOffers, RequestId};
 use super::residency::Region;
-use super::sessions::{SessionId, TransferKind, TransferState};
+use super::save_cursor::{Gaps, Offers, SaveCursor};
+use super::sessions::{SaveTransfer, SessionId, TransferKey, TransferKind, TransferState};
 
 /// What a worker is to copy to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +36,38 @@ pub struct Granted {
     pub refused: bool,
 }
 
+/// How much one step of a save may do.
+#[derive(Clone, Copy, Debug)]
+pub struct SaveLimit {
+    /// Blocks that it looks at.
+    pub blocks: u32,
+    /// Bytes of slots that it reserves; what does not fit is left out for want of memory.
+    pub bytes: u64,
+}
+
+impl SaveLimit {
+    /// The whole save, in all of the memory.
+    pub const NONE: Self = Self {
+        blocks: u32::MAX,
+        bytes: u64::MAX,
+    };
+}
+
+/// What a step of a save has come to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SaveProgress {
+    /// Slots that it has reserved; there is more to do.
+    More(Vec<Extent>),
+    /// Its last slots: the copies may begin, and [`Engine::end_transfer`] follows. If no step has reserved
+    /// any, the save has ended.
+    Ended {
+        /// Slots of this step.
+        extents: Vec<Extent>,
+        /// See [`Granted::refused`].
+        refused: bool,
+    },
+}
+
 /// Why a payload got no slot in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SlotRefusal {
@@ -38,19 +77,24 @@ enum SlotRefusal {
     NotAdmitted,
 }
 
-/// A save while its slots are being reserved.
+/// A step of a save.
 struct SavePlan<'a> {
-    ns: NsId,
     hashes: Limited<'a>,
-    offers: &'a [Offer],
-    /// Payloads with a reserved slot.
+    cursor: Box<SaveCursor>,
+    /// Payloads with a slot that this step has reserved.
     payloads: Vec<(NodeId, u8)>,
-    /// Which blocks the policies have weighed for this request.
-    blocks: BlockOffers,
     /// The deepest node of the chain so far, or `NONE`, and its epoch.
     tail: (NodeId, u32),
-    /// A block was left out for want of memory.
-    refused: bool,
+    limit: SaveLimit,
+}
+
+impl SavePlan<'_> {
+    /// Counts a block that is looked at. False if the step has done enough.
+    fn look(&mut self) -> bool {
+        let left = self.limit.blocks.checked_sub(1);
+        self.limit.blocks = left.unwrap_or(0);
+        left.is_some()
+    }
 }
 
 /// Whether a save goes on after a block.
@@ -63,53 +107,182 @@ impl Engine {
     /// Reserves slots for the full blocks among a request's first tokens that are not cached and not
     /// being saved, see [`SaveRequest`].
     pub fn begin_save(&mut self, session: SessionId, save: &SaveRequest<'_>) -> Granted {
-        let Some(state) = self.sessions.get(session) else {
+        let Some(id) = self.start_save(session, save) else {
             return Granted::default();
         };
+        let mut all = Vec::new();
+        loop {
+            match self.step_save(id, save, SaveLimit::NONE) {
+                SaveProgress::More(extents) => append_extents(&mut all, extents),
+                SaveProgress::Ended { extents, refused } => {
+                    append_extents(&mut all, extents);
+                    let transfer = (!all.is_empty()).then_some(Transfer { id, extents: all });
+                    return Granted { transfer, refused };
+                }
+            }
+        }
+    }
+
+    /// Starts a save, for [`Engine::step_save`]. `None` if there is no such session.
+    pub fn start_save(&mut self, session: SessionId, save: &SaveRequest<'_>) -> Option<TransferId> {
+        let state = self.sessions.get(session)?;
         self.residency.allow_searches();
         // Blocks that this request has saved or found before are not counted as found again.
         let known = state.saved.get(save.request).copied().unwrap_or(0);
         let (ns, request) = (state.ns, state.requests.get(save.request).copied());
         let tokens = save.tokens.0 / self.residency.hash_block_size(ns);
-        let hash_blocks = (tokens as usize).min(save.hashes.len());
-        let hashes = Limited {
-            hashes: save.hashes,
-            len: hash_blocks,
-        };
+        let hash_blocks = (tokens as usize).min(save.hashes.len()) as u32;
+        let hashes = Limited::new(save.hashes, hash_blocks);
         let found = self.residency.forest().deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
-        let mut plan = SavePlan {
-            ns,
-            hashes,
-            offers: save.offers,
-            payloads: Vec::new(),
-            blocks: self.blocks_offered(request, depth),
-            tail: (anchor, 0),
-            refused: false,
-        };
-        // The chain down to the anchor stays while its descendants are being added.
-        if anchor != NONE {
-            plan.tail.1 = self.residency.node(anchor).epoch;
-            self.residency.pin(anchor);
-        }
-        self.fill_gaps(&mut plan);
-        if !plan.refused {
-            self.add_to_chain(&mut plan, depth);
-            self.extend_chain(&mut plan, depth);
-        }
-        let here = self.settle_tail(&plan);
-        if anchor != NONE {
-            self.residency.unpin(anchor);
-        }
-        if let Some(id) = request {
-            self.sessions.requests[id].offers = plan.blocks;
-        }
-        let state = self.sessions.get_mut(session);
-        let state = state.expect("the session was here at the start");
-        state.saved.insert(save.request.into(), known.max(here));
         // A request that has shrunk has nothing new.
         self.counters.deduplicated_blocks += u64::from(depth.saturating_sub(known));
-        self.grant(session, plan)
+        let blocks = self.blocks_offered(request, depth);
+        // The chain down to the anchor stays while its descendants are being added.
+        if anchor != NONE {
+            self.residency.pin(anchor);
+        }
+        let mut next = depth + 1;
+        if blocks.not_admitted > 0 {
+            // The blocks before were weighed, and are not saved.
+            next = next.max(blocks.offered + 1);
+        }
+        let cursor = SaveCursor {
+            ns,
+            hash_blocks,
+            gaps: Gaps::above(anchor),
+            offers: Offers::new(save.offers),
+            depth,
+            next,
+            next_offer: (0, 0),
+            blocks,
+            tail: anchor,
+            here: depth,
+            refused: false,
+        };
+        let key = self.sessions.begin_transfer(TransferState {
+            session,
+            bytes: 0,
+            kind: TransferKind::Save(SaveTransfer {
+                payloads: Vec::new(),
+                ended: 0,
+                cursor: Some(Box::new(cursor)),
+            }),
+        });
+        Some(id_of(key))
+    }
+
+    /// Goes on with a save that [`Engine::start_save`] has started, with the same request.
+    pub fn step_save(
+        &mut self,
+        id: TransferId,
+        save: &SaveRequest<'_>,
+        limit: SaveLimit,
+    ) -> SaveProgress {
+        let key = TransferKey::from(KeyData::from_ffi(id.0));
+        let state = self.sessions.save_mut(key);
+        let Some((session, cursor)) =
+            state.and_then(|(session, save)| save.cursor.take().map(|cursor| (session, cursor)))
+        else {
+            return SaveProgress::Ended {
+                extents: Vec::new(),
+                refused: false,
+            };
+        };
+        self.residency.allow_searches();
+        let leased = cursor.tail;
+        let epoch = if leased == NONE {
+            0
+        } else {
+            self.residency.node(leased).epoch
+        };
+        let mut plan = SavePlan {
+            hashes: Limited::new(save.hashes, cursor.hash_blocks),
+            cursor,
+            payloads: Vec::new(),
+            tail: (leased, epoch),
+            limit,
+        };
+        let ended = !self.may_go_on(session, &plan) || self.go_on(&mut plan);
+        plan.cursor.here = self.residency.forest().depth(plan.tail.0);
+        let ended = self.lease_tail(&mut plan, leased, ended);
+        self.keep_step(key, session, save.request, plan, ended)
+    }
+
+    /// Whether the namespace, and what the save has built of it, is still what it was.
+    fn may_go_on(&self, session: SessionId, plan: &SavePlan<'_>) -> bool {
+        let ns = self.sessions.get(session).map(|state| state.ns);
+        let tail = plan.tail.0;
+        ns == Some(plan.cursor.ns) && (tail == NONE || !self.residency.node(tail).is_detached())
+    }
+
+    /// Does a step's work. Whether the save has ended.
+    fn go_on(&mut self, plan: &mut SavePlan<'_>) -> bool {
+        match self.fill_gaps(plan) {
+            Ok(true) => self.add_to_chain(plan) && self.extend_chain(plan),
+            Ok(false) => false,
+            Err(refusal) => {
+                // No lookup reaches a block behind a gap.
+                plan.cursor.refused |= refusal == SlotRefusal::Full;
+                true
+            }
+        }
+    }
+
+    /// Moves the save's lease from `leased` to the deepest node of its chain, or ends it with the save.
+    /// Whether the save has ended.
+    fn lease_tail(&mut self, plan: &mut SavePlan<'_>, leased: NodeId, ended: bool) -> bool {
+        let (tail, epoch) = plan.tail;
+        let is_live = tail != NONE && self.residency.forest().is_live(tail, epoch);
+        let ended = ended || tail != NONE && !is_live;
+        let moved = tail != leased && is_live;
+        if moved && ended {
+            // A tail without payloads would keep its ancestors from eviction: it goes.
+            self.residency.reconcile(tail);
+        } else if moved {
+            self.residency.pin(tail);
+            plan.cursor.tail = tail;
+        }
+        if leased != NONE && (ended || moved) {
+            self.residency.unpin(leased);
+        }
+        ended
+    }
+
+    /// Notes what a step has reserved, and how far the save is.
+    fn keep_step(
+        &mut self,
+        key: TransferKey,
+        session: SessionId,
+        request: &str,
+        plan: SavePlan<'_>,
+        ended: bool,
+    ) -> SaveProgress {
+        let SavePlan {
+            cursor, payloads, ..
+        } = plan;
+        let extents = self.residency.extents(&payloads);
+        let bytes = self.residency.slot_bytes_of(&payloads);
+        self.sessions.add_save_bytes(key, bytes);
+        let (blocks, refused, here) = (cursor.blocks, cursor.refused, cursor.here);
+        let (_, save) = self.sessions.save_mut(key).expect("a save that goes on");
+        save.payloads.extend(payloads);
+        if !ended {
+            save.cursor = Some(cursor);
+            return SaveProgress::More(extents);
+        }
+        let is_empty = save.payloads.is_empty();
+        if is_empty {
+            self.sessions.end_transfer(key);
+        }
+        if let Some(id) = self.sessions.request_id(session, request) {
+            self.sessions.requests[id].offers = blocks;
+        }
+        if let Some(state) = self.sessions.get_mut(session) {
+            let saved = state.saved.entry(request.into()).or_insert(0);
+            *saved = (*saved).max(here);
+        }
+        SaveProgress::Ended { extents, refused }
     }
 
     /// Which blocks the policies have weighed. A block that was not admitted then may be here now.
@@ -122,97 +295,87 @@ impl Engine {
         blocks
     }
 
-    fn grant(&mut self, session: SessionId, plan: SavePlan<'_>) -> Granted {
-        let SavePlan {
-            mut payloads,
-            refused,
-            ..
-        } = plan;
-        if payloads.is_empty() {
-            return Granted {
-                transfer: None,
-                refused,
-            };
-        }
-        // Offers may come in any order.
-        payloads.sort_by_key(|&(node, _)| self.residency.node(node).depth);
-        let extents = self.residency.extents(&payloads);
-        let key = self.sessions.begin_transfer(TransferState {
-            session,
-            bytes: self.residency.slot_bytes_of(&payloads),
-            kind: TransferKind::Save { payloads },
-        });
-        let id = id_of(key);
-        Granted {
-            transfer: Some(Transfer { id, extents }),
-            refused,
-        }
-    }
-
-    /// Reserves slots for required payloads that were evicted from the middle of the chain, front to back.
-    fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) {
-        let mut gaps = Vec::new();
-        let mut at = plan.tail.0;
-        while at != NONE && !self.residency.node(at).is_visible() {
-            if self.residency.node(at).is_gap {
-                gaps.push(at);
-            }
-            at = self.residency.node(at).parent();
-        }
-        if gaps.is_empty() {
-            return;
-        }
-        // The blocks behind are used, too: they are about to be in reach again.
-        self.residency.renew(plan.tail.0);
-        for node in gaps.into_iter().rev() {
-            let hit_class = self.residency.node(node).touch.hit_class;
-            while let Some(group) = self.residency.missing_group(node) {
-                match self.reserve(node, group, hit_class) {
-                    Ok(()) => plan.payloads.push((node, group)),
-                    Err(refusal) => {
-                        plan.refused |= refusal == SlotRefusal::Full;
-                        return;
-                    }
+    /// Reserves slots for required payloads that were evicted from the middle of the chain that was here when
+    /// the save began, front to back. Whether that is all; `Err` if one is refused.
+    fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) -> Result<bool, SlotRefusal> {
+        // The save's lease keeps these nodes: they are the tail, and nodes above.
+        while plan.cursor.gaps.at != NONE {
+            let node = self.residency.node(plan.cursor.gaps.at);
+            if node.is_visible() {
+                plan.cursor.gaps.at = NONE;
+            } else if plan.look() {
+                if node.is_gap {
+                    plan.cursor.gaps.found.push(plan.cursor.gaps.at);
                 }
+                plan.cursor.gaps.at = node.parent();
+            } else {
+                return Ok(false);
+            }
+            if plan.cursor.gaps.at == NONE && !plan.cursor.gaps.found.is_empty() {
+                // The blocks behind are used, too: they are about to be in reach again.
+                self.residency.renew(plan.tail.0);
             }
         }
+        while let Some(&node) = plan.cursor.gaps.found.last() {
+            if !plan.look() {
+                return Ok(false);
+            }
+            self.fill_gap(plan, node)?;
+            plan.cursor.gaps.found.pop();
+        }
+        Ok(true)
     }
 
-    /// Adds the blocks after `depth` to the chain, front to back, as far as there are slots.
-    fn extend_chain(&mut self, plan: &mut SavePlan<'_>, depth: u32) {
-        let mut next = depth + 1;
-        if plan.blocks.not_admitted > 0 {
-            // The blocks before were weighed, and are not saved.
-            next = next.max(plan.blocks.offered + 1);
+    /// Reserves slots for the required payloads of a node that are nowhere.
+    fn fill_gap(&mut self, plan: &mut SavePlan<'_>, node: NodeId) -> Result<(), SlotRefusal> {
+        let hit_class = self.residency.node(node).touch.hit_class;
+        while let Some(group) = self.residency.missing_group(node) {
+            self.reserve(plan, node, group, hit_class)?;
         }
-        while let Some(hash) = plan.hashes.get(next as usize - 1) {
-            // The hash is in the index below another parent: the caller's hashes are no chain.
-            if self.residency.forest().find(plan.ns, &hash).is_some() {
-                return;
+        Ok(())
+    }
+
+    /// Adds the blocks after those that were here to the chain, front to back, as far as there are slots.
+    /// Whether that is all.
+    fn extend_chain(&mut self, plan: &mut SavePlan<'_>) -> bool {
+        while let Some(hash) = plan.hashes.get(plan.cursor.next as usize - 1) {
+            if !plan.look() {
+                return false;
             }
-            if let SaveStep::End = self.extend_by(plan, next, hash) {
-                return;
+            let found = self.residency.forest().find(plan.cursor.ns, &hash);
+            if let Some(node) = found {
+                // Another session has saved it since the last step. Below another parent: the caller's
+                // hashes are no chain.
+                if plan.tail.0 == NONE || self.residency.node(node).parent() != plan.tail.0 {
+                    return true;
+                }
+                plan.tail = (node, self.residency.node(node).epoch);
+            } else if let SaveStep::End = self.extend_by(plan, plan.cursor.next, hash) {
+                return true;
             }
-            next += 1;
+            plan.cursor.next += 1;
         }
+        true
     }
 
     /// Adds one block to the chain, if the policy admits it and there are slots.
     fn extend_by(&mut self, plan: &mut SavePlan<'_>, depth: u32, hash: BlockHash) -> SaveStep {
         let fingerprint = hash.fingerprint();
         // A block that is asked for again after it found no room was weighed then.
-        let hit_class = if depth > plan.blocks.offered {
+        let hit_class = if depth > plan.cursor.blocks.offered {
             self.offer_block(fingerprint)
         } else {
             0
         };
-        if plan.blocks.not_admitted > 0 {
+        if plan.cursor.blocks.not_admitted > 0 {
             // No lookup reaches a block behind one that is not here.
-            plan.blocks.offered = plan.blocks.offered.max(depth);
+            plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
             self.residency.refuse_block(fingerprint, hit_class);
             return SaveStep::Block;
         }
-        let node = self.residency.insert(plan.ns, plan.tail.0, hash, hit_class);
+        let node = self
+            .residency
+            .insert(plan.cursor.ns, plan.tail.0, hash, hit_class);
         let start = plan.payloads.len();
         if let Err(refusal) = self.fill_node(node, hit_class, plan) {
             for (node, group) in plan.payloads.drain(start..) {
@@ -220,15 +383,15 @@ impl Engine {
             }
             self.residency.reconcile(node);
             if refusal == SlotRefusal::Full {
-                plan.refused = true;
+                plan.cursor.refused = true;
                 return SaveStep::End;
             }
-            plan.blocks.not_admitted = depth;
-            plan.blocks.offered = plan.blocks.offered.max(depth);
+            plan.cursor.blocks.not_admitted = depth;
+            plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
             self.residency.refuse_block(fingerprint, hit_class);
             return SaveStep::Block;
         }
-        plan.blocks.offered = plan.blocks.offered.max(depth);
+        plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
         if self.residency.node(node).required == 0 {
             // Nothing has to be copied for it.
             let mut visible = Vec::new();
@@ -240,53 +403,59 @@ impl Engine {
         SaveStep::Block
     }
 
-    /// Depth of the chain now. A tail without payloads would keep its ancestors from eviction: it goes.
-    fn settle_tail(&mut self, plan: &SavePlan<'_>) -> u32 {
-        let (tail, epoch) = plan.tail;
-        if tail == NONE {
-            return 0;
+    /// Reserves slots for the optional payloads that are offered of the nodes of the chain that were here
+    /// when the save began. Whether that is all.
+    fn add_to_chain(&mut self, plan: &mut SavePlan<'_>) -> bool {
+        while let Some(offer) = plan.cursor.offers.get(plan.cursor.next_offer.0) {
+            let first = offer.first_block.max(plan.cursor.next_offer.1);
+            match self.add_offer(plan, offer, first) {
+                // The next time from there.
+                Some(Err(block)) => {
+                    plan.cursor.next_offer.1 = block;
+                    return false;
+                }
+                Some(Ok(())) => plan.cursor.next_offer = (plan.cursor.next_offer.0 + 1, 0),
+                None => plan.cursor.next_offer = (usize::MAX, 0),
+            }
         }
-        let depth = self.residency.node(tail).depth;
-        if self.residency.forest().is_live(tail, epoch) {
-            self.residency.reconcile(tail);
-        }
-        depth
+        true
     }
 
-    /// Reserves slots for the optional payloads that are offered of the first `depth` nodes of the chain,
-    /// all of which are here.
-    fn add_to_chain(&mut self, plan: &mut SavePlan<'_>, depth: u32) {
-        for offer in plan.offers {
-            let spec = self.residency.spec(plan.ns);
-            let group = usize::from(offer.group);
-            // Offers come from outside: a group may not exist.
-            let is_ignored = |kind| kind == GroupKind::Ignored;
-            if spec.groups.get(group).is_none_or(|of| is_ignored(of.kind)) {
+    /// Reserves slots for the blocks of an offer from `first` on. `Err`: the step has done enough before
+    /// that block. `None`: no other offer is taken.
+    fn add_offer(
+        &mut self,
+        plan: &mut SavePlan<'_>,
+        offer: Offer,
+        first: u32,
+    ) -> Option<Result<(), u32>> {
+        let spec = self.residency.spec(plan.cursor.ns);
+        let group = usize::from(offer.group);
+        // Offers come from outside: a group may not exist.
+        let is_ignored = |kind| kind == GroupKind::Ignored;
+        if spec.groups.get(group).is_none_or(|of| is_ignored(of.kind)) {
+            return Some(Ok(()));
+        }
+        let hash_blocks = spec.hash_blocks(group);
+        let end = offer.end_block.min(plan.cursor.depth / hash_blocks);
+        for block in first..end {
+            if !plan.look() {
+                return Some(Err(block));
+            }
+            let at = (block + 1) * hash_blocks;
+            let hash = plan.hashes.get(at as usize - 1)?;
+            let node = self.residency.forest().find(plan.cursor.ns, &hash)?;
+            let state = self.residency.node(node);
+            let payload = state.payload(offer.group);
+            let is_here = payload.host != HostState::Empty || payload.disk != DiskState::Empty;
+            if state.depth != at || state.requires(offer.group) || is_here {
                 continue;
             }
-            let hash_blocks = spec.hash_blocks(group);
-            let end = offer.end_block.min(depth / hash_blocks);
-            for block in offer.first_block..end {
-                let at = (block + 1) * hash_blocks;
-                let hash = plan.hashes.get(at as usize - 1);
-                let found = hash.and_then(|hash| self.residency.forest().find(plan.ns, &hash));
-                let Some(node) = found else {
-                    return;
-                };
-                let state = self.residency.node(node);
-                let payload = state.payload(offer.group);
-                let is_here = payload.host != HostState::Empty || payload.disk != DiskState::Empty;
-                if state.depth != at || state.requires(offer.group) || is_here {
-                    continue;
-                }
-                let hit_class = state.touch.hit_class;
-                self.residency.renew(node);
-                match self.reserve(node, offer.group, hit_class) {
-                    Ok(()) => plan.payloads.push((node, offer.group)),
-                    Err(_) => return,
-                }
-            }
+            let hit_class = state.touch.hit_class;
+            self.residency.renew(node);
+            self.reserve(plan, node, offer.group, hit_class).ok()?;
         }
+        Some(Ok(()))
     }
 
     /// Offers a block that is nowhere to the policies; the hit class that it enters with.
@@ -306,17 +475,17 @@ impl Engine {
         let state = self.residency.node(node);
         let (depth, required, groups) = (state.depth, state.required, state.groups());
         for group in groups {
-            let spec = self.residency.spec(plan.ns);
+            let spec = self.residency.spec(plan.cursor.ns);
             if !spec.ends_block(usize::from(group), depth) {
                 continue;
             }
             let is_required = required >> group & 1 == 1;
             let block = depth / spec.hash_blocks(usize::from(group)) - 1;
-            if !is_required && !is_offered(plan.offers, group, block) {
+            if !is_required && !plan.cursor.offers.contains(group, block) {
                 continue;
             }
-            match self.reserve(node, group, hit_class) {
-                Ok(()) => plan.payloads.push((node, group)),
+            match self.reserve(plan, node, group, hit_class) {
+                Ok(()) => {}
                 Err(refusal) if is_required => return Err(refusal),
                 Err(_) => {}
             }
@@ -325,14 +494,25 @@ impl Engine {
     }
 
     /// Reserves one slot of the arena for a payload that is to be saved.
-    fn reserve(&mut self, node: NodeId, group: u8, hit_class: u8) -> Result<(), SlotRefusal> {
+    fn reserve(
+        &mut self,
+        plan: &mut SavePlan<'_>,
+        node: NodeId,
+        group: u8,
+        hit_class: u8,
+    ) -> Result<(), SlotRefusal> {
         // The way to disk leads through the arena: there, the disk's policy decides.
         let weighs = self.residency.disks().is_empty();
         let residency = &mut self.residency;
+        let bytes = residency.slot_bytes(node, group);
         if weighs && residency.refuses_new(node, group, Region::Host, hit_class) {
             self.counters.refused_admission += 1;
             Err(SlotRefusal::NotAdmitted)
-        } else if residency.reserve_host(node, group, HostState::Filling, &mut self.counters) {
+        } else if bytes <= plan.limit.bytes
+            && residency.reserve_host(node, group, HostState::Filling, &mut self.counters)
+        {
+            plan.limit.bytes -= bytes;
+            plan.payloads.push((node, group));
             Ok(())
         } else {
             self.counters.refused_host_full += 1;
@@ -340,11 +520,8 @@ impl Engine {
         }
     }
 
-    /// A save's copies have ended: its payloads are readable, or their slots are freed.
-    pub(super) fn finish_save(&mut self, payloads: &[(NodeId, u8)], ok: bool) {
-        if !ok {
-            self.counters.save_failures += 1;
-        }
+    /// The copies of some of a save's payloads have ended: they are readable, or their slots are freed.
+    pub(super) fn end_saved(&mut self, payloads: &[(NodeId, u8)], ok: bool) {
         let mut visible = Vec::new();
         for &(node, group) in payloads {
             if !ok {
@@ -365,16 +542,19 @@ impl Engine {
     }
 }
 
-fn is_offered(offers: &[Offer], group: u8, block: u32) -> bool {
-    offers
-        .iter()
-        .any(|offer| offer.group == group && (offer.first_block..offer.end_block).contains(&block))
-}
-
 /// The first `len` hashes.
 struct Limited<'a> {
     hashes: &'a dyn HashSource,
     len: usize,
+}
+
+impl<'a> Limited<'a> {
+    fn new(hashes: &'a dyn HashSource, len: u32) -> Self {
+        Self {
+            hashes,
+            len: len as usize,
+        }
+    }
 }
 
 impl HashSource for Limited<'_> {

@@ -9,6 +9,7 @@ use crate::forest::{NONE, NodeId, NsId};
 use crate::session::{SessionSpec, Tokens};
 
 use super::requests::{BlockOffers, RequestId, RequestPromotions, RequestState, Requests};
+use super::save_cursor::SaveCursor;
 
 slotmap::new_key_type! {
     /// One client's use of one namespace.
@@ -28,6 +29,39 @@ pub(super) struct SessionState {
     dropped_tokens: u32,
     /// See [`SessionSpec::leases_prefetches`].
     pub(super) leases_prefetches: bool,
+    /// Its loads and saves under way.
+    transfers: TransferSums,
+}
+
+/// Loads and saves under way, and the slot bytes that they copy from or to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct TransferSums {
+    pub(super) loads: u64,
+    pub(super) saves: u64,
+    pub(super) load_bytes: u64,
+    pub(super) save_bytes: u64,
+}
+
+impl TransferSums {
+    fn add(&mut self, transfer: &TransferState) {
+        let (count, bytes) = self.of(transfer);
+        *count += 1;
+        *bytes += transfer.bytes;
+    }
+
+    fn remove(&mut self, transfer: &TransferState) {
+        let (count, bytes) = self.of(transfer);
+        *count -= 1;
+        *bytes -= transfer.bytes;
+    }
+
+    fn of(&mut self, transfer: &TransferState) -> (&mut u64, &mut u64) {
+        if transfer.is_load() {
+            (&mut self.loads, &mut self.load_bytes)
+        } else {
+            (&mut self.saves, &mut self.save_bytes)
+        }
+    }
 }
 
 /// A load or a save under way.
@@ -42,9 +76,22 @@ pub(super) struct TransferState {
 #[derive(Debug)]
 pub(super) enum TransferKind {
     /// Leases the node.
-    Load { lease: NodeId, request: Box<str> },
-    /// Payloads being filled, front to back.
-    Save { payloads: Vec<(NodeId, u8)> },
+    Load {
+        lease: NodeId,
+        request: Box<str>,
+    },
+    Save(SaveTransfer),
+}
+
+/// Payloads being filled.
+#[derive(Debug)]
+pub(super) struct SaveTransfer {
+    /// Those of each group front to back.
+    pub(super) payloads: Vec<(NodeId, u8)>,
+    /// How many of them, from the first, have ended.
+    pub(super) ended: usize,
+    /// While slots are still being reserved.
+    pub(super) cursor: Option<Box<SaveCursor>>,
 }
 
 impl TransferState {
@@ -56,12 +103,13 @@ impl TransferState {
 /// Sessions, requests and transfers.
 ///
 /// Invariants: each request belongs to exactly one session, under its name; each transfer belongs to a
-/// session that is open; a request's and a load's lease is a live node.
+/// session that is open; a request's and a load's lease is a live node; sums are those of the transfers.
 #[derive(Debug, Default)]
 pub(super) struct Sessions {
     sessions: SlotMap<SessionId, SessionState>,
     pub(super) requests: Requests,
     transfers: SlotMap<TransferKey, TransferState>,
+    sums: TransferSums,
 }
 
 impl Sessions {
@@ -72,6 +120,7 @@ impl Sessions {
             saved: HashMap::new(),
             dropped_tokens: spec.dropped_tokens.0,
             leases_prefetches: spec.leases_prefetches,
+            transfers: TransferSums::default(),
         })
     }
 
@@ -127,6 +176,7 @@ impl Sessions {
                 ns: state.ns,
                 tick: tick(),
                 lease: NONE,
+                hit_after: None,
                 promotions: RequestPromotions::default(),
                 wait: None,
                 demanded_ns: None,
@@ -162,15 +212,54 @@ impl Sessions {
     }
 
     pub(super) fn begin_transfer(&mut self, transfer: TransferState) -> TransferKey {
-        assert!(
-            self.sessions.contains_key(transfer.session),
-            "a transfer of no session"
-        );
+        let session = self.sessions.get_mut(transfer.session);
+        session
+            .expect("a transfer of no session")
+            .transfers
+            .add(&transfer);
+        self.sums.add(&transfer);
         self.transfers.insert(transfer)
     }
 
     pub(super) fn end_transfer(&mut self, key: TransferKey) -> Option<TransferState> {
-        self.transfers.remove(key)
+        let transfer = self.transfers.remove(key)?;
+        if let Some(session) = self.sessions.get_mut(transfer.session) {
+            session.transfers.remove(&transfer);
+        }
+        self.sums.remove(&transfer);
+        Some(transfer)
+    }
+
+    /// A save under way, and its session.
+    pub(super) fn save_mut(&mut self, key: TransferKey) -> Option<(SessionId, &mut SaveTransfer)> {
+        let transfer = self.transfers.get_mut(key)?;
+        match &mut transfer.kind {
+            TransferKind::Save(save) => Some((transfer.session, save)),
+            TransferKind::Load { .. } => None,
+        }
+    }
+
+    /// A save has reserved slots of so many bytes.
+    pub(super) fn add_save_bytes(&mut self, key: TransferKey, bytes: u64) {
+        let transfer = &mut self.transfers[key];
+        transfer.bytes += bytes;
+        let session = self.sessions.get_mut(transfer.session);
+        session
+            .expect("a transfer of no session")
+            .transfers
+            .save_bytes += bytes;
+        self.sums.save_bytes += bytes;
+    }
+
+    /// Loads and saves of a session.
+    pub(super) fn transfers_of(&self, session: SessionId) -> TransferSums {
+        let session = self.sessions.get(session);
+        session.map_or_else(TransferSums::default, |session| session.transfers)
+    }
+
+    /// Loads and saves of all sessions.
+    pub(super) fn all_transfers(&self) -> TransferSums {
+        self.sums
     }
 
     /// Transfers under way.

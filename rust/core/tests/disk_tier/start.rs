@@ -155,7 +155,10 @@ fn a_store_of_another_version_is_discarded_set_aside_or_refused() {
         if choice == OnOtherVersion::SetAside {
             // Whole, for the undercroft that reads it; of two, the later one.
             patch(&kept.join("super"), 8, |bytes| bytes[0] -= 1, 1);
-            assert_eq!(Open::new(&[kept.clone()]).plain().hit(1, 10), 10);
+            assert_eq!(
+                Open::new(std::slice::from_ref(&kept)).plain().hit(1, 10),
+                10
+            );
             other(&store);
             drop(open::open(&store, options(choice), 3).unwrap());
             patch(&kept.join("super"), 8, |bytes| bytes[0] -= 1, 1);

@@ -8,7 +8,7 @@ use undercroft_core::session::{
 };
 
 use super::{ClientState, Stage, TransferStage};
-use crate::protocol::{ClientMessage, LeasedHit, SaveMessage, append_with_hashes};
+use crate::protocol::{ClientMessage, LeasedHit, OFFERS_MAX, SaveMessage, append_with_hashes};
 
 impl ClientState {
     /// Begins the load of `external` tokens after `computed`. `None` if the request's last hit does not
@@ -106,7 +106,8 @@ impl ClientState {
                 request,
                 transfer: id.0,
                 tokens: save.tokens,
-                offers: save.offers.to_vec(),
+                // Of a device that holds more pieces the rest is not saved.
+                offers: save.offers[..save.offers.len().min(OFFERS_MAX)].to_vec(),
                 hashes,
             })
         };

@@ -14,12 +14,6 @@ use undercroft_core::session::SessionToken;
 /// How long a worker counts whose process cannot be watched: one of another PID namespace, before Linux 6.5.
 const UNWATCHED: Duration = Duration::from_secs(10);
 
-/// How often it is looked whether that time has passed.
-const LOOK: Timespec = Timespec {
-    tv_sec: 1,
-    tv_nsec: 0,
-};
-
 /// The process of a worker, as a descriptor that is readable once all of the process is gone; `None` if it
 /// cannot be watched.
 pub(super) fn process_of(worker: &UnixStream) -> Option<OwnedFd> {
@@ -41,6 +35,7 @@ fn is_connected(worker: &UnixStream) -> bool {
 struct LeavingWorker {
     session: SessionToken,
     process: Option<OwnedFd>,
+    pid: i32,
     since: Instant,
 }
 
@@ -61,11 +56,12 @@ impl LeavingWorker {
 pub(super) struct LeavingWorkers(Vec<LeavingWorker>);
 
 impl LeavingWorkers {
-    /// A worker's connection has ended.
-    pub(super) fn add(&mut self, session: SessionToken, process: Option<OwnedFd>) {
+    /// The connection of a worker of the process `pid` has ended.
+    pub(super) fn add(&mut self, session: SessionToken, pid: i32, process: Option<OwnedFd>) {
         self.0.push(LeavingWorker {
             session,
             process,
+            pid,
             since: Instant::now(),
         });
     }
@@ -76,10 +72,13 @@ impl LeavingWorkers {
         processes.map(|process| PollFd::new(process, PollFlags::IN))
     }
 
-    /// How long to wait for them at most.
-    pub(super) fn timeout(&self) -> Option<&'static Timespec> {
-        let is_unwatched = |worker: &LeavingWorker| worker.process.is_none();
-        self.0.iter().any(is_unwatched).then_some(&LOOK)
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Those of the process `pid`.
+    pub(super) fn of_process(&self, pid: i32) -> usize {
+        self.0.iter().filter(|worker| worker.pid == pid).count()
     }
 
     /// The sessions of the workers that are gone, each as often as it had such a worker.
@@ -102,10 +101,10 @@ mod tests {
         let mut leaving = LeavingWorkers::default();
         leaving.add(
             SessionToken(7),
+            pid.as_raw_nonzero().get(),
             Some(pidfd_open(pid, PidfdFlags::empty()).unwrap()),
         );
         assert_eq!(leaving.take_gone(), []);
-        assert!(leaving.timeout().is_none());
         drop(child.stdin.take());
         let mut fds: Vec<_> = leaving.fds().collect();
         poll(&mut fds, None).unwrap();
@@ -117,9 +116,9 @@ mod tests {
     #[test]
     fn a_process_that_cannot_be_watched_counts_for_seconds() {
         let mut leaving = LeavingWorkers::default();
-        leaving.add(SessionToken(7), None);
+        leaving.add(SessionToken(7), 0, None);
         assert_eq!(leaving.take_gone(), []);
-        assert!(leaving.timeout().is_some());
+        assert_eq!(leaving.of_process(0), 1);
         leaving.0[0].since -= UNWATCHED;
         assert_eq!(leaving.take_gone(), [SessionToken(7)]);
     }
@@ -128,7 +127,7 @@ mod tests {
     fn the_process_at_the_other_end_is_the_one_that_connected() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut leaving = LeavingWorkers::default();
-        leaving.add(SessionToken(1), process_of(&ours));
+        leaving.add(SessionToken(1), 1, process_of(&ours));
         assert!(leaving.0[0].process.is_some());
         assert_eq!(leaving.take_gone(), [], "this process lives");
         assert!(is_connected(&ours));

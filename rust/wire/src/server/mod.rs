@@ -16,12 +16,18 @@ use undercroft_core::arena::Arena;
 use undercroft_core::driver::Driver;
 use undercroft_core::session::SessionToken;
 
+use crate::dialect::{self, Dialect};
 use crate::socket_dir::{self, SocketError};
 use crate::stats::StatsSource;
 use service::Service;
 
+mod admission;
 mod leaving;
+mod peer;
+mod queue;
 mod service;
+#[cfg(test)]
+mod tests;
 
 /// Where a server listens.
 #[derive(Clone, Copy, Debug)]
@@ -82,9 +88,19 @@ struct ServerControl {
     /// A wake-up is on its way.
     woken: AtomicBool,
     stop: AtomicBool,
+    alive: AtomicBool,
     attached: AtomicU64,
     refused: AtomicU64,
     malformed: AtomicU64,
+}
+
+/// Notes the end of the server's thread.
+struct Alive(Arc<ServerControl>);
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.alive.store(false, Ordering::Release);
+    }
 }
 
 impl ServerControl {
@@ -102,6 +118,14 @@ impl Server {
     /// # Errors
     /// If the socket cannot be made, or another server listens there.
     pub fn start(place: SocketLocation<'_>, served: Served) -> Result<Self, SocketError> {
+        Self::start_speaking(place, served, dialect::OLDER)
+    }
+
+    fn start_speaking(
+        place: SocketLocation<'_>,
+        served: Served,
+        dialects: &'static [Dialect],
+    ) -> Result<Self, SocketError> {
         let (listener, path) = match place {
             SocketLocation::In(dir) => {
                 socket_dir::prepare(dir)?;
@@ -123,22 +147,34 @@ impl Server {
             wake,
             woken: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            alive: AtomicBool::new(true),
             attached: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             malformed: AtomicU64::new(0),
         });
         let of_hook = Arc::clone(&control);
         served.driver.on_progress(move || of_hook.wake());
-        let mut service = Service::new(listener, path.clone(), served, Arc::clone(&control));
+        let of_service = Arc::clone(&control);
+        let mut service = Service::new(listener, path.clone(), served, of_service, dialects);
+        let of_thread = Arc::clone(&control);
         let thread = std::thread::Builder::new()
             .name("undercroft-server".into())
-            .spawn(move || service.run())
+            .spawn(move || {
+                // Dropped when the thread ends, by a panic, too.
+                let _alive = Alive(of_thread);
+                service.run();
+            })
             .map_err(|error| os("starting its thread", error))?;
         Ok(Self {
             path,
             control,
             thread: Some(thread),
         })
+    }
+
+    /// Whether it serves: false once its thread has ended by a panic, which the panic hook has reported.
+    pub fn is_alive(&self) -> bool {
+        self.control.alive.load(Ordering::Acquire)
     }
 
     /// Where clients and workers connect.

@@ -1,114 +1,120 @@
-//! The event loop of a server, and its connections.
+//! The event loop of a server.
+//!
+//! Each turn has a limit: the connections that have something to do get slices of it, those first that have
+//! had the least time. Work that is longer than a slice is carried out in steps.
 
-use std::io::{ErrorKind, IoSlice, Read, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::collections::HashMap;
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use serde_json::{Value, json};
 use slotmap::SlotMap;
-use undercroft_core::arena::Arena;
 use undercroft_core::session::{SessionSpec, SessionToken};
 
+use super::admission::{describe, hand_over};
 use super::leaving::{LeavingWorkers, process_of};
+use super::peer::{Filled, Peer, READ_BYTES, Role};
+use super::queue::FairQueue;
 use super::{Served, ServerControl};
-use crate::frame::{self, ATTACH_BODY_BYTES, FrameKind, HEADER_BYTES, arena_answer};
-use crate::peer::peer_uid;
+use crate::budget::Budget;
+use crate::dialect::Dialect;
+use crate::frame::{self, ATTACH_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES};
 use crate::protocol::{ClientMessage, ServerMessage};
-use crate::sessions::{ServedSessions, Violation};
+use crate::sessions::{ANSWERS_MAX, ServedSessions, Violation};
+use crate::stats::Report;
 
-/// Connections kept at a time; further ones are closed at once.
+/// Connections kept at a time, as far as the process may have descriptors; further ones are closed at once.
 const CONNECTIONS_MAX: usize = 1024;
 
-/// Bytes read from one connection before the next connection is read.
-const READ_MAX: usize = 1 << 20;
+/// Of these, those without a session: what `undercroft status` and workers find free.
+const RESERVED: usize = 256;
 
-/// A client that leaves this much unread is cut off.
-const UNREAD_MAX: usize = 64 << 20;
+/// Longest work for all connections before the sockets are looked at again.
+const TURN: Duration = Duration::from_micros(200);
 
-/// How long the listener is left alone after accepting has failed.
-const PAUSE: Timespec = Timespec {
-    tv_sec: 1,
-    tv_nsec: 0,
-};
+/// Longest work for one connection before the others' turn.
+const SLICE: Duration = Duration::from_micros(100);
+
+/// A frame that is longer is carried out in steps.
+const LONG_FRAME: usize = 32 << 10;
+
+/// How long a connection may say nothing before it has a session, and owe the rest of a frame.
+const SILENCE_MAX: Duration = Duration::from_secs(10);
+
+/// Bytes of all connections' inboxes, and those that each may have.
+const INBOX_LIMIT: u64 = 64 << 20;
+const INBOX_FLOOR: u64 = 768 << 10;
+
+/// How often silent connections are looked for, and how long the listener is left alone after accepting has
+/// failed.
+pub(super) const PAUSE: Duration = Duration::from_secs(1);
 
 /// How often the deadlines of pending lookups are checked.
-const TICK: Timespec = Timespec {
-    tv_sec: 0,
-    tv_nsec: 5_000_000,
-};
+const TICK: Duration = Duration::from_millis(5);
 
 /// With more pending lookups than this, the engine is asked about them every [`CROWD_INTERVAL`] at most.
 const CROWD: usize = 64;
 const CROWD_INTERVAL: Duration = Duration::from_millis(2);
-const CROWD_TIMEOUT: Timespec = Timespec {
-    tv_sec: 0,
-    tv_nsec: 2_000_000,
-};
 
 slotmap::new_key_type! {
-    struct ConnectionId;
+    pub(super) struct ConnectionId;
 }
 
 pub(super) struct Service {
     sessions: ServedSessions,
-    listener: UnixListener,
+    pub(super) listener: UnixListener,
     path: PathBuf,
     started: Instant,
     served: Served,
-    control: Arc<ServerControl>,
-    connections: SlotMap<ConnectionId, Peer>,
-    leaving: LeavingWorkers,
+    pub(super) control: Arc<ServerControl>,
+    pub(super) connections: SlotMap<ConnectionId, Peer>,
+    pub(super) connections_max: usize,
+    pub(super) leaving: LeavingWorkers,
+    /// The connections of sessions.
+    clients: HashMap<SessionToken, ConnectionId>,
+    pub(super) queue: FairQueue,
+    dialects: &'static [Dialect],
+    inboxes: Budget,
     scratch: Vec<u8>,
-    /// Accepting failed (out of descriptors, say): the listener is left alone for a while, since it
-    /// stays readable.
-    paused: bool,
+    status: Report,
+    /// Accepting failed (out of descriptors, say): until then the listener is left alone, since it stays
+    /// readable.
+    pub(super) paused_until: Option<Instant>,
+    /// When silent connections are looked for next.
+    sweep_at: Instant,
     /// When the engine was last asked for the answers of pending lookups.
     answered_at: Instant,
     /// The engine is to be asked again soon.
     answers_due: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Role {
-    /// No frame has come yet.
-    New,
-    /// Has the arena, for the session with this token.
-    Worker(SessionToken),
-    /// Has a session.
-    Client(SessionToken),
-}
-
-#[derive(Debug)]
-struct Peer {
-    stream: UnixStream,
-    role: Role,
-    /// The process of a worker, see [`process_of`].
-    process: Option<OwnedFd>,
-    inbox: Vec<u8>,
-    outbox: Vec<u8>,
-}
-
 /// Why a connection is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
+pub(super) enum End {
     Closed,
     /// A worker copies no more.
     LetGo,
     Refused,
     Malformed,
+    /// The peer speaks another version of the protocol.
+    Version(u16),
 }
 
 impl From<Violation> for End {
     fn from(_: Violation) -> Self {
         Self::Malformed
+    }
+}
+
+impl From<FrameError> for End {
+    fn from(error: FrameError) -> Self {
+        match error {
+            FrameError::Version(version) => Self::Version(version),
+            _ => Self::Malformed,
+        }
     }
 }
 
@@ -118,7 +124,11 @@ impl Service {
         path: PathBuf,
         served: Served,
         control: Arc<ServerControl>,
+        dialects: &'static [Dialect],
     ) -> Self {
+        let now = Instant::now();
+        let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        let half = files.map_or(usize::MAX, |files| files as usize / 2);
         Self {
             sessions: ServedSessions::new(
                 Arc::clone(&served.driver),
@@ -127,176 +137,226 @@ impl Service {
             ),
             listener,
             path,
-            started: Instant::now(),
+            started: now,
             served,
             control,
             connections: SlotMap::with_key(),
+            connections_max: CONNECTIONS_MAX.min(half),
             leaving: LeavingWorkers::default(),
-            scratch: vec![0; 256 << 10],
-            paused: false,
-            answered_at: Instant::now(),
+            clients: HashMap::new(),
+            queue: FairQueue::default(),
+            dialects,
+            inboxes: Budget::new(INBOX_LIMIT, INBOX_FLOOR),
+            scratch: vec![0; READ_BYTES],
+            status: Report::default(),
+            paused_until: None,
+            sweep_at: now + PAUSE,
+            answered_at: now,
             answers_due: false,
         }
     }
 
     pub(super) fn run(&mut self) {
-        while let Some((accept, ready)) = self.poll() {
-            self.paused = false;
-            for id in ready {
-                if let Err(end) = self.read(id) {
-                    self.close(id, end);
+        while let Some(accept) = self.poll() {
+            let until = Instant::now() + TURN;
+            self.answer_in_time();
+            while let Some(id) = self.queue.pop(&mut self.connections) {
+                match self.serve(id) {
+                    Ok(true) => self.queue.push(id, &mut self.connections[id]),
+                    Ok(false) => {}
+                    Err(end) => self.close(id, end),
+                }
+                if Instant::now() >= until {
+                    break;
                 }
             }
-            for session in self.leaving.take_gone() {
-                self.sessions.worker_went(session);
-            }
-            self.answer_in_time();
-            self.flush();
+            self.sessions.step_end();
             if accept {
                 self.accept();
             }
+            self.sweep();
         }
     }
 
-    /// Waits for something to do; `None` when it is time to stop.
-    fn poll(&mut self) -> Option<(bool, Vec<ConnectionId>)> {
-        let listening = if self.paused {
+    /// How long the loop may sleep; `None` without end.
+    fn timeout(&self) -> Option<Duration> {
+        let lacks_room = |peer: &Peer| peer.lacks_room;
+        if !self.queue.is_empty() || self.sessions.is_ending() {
+            Some(Duration::ZERO)
+        } else if self.answers_due {
+            Some(CROWD_INTERVAL)
+        } else if self.sessions.pending() > 0 || self.connections.values().any(lacks_room) {
+            Some(TICK)
+        } else if self.paused_until.is_some() || self.descriptors() > 0 {
+            Some(PAUSE)
+        } else {
+            None
+        }
+    }
+
+    /// Waits for something to do: whether there are connections to be accepted. `None` when it is time to
+    /// stop.
+    fn poll(&mut self) -> Option<bool> {
+        let listening = if self.paused_until.is_some() {
             PollFlags::empty()
         } else {
             PollFlags::IN
         };
-        let timeout = match (self.sessions.pending() > 0, self.paused) {
-            _ if self.answers_due => Some(&CROWD_TIMEOUT),
-            (true, _) => Some(&TICK),
-            (false, true) => Some(&PAUSE),
-            (false, false) => self.leaving.timeout(),
-        };
+        let timeout = self.timeout();
+        let timeout = timeout.map(|wait| Timespec::try_from(wait).expect("a wait takes seconds"));
         let mut ids = Vec::with_capacity(self.connections.len());
-        let mut fds = Vec::with_capacity(self.connections.len() + 2);
+        let mut fds = Vec::with_capacity(self.connections.len() + self.leaving.len() + 2);
         fds.push(PollFd::new(&self.control.wake, PollFlags::IN));
         fds.push(PollFd::new(&self.listener, listening));
-        for (id, connection) in &self.connections {
-            let mut events = PollFlags::IN;
-            if !connection.outbox.is_empty() {
+        for (id, peer) in &self.connections {
+            let mut events = PollFlags::empty();
+            if peer.unread() > 0 {
                 events |= PollFlags::OUT;
             }
-            ids.push(id);
-            fds.push(PollFd::new(&connection.stream, events));
+            // One that does not read its answers is not listened to.
+            if !peer.lacks_room && peer.unread() <= ANSWERS_MAX {
+                events |= PollFlags::IN;
+            }
+            if !peer.is_queued {
+                ids.push(id);
+                fds.push(PollFd::new(&peer.stream, events));
+            }
         }
         fds.extend(self.leaving.fds());
-        loop {
-            match poll(&mut fds, timeout) {
-                Err(Errno::INTR | Errno::AGAIN) => {}
-                Err(_) => return None,
-                Ok(_) => break,
-            }
+        if poll(&mut fds, timeout.as_ref()).is_err() {
+            // Interrupted, or out of memory or descriptors, which may pass: nothing has been seen.
+            std::thread::sleep(Duration::from_millis(1));
+            return (!self.control.stop.load(Ordering::Acquire)).then_some(false);
         }
         let woken = !fds[0].revents().is_empty();
         let accept = !fds[1].revents().is_empty();
-        let readable = |fd: &PollFd<'_>| !(fd.revents() - PollFlags::OUT).is_empty();
-        let ready = ids
-            .into_iter()
-            .zip(&fds[2..])
-            .filter(|(_, fd)| readable(fd));
-        let ready = ready.map(|(id, _)| id).collect();
+        let of_workers = &fds[2 + ids.len()..];
+        let worker_gone = of_workers.iter().any(|fd| !fd.revents().is_empty());
+        let flags = fds[2..].iter().map(PollFd::revents);
+        let ready: Vec<(ConnectionId, PollFlags)> = ids.into_iter().zip(flags).collect();
         if woken {
             // The flag first: progress from now on wakes the thread again.
             self.control.woken.store(false, Ordering::Release);
             let _ = rustix::io::read(&self.control.wake, &mut [0; 8]);
         }
-        (!self.control.stop.load(Ordering::Acquire)).then_some((accept, ready))
+        if worker_gone {
+            self.end_workers();
+        }
+        for (id, flags) in ready {
+            let peer = &mut self.connections[id];
+            if flags.intersects(PollFlags::HUP | PollFlags::ERR) && peer.lacks_room {
+                self.close(id, End::Closed);
+            } else if !flags.is_empty() || peer.lacks_room {
+                self.queue.push(id, peer);
+            }
+        }
+        (!self.control.stop.load(Ordering::Acquire)).then_some(accept)
     }
 
-    fn accept(&mut self) {
-        let stream = match self.listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                self.paused = error.kind() != ErrorKind::WouldBlock;
-                return;
+    /// Carries out what a connection asks, for one slice. Whether there is more to do.
+    fn serve(&mut self, id: ConnectionId) -> Result<bool, End> {
+        let start = Instant::now();
+        self.connections[id].send()?;
+        let mut is_read = false;
+        let more = loop {
+            let peer = &mut self.connections[id];
+            if peer.unread() > ANSWERS_MAX {
+                peer.send()?;
+                if peer.unread() > ANSWERS_MAX {
+                    peer.pardon();
+                    break false;
+                }
+            }
+            match peer.role {
+                Role::Client(token) if self.sessions.is_busy(token) => {
+                    self.sessions.step(token, &mut peer.outbox)?;
+                    self.served.driver.give_way();
+                }
+                _ => match peer.frame(self.dialects)? {
+                    Some(len) => self.frame(id, len)?,
+                    None if is_read => {
+                        peer.shrink(&mut self.inboxes);
+                        break false;
+                    }
+                    None => match peer.fill(&mut self.inboxes, &mut self.scratch)? {
+                        Filled::NoRoom => break false,
+                        filled => is_read = filled == Filled::All,
+                    },
+                },
+            }
+            if start.elapsed() >= SLICE {
+                break true;
             }
         };
-        let own = rustix::process::geteuid().as_raw();
-        let same_user = peer_uid(&stream).is_ok_and(|uid| uid == own);
-        if !same_user
-            || self.connections.len() >= CONNECTIONS_MAX
-            || stream.set_nonblocking(true).is_err()
-        {
-            self.control.refused.fetch_add(1, Ordering::Relaxed);
-            return;
-        }
-        self.connections.insert(Peer {
-            stream,
-            role: Role::New,
-            process: None,
-            inbox: Vec::new(),
-            outbox: Vec::new(),
-        });
+        let peer = &mut self.connections[id];
+        peer.send()?;
+        peer.spent += start.elapsed();
+        Ok(more)
     }
 
-    /// Reads the frames of a connection, and carries them out.
-    fn read(&mut self, id: ConnectionId) -> Result<(), End> {
-        let mut taken = 0;
-        while taken < READ_MAX {
-            let Some(connection) = self.connections.get_mut(id) else {
-                return Ok(());
-            };
-            let bytes = match connection.stream.read(&mut self.scratch) {
-                Ok(0) if connection.inbox.is_empty() => return Err(End::Closed),
-                Ok(0) => return Err(End::Malformed),
-                Ok(bytes) => bytes,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(_) => return Err(End::Closed),
-            };
-            taken += bytes;
-            connection.inbox.extend_from_slice(&self.scratch[..bytes]);
-            let is_worker = matches!(connection.role, Role::Worker(_));
-            if is_worker && connection.inbox.len() > HEADER_BYTES {
-                // After its first frame a worker says no more than that it lets go.
-                return Err(End::Malformed);
+    /// Carries out the first frame of a connection, of length `len`.
+    fn frame(&mut self, id: ConnectionId, len: usize) -> Result<(), End> {
+        let peer = &mut self.connections[id];
+        match peer.role {
+            Role::Worker(_) => {
+                let frame = peer.take_frame(len);
+                let first = frame::first_as(peer.version(), &frame).map_err(End::from)?;
+                match first {
+                    Some((header, _, _)) if header.kind == FrameKind::LetGo => Err(End::LetGo),
+                    _ => Err(End::Malformed),
+                }
             }
-            let mut inbox = std::mem::take(&mut connection.inbox);
-            let mut at = 0;
-            while let Some((header, body, len)) =
-                frame::first(&inbox[at..]).map_err(|_| End::Malformed)?
-            {
-                self.frame(id, header.kind, body)?;
-                at += len;
+            Role::Client(token) => {
+                if let Some(dialect) = peer.dialect {
+                    let frame = peer.take_frame(len);
+                    let frame = dialect.request_frame(&frame).map_err(End::from)?;
+                    is_request(&frame)?;
+                    return Ok(self.sessions.handle_long(token, frame, &mut peer.outbox)?);
+                }
+                if len > LONG_FRAME {
+                    let frame = peer.take_frame(len);
+                    is_request(&frame)?;
+                    return Ok(self.sessions.handle_long(token, frame, &mut peer.outbox)?);
+                }
+                let (frame, outbox) = peer.first(len);
+                is_request(frame)?;
+                let body = &frame[HEADER_BYTES..];
+                let message = ClientMessage::decode(body).map_err(End::from)?;
+                Ok(self.sessions.handle(token, message, outbox)?)
             }
-            inbox.drain(..at);
-            if let Some(connection) = self.connections.get_mut(id) {
-                connection.inbox = inbox;
-            }
-            if bytes < self.scratch.len() {
-                break;
+            Role::New => {
+                let mut frame = peer.take_frame(len);
+                if let Some(dialect) = peer.dialect {
+                    frame = dialect.request_frame(&frame).map_err(End::from)?;
+                }
+                self.first_frame(id, &frame)
             }
         }
-        Ok(())
     }
 
-    fn frame(&mut self, id: ConnectionId, kind: FrameKind, body: &[u8]) -> Result<(), End> {
-        let peer = self.connections.get_mut(id).ok_or(End::Closed)?;
-        match (kind, peer.role) {
-            (FrameKind::Attach, Role::New) => {
+    fn first_frame(&mut self, id: ConnectionId, bytes: &[u8]) -> Result<(), End> {
+        let frame = frame::first(bytes).map_err(End::from)?;
+        let (header, body, _) = frame.ok_or(End::Malformed)?;
+        match header.kind {
+            FrameKind::Attach => {
                 let token = <[u8; ATTACH_BODY_BYTES]>::try_from(body);
                 let token = token.map_err(|_| End::Malformed)?;
                 self.attach(id, SessionToken(u128::from_le_bytes(token)))
             }
-            (FrameKind::LetGo, Role::Worker(_)) => Err(End::LetGo),
-            (FrameKind::Request, Role::New) => {
-                let message = ClientMessage::decode(body).map_err(|_| End::Malformed)?;
+            FrameKind::Request => {
+                let message = ClientMessage::decode(body).map_err(End::from)?;
                 self.first_message(id, message)
             }
-            (FrameKind::Request, Role::Client(token)) => {
-                let message = ClientMessage::decode(body).map_err(|_| End::Malformed)?;
-                Ok(self.sessions.handle(token, message, &mut peer.outbox)?)
-            }
-            _ => Err(End::Malformed),
+            FrameKind::Arena | FrameKind::Reply | FrameKind::LetGo => Err(End::Malformed),
         }
     }
 
     /// Hands the arena to a worker of the session with this token.
     fn attach(&mut self, id: ConnectionId, token: SessionToken) -> Result<(), End> {
+        // The process takes a descriptor, too.
+        if self.descriptors() >= self.connections_max {
+            return Err(End::Refused);
+        }
         let own_process = token == self.served.own_token;
         if !own_process && !self.sessions.worker_came(token) {
             return Err(End::Refused);
@@ -305,7 +365,8 @@ impl Service {
         peer.role = Role::Worker(token);
         peer.process = process_of(&peer.stream);
         self.control.attached.fetch_add(1, Ordering::Relaxed);
-        if hand_over(&peer.stream, &self.served.arena, self.served.arena_id) {
+        let version = peer.version();
+        if hand_over(&peer.stream, &self.served, version) {
             Ok(())
         } else {
             Err(End::Closed)
@@ -320,6 +381,9 @@ impl Service {
                 dropped_tokens,
                 private,
             } => {
+                if self.clients.len() + RESERVED >= self.connections_max.max(2 * RESERVED) {
+                    return Err(End::Refused);
+                }
                 let spec = SessionSpec {
                     namespace,
                     dropped_tokens,
@@ -328,21 +392,25 @@ impl Service {
                     leases_prefetches: true,
                 };
                 let (token, reply) = self.sessions.register(spec, &(self.served.info)());
+                if let Some(token) = token {
+                    self.clients.insert(token, id);
+                }
                 (token.map_or(Role::New, Role::Client), reply)
             }
             ClientMessage::Status => {
-                let json = self.status().to_string();
+                let json = self.status();
                 (Role::New, ServerMessage::Status { json })
             }
             _ => return Err(End::Malformed),
         };
         let peer = self.connections.get_mut(id).ok_or(End::Closed)?;
         peer.role = role;
+        peer.since = Instant::now();
         reply.append_to(&mut peer.outbox);
         Ok(())
     }
 
-    /// Sends the answers of pending lookups that have come. With many lookups this asks the engine about
+    /// Appends the answers of pending lookups that have come. With many lookups this asks the engine about
     /// each of them, so it does not happen at every frame.
     fn answer_in_time(&mut self) {
         let crowded = self.sessions.pending() > CROWD;
@@ -354,104 +422,109 @@ impl Service {
     }
 
     fn answer_pending(&mut self) {
+        let start = Instant::now();
         for token in self.sessions.with_pending() {
-            let of_token = Role::Client(token);
-            let mut peers = self.connections.values_mut();
-            if let Some(peer) = peers.find(|peer| peer.role == of_token) {
-                self.sessions.answer_pending(token, &mut peer.outbox);
+            let id = self.clients.get(&token);
+            let Some((&id, peer)) = id.and_then(|id| Some((id, self.connections.get_mut(*id)?)))
+            else {
+                continue;
+            };
+            let before = peer.outbox.len();
+            self.sessions.answer_pending(token, &mut peer.outbox);
+            if peer.outbox.len() > before || self.sessions.is_busy(token) {
+                self.queue.push(id, peer);
+            }
+            if start.elapsed() > TURN {
+                break;
             }
         }
     }
 
-    fn flush(&mut self) {
+    /// Ends the sessions' workers whose processes are gone.
+    fn end_workers(&mut self) {
+        for session in self.leaving.take_gone() {
+            self.sessions.worker_went(session);
+        }
+    }
+
+    /// Closes connections that say nothing, and ends workers whose processes cannot be watched.
+    fn sweep(&mut self) {
+        let now = Instant::now();
+        if now < self.sweep_at {
+            return;
+        }
+        self.sweep_at = now + PAUSE;
+        self.end_workers();
+        self.paused_until = self.paused_until.filter(|&until| now < until);
         let mut ended = Vec::new();
-        for (id, connection) in &mut self.connections {
-            let gone = !connection.outbox.is_empty() && !connection.send();
-            if gone || connection.outbox.len() > UNREAD_MAX {
+        for (id, peer) in &self.connections {
+            let is_silent = now.saturating_duration_since(peer.since) > SILENCE_MAX;
+            if peer.role == Role::New && is_silent || peer.is_stuck(now, SILENCE_MAX) {
                 ended.push(id);
             }
         }
         for id in ended {
-            self.close(id, End::Closed);
+            self.close(id, End::Malformed);
         }
     }
 
     fn close(&mut self, id: ConnectionId, end: End) {
-        let Some(connection) = self.connections.remove(id) else {
+        let Some(mut peer) = self.connections.remove(id) else {
             return;
         };
+        peer.release(&mut self.inboxes);
         match end {
             End::Closed | End::LetGo => {}
-            End::Refused => drop(self.control.refused.fetch_add(1, Ordering::Relaxed)),
+            End::Refused => self.refuse(),
             End::Malformed => drop(self.control.malformed.fetch_add(1, Ordering::Relaxed)),
+            End::Version(_) => {
+                self.control.malformed.fetch_add(1, Ordering::Relaxed);
+                // The peer finds this version in the header, and says so.
+                let reason = "run the same undercroft version in all processes".to_owned();
+                peer.outbox.clear();
+                ServerMessage::Refused { reason }.append_to(&mut peer.outbox);
+                let _ = rustix::io::write(&peer.stream, &peer.outbox);
+            }
         }
-        match connection.role {
+        match peer.role {
             Role::New => {}
             Role::Worker(token) => {
                 self.control.attached.fetch_sub(1, Ordering::Relaxed);
                 if end == End::LetGo {
                     self.sessions.worker_went(token);
                 } else if token != self.served.own_token {
-                    self.leaving.add(token, connection.process);
+                    self.leaving.add(token, peer.pid, peer.process);
                 }
             }
-            Role::Client(token) => self.sessions.client_went(token),
+            Role::Client(token) => {
+                self.clients.remove(&token);
+                self.sessions.client_went(token);
+            }
         }
     }
 
-    fn status(&self) -> Value {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let descriptors = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
-        json!({
-            "version": env!("CARGO_PKG_VERSION"),
-            "pid": std::process::id(),
-            "uptime_s": self.started.elapsed().as_secs_f64(),
-            "socket": self.path,
-            "stats": self.served.stats.take(),
-            "info": (self.served.info)(),
-            "sessions": self.sessions.describe(),
-            "server": {
-                "connections": self.connections.len(),
-                "workers": read(&self.control.attached),
-                "refused": read(&self.control.refused),
-                "malformed": read(&self.control.malformed),
-                "lookups": self.sessions.lookups(),
-                "descriptors": descriptors,
-            },
-        })
+    fn status(&mut self) -> String {
+        let Self {
+            status,
+            served,
+            sessions,
+            control,
+            connections,
+            ..
+        } = self;
+        let (path, started) = (&self.path, self.started);
+        status.take(|| describe(path, started, served, sessions, control, connections.len()))
     }
 }
 
-impl Peer {
-    /// Sends as much as the socket takes. False if the peer is gone.
-    fn send(&mut self) -> bool {
-        let mut sent = 0;
-        let alive = loop {
-            if sent == self.outbox.len() {
-                break true;
-            }
-            match self.stream.write(&self.outbox[sent..]) {
-                Ok(bytes) => sent += bytes,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => break error.kind() == ErrorKind::WouldBlock,
-            }
-        };
-        self.outbox.drain(..sent);
-        alive
+/// Whether a frame is a client's message.
+fn is_request(frame: &[u8]) -> Result<(), End> {
+    let (header, _, _) = frame::first(frame)
+        .map_err(End::from)?
+        .ok_or(End::Malformed)?;
+    if header.kind == FrameKind::Request {
+        Ok(())
+    } else {
+        Err(End::Malformed)
     }
-}
-
-/// Sends the arena's descriptor. Whether the whole answer was sent: a new connection has room for it.
-fn hand_over(stream: &UnixStream, arena: &Arena, arena_id: u64) -> bool {
-    let answer = arena_answer(arena.size(), arena_id);
-    let fds = [arena.fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    ancillary.push(SendAncillaryMessage::ScmRights(&fds))
-        && sendmsg(
-            stream.as_fd(),
-            &[IoSlice::new(&answer)],
-            &mut ancillary,
-            SendFlags::NOSIGNAL,
-        ) == Ok(answer.len())
 }

@@ -4,18 +4,32 @@
 //! may still copy from extents that the client was told of, also for a load that the server has not heard
 //! of. The client opens another session.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::session::{SessionSpec, SessionToken};
 
+use crate::budget::Budget;
+use crate::frame::HEADER_BYTES;
 use crate::protocol::{ClientMessage, ServerMessage};
-use crate::stats::StatsSource;
-use session::ServedSession;
+use crate::stats::{Report, StatsSource};
+pub(crate) use session::ANSWERS_MAX;
+use session::{Budgets, ServedSession};
 
+mod job;
+mod request;
 mod session;
+mod transfers;
+
+/// Bytes of hashes that all clients together may leave here, and those that each may.
+const HASHES_LIMIT: u64 = 96 << 20;
+const HASHES_FLOOR: u64 = 1 << 20;
+
+/// Bytes of extents of all hits that are being told, and those that each session may have told.
+const ANSWERS_LIMIT: u64 = 32 << 20;
+const ANSWERS_FLOOR: u64 = 256 << 10;
 
 /// A message that its client may not send now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +41,12 @@ pub(crate) struct ServedSessions {
     driver: Arc<Driver>,
     arena_id: u64,
     stats: StatsSource,
+    /// The statistics, for clients.
+    report: Report,
     sessions: HashMap<SessionToken, ServedSession>,
+    budgets: Budgets,
+    /// Sessions whose lookups are being ended, because their client has gone.
+    ending: VecDeque<SessionToken>,
     lookups: u64,
 }
 
@@ -45,7 +64,13 @@ impl ServedSessions {
             driver,
             arena_id,
             stats,
+            report: Report::default(),
             sessions: HashMap::new(),
+            budgets: Budgets {
+                hashes: Budget::new(HASHES_LIMIT, HASHES_FLOOR),
+                answers: Budget::new(ANSWERS_LIMIT, ANSWERS_FLOOR),
+            },
+            ending: VecDeque::new(),
             lookups: 0,
         }
     }
@@ -77,7 +102,9 @@ impl ServedSessions {
 
     /// A worker has mapped the arena for a session. False if there is no such session.
     pub(crate) fn worker_came(&mut self, token: SessionToken) -> bool {
-        let session = self.sessions.get_mut(&token);
+        // One whose client has gone, and that no worker has mapped, is being ended.
+        let is_open = |session: &&mut ServedSession| session.connected || session.workers > 0;
+        let session = self.sessions.get_mut(&token).filter(is_open);
         session.map(|session| session.workers += 1).is_some()
     }
 
@@ -92,14 +119,37 @@ impl ServedSessions {
     /// The client's connection has ended.
     pub(crate) fn client_went(&mut self, token: SessionToken) {
         if let Some(session) = self.sessions.get_mut(&token) {
-            session.client_went(&self.driver);
-            self.close_if_gone(token);
+            session.client_went(&mut self.budgets);
+            self.ending.push_back(token);
         }
     }
 
+    /// A session without a client has lost a worker.
     fn close_if_gone(&mut self, token: SessionToken) {
         let gone = |session: &ServedSession| !session.connected && session.workers == 0;
-        if let Some(session) = self.sessions.get(&token).filter(|session| gone(session)) {
+        if self.sessions.get(&token).is_some_and(gone) && !self.ending.contains(&token) {
+            self.ending.push_back(token);
+        }
+    }
+
+    /// Whether sessions are being ended.
+    pub(crate) fn is_ending(&self) -> bool {
+        !self.ending.is_empty()
+    }
+
+    /// Goes on ending a session whose client has gone: its lookups at once, the rest, and the session, when
+    /// no worker copies any more.
+    pub(crate) fn step_end(&mut self) {
+        let Some(token) = self.ending.pop_front() else {
+            return;
+        };
+        let Some(session) = self.sessions.get_mut(&token) else {
+            return;
+        };
+        let all = session.workers == 0;
+        if !session.step_end_of_client(&self.driver, &mut self.budgets, all) {
+            self.ending.push_back(token);
+        } else if all {
             self.driver.enter(|engine| engine.close_session(session.id));
             self.sessions.remove(&token);
         }
@@ -113,22 +163,24 @@ impl ServedSessions {
         out: &mut Vec<u8>,
     ) -> Result<(), Violation> {
         let session = self.sessions.get_mut(&token).ok_or(Violation)?;
-        let driver = &*self.driver;
+        let (driver, budgets) = (&*self.driver, &mut self.budgets);
         match message {
             ClientMessage::Lookup(lookup) => {
                 self.lookups += 1;
-                session.lookup(driver, lookup, out)?;
+                session.lookup(driver, &lookup, budgets, out)?;
             }
             ClientMessage::Demand { request } => session.demand(request),
             ClientMessage::EndLookup { request } => session.end_lookup(driver, request),
-            ClientMessage::FinishRequest { request } => session.finish_request(driver, request),
+            ClientMessage::FinishRequest { request } => {
+                session.finish_request(driver, request, budgets);
+            }
             ClientMessage::BeginLoad {
                 request,
                 transfer,
                 computed,
                 external,
             } => session.begin_load(driver, request, transfer, (computed, external))?,
-            ClientMessage::BeginSave(save) => session.begin_save(driver, save, out)?,
+            ClientMessage::BeginSave(save) => session.begin_save(driver, save, budgets, out)?,
             ClientMessage::EndTransfer { transfer, ok } => {
                 session.end_transfer(driver, transfer, ok);
             }
@@ -137,12 +189,53 @@ impl ServedSessions {
                 session.answer_resets(driver, out);
             }
             ClientMessage::Ping => {
-                let stats = self.stats.take().to_string();
+                let stats = self.report.take(|| self.stats.take());
                 ServerMessage::Pong { stats }.append_to(out);
             }
             ClientMessage::Register { .. } | ClientMessage::Status => return Err(Violation),
         }
         Ok(())
+    }
+
+    /// As [`ServedSessions::handle`], of a long frame: its hashes are taken over in steps.
+    pub(crate) fn handle_long(
+        &mut self,
+        token: SessionToken,
+        frame: Vec<u8>,
+        out: &mut Vec<u8>,
+    ) -> Result<(), Violation> {
+        let frame = Arc::new(frame);
+        let of_message = Arc::clone(&frame);
+        let body = &of_message[HEADER_BYTES..];
+        let message = ClientMessage::decode(body).map_err(|_| Violation)?;
+        let session = self.sessions.get_mut(&token).ok_or(Violation)?;
+        // The hashes are the last field.
+        let hashes = |bytes: &[u8]| frame.len() - bytes.len()..frame.len();
+        match message {
+            ClientMessage::Lookup(lookup) => {
+                self.lookups += 1;
+                let left = hashes(lookup.hashes.bytes);
+                session.lookup_later(&lookup, (frame, left), &mut self.budgets)
+            }
+            ClientMessage::BeginSave(save) => {
+                let left = hashes(save.hashes.bytes);
+                session.begin_save_later(save, (frame, left), &mut self.budgets)
+            }
+            message => self.handle(token, message, out),
+        }
+    }
+
+    /// Whether a session's last message is still being carried out.
+    pub(crate) fn is_busy(&self, token: SessionToken) -> bool {
+        self.sessions
+            .get(&token)
+            .is_some_and(ServedSession::is_busy)
+    }
+
+    /// Goes on with the message of a session that is being carried out.
+    pub(crate) fn step(&mut self, token: SessionToken, out: &mut Vec<u8>) -> Result<(), Violation> {
+        let session = self.sessions.get_mut(&token).ok_or(Violation)?;
+        session.step(&self.driver, &mut self.budgets, out)
     }
 
     /// Number of lookups and resets that are pending: the engine is to be asked about them again soon.
@@ -157,10 +250,10 @@ impl ServedSessions {
         sessions.map(|(&token, _)| token).collect()
     }
 
-    /// Appends the answers of a session's pending lookups and resets that have come.
+    /// Appends the answers of some of a session's pending lookups and resets that have come.
     pub(crate) fn answer_pending(&mut self, token: SessionToken, out: &mut Vec<u8>) {
         if let Some(session) = self.sessions.get_mut(&token) {
-            session.answer_lookups(&self.driver, out);
+            session.answer_lookups(&self.driver, &mut self.budgets, out);
             session.answer_resets(&self.driver, out);
         }
     }
@@ -173,14 +266,15 @@ impl ServedSessions {
     /// Every session, for `undercroft status`.
     pub(crate) fn describe(&self) -> Value {
         let one = |session: &ServedSession| {
-            let counts = self
+            let usage = self
                 .driver
-                .enter(|engine| engine.session_counts(session.id));
-            let [lookups, pending, loads, saves] = counts.unwrap_or_default();
+                .read(|engine| engine.session_usage(session.id))
+                .unwrap_or_default();
             json!({
                 "namespace": session.namespace, "connected": session.connected,
-                "workers": session.workers, "lookups": lookups, "pending": pending,
-                "loads": loads, "saves": saves,
+                "workers": session.workers, "lookups": usage.lookups, "pending": usage.pending,
+                "loads": usage.loads, "saves": usage.saves, "load_bytes": usage.load_bytes,
+                "save_bytes": usage.save_bytes, "request_bytes": session.bytes(),
             })
         };
         self.sessions.values().map(one).collect()

@@ -1,35 +1,39 @@
 //! One session of a server: its requests, its pending lookups, its loads and saves.
+//!
+//! A message whose work grows with a prompt leaves a [`Job`], which goes on step by step. The next message
+//! of the session is carried out when its jobs are done.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
 
 use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{Engine, Granted, SessionId};
+use undercroft_core::engine::{Engine, SessionId};
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{
-    Lookup, LookupRequest, Priority, PromotionWait, SaveRequest, Tokens, TransferId,
-};
+use undercroft_core::session::{Priority, Tokens, TransferId};
 
 use super::Violation;
+use super::job::{HASH_STEP, HIT_STEP, HashJob, HitJob, Job, Then};
+use super::request::{Looked, REQUEST_BYTES, ServedRequest, bytes_of, growth};
+use super::transfers::end_some;
+use crate::budget::Budget;
 use crate::protocol::{
-    HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, SaveMessage, ServerMessage,
+    HASHES_MAX, HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, ServerMessage,
 };
 
 /// With more bytes of answers queued than this, a client gets no further ones until it has read these.
-const ANSWERS_MAX: usize = 1 << 20;
+pub(crate) const ANSWERS_MAX: usize = 1 << 20;
 
-/// One request of a session.
+/// Pending lookups that are looked at in one step.
+const PENDING_STEP: usize = 64;
+
+/// Memory of all sessions.
 #[derive(Debug)]
-struct ServedRequest {
-    /// The engine's name for the request.
-    name: String,
-    hashes: Vec<BlockHash>,
-    /// Of the last lookup.
-    version: u32,
-    computed: Tokens,
-    max: Tokens,
-    /// Instead of the engine's `promotion_wait`.
-    wait: Option<PromotionWait>,
-    priority: Priority,
+pub(super) struct Budgets {
+    /// Hashes of requests.
+    pub(super) hashes: Budget,
+    /// Extents of hits that are being told.
+    pub(super) answers: Budget,
 }
 
 #[derive(Debug)]
@@ -40,13 +44,20 @@ pub(super) struct ServedSession {
     pub(super) connected: bool,
     /// Workers that have the arena mapped.
     pub(super) workers: usize,
-    requests: HashMap<u64, ServedRequest>,
+    pub(super) requests: HashMap<u64, ServedRequest>,
+    /// Bytes of the requests.
+    request_bytes: u64,
+    /// Bytes of the extents that are being told.
+    answer_bytes: u64,
     /// Requests whose lookup is pending.
-    pending: Vec<u64>,
+    pending: VecDeque<u64>,
     /// Loads and saves under way, by the client's numbers.
-    transfers: HashMap<u64, TransferId>,
+    pub(super) transfers: HashMap<u64, TransferId>,
     /// Resets that have not been answered.
     resets: Vec<u64>,
+    pub(super) jobs: VecDeque<Job>,
+    /// Names of requests that a client has left behind.
+    left_behind: Vec<String>,
 }
 
 impl ServedSession {
@@ -57,19 +68,60 @@ impl ServedSession {
             connected: true,
             workers: 0,
             requests: HashMap::new(),
-            pending: Vec::new(),
+            request_bytes: 0,
+            answer_bytes: 0,
+            pending: VecDeque::new(),
             transfers: HashMap::new(),
             resets: Vec::new(),
+            jobs: VecDeque::new(),
+            left_behind: Vec::new(),
         }
     }
 
     /// The client's connection has ended. Loads, saves and the leases of hits stay: workers may copy.
-    pub(super) fn client_went(&mut self, driver: &Driver) {
+    pub(super) fn client_went(&mut self, budgets: &mut Budgets) {
         self.connected = false;
-        self.requests.clear();
         self.pending.clear();
         self.resets.clear();
-        driver.enter(|engine| engine.end_unanswered(self.id));
+        self.jobs.clear();
+        budgets
+            .answers
+            .give_back(std::mem::take(&mut self.answer_bytes));
+    }
+
+    /// Ends some of the lookups of a client that has gone; those that were answered with a hit only if
+    /// `all`. True if there is nothing left to end.
+    pub(super) fn step_end_of_client(
+        &mut self,
+        driver: &Driver,
+        budgets: &mut Budgets,
+        all: bool,
+    ) -> bool {
+        let some: Vec<u64> = self.requests.keys().copied().take(PENDING_STEP).collect();
+        for request in some {
+            if let Some(state) = self.requests.remove(&request) {
+                self.forget(&state, budgets);
+                driver.enter(|engine| engine.end_unanswered(self.id, &state.name));
+                self.left_behind.push(state.name);
+            }
+        }
+        if !self.requests.is_empty() {
+            return false;
+        }
+        if !all {
+            return true;
+        }
+        let from = self.left_behind.len().saturating_sub(PENDING_STEP);
+        for name in self.left_behind.drain(from..) {
+            driver.enter(|engine| engine.finish_request(self.id, &name));
+        }
+        if let Some((&transfer, &id)) = self.transfers.iter().next() {
+            if end_some(driver, id, false) {
+                self.transfers.remove(&transfer);
+            }
+            return false;
+        }
+        self.left_behind.is_empty()
     }
 
     /// Number of lookups and resets that are pending.
@@ -77,14 +129,37 @@ impl ServedSession {
         self.pending.len() + self.resets.len()
     }
 
-    /// The request, with the hashes of a message added.
+    /// Whether messages are being carried out.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.jobs.is_empty()
+    }
+
+    /// Bytes of memory that its requests and answers take.
+    pub(super) fn bytes(&self) -> u64 {
+        self.request_bytes + self.answer_bytes
+    }
+
+    fn forget(&mut self, state: &ServedRequest, budgets: &mut Budgets) {
+        let bytes = bytes_of(state);
+        self.request_bytes -= bytes;
+        budgets.hashes.give_back(bytes);
+    }
+
+    /// The request, with room for the hashes of a message.
     fn request(
         &mut self,
         request: u64,
-        hashes: HashRun<'_>,
+        hashes: &HashRun<'_>,
+        budgets: &mut Budgets,
     ) -> Result<&mut ServedRequest, Violation> {
-        if self.requests.len() >= REQUESTS_MAX && !self.requests.contains_key(&request) {
-            return Err(Violation);
+        let count = hashes.count().ok_or(Violation)?;
+        if !self.requests.contains_key(&request) {
+            let fits = budgets.hashes.allows(self.request_bytes, REQUEST_BYTES);
+            if self.requests.len() >= REQUESTS_MAX || !fits {
+                return Err(Violation);
+            }
+            self.request_bytes += REQUEST_BYTES;
+            budgets.hashes.take(REQUEST_BYTES);
         }
         let state = self
             .requests
@@ -92,44 +167,218 @@ impl ServedSession {
             .or_insert_with(|| ServedRequest {
                 name: request.to_string(),
                 hashes: Vec::new(),
+                over: false,
+                pending: false,
                 version: 0,
                 computed: Tokens(0),
                 max: Tokens(0),
                 wait: None,
                 priority: Priority::Prefetch,
             });
-        if hashes.append_to(&mut state.hashes) {
-            Ok(state)
+        if state.over {
+            return Ok(state);
+        }
+        if hashes.known as usize != state.hashes.len() {
+            return Err(Violation);
+        }
+        let before = bytes_of(state);
+        if state.hashes.len() + count > HASHES_MAX {
+            state.over = true;
+            state.hashes = Vec::new();
+        } else if let Some(bytes) = growth(&state.hashes, count) {
+            if budgets.hashes.allows(self.request_bytes, bytes) {
+                state.hashes.reserve(count);
+            } else {
+                state.over = true;
+                state.hashes = Vec::new();
+            }
+        }
+        let after = bytes_of(state);
+        self.request_bytes = self.request_bytes - before + after;
+        budgets.hashes.give_back(before);
+        budgets.hashes.take(after);
+        Ok(state)
+    }
+
+    /// Takes over the hashes of a message.
+    pub(super) fn take_hashes(
+        &mut self,
+        request: u64,
+        hashes: &HashRun<'_>,
+        budgets: &mut Budgets,
+    ) -> Result<(), Violation> {
+        let state = self.request(request, hashes, budgets)?;
+        if state.over || hashes.append_to(&mut state.hashes) {
+            Ok(())
         } else {
             Err(Violation)
+        }
+    }
+
+    /// Takes over the hashes of a message step by step, from the frame that it came in, and then does what
+    /// it asks.
+    pub(super) fn take_hashes_later(
+        &mut self,
+        (request, hashes): (u64, HashRun<'_>),
+        frame: Arc<Vec<u8>>,
+        left: Range<usize>,
+        budgets: &mut Budgets,
+        then: Then,
+    ) -> Result<(), Violation> {
+        let is_over = self.request(request, &hashes, budgets)?.over;
+        self.jobs.push_back(Job::Hashes(HashJob {
+            request,
+            left: if is_over { 0..0 } else { left },
+            frame,
+            hash_bytes: usize::from(hashes.hash_bytes),
+            then,
+        }));
+        Ok(())
+    }
+
+    /// Notes what a lookup asks.
+    fn ask(&mut self, message: &LookupMessage<'_>) {
+        if let Some(state) = self.requests.get_mut(&message.request) {
+            state.version = message.version;
+            (state.computed, state.max) = (message.computed, message.max);
+            state.wait = message.wait;
+            if message.priority == Priority::Demand {
+                state.priority = Priority::Demand;
+            }
         }
     }
 
     pub(super) fn lookup(
         &mut self,
         driver: &Driver,
-        message: LookupMessage<'_>,
+        message: &LookupMessage<'_>,
+        budgets: &mut Budgets,
         out: &mut Vec<u8>,
     ) -> Result<(), Violation> {
-        let LookupMessage {
-            request, version, ..
-        } = message;
-        let id = self.id;
-        let state = self.request(request, message.hashes)?;
-        state.version = version;
-        (state.computed, state.max) = (message.computed, message.max);
-        state.wait = message.wait;
-        if message.priority == Priority::Demand {
-            state.priority = Priority::Demand;
-        }
-        let answer = driver.enter(|engine| state.lookup(engine, id));
-        let answer = answer.unwrap_or(LookupAnswer::NOTHING);
-        self.pending.retain(|&pending| pending != request);
-        if answer.is_pending() {
-            self.pending.push(request);
-        }
-        append_answer(request, version, true, answer, out);
+        self.take_hashes(message.request, &message.hashes, budgets)?;
+        self.ask(message);
+        self.look_up(driver, budgets, message.request, out);
         Ok(())
+    }
+
+    /// As [`ServedSession::lookup`], with many hashes, which lie in `frame` at `left`.
+    pub(super) fn lookup_later(
+        &mut self,
+        message: &LookupMessage<'_>,
+        (frame, left): (Arc<Vec<u8>>, Range<usize>),
+        budgets: &mut Budgets,
+    ) -> Result<(), Violation> {
+        self.take_hashes_later(
+            (message.request, message.hashes),
+            frame,
+            left,
+            budgets,
+            Then::LookUp,
+        )?;
+        self.ask(message);
+        Ok(())
+    }
+
+    fn forget_pending(&mut self, request: u64) {
+        let state = self.requests.get_mut(&request);
+        if state.is_some_and(|state| std::mem::take(&mut state.pending)) {
+            self.pending.retain(|&pending| pending != request);
+        }
+    }
+
+    /// Looks a request up whose hashes are here.
+    fn look_up(&mut self, driver: &Driver, budgets: &mut Budgets, request: u64, out: &mut Vec<u8>) {
+        self.forget_pending(request);
+        let id = self.id;
+        let Some(state) = self.requests.get(&request) else {
+            return;
+        };
+        let looked = driver.enter(|engine| state.lookup(engine, id));
+        let looked = looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING));
+        self.answer(driver, budgets, request, true, looked, out);
+    }
+
+    /// Appends the answer to a lookup, or leaves a job that does.
+    fn answer(
+        &mut self,
+        driver: &Driver,
+        budgets: &mut Budgets,
+        request: u64,
+        direct: bool,
+        looked: Looked,
+        out: &mut Vec<u8>,
+    ) {
+        let Some(state) = self.requests.get_mut(&request) else {
+            return;
+        };
+        let version = state.version;
+        let hit = match looked {
+            Looked::Answer(answer) => {
+                state.pending = answer.is_pending();
+                if state.pending {
+                    self.pending.push_back(request);
+                }
+                return append_answer(request, version, direct, answer, out);
+            }
+            Looked::Hit(hit) => hit,
+        };
+        let bytes = 8 * hit.left.blocks();
+        if !budgets.answers.allows(self.answer_bytes, bytes) {
+            // The lease ends with the request's next lookup, or with the request.
+            let shared = hit.shared;
+            return append_answer(request, version, direct, LookupAnswer::Miss { shared }, out);
+        }
+        self.answer_bytes += bytes;
+        budgets.answers.take(bytes);
+        let job = HitJob {
+            request,
+            version,
+            direct,
+            hit,
+        };
+        if job.hit.left.is_told() {
+            self.tell_hit(driver, budgets, job, out);
+        } else {
+            self.jobs.push_back(Job::Hit(job));
+        }
+    }
+
+    /// Tells some more of a hit's extents; appends the answer with the last of them.
+    fn tell_hit(
+        &mut self,
+        driver: &Driver,
+        budgets: &mut Budgets,
+        mut job: HitJob,
+        out: &mut Vec<u8>,
+    ) {
+        let mut is_lost = false;
+        if !job.hit.left.is_told() {
+            let left = &mut job.hit.left;
+            let part = driver.read(|engine| engine.step_hit_extents(left, HIT_STEP));
+            match part.flatten() {
+                Some(part) => job.hit.parts.push(part),
+                None => is_lost = true,
+            }
+        }
+        if !is_lost && !job.hit.left.is_told() {
+            self.jobs.push_front(Job::Hit(job));
+            return;
+        }
+        let bytes = 8 * job.hit.left.blocks();
+        self.answer_bytes -= bytes;
+        budgets.answers.give_back(bytes);
+        let shared = job.hit.shared;
+        let answer = if is_lost {
+            LookupAnswer::Miss { shared }
+        } else {
+            LookupAnswer::Hit(LeasedHit {
+                tokens: job.hit.tokens,
+                shared,
+                from_disk: job.hit.from_disk,
+                extents: job.hit.extents(),
+            })
+        };
+        append_answer(job.request, job.version, job.direct, answer, out);
     }
 
     pub(super) fn demand(&mut self, request: u64) {
@@ -139,85 +388,65 @@ impl ServedSession {
     }
 
     pub(super) fn end_lookup(&mut self, driver: &Driver, request: u64) {
-        self.pending.retain(|&pending| pending != request);
+        self.forget_pending(request);
         if let Some(state) = self.requests.get_mut(&request) {
             state.priority = Priority::Prefetch;
             driver.enter(|engine| engine.end_lookup(self.id, &state.name));
         }
     }
 
-    pub(super) fn finish_request(&mut self, driver: &Driver, request: u64) {
-        self.pending.retain(|&pending| pending != request);
+    pub(super) fn finish_request(&mut self, driver: &Driver, request: u64, budgets: &mut Budgets) {
+        self.forget_pending(request);
         if let Some(state) = self.requests.remove(&request) {
+            self.forget(&state, budgets);
             driver.enter(|engine| engine.finish_request(self.id, &state.name));
         }
     }
 
-    pub(super) fn begin_load(
+    /// Goes on with the message that is being carried out.
+    pub(super) fn step(
         &mut self,
         driver: &Driver,
-        request: u64,
-        transfer: u64,
-        (computed, external): (Tokens, Tokens),
-    ) -> Result<(), Violation> {
-        // With its number given away, the transfer that has it could not be ended any more.
-        if self.transfers.contains_key(&transfer) {
-            return Err(Violation);
-        }
-        let state = self.requests.get(&request).ok_or(Violation)?;
-        let load =
-            driver.enter(|engine| engine.begin_load(self.id, &state.name, computed, external));
-        if let Some(load) = load.flatten() {
-            self.transfers.insert(transfer, load.id);
-        }
-        Ok(())
-    }
-
-    pub(super) fn begin_save(
-        &mut self,
-        driver: &Driver,
-        message: SaveMessage<'_>,
+        budgets: &mut Budgets,
         out: &mut Vec<u8>,
     ) -> Result<(), Violation> {
-        let id = self.id;
-        let transfer = message.transfer;
-        if self.transfers.contains_key(&transfer) {
-            return Err(Violation);
-        }
-        let state = self.request(message.request, message.hashes)?;
-        let granted = driver.enter(|engine| {
-            let save = SaveRequest::new(&state.name, &state.hashes, message.tokens);
-            engine.begin_save(id, &save.offers(&message.offers))
-        });
-        let Granted {
-            transfer: save,
-            refused,
-        } = granted.unwrap_or_default();
-        let extents = save.map_or_else(Vec::new, |save| {
-            self.transfers.insert(transfer, save.id);
-            save.extents
-        });
-        let reply = ServerMessage::Granted {
-            transfer,
-            refused,
-            extents,
-        };
-        if !reply.append_to(out) {
-            // Too many extents for one frame.
-            self.end_transfer(driver, transfer, false);
-            let reply = ServerMessage::Granted {
-                transfer,
-                refused: true,
-                extents: Vec::new(),
-            };
-            reply.append_to(out);
+        match self.jobs.pop_front() {
+            Some(Job::Hashes(job)) => self.take_more_hashes(driver, budgets, job, out)?,
+            Some(Job::Save(job)) => self.go_on_saving(driver, job, out),
+            Some(Job::Hit(job)) => self.tell_hit(driver, budgets, job, out),
+            Some(Job::End { transfer, ok }) if !end_some(driver, transfer, ok) => {
+                self.jobs.push_front(Job::End { transfer, ok });
+            }
+            Some(Job::End { .. }) | None => {}
         }
         Ok(())
     }
 
-    pub(super) fn end_transfer(&mut self, driver: &Driver, transfer: u64, ok: bool) {
-        if let Some(id) = self.transfers.remove(&transfer) {
-            driver.enter(|engine| engine.end_transfer(id, ok));
+    fn take_more_hashes(
+        &mut self,
+        driver: &Driver,
+        budgets: &mut Budgets,
+        mut job: HashJob,
+        out: &mut Vec<u8>,
+    ) -> Result<(), Violation> {
+        let state = self.requests.get_mut(&job.request).ok_or(Violation)?;
+        let end = job
+            .left
+            .end
+            .min(job.left.start + HASH_STEP * job.hash_bytes);
+        let some = job.frame[job.left.start..end].chunks_exact(job.hash_bytes);
+        state.hashes.extend(some.filter_map(BlockHash::new));
+        job.left.start = end;
+        if !job.left.is_empty() {
+            self.jobs.push_front(Job::Hashes(job));
+            return Ok(());
+        }
+        match job.then {
+            Then::LookUp => {
+                self.look_up(driver, budgets, job.request, out);
+                Ok(())
+            }
+            Then::Save(asked) => self.save(driver, job.request, asked, out),
         }
     }
 
@@ -226,45 +455,44 @@ impl ServedSession {
         self.resets.push(reset);
     }
 
-    /// Appends the answers of pending lookups that have come.
-    pub(super) fn answer_lookups(&mut self, driver: &Driver, out: &mut Vec<u8>) {
+    /// Appends the answers of some pending lookups that have come.
+    pub(super) fn answer_lookups(
+        &mut self,
+        driver: &Driver,
+        budgets: &mut Budgets,
+        out: &mut Vec<u8>,
+    ) {
+        let some: Vec<u64> = self.pending.iter().copied().take(PENDING_STEP).collect();
         let (id, requests) = (self.id, &self.requests);
-        let all_pending = |engine: &Engine| {
-            let pending = |request: &u64| {
-                let state = requests.get(request);
-                state.is_some_and(|state| state.still_pending(engine, id))
-            };
-            self.pending.iter().all(pending)
+        let still_pending = |engine: &Engine, request: &u64| {
+            let state = requests.get(request);
+            state.is_some_and(|state| state.still_pending(engine, id))
         };
         // Reading is enough here. An entry would have the IO thread try again the promotions and writes
         // that wait for memory.
-        if driver.read(all_pending) == Some(true) {
-            return;
-        }
-        let mut answers = Vec::new();
-        let mut bytes = out.len();
-        driver.enter(|engine| {
-            self.pending.retain(|request| {
-                let Some(state) = requests.get(request) else {
-                    return false;
-                };
-                if bytes > ANSWERS_MAX {
-                    // Answered when the client has read the answers that are queued.
-                    return true;
-                }
-                let answer = state.lookup(engine, id);
-                if answer.is_pending() {
-                    return true;
-                }
-                if let LookupAnswer::Hit(hit) = &answer {
-                    bytes += 8 * hit.extents.iter().map(|of| of.offsets.len()).sum::<usize>();
-                }
-                answers.push((*request, state.version, answer));
-                false
-            });
+        let ended: Option<Vec<bool>> = driver.read(|engine| {
+            let requests = some.iter();
+            requests.map(|of| !still_pending(engine, of)).collect()
         });
-        for (request, version, answer) in answers {
-            append_answer(request, version, false, answer, out);
+        let ended = ended.unwrap_or_else(|| vec![true; some.len()]);
+        self.pending.drain(..some.len());
+        for (request, ended) in some.into_iter().zip(ended) {
+            // The others are answered when the client has read the answers that are queued.
+            if !ended || out.len() > ANSWERS_MAX || self.is_busy() {
+                self.pending.push_back(request);
+                continue;
+            }
+            let Some(state) = self.requests.get_mut(&request) else {
+                continue;
+            };
+            let looked = driver.enter(|engine| state.lookup(engine, id));
+            match looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING)) {
+                Looked::Answer(answer) if answer.is_pending() => self.pending.push_back(request),
+                looked => {
+                    state.pending = false;
+                    self.answer(driver, budgets, request, false, looked, out);
+                }
+            }
         }
     }
 
@@ -278,34 +506,6 @@ impl ServedSession {
             for reset in self.resets.drain(..) {
                 ServerMessage::Reset { reset, ok }.append_to(out);
             }
-        }
-    }
-}
-
-impl ServedRequest {
-    /// Whether the engine would answer again that the lookup is pending.
-    fn still_pending(&self, engine: &Engine, id: SessionId) -> bool {
-        engine
-            .still_pending(id, &self.name, self.computed, self.priority)
-            .is_some()
-    }
-
-    /// The engine's answer, with the extents of a hit.
-    fn lookup(&self, engine: &mut Engine, id: SessionId) -> LookupAnswer {
-        let question = LookupRequest::new(&self.name, &self.hashes)
-            .computed(self.computed)
-            .max(self.max)
-            .wait(self.wait)
-            .priority(self.priority);
-        match engine.lookup(id, &question) {
-            Lookup::Pending { shared } => LookupAnswer::Pending { shared },
-            Lookup::Miss { shared } => LookupAnswer::Miss { shared },
-            Lookup::Hit(hit) => LookupAnswer::Hit(LeasedHit {
-                tokens: hit.tokens,
-                shared: hit.shared,
-                from_disk: engine.from_disk(id, &self.name),
-                extents: engine.hit_extents(id, &self.name, self.computed),
-            }),
         }
     }
 }

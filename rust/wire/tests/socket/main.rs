@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
 mod arena;
+mod excess;
 mod lifetimes;
 mod misuse;
 mod raw;

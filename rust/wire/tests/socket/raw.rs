@@ -32,8 +32,15 @@ impl Raw {
 
     /// With a session: its token.
     pub(crate) fn registered(socket: &Path) -> (Self, SessionToken) {
+        Self::registered_as(socket, &register())
+    }
+
+    pub(crate) fn registered_as(
+        socket: &Path,
+        as_what: &ClientMessage<'_>,
+    ) -> (Self, SessionToken) {
         let mut raw = Self::connect(socket);
-        raw.say(&register());
+        raw.say(as_what);
         match raw.hear() {
             Some(ServerMessage::Registered { session, .. }) => (raw, session),
             other => panic!("{other:?}"),

@@ -40,7 +40,15 @@ pub(crate) struct Rig {
 impl Rig {
     /// Serves at `socket`; with a disk tier if a directory is given.
     pub(crate) fn start(socket: &Path, disk: Option<&Path>, arena_id: u64) -> Self {
-        let host_bytes = 1 << 20;
+        Self::with_memory(socket, disk, arena_id, 1 << 20)
+    }
+
+    pub(crate) fn with_memory(
+        socket: &Path,
+        disk: Option<&Path>,
+        arena_id: u64,
+        host_bytes: u64,
+    ) -> Self {
         let arena = Arc::new(Arena::create(host_bytes).unwrap());
         let (mut files, mut images, mut lock) = (Vec::new(), Vec::new(), None);
         if let Some(dir) = disk {

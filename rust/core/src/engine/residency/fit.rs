@@ -140,6 +140,36 @@ impl Residency {
         slots.map(|&(id, group)| self.slot_bytes(id, group)).sum()
     }
 
+    /// Blocks of all groups that end after the depths `after`, one for each group, up to `depth`.
+    pub(in crate::engine) fn blocks_of(&self, ns: NsId, depth: u32, after: &[u32]) -> u64 {
+        self.counts(ns, depth, after).map(|(_, count)| count).sum()
+    }
+
+    /// Slot bytes in the arena of those blocks.
+    pub(in crate::engine) fn bytes_of(&self, ns: NsId, depth: u32, after: &[u32]) -> u64 {
+        let classes = &self.geometry[usize::from(ns)].host_class;
+        let bytes = |(group, count): (usize, u64)| {
+            classes[group].map_or(0, |class| self.host.slot_bytes(class)) * count
+        };
+        self.counts(ns, depth, after).map(bytes).sum()
+    }
+
+    fn counts<'a>(
+        &'a self,
+        ns: NsId,
+        depth: u32,
+        after: &'a [u32],
+    ) -> impl Iterator<Item = (usize, u64)> + 'a {
+        let spec = self.spec(ns);
+        let groups = after.iter().enumerate();
+        let used = groups.filter(|&(group, _)| spec.groups[group].kind != GroupKind::Ignored);
+        used.map(move |(group, &after)| {
+            let hash_blocks = spec.hash_blocks(group);
+            let count = (depth / hash_blocks).saturating_sub(after / hash_blocks);
+            (group, u64::from(count))
+        })
+    }
+
     /// Bytes of a node's payload.
     pub(in crate::engine) fn payload_bytes(&self, id: NodeId, group: u8) -> u32 {
         self.spec_of(id).groups[usize::from(group)].payload_bytes

@@ -1,0 +1,37 @@
+"""Attaching the arena without holding up the step that needs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from undercroft._core import Arena
+
+
+class AttachAttempt:
+    """One attempt to get the arena, on a thread of its own: an engine that is frozen takes seconds to say so."""
+
+    def __init__(self, attach: Callable[[str, int], Arena], socket: str, session: int) -> None:
+        self._ended = threading.Event()
+        self._arena: Arena | None = None
+        self._error: Exception | None = None
+        thread = threading.Thread(
+            target=self._run, args=(attach, socket, session), name="undercroft-attach", daemon=True
+        )
+        thread.start()
+
+    def _run(self, attach: Callable[[str, int], Arena], socket: str, session: int) -> None:
+        try:
+            self._arena = attach(socket, session)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def arena(self, timeout_s: float) -> Arena | None:
+        """The arena; None if the engine has not answered within the timeout. Raises what the attempt raised."""
+        if not self._ended.wait(timeout_s):
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._arena

@@ -1,0 +1,226 @@
+//! Entries for a server, whose clients may ask for as much as they like: each does a bounded part of what
+//! [`Session`](crate::session::Session)'s verbs do at once.
+
+use crate::forest::{NONE, NodeId};
+use crate::namespace::GroupKind;
+use crate::session::{Extent, Tokens, TransferId};
+
+use super::coordinator::Engine;
+use super::load::id_of;
+use super::requests::RequestId;
+use super::sessions::{SessionId, TransferKind, TransferState};
+
+/// Where the payloads of a hit lie, told from the end of the hit to its beginning.
+#[derive(Clone, Debug)]
+pub struct HitExtents {
+    request: RequestId,
+    lease: NodeId,
+    /// The node whose turn is next.
+    at: NodeId,
+    /// By group: the depth after which its blocks are needed.
+    after: Vec<u32>,
+    /// Nodes that are left.
+    nodes: u32,
+    blocks: u64,
+}
+
+impl HitExtents {
+    /// Blocks of all groups together.
+    pub fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// Whether all extents have been told.
+    pub fn is_told(&self) -> bool {
+        self.nodes == 0
+    }
+}
+
+impl Engine {
+    /// Starts to tell where the payloads of a request's hit lie, for [`Engine::step_hit_extents`]. `None`
+    /// without a hit.
+    pub fn start_hit_extents(
+        &self,
+        session: SessionId,
+        request: &str,
+        computed: Tokens,
+    ) -> Option<HitExtents> {
+        let id = self.sessions.request_id(session, request)?;
+        let lease = self.sessions.requests[id].lease;
+        if lease == NONE {
+            return None;
+        }
+        let local = computed.0
+            / self
+                .residency
+                .hash_block_size(self.sessions.requests[id].ns);
+        let top = self.residency.node(lease);
+        let spec = self.residency.spec(top.ns);
+        let after: Vec<u32> = top
+            .groups()
+            .map(|group| spec.needed_after(usize::from(group), top.depth).max(local))
+            .collect();
+        Some(HitExtents {
+            request: id,
+            lease,
+            at: lease,
+            nodes: top.depth
+                - after
+                    .iter()
+                    .copied()
+                    .min()
+                    .map_or(0, |low| low.min(top.depth)),
+            blocks: self.residency.blocks_of(top.ns, top.depth, &after),
+            after,
+        })
+    }
+
+    /// The extents of the next `nodes` hash blocks, front to back; the blocks before them come with the
+    /// next call. `None` when there are none, or if the request has another hit now.
+    pub fn step_hit_extents(&self, hit: &mut HitExtents, nodes: u32) -> Option<Vec<Extent>> {
+        let is_leased = self.sessions.requests.get(hit.request)?.lease == hit.lease;
+        if !is_leased {
+            return None;
+        }
+        let spec = self.residency.spec_of(hit.lease);
+        let looks_at = hit.nodes.min(nodes);
+        if looks_at == 0 {
+            return None;
+        }
+        hit.nodes -= looks_at;
+        let mut payloads = Vec::new();
+        for _ in 0..looks_at {
+            let node = self.residency.node(hit.at);
+            for (group, &after) in (0u8..).zip(&hit.after) {
+                if node.depth > after && spec.ends_block(usize::from(group), node.depth) {
+                    payloads.push((hit.at, group));
+                }
+            }
+            hit.at = node.parent();
+        }
+        payloads.reverse();
+        Some(self.residency.extents(&payloads))
+    }
+
+    /// As [`Engine::begin_load`], for a client that knows the extents of its hit: nothing is listed.
+    pub fn begin_known_load(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        computed: Tokens,
+        external: Tokens,
+    ) -> Option<TransferId> {
+        let begun = self.lease_load(session, request, computed, external);
+        if begun.is_none() {
+            self.counters.load_failures += 1;
+        }
+        begun
+    }
+
+    fn lease_load(
+        &mut self,
+        session: SessionId,
+        request: &str,
+        computed: Tokens,
+        external: Tokens,
+    ) -> Option<TransferId> {
+        let id = self.sessions.request_id(session, request)?;
+        let state = &self.sessions.requests[id];
+        let (ns, hit) = (state.ns, state.lease);
+        let local = state.hit_after?;
+        let spec = self.residency.spec(ns);
+        let end = computed.0.checked_add(external.0)?;
+        let (boundary, from) = (
+            end / spec.hash_block_size,
+            computed.0 / spec.hash_block_size,
+        );
+        // A hit's payloads are in the arena. A shorter one may need others of a window or a state.
+        let only_full = |kind| matches!(kind, GroupKind::Full | GroupKind::Ignored);
+        let depth = self.residency.node(hit).depth;
+        let covers = boundary == depth
+            || boundary < depth && spec.groups.iter().all(|group| only_full(group.kind));
+        let is_sound = end.is_multiple_of(spec.hash_block_size) && spec.may_end(boundary);
+        if !covers || !is_sound || from < local || boundary <= from {
+            return None;
+        }
+        let after: Vec<u32> = (0..spec.groups.len())
+            .map(|group| match spec.groups[group].kind {
+                GroupKind::Ignored => boundary,
+                _ => spec.needed_after(group, boundary).max(from),
+            })
+            .collect();
+        let bytes = self.residency.bytes_of(ns, boundary, &after);
+        let target = self.residency.forest().ancestor(hit, boundary);
+        // The load's lease first: the request's ends now.
+        self.residency.pin_hit(target);
+        self.release_hit(id);
+        let key = self.sessions.begin_transfer(TransferState {
+            session,
+            bytes,
+            kind: TransferKind::Load {
+                lease: target,
+                request: request.into(),
+            },
+        });
+        Some(id_of(key))
+    }
+
+    /// Ends a request's lookup unless it was answered with a hit: a worker may copy from the lease, for a
+    /// load that was begun and that we have not heard of.
+    pub fn end_unanswered(&mut self, session: SessionId, request: &str) {
+        let Some(state) = self.sessions.request(session, request) else {
+            return;
+        };
+        if state.promotions.active.is_some() || state.lease == NONE {
+            self.end_lookup(session, request);
+        }
+    }
+
+    /// Bytes of slots that saves under way have: those of a session, and those of all.
+    pub fn save_bytes(&self, session: SessionId) -> (u64, u64) {
+        let own = self.sessions.transfers_of(session).save_bytes;
+        (own, self.sessions.all_transfers().save_bytes)
+    }
+
+    /// Bytes of the arena.
+    pub fn host_capacity(&self) -> u64 {
+        self.residency.host().capacity()
+    }
+
+    /// What a session holds. Costs a pass over its lookups.
+    pub fn session_usage(&self, session: SessionId) -> SessionUsage {
+        let Some(state) = self.sessions.get(session) else {
+            return SessionUsage::default();
+        };
+        let transfers = self.sessions.transfers_of(session);
+        let is_pending = |id: &&RequestId| {
+            let state = &self.sessions.requests[**id];
+            state.promotions.active.is_some()
+        };
+        SessionUsage {
+            lookups: state.requests.len() as u64,
+            pending: state.requests.values().filter(is_pending).count() as u64,
+            loads: transfers.loads,
+            saves: transfers.saves,
+            load_bytes: transfers.load_bytes,
+            save_bytes: transfers.save_bytes,
+        }
+    }
+}
+
+/// What a session holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionUsage {
+    /// Requests with a lookup.
+    pub lookups: u64,
+    /// Those of them whose payloads are being read from disk.
+    pub pending: u64,
+    /// Loads under way.
+    pub loads: u64,
+    /// Saves under way.
+    pub saves: u64,
+    /// Bytes of slots that the loads copy from.
+    pub load_bytes: u64,
+    /// Bytes of slots that the saves copy to.
+    pub save_bytes: u64,
+}

@@ -1,0 +1,76 @@
+//! A share of something for everybody who wants some: memory of a server, or of its arena.
+
+/// Something of which there is a limited amount. Whoever asks may have as much as is left for the others:
+/// one who asks alone gets half of it at most, the next one half of the rest. Everybody gets the floor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Budget {
+    limit: u64,
+    floor: u64,
+    used: u64,
+}
+
+impl Budget {
+    pub(crate) fn new(limit: u64, floor: u64) -> Self {
+        Self {
+            limit,
+            floor,
+            used: 0,
+        }
+    }
+
+    /// How much more one who has `own` of it may take.
+    pub(crate) fn room(&self, own: u64) -> u64 {
+        share(self.limit, self.used, own).max(self.floor.saturating_sub(own))
+    }
+
+    pub(crate) fn allows(&self, own: u64, more: u64) -> bool {
+        more <= self.room(own)
+    }
+
+    pub(crate) fn take(&mut self, bytes: u64) {
+        self.used += bytes;
+    }
+
+    pub(crate) fn give_back(&mut self, bytes: u64) {
+        let left = self.used.checked_sub(bytes);
+        self.used = left.expect("no more is given back than was taken");
+    }
+}
+
+/// How much more of `limit`, of which `used` is taken, one who has `own` may take: then it has as much as
+/// is left.
+pub(crate) fn share(limit: u64, used: u64, own: u64) -> u64 {
+    // own + more <= limit - used - more
+    limit.saturating_sub(used).saturating_sub(own) / 2
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_alone_gets_half_and_everybody_the_floor() {
+        const LIMIT: u64 = 1 << 20;
+        const FLOOR: u64 = 1 << 10;
+        let mut budget = Budget::new(LIMIT, FLOOR);
+        let mut all = Vec::new();
+        for _ in 0..32 {
+            let mut own = 0;
+            while budget.room(own) > 0 {
+                let more = budget.room(own).min(1000);
+                assert!(budget.allows(own, more) && !budget.allows(own, more + LIMIT));
+                budget.take(more);
+                own += more;
+            }
+            all.push(own);
+        }
+        assert!(all[0] > LIMIT / 2 - 2 && all[0] <= LIMIT / 2);
+        assert!(all[1] > LIMIT / 4 - 2 && all[1] <= LIMIT / 4);
+        assert!(all.iter().all(|&own| own >= FLOOR), "{all:?}");
+        assert!(budget.used < LIMIT + 32 * FLOOR);
+        for own in all {
+            budget.give_back(own);
+        }
+        assert_eq!(budget, Budget::new(LIMIT, FLOOR));
+    }
+}

@@ -1,0 +1,128 @@
+//! Who may connect, and what a connection is told at once: the arena, and the server's status.
+
+use std::io::{ErrorKind, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde_json::{Value, json};
+
+use super::peer::{Peer, Role};
+use super::service::{PAUSE, Service};
+use super::{Served, ServerControl};
+use crate::frame::arena_answer;
+use crate::peer::peer_credentials;
+use crate::sessions::ServedSessions;
+
+/// Connections of one process, with those of its workers that are leaving. A vLLM has one of its scheduler, and one of each worker.
+const CONNECTIONS_OF_PROCESS: usize = 32;
+
+/// Connections accepted in a turn.
+const ACCEPTS: usize = 8;
+
+impl Service {
+    pub(super) fn accept(&mut self) {
+        for _ in 0..ACCEPTS {
+            match self.listener.accept() {
+                Ok((stream, _)) => self.admit(stream),
+                Err(error) => {
+                    if error.kind() != ErrorKind::WouldBlock {
+                        self.paused_until = Some(Instant::now() + PAUSE);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn admit(&mut self, stream: UnixStream) {
+        let own = rustix::process::geteuid().as_raw();
+        let pid = match peer_credentials(&stream) {
+            Ok((uid, pid)) if uid == own => pid,
+            _ => return self.refuse(),
+        };
+        // Processes of other PID namespaces cannot be told apart.
+        let of_process = if pid == 0 {
+            self.connections_max / 2
+        } else {
+            CONNECTIONS_OF_PROCESS
+        };
+        let peers = self.connections.values();
+        let is_same = |peer: &&Peer| peer.pid == pid && peer.role == Role::New;
+        let is_open = |peer: &&Peer| peer.pid == pid;
+        let own_process = pid as u32 == std::process::id();
+        let (all, new) = (
+            peers.clone().filter(is_open).count() + self.leaving.of_process(pid),
+            peers.filter(is_same).count(),
+        );
+        let too_many = !own_process && (all >= of_process || new >= of_process);
+        if too_many
+            || self.descriptors() >= self.connections_max
+            || stream.set_nonblocking(true).is_err()
+        {
+            return self.refuse();
+        }
+        let id = self.connections.insert(Peer::new(stream, pid));
+        // It has usually said something.
+        self.queue.push(id, &mut self.connections[id]);
+    }
+
+    /// Descriptors that connections take, and the processes of workers.
+    pub(super) fn descriptors(&self) -> usize {
+        let attached = self.control.attached.load(Ordering::Relaxed) as usize;
+        self.connections.len() + attached + self.leaving.len()
+    }
+
+    pub(super) fn refuse(&self) {
+        self.control.refused.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// What `undercroft status` shows.
+pub(super) fn describe(
+    path: &std::path::Path,
+    started: Instant,
+    served: &Served,
+    sessions: &ServedSessions,
+    control: &ServerControl,
+    connections: usize,
+) -> Value {
+    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let descriptors = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
+        "uptime_s": started.elapsed().as_secs_f64(),
+        "socket": path,
+        "stats": served.stats.take(),
+        "info": (served.info)(),
+        "sessions": sessions.describe(),
+        "server": {
+            "connections": connections,
+            "workers": read(&control.attached),
+            "refused": read(&control.refused),
+            "malformed": read(&control.malformed),
+            "lookups": sessions.lookups(),
+            "descriptors": descriptors,
+        },
+    })
+}
+
+/// Sends the arena's descriptor. Whether the whole answer was sent: a new connection has room for it.
+pub(super) fn hand_over(stream: &UnixStream, served: &Served, version: u16) -> bool {
+    let mut answer = arena_answer(served.arena.size(), served.arena_id);
+    answer[4..6].copy_from_slice(&version.to_le_bytes());
+    let fds = [served.arena.fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    ancillary.push(SendAncillaryMessage::ScmRights(&fds))
+        && sendmsg(
+            stream.as_fd(),
+            &[IoSlice::new(&answer)],
+            &mut ancillary,
+            SendFlags::NOSIGNAL,
+        ) == Ok(answer.len())
+}

@@ -1,0 +1,270 @@
+//! One connection of a server: what has come from the peer, and what it has not read yet.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use undercroft_core::session::SessionToken;
+
+use super::service::End;
+use crate::budget::Budget;
+use crate::dialect::Dialect;
+use crate::frame::{self, HEADER_BYTES, Header, VERSION};
+
+/// Bytes read at a time.
+pub(super) const READ_BYTES: usize = 256 << 10;
+
+/// Bytes sent before the others' turn.
+const SEND_MAX: usize = 512 << 10;
+
+/// Bytes of a body that a peer without a session may send.
+const FIRST_BODY_MAX: u32 = 256 << 10;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// No session, and no arena.
+    New,
+    /// Has the arena, for the session with this token.
+    Worker(SessionToken),
+    /// Has a session.
+    Client(SessionToken),
+}
+
+/// What reading has come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Filled {
+    /// There may be more to read.
+    More,
+    /// All that had come was read.
+    All,
+    /// The frame is too long for the memory that is left.
+    NoRoom,
+}
+
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) stream: UnixStream,
+    pub(super) role: Role,
+    /// The peer's process, as the kernel reports it; 0 for one of another PID namespace.
+    pub(super) pid: i32,
+    /// The process of a worker, see [`process_of`](super::leaving::process_of).
+    pub(super) process: Option<OwnedFd>,
+    inbox: Vec<u8>,
+    /// Bytes of the inbox that were carried out.
+    done: usize,
+    pub(super) outbox: Vec<u8>,
+    /// Bytes of the outbox that were sent.
+    sent: usize,
+    /// Bytes of the outbox that are in the peer's version.
+    translated: usize,
+    /// The version that the peer speaks, if it is an older one.
+    pub(super) dialect: Option<&'static Dialect>,
+    /// Of the budget of inboxes.
+    charged: u64,
+    /// When it connected, or was answered last.
+    pub(super) since: Instant,
+    /// Since when the rest of a frame is owed.
+    half_since: Option<Instant>,
+    /// Time that was spent on it, as the fair queue counts it.
+    pub(super) spent: Duration,
+    /// It waits for its turn.
+    pub(super) is_queued: bool,
+    /// Its frame waits for memory.
+    pub(super) lacks_room: bool,
+}
+
+impl Peer {
+    pub(super) fn new(stream: UnixStream, pid: i32) -> Self {
+        Self {
+            stream,
+            role: Role::New,
+            pid,
+            process: None,
+            inbox: Vec::new(),
+            done: 0,
+            outbox: Vec::new(),
+            sent: 0,
+            translated: 0,
+            dialect: None,
+            charged: 0,
+            since: Instant::now(),
+            half_since: None,
+            spent: Duration::ZERO,
+            is_queued: false,
+            lacks_room: false,
+        }
+    }
+
+    /// Bytes of answers that the peer has not read.
+    pub(super) fn unread(&self) -> usize {
+        self.outbox.len() - self.sent
+    }
+
+    /// Sends some of what is to be sent. `Err` if the peer is gone.
+    pub(super) fn send(&mut self) -> Result<(), End> {
+        self.translate();
+        let end = self.outbox.len().min(self.sent + SEND_MAX);
+        while self.sent < end {
+            match self.stream.write(&self.outbox[self.sent..end]) {
+                Ok(bytes) => self.sent += bytes,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => return Err(End::Closed),
+            }
+        }
+        if self.sent == self.outbox.len() {
+            (self.sent, self.translated) = (0, 0);
+            self.outbox.clear();
+            self.outbox.shrink_to(READ_BYTES);
+        } else if self.sent > self.outbox.len() / 2 {
+            // As many bytes are moved as were sent, at most.
+            self.outbox.drain(..self.sent);
+            self.translated = self.translated.saturating_sub(self.sent);
+            self.sent = 0;
+        }
+        Ok(())
+    }
+
+    /// Puts what was said since the last time into the peer's version.
+    fn translate(&mut self) {
+        if let Some(dialect) = self.dialect {
+            let new = self.outbox.split_off(self.translated);
+            self.outbox.extend(dialect.reply_frames(&new));
+            self.translated = self.outbox.len();
+        }
+    }
+
+    pub(super) fn version(&self) -> u16 {
+        self.dialect.map_or(VERSION, |dialect| dialect.version)
+    }
+
+    /// Learns from the first header which version the peer speaks.
+    fn learn_version(&mut self, dialects: &'static [Dialect]) {
+        if let (Role::New, Some(head)) = (self.role, self.inbox.first_chunk::<HEADER_BYTES>()) {
+            let version = u16::from_le_bytes([head[4], head[5]]);
+            self.dialect = dialects.iter().find(|of| of.version == version);
+        }
+    }
+
+    /// Reads some of what has come.
+    pub(super) fn fill(&mut self, budget: &mut Budget, scratch: &mut [u8]) -> Result<Filled, End> {
+        self.inbox.drain(..self.done);
+        self.done = 0;
+        self.lacks_room = !self.make_room(budget)?;
+        if self.lacks_room {
+            self.half_since = None;
+            return Ok(Filled::NoRoom);
+        }
+        loop {
+            return match self.stream.read(scratch) {
+                Ok(0) if self.inbox.is_empty() => Err(End::Closed),
+                Ok(0) => Err(End::Malformed),
+                Ok(bytes) => {
+                    self.inbox.extend_from_slice(&scratch[..bytes]);
+                    let is_worker = matches!(self.role, Role::Worker(_));
+                    if is_worker && self.inbox.len() > HEADER_BYTES {
+                        // After its first frame a worker says no more than that it lets go.
+                        return Err(End::Malformed);
+                    }
+                    self.charge(budget, self.inbox.capacity());
+                    Ok(if bytes < scratch.len() {
+                        Filled::All
+                    } else {
+                        Filled::More
+                    })
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(Filled::All),
+                Err(_) => Err(End::Closed),
+            };
+        }
+    }
+
+    /// Makes room for the frame whose header has come, and for one more read. Whether there is room.
+    fn make_room(&mut self, budget: &mut Budget) -> Result<bool, End> {
+        let mut needed = self.inbox.len() + READ_BYTES;
+        if let Some(head) = self.inbox.first_chunk::<HEADER_BYTES>() {
+            let header = Header::decode_as(self.version(), head).map_err(End::from)?;
+            let body_bytes = header.body_bytes;
+            if self.role == Role::New && body_bytes > FIRST_BODY_MAX {
+                return Err(End::Malformed);
+            }
+            needed = needed.max(HEADER_BYTES + body_bytes as usize + READ_BYTES);
+        }
+        if needed > self.inbox.capacity() {
+            let more = (needed as u64).saturating_sub(self.charged);
+            if !budget.allows(self.charged, more) {
+                return Ok(false);
+            }
+            if needed > 2 * READ_BYTES {
+                self.inbox.reserve_exact(needed - self.inbox.len());
+            }
+            self.charge(budget, self.inbox.capacity());
+        }
+        Ok(true)
+    }
+
+    fn charge(&mut self, budget: &mut Budget, bytes: usize) {
+        budget.give_back(self.charged);
+        self.charged = bytes as u64;
+        budget.take(self.charged);
+    }
+
+    /// Gives the memory back that the last frames took.
+    pub(super) fn shrink(&mut self, budget: &mut Budget) {
+        if self.done == self.inbox.len() {
+            self.inbox.clear();
+            self.done = 0;
+            self.inbox.shrink_to(READ_BYTES);
+            self.charge(budget, self.inbox.capacity());
+        }
+    }
+
+    /// The length of the first frame that has come as a whole.
+    pub(super) fn frame(&mut self, dialects: &'static [Dialect]) -> Result<Option<usize>, End> {
+        if self.done == 0 {
+            self.learn_version(dialects);
+        }
+        let first = frame::first_as(self.version(), &self.inbox[self.done..]);
+        let first = first.map_err(End::from)?;
+        let len = first.map(|(_, _, len)| len);
+        if len.is_some() || self.done == self.inbox.len() {
+            self.half_since = None;
+        } else {
+            self.half_since.get_or_insert_with(Instant::now);
+        }
+        Ok(len)
+    }
+
+    /// The bytes of the first frame, of length `len`, and where its answer goes.
+    pub(super) fn first(&mut self, len: usize) -> (&[u8], &mut Vec<u8>) {
+        let from = self.done;
+        self.done += len;
+        (&self.inbox[from..from + len], &mut self.outbox)
+    }
+
+    /// Takes the first frame, of length `len`, out of the inbox.
+    pub(super) fn take_frame(&mut self, len: usize) -> Vec<u8> {
+        self.inbox.drain(..self.done);
+        self.done = 0;
+        let rest = self.inbox.split_off(len);
+        std::mem::replace(&mut self.inbox, rest)
+    }
+
+    /// The peer is not listened to: that the rest of its frame does not come is not its fault.
+    pub(super) fn pardon(&mut self) {
+        self.half_since = None;
+    }
+
+    /// Whether the peer has owed the rest of a frame for longer than `timeout`.
+    pub(super) fn is_stuck(&self, now: Instant, timeout: Duration) -> bool {
+        self.half_since
+            .is_some_and(|since| now.saturating_duration_since(since) > timeout)
+    }
+
+    /// Gives back what the inbox takes of the budget.
+    pub(super) fn release(&mut self, budget: &mut Budget) {
+        budget.give_back(std::mem::take(&mut self.charged));
+    }
+}

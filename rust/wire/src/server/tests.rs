@@ -1,0 +1,124 @@
+//! A server that speaks an older version of the protocol, too.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use undercroft_core::arena::Arena;
+use undercroft_core::driver::Driver;
+use undercroft_core::engine::{Engine, EngineConfig};
+use undercroft_core::io::{IoEngineChoice, open_io_engine};
+use undercroft_core::session::SessionToken;
+
+use super::{Served, Server, SocketLocation};
+use crate::dialect::Dialect;
+use crate::frame::{self, FrameKind, HEADER_BYTES, Header, VERSION};
+use crate::protocol::{ClientMessage, ServerMessage};
+use crate::stats::StatsSource;
+
+/// In the words of the version before, every message began with one byte more.
+static BEFORE: &[Dialect] = &[Dialect {
+    version: VERSION - 1,
+    request: |body| match body.split_first() {
+        Some((b'>', body)) => Some(body.to_vec()),
+        _ => None,
+    },
+    reply: |body| Some([b"<", body].concat()),
+}];
+
+fn serve(path: &std::path::Path, dialects: &'static [Dialect]) -> Server {
+    let arena = Arc::new(Arena::create(1 << 20).unwrap());
+    let pool = IoEngineChoice::ThreadPool;
+    let (io, _) = open_io_engine(pool, 4, Arc::clone(&arena), Vec::new()).unwrap();
+    let driver = Driver::start(Engine::new(EngineConfig::new(1 << 20)), io).unwrap();
+    let served = Served {
+        driver: Arc::new(driver),
+        arena,
+        arena_id: 7,
+        own_token: SessionToken(7),
+        info: Box::new(|| serde_json::json!({})),
+        stats: StatsSource::new(|| serde_json::json!({"of": "all"})),
+    };
+    Server::start_speaking(SocketLocation::At(path), served, dialects).unwrap()
+}
+
+/// A message as the version before has it.
+fn older(message: &ClientMessage<'_>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    assert!(message.append_to(&mut bytes));
+    let body = [b">", &bytes[HEADER_BYTES..]].concat();
+    let header = Header {
+        kind: FrameKind::Request,
+        body_bytes: u32::try_from(body.len()).unwrap(),
+    };
+    [&header.encode_as(VERSION - 1)[..], &body].concat()
+}
+
+/// The next answer: the version of its header, and its body.
+fn hear(stream: &mut UnixStream) -> (u16, Vec<u8>) {
+    let mut head = [0; HEADER_BYTES];
+    stream.read_exact(&mut head).unwrap();
+    let version = u16::from_le_bytes([head[4], head[5]]);
+    let len = Header::decode_as(version, &head).unwrap().body_bytes;
+    let mut body = vec![0; len as usize];
+    stream.read_exact(&mut body).unwrap();
+    (version, body)
+}
+
+fn connect(path: &std::path::Path) -> UnixStream {
+    let stream = UnixStream::connect(path).unwrap();
+    let timeout = Some(Duration::from_secs(60));
+    stream.set_read_timeout(timeout).unwrap();
+    stream
+}
+
+#[test]
+fn a_client_of_the_version_before_is_served_in_its_own_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("run/s.sock");
+    let server = serve(&path, BEFORE);
+    let mut stream = connect(&path);
+    stream.write_all(&older(&ClientMessage::Status)).unwrap();
+    let (version, body) = hear(&mut stream);
+    assert_eq!((version, body[0]), (VERSION - 1, b'<'));
+    let reply = ServerMessage::decode(&body[1..]).unwrap();
+    assert!(matches!(reply, ServerMessage::Status { json } if json.contains("all")));
+    // One of this version beside it.
+    let mut of_today = connect(&path);
+    let mut bytes = Vec::new();
+    assert!(ClientMessage::Status.append_to(&mut bytes));
+    of_today.write_all(&bytes).unwrap();
+    let (version, body) = hear(&mut of_today);
+    assert_eq!(version, VERSION);
+    assert!(matches!(
+        ServerMessage::decode(&body),
+        Ok(ServerMessage::Status { .. })
+    ));
+    assert_eq!(server.counters().malformed, 0);
+}
+
+#[test]
+fn a_client_of_a_version_that_is_not_spoken_is_told_which_one_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("run/s.sock");
+    let _server = serve(&path, &[]);
+    let mut stream = connect(&path);
+    stream.write_all(&older(&ClientMessage::Ping)).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    let (_, body, len) = frame::first(&answer).unwrap().unwrap();
+    assert_eq!(len, answer.len(), "one answer, then the end");
+    let reply = ServerMessage::decode(body).unwrap();
+    assert!(matches!(reply, ServerMessage::Refused { .. }));
+    // As the client of another version reads it.
+    let error = frame::first_as(VERSION + 1, &answer).unwrap_err();
+    assert_eq!(error, frame::FrameError::Version(VERSION));
+}
+
+#[test]
+fn a_version_mismatch_says_which_side_is_older() {
+    let text = |version| frame::FrameError::Version(version).to_string();
+    assert!(text(VERSION - 1).contains("the other process runs the older undercroft"));
+    assert!(text(VERSION + 1).contains("this process runs the older undercroft"));
+}

@@ -1,0 +1,96 @@
+//! Work of one message that is carried out in steps, so that others are served in between.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use undercroft_core::engine::HitExtents;
+use undercroft_core::session::{Extent, Offer, Tokens, TransferId, append_extents};
+
+/// Hashes that one step takes over.
+pub(super) const HASH_STEP: usize = 4096;
+
+/// Blocks of a save that one step looks at, or that one step ends.
+pub(super) const SAVE_STEP: u32 = 128;
+
+/// Nodes of a hit whose payloads one step tells.
+pub(super) const HIT_STEP: u32 = 512;
+
+/// Work that is left of a message.
+#[derive(Debug)]
+pub(super) enum Job {
+    /// Hashes of a request that are in a frame and have not been taken over.
+    Hashes(HashJob),
+    /// A save whose slots are being reserved.
+    Save(SaveJob),
+    /// A hit whose extents are being told.
+    Hit(HitJob),
+    /// A load or a save that is being ended.
+    End { transfer: TransferId, ok: bool },
+}
+
+#[derive(Debug)]
+pub(super) struct HashJob {
+    pub(super) request: u64,
+    pub(super) frame: Arc<Vec<u8>>,
+    /// The hashes in the frame.
+    pub(super) left: Range<usize>,
+    /// Length of each.
+    pub(super) hash_bytes: usize,
+    /// What is asked about them.
+    pub(super) then: Then,
+}
+
+/// What a message asks about its request's hashes.
+#[derive(Debug)]
+pub(super) enum Then {
+    LookUp,
+    Save(SaveAsked),
+}
+
+/// A save that is asked for.
+#[derive(Debug)]
+pub(super) struct SaveAsked {
+    /// The client's number.
+    pub(super) transfer: u64,
+    pub(super) tokens: Tokens,
+    pub(super) offers: Vec<Offer>,
+}
+
+#[derive(Debug)]
+pub(super) struct SaveJob {
+    pub(super) request: u64,
+    /// The client's number, and the engine's.
+    pub(super) transfer: (u64, TransferId),
+    pub(super) tokens: Tokens,
+    pub(super) extents: Vec<Extent>,
+}
+
+#[derive(Debug)]
+pub(super) struct HitJob {
+    pub(super) request: u64,
+    pub(super) version: u32,
+    pub(super) direct: bool,
+    pub(super) hit: FoundHit,
+}
+
+/// A hit, and the part of its extents that is known.
+#[derive(Debug)]
+pub(super) struct FoundHit {
+    pub(super) tokens: Tokens,
+    pub(super) shared: Tokens,
+    pub(super) from_disk: Option<(Tokens, Tokens)>,
+    pub(super) left: HitExtents,
+    /// From the end to the beginning.
+    pub(super) parts: Vec<Vec<Extent>>,
+}
+
+impl FoundHit {
+    /// The extents, front to back.
+    pub(super) fn extents(&mut self) -> Vec<Extent> {
+        let mut all = Vec::new();
+        for part in self.parts.drain(..).rev() {
+            append_extents(&mut all, part);
+        }
+        all
+    }
+}

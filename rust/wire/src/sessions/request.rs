@@ -1,0 +1,90 @@
+//! One request of a session: its hashes, and its lookups.
+
+use undercroft_core::engine::{Engine, SessionId};
+use undercroft_core::key::BlockHash;
+use undercroft_core::session::{Lookup, LookupRequest, Priority, PromotionWait, Tokens};
+
+use super::job::{FoundHit, HIT_STEP};
+use crate::protocol::LookupAnswer;
+
+/// What a request takes of a server's memory beside its hashes, in bytes.
+pub(super) const REQUEST_BYTES: u64 = 512;
+
+const HASH_BYTES: u64 = size_of::<BlockHash>() as u64;
+
+/// One request of a session.
+#[derive(Debug)]
+pub(super) struct ServedRequest {
+    /// The engine's name for the request.
+    pub(super) name: String,
+    pub(super) hashes: Vec<BlockHash>,
+    /// Its hashes were too many for the server: it gets neither hits nor slots.
+    pub(super) over: bool,
+    /// Its lookup is pending.
+    pub(super) pending: bool,
+    /// Of the last lookup.
+    pub(super) version: u32,
+    pub(super) computed: Tokens,
+    pub(super) max: Tokens,
+    /// Instead of the engine's `promotion_wait`.
+    pub(super) wait: Option<PromotionWait>,
+    pub(super) priority: Priority,
+}
+
+/// What a lookup has come to.
+pub(super) enum Looked {
+    Answer(LookupAnswer),
+    Hit(FoundHit),
+}
+
+impl ServedRequest {
+    /// Whether the engine would answer again that the lookup is pending.
+    pub(super) fn still_pending(&self, engine: &Engine, id: SessionId) -> bool {
+        engine
+            .still_pending(id, &self.name, self.computed, self.priority)
+            .is_some()
+    }
+
+    /// The engine's answer, with the extents at the end of a hit.
+    pub(super) fn lookup(&self, engine: &mut Engine, id: SessionId) -> Looked {
+        if self.over {
+            return Looked::Answer(LookupAnswer::NOTHING);
+        }
+        let question = LookupRequest::new(&self.name, &self.hashes)
+            .computed(self.computed)
+            .max(self.max)
+            .wait(self.wait)
+            .priority(self.priority);
+        let hit = match engine.lookup(id, &question) {
+            Lookup::Pending { shared } => {
+                return Looked::Answer(LookupAnswer::Pending { shared });
+            }
+            Lookup::Miss { shared } => return Looked::Answer(LookupAnswer::Miss { shared }),
+            Lookup::Hit(hit) => hit,
+        };
+        let left = engine.start_hit_extents(id, &self.name, self.computed);
+        let Some(mut left) = left else {
+            let shared = hit.shared;
+            return Looked::Answer(LookupAnswer::Miss { shared });
+        };
+        let part = engine.step_hit_extents(&mut left, HIT_STEP);
+        Looked::Hit(FoundHit {
+            tokens: hit.tokens,
+            shared: hit.shared,
+            from_disk: engine.from_disk(id, &self.name),
+            left,
+            parts: part.into_iter().collect(),
+        })
+    }
+}
+
+/// Bytes that a vector of hashes takes more when `count` are added; `None` if they fit.
+pub(super) fn growth(hashes: &Vec<BlockHash>, count: usize) -> Option<u64> {
+    let (capacity, needed) = (hashes.capacity(), hashes.len() + count);
+    let grown = needed.max(2 * capacity) - capacity;
+    (needed > capacity).then_some(grown as u64 * HASH_BYTES)
+}
+
+pub(super) fn bytes_of(state: &ServedRequest) -> u64 {
+    REQUEST_BYTES + state.hashes.capacity() as u64 * HASH_BYTES
+}

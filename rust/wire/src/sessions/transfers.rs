@@ -1,0 +1,179 @@
+//! A session's loads and saves.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use undercroft_core::driver::{Driver, EngineAccess};
+use undercroft_core::engine::{SaveLimit, SaveProgress};
+use undercroft_core::session::{Extent, SaveRequest, Tokens, TransferId, append_extents};
+
+use super::Violation;
+use super::job::{Job, SAVE_STEP, SaveAsked, SaveJob, Then};
+use super::session::{Budgets, ServedSession};
+use crate::budget::share;
+use crate::protocol::{SaveMessage, ServerMessage};
+
+/// Loads and saves that a session may have at a time.
+const TRANSFERS_MAX: usize = 1 << 16;
+
+impl ServedSession {
+    pub(super) fn begin_load(
+        &mut self,
+        driver: &Driver,
+        request: u64,
+        transfer: u64,
+        (computed, external): (Tokens, Tokens),
+    ) -> Result<(), Violation> {
+        self.check_transfer(transfer)?;
+        let state = self.requests.get(&request).ok_or(Violation)?;
+        let load = driver
+            .enter(|engine| engine.begin_known_load(self.id, &state.name, computed, external));
+        match load {
+            Some(Some(load)) => {
+                self.transfers.insert(transfer, load);
+                Ok(())
+            }
+            // The client has begun a load that no lease keeps the payloads of: it and its workers must not
+            // believe in it. A client that keeps to the protocol is never refused.
+            Some(None) => Err(Violation),
+            // The engine is broken: nobody writes into the arena any more.
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a load or a save may have this number.
+    fn check_transfer(&self, transfer: u64) -> Result<(), Violation> {
+        // With its number given away, the transfer that has it could not be ended any more.
+        let is_free = !self.transfers.contains_key(&transfer);
+        if is_free && self.transfers.len() < TRANSFERS_MAX {
+            Ok(())
+        } else {
+            Err(Violation)
+        }
+    }
+
+    pub(super) fn begin_save(
+        &mut self,
+        driver: &Driver,
+        message: SaveMessage<'_>,
+        budgets: &mut Budgets,
+        out: &mut Vec<u8>,
+    ) -> Result<(), Violation> {
+        self.check_transfer(message.transfer)?;
+        self.take_hashes(message.request, &message.hashes, budgets)?;
+        let (request, asked) = asked_save(message);
+        self.save(driver, request, asked, out)
+    }
+
+    /// As [`ServedSession::begin_save`], with many hashes, which lie in `frame` at `left`.
+    pub(super) fn begin_save_later(
+        &mut self,
+        message: SaveMessage<'_>,
+        (frame, left): (Arc<Vec<u8>>, Range<usize>),
+        budgets: &mut Budgets,
+    ) -> Result<(), Violation> {
+        self.check_transfer(message.transfer)?;
+        let hashes = message.hashes;
+        let (request, asked) = asked_save(message);
+        self.take_hashes_later((request, hashes), frame, left, budgets, Then::Save(asked))
+    }
+
+    /// Starts the save of a request whose hashes are here.
+    pub(super) fn save(
+        &mut self,
+        driver: &Driver,
+        request: u64,
+        asked: SaveAsked,
+        out: &mut Vec<u8>,
+    ) -> Result<(), Violation> {
+        self.check_transfer(asked.transfer)?;
+        let state = self.requests.get(&request).filter(|state| !state.over);
+        let id = state.and_then(|state| {
+            let save = SaveRequest::new(&state.name, &state.hashes, asked.tokens);
+            let save = save.offers(&asked.offers);
+            driver.enter(|engine| engine.start_save(self.id, &save))
+        });
+        let Some(id) = id.flatten() else {
+            append_grant(asked.transfer, false, Vec::new(), out);
+            return Ok(());
+        };
+        self.transfers.insert(asked.transfer, id);
+        let job = SaveJob {
+            request,
+            transfer: (asked.transfer, id),
+            tokens: asked.tokens,
+            extents: Vec::new(),
+        };
+        self.go_on_saving(driver, job, out);
+        Ok(())
+    }
+
+    /// Reserves some more of a save's slots; appends the grant with the last of them.
+    pub(super) fn go_on_saving(&mut self, driver: &Driver, mut job: SaveJob, out: &mut Vec<u8>) {
+        let (transfer, id) = job.transfer;
+        let step = self.requests.get(&job.request).and_then(|state| {
+            let save = SaveRequest::new(&state.name, &state.hashes, job.tokens);
+            driver.enter(|engine| {
+                let (own, all) = engine.save_bytes(self.id);
+                // A client that stops in the middle of its saves must not hold the whole arena.
+                let limit = SaveLimit {
+                    blocks: SAVE_STEP,
+                    bytes: share(engine.host_capacity(), all, own),
+                };
+                engine.step_save(id, &save, limit)
+            })
+        });
+        let (extents, ended) = match step {
+            Some(SaveProgress::More(extents)) => (extents, None),
+            Some(SaveProgress::Ended { extents, refused }) => (extents, Some(refused)),
+            None => (Vec::new(), Some(false)),
+        };
+        append_extents(&mut job.extents, extents);
+        let Some(refused) = ended else {
+            self.jobs.push_front(Job::Save(job));
+            return;
+        };
+        if job.extents.is_empty() {
+            self.transfers.remove(&transfer);
+        }
+        if !append_grant(transfer, refused, job.extents, out) {
+            // Too many extents for one frame.
+            self.end_transfer(driver, transfer, false);
+            append_grant(transfer, true, Vec::new(), out);
+        }
+    }
+
+    pub(super) fn end_transfer(&mut self, driver: &Driver, transfer: u64, ok: bool) {
+        if let Some(transfer) = self.transfers.remove(&transfer)
+            && !end_some(driver, transfer, ok)
+        {
+            self.jobs.push_back(Job::End { transfer, ok });
+        }
+    }
+}
+
+fn asked_save(message: SaveMessage<'_>) -> (u64, SaveAsked) {
+    let asked = SaveAsked {
+        transfer: message.transfer,
+        tokens: message.tokens,
+        offers: message.offers,
+    };
+    (message.request, asked)
+}
+
+/// Goes on ending a transfer. Whether it has ended.
+pub(super) fn end_some(driver: &Driver, transfer: TransferId, ok: bool) -> bool {
+    let ended =
+        driver.enter(|engine| engine.step_end_of_transfer(transfer, ok, SAVE_STEP as usize));
+    ended.unwrap_or(true)
+}
+
+/// False if there are too many extents for one frame.
+fn append_grant(transfer: u64, refused: bool, extents: Vec<Extent>, out: &mut Vec<u8>) -> bool {
+    let reply = ServerMessage::Granted {
+        transfer,
+        refused,
+        extents,
+    };
+    reply.append_to(out)
+}

@@ -1,0 +1,336 @@
+//! Clients that ask for too much, or for much, hold up nobody and take no more than their share.
+
+use std::io::{ErrorKind, Write};
+use std::time::Duration;
+
+use rustix::net::{RecvFlags, recv};
+use undercroft_core::driver::EngineAccess;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{LookupRequest, Priority, Save, SaveRequest, Session, Tokens};
+use undercroft_wire::protocol::{
+    ClientMessage, HashRun, LookupAnswer, LookupMessage, OFFERS_MAX, SaveMessage, ServerMessage,
+};
+use undercroft_wire::{AttachError, attach, server_status};
+
+use crate::raw::{Raw, joined, run};
+use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, spec, until};
+
+/// Slots of a rig's arena.
+const SLOTS: usize = 256;
+
+/// A namespace none of whose blocks must be saved: a chain of nodes without payloads.
+fn states() -> NamespaceSpec {
+    NamespaceSpec {
+        description: "states".to_owned(),
+        groups: vec![GroupSpec {
+            kind: GroupKind::State,
+            ..spec().groups[0]
+        }],
+        ..spec()
+    }
+}
+
+fn register(namespace: NamespaceSpec) -> ClientMessage<'static> {
+    ClientMessage::Register {
+        namespace,
+        dropped_tokens: Tokens(0),
+        private: false,
+    }
+}
+
+fn lookup(version: u32, hashes: HashRun<'_>) -> ClientMessage<'_> {
+    ClientMessage::Lookup(LookupMessage {
+        request: 1,
+        version,
+        computed: Tokens(0),
+        max: Tokens::MAX,
+        priority: Priority::Demand,
+        wait: None,
+        hashes,
+    })
+}
+
+/// What the server says of itself.
+fn status(socket: &std::path::Path) -> serde_json::Value {
+    serde_json::from_str(&server_status(socket, PATIENCE).unwrap()).unwrap()
+}
+
+fn has_answer(raw: &Raw) -> bool {
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    recv(&raw.stream, &mut [0; 1][..], flags).is_ok()
+}
+
+#[test]
+fn others_are_answered_while_a_long_save_is_carried_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let _rig = Rig::start(&socket, None, 1);
+    // Asked first, and first in the server's order.
+    let (mut saver, _) = Raw::registered_as(&socket, &register(states()));
+    let (mut other, _) = Raw::registered(&socket);
+    let count: u32 = 100_000;
+    let bytes = joined(&hashes(1, count));
+    saver.say(&lookup(1, run(&bytes)));
+    assert!(saver.hear().is_some());
+    let known = HashRun {
+        known: count,
+        hash_bytes: 32,
+        bytes: &[],
+    };
+    let mut overtook = false;
+    for transfer in 0..20 {
+        saver.say(&ClientMessage::BeginSave(SaveMessage {
+            request: 1,
+            transfer,
+            tokens: Tokens(count * TOKENS),
+            offers: Vec::new(),
+            hashes: known,
+        }));
+        assert!(other.is_served());
+        overtook |= !has_answer(&saver);
+        assert!(matches!(
+            saver.hear(),
+            Some(ServerMessage::Granted { refused: false, .. })
+        ));
+    }
+    assert!(overtook, "a save of {count} blocks always came first");
+}
+
+#[test]
+fn a_client_that_does_not_read_its_answers_is_not_listened_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let rig = Rig::start(&socket, None, 1);
+    let (mut greedy, _) = Raw::registered(&socket);
+    let (mut other, _) = Raw::registered(&socket);
+    let prompt = hashes(1, 100);
+    assert_eq!(greedy.save(7, 7, &prompt), 100);
+    greedy.say(&ClientMessage::EndTransfer {
+        transfer: 7,
+        ok: true,
+    });
+    greedy.say(&lookup(0, run(&joined(&prompt))));
+    assert!(greedy.hear().is_some());
+    // Each answer has 100 slots: 20,000 of them are 17 MB.
+    let mut frames = Vec::new();
+    let known = HashRun {
+        known: 100,
+        hash_bytes: 32,
+        bytes: &[],
+    };
+    for version in 1..=20_000 {
+        assert!(lookup(version, known).append_to(&mut frames));
+    }
+    greedy.stream.set_nonblocking(true).unwrap();
+    let (mut sent, mut idle) = (0, 0);
+    while sent < frames.len() && idle < 200 {
+        match greedy.stream.write(&frames[sent..]) {
+            Ok(bytes) => (sent, idle) = (sent + bytes, 0),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                // The server has had its turn.
+                assert!(other.is_served());
+                idle += 1;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let answered = status(&socket)["server"]["lookups"].as_u64().unwrap();
+    assert!(answered < 4000, "{answered} answers for nobody");
+    greedy.stream.set_nonblocking(false).unwrap();
+    let mut rest = greedy.other_half();
+    let frames = &frames[sent..];
+    std::thread::scope(|scope| {
+        scope.spawn(|| (&greedy.stream).write_all(frames));
+        for version in 1..=20_000 {
+            let answer = rest.hear();
+            assert!(
+                matches!(&answer, Some(ServerMessage::Answer { version: of, answer: LookupAnswer::Hit(_), .. }) if *of == version),
+                "{answer:?}"
+            );
+        }
+    });
+    drop((greedy, rest, other));
+    until("nothing is left", || rig.in_use() == [0; 4]);
+}
+
+#[test]
+fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let rig = Rig::start(&socket, None, 1);
+    let (mut greedy, _) = Raw::registered(&socket);
+    let (mut other, _) = Raw::registered(&socket);
+    let bytes: Vec<u8> = (0..500_000u32).map(|at| at as u8).collect();
+    for request in 1..=8 {
+        let hashes = HashRun {
+            hash_bytes: 1,
+            ..run(&bytes)
+        };
+        greedy.say(&ClientMessage::Lookup(LookupMessage {
+            request,
+            version: 1,
+            computed: Tokens(0),
+            max: Tokens::MAX,
+            priority: Priority::Demand,
+            wait: None,
+            hashes,
+        }));
+        let answer = greedy.hear();
+        assert!(
+            matches!(answer, Some(ServerMessage::Answer { .. })),
+            "{answer:?}"
+        );
+    }
+    let sessions = status(&socket)["sessions"].clone();
+    let kept = sessions.as_array().unwrap().iter();
+    let kept: u64 = kept.map(|of| of["request_bytes"].as_u64().unwrap()).sum();
+    assert!(kept < 64 << 20, "{kept} bytes are kept");
+    // The last one goes on to be asked about, and the others find room.
+    let more = HashRun {
+        known: 500_000,
+        hash_bytes: 1,
+        bytes: b"x",
+    };
+    greedy.say(&ClientMessage::BeginSave(SaveMessage {
+        request: 8,
+        transfer: 1,
+        tokens: Tokens(TOKENS),
+        offers: Vec::new(),
+        hashes: more,
+    }));
+    let granted = greedy.hear();
+    assert!(
+        matches!(&granted, Some(ServerMessage::Granted { extents, .. }) if extents.is_empty()),
+        "{granted:?}"
+    );
+    assert_eq!(other.save(1, 1, &hashes(3, 8)), 8);
+    drop((greedy, other));
+    until("nothing is left", || rig.in_use() == [0; 4]);
+}
+
+#[test]
+fn a_client_that_stops_in_its_saves_leaves_slots_to_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let _rig = Rig::start(&socket, None, 1);
+    let (mut greedy, _) = Raw::registered(&socket);
+    let (mut other, _) = Raw::registered(&socket);
+    let mut held = 0;
+    for prompt in 1..=8 {
+        held += greedy.save(prompt, prompt, &hashes(prompt as u8, 64));
+    }
+    assert_eq!(held, SLOTS / 2);
+    assert_eq!(other.save(1, 1, &hashes(9, 64)), 64);
+    let sessions = status(&socket)["sessions"].clone();
+    let bytes = sessions.as_array().unwrap().iter();
+    let mut bytes: Vec<u64> = bytes.map(|of| of["save_bytes"].as_u64().unwrap()).collect();
+    bytes.sort_unstable();
+    assert_eq!(bytes, [64 * 4096, 128 * 4096]);
+}
+
+#[test]
+fn a_load_that_no_hit_covers_ends_the_connection() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let rig = Rig::start(&socket, None, 1);
+    let (mut raw, _) = Raw::registered(&socket);
+    let prompt = hashes(1, 4);
+    raw.save(1, 1, &prompt);
+    raw.say(&ClientMessage::EndTransfer {
+        transfer: 1,
+        ok: true,
+    });
+    raw.lookup(2, &prompt);
+    assert!(matches!(raw.hear(), Some(ServerMessage::Answer { .. })));
+    let load = |transfer, external| ClientMessage::BeginLoad {
+        request: 2,
+        transfer,
+        computed: Tokens(0),
+        external: Tokens(external),
+    };
+    raw.say(&load(5, 3 * TOKENS));
+    assert!(raw.is_served(), "a part of a hit may be loaded");
+    raw.say(&load(6, 4 * TOKENS));
+    assert_eq!(raw.hear(), None, "the first load has ended the hit");
+    until("it is counted", || rig.server.counters().malformed == 1);
+}
+
+#[test]
+fn a_process_that_attaches_again_and_again_does_not_take_all_descriptors() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let _rig = Rig::start(&socket, None, 1);
+    let (mut raw, token) = Raw::registered(&socket);
+    // Without its last word, each is a worker until this process is gone.
+    let refused = (0..1100).find_map(|_| attach(&socket, token).err());
+    assert!(
+        matches!(refused, Some(AttachError::Incomplete { .. })),
+        "{refused:?}"
+    );
+    assert!(raw.is_served());
+}
+
+#[test]
+fn a_first_message_that_is_too_long_and_too_many_offers_are_not_decoded() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let _rig = Rig::start(&socket, None, 1);
+    let mut raw = Raw::connect(&socket);
+    raw.say(&register(NamespaceSpec {
+        description: "d".repeat(300 << 10),
+        ..spec()
+    }));
+    assert_eq!(raw.hear(), None);
+    let offer = undercroft_core::session::Offer {
+        group: 0,
+        first_block: 0,
+        end_block: 1,
+    };
+    for (count, is_taken) in [(OFFERS_MAX, true), (OFFERS_MAX + 1, false)] {
+        let (mut raw, _) = Raw::registered(&socket);
+        raw.say(&ClientMessage::BeginSave(SaveMessage {
+            request: 1,
+            transfer: 1,
+            tokens: Tokens(TOKENS),
+            offers: vec![offer; count],
+            hashes: run(&joined(&hashes(1, 1))),
+        }));
+        assert_eq!(raw.hear().is_some(), is_taken, "{count} offers");
+    }
+}
+
+#[test]
+fn a_long_prompt_is_saved_and_loaded_as_a_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let rig = Rig::with_memory(&socket, None, 1, 64 << 20);
+    let client = client(&socket);
+    client.wait_for_connection(PATIENCE);
+    let prompt = hashes(1, 5000);
+    let all = Tokens(5000 * TOKENS);
+    let Save::Pending(id) = client.begin_save(&SaveRequest::new("s", &prompt, all)) else {
+        panic!("no connection")
+    };
+    let mut grants = Vec::new();
+    until("the grant", || {
+        grants.extend(client.poll_saves());
+        !grants.is_empty()
+    });
+    let saved = grants[0].extents.clone();
+    assert_eq!((saved.len(), saved[0].offsets.len()), (1, 5000));
+    client.end_transfer(id, true);
+    let question = LookupRequest::new("r", &prompt);
+    until("the hit", || {
+        client.wait("r", Duration::from_secs(1));
+        client.lookup(&question).tokens() == Some(all)
+    });
+    let load = client.begin_load("r", Tokens(0), all).unwrap();
+    assert_eq!(load.extents, saved);
+    until("the server knows of the load", || {
+        rig.driver.enter(|engine| engine.gauges().loads) == Some(1)
+    });
+    client.end_transfer(load.id, true);
+    client.finish_request("r");
+    client.finish_request("s");
+    until("nothing is left", || rig.in_use() == [0; 4]);
+}
