@@ -102,7 +102,7 @@ pub(crate) fn a_wait_ends_with_the_time_that_the_request_may_wait(of: Implementa
     let rig = SessionRig::with_disk(of, dir.path());
     let session = rig.open(full());
     let prompt = hashes(1, 8);
-    let question = LookupRequest::new("r", &prompt).wait(Some(wait_ms(5)));
+    let question = LookupRequest::new("r", &prompt).wait(Some(wait_ms(200)));
     rig.device.hang();
     assert!(session.lookup(&question).is_pending());
     let start = std::time::Instant::now();
