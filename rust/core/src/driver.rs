@@ -17,6 +17,9 @@ use crate::panics::contained;
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
 
+/// Pause of the IO thread between two parts of work that entries have left: others enter meanwhile.
+const REST_PAUSE: Duration = Duration::from_micros(100);
+
 /// How often the IO thread looks at a device that has reads and does not answer.
 const LOOK: Duration = Duration::from_millis(250);
 
@@ -235,6 +238,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             state.engine.next_io(room, &mut requests);
         }
         let (waiting, reads) = (state.engine.has_io(), state.engine.reads());
+        let has_rest = state.engine.has_rest();
         state.waits = true;
         if progress {
             shared.progress.notify_all();
@@ -253,6 +257,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             io.submit(request);
         }
         timeout = match stopping {
+            None if has_rest => Some(REST_PAUSE),
             // What could not be started is looked at again; what is full waits for a completion.
             None if !waiting || full => reads.then_some(LOOK),
             _ => Some(RETRY),

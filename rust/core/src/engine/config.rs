@@ -25,6 +25,9 @@ pub struct EngineConfig {
     pub second_touch: bool,
     /// Writes that may be in flight while a read is.
     pub writes_beside_reads: usize,
+    /// Nodes that one entry of the engine removes at most, of those that are removed together: a reset
+    /// namespace, what a directory that is given up held.
+    pub removals: usize,
     /// Source of every random choice.
     pub seed: u64,
     /// Seconds since 1970 when the engine's clock was at zero.
@@ -44,6 +47,7 @@ impl EngineConfig {
             write_rate: 0,
             second_touch: false,
             writes_beside_reads: 2,
+            removals: 128,
             seed: 0,
             unix_at_zero_s: 0,
         }

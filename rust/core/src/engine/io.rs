@@ -9,8 +9,18 @@ use super::promotions::count_read;
 use super::writeback::table_write_ended;
 
 impl Engine {
-    /// Whether [`Engine::next_io`] may have something to start, given free depth.
+    /// Whether [`Engine::next_io`] has something to do: IO to start, given free depth, or the rest of a removal.
     pub fn has_io(&self) -> bool {
+        self.has_rest() || self.has_io_to_start()
+    }
+
+    /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
+    /// is to be called again soon.
+    pub fn has_rest(&self) -> bool {
+        self.residency.has_removals() || self.writeback.has_rest()
+    }
+
+    fn has_io_to_start(&self) -> bool {
         self.promotions.has_reads()
             || self.namespaces.has_writes(&self.residency)
             || self.writeback.has_writes(&self.residency)
@@ -18,7 +28,7 @@ impl Engine {
 
     /// Whether nothing is in flight and nothing is queued to be written.
     pub fn is_quiet(&self) -> bool {
-        self.operations.is_empty() && !self.has_io()
+        self.operations.is_empty() && !self.has_io_to_start()
     }
 
     /// Whether the device has reads. Whoever takes their ends then calls [`Engine::next_io`] from time to
@@ -31,6 +41,7 @@ impl Engine {
     /// have ended have been taken ([`Engine::complete`]).
     pub fn next_io(&mut self, room: usize, out: &mut Vec<IoRequest>) {
         self.last_poll_ns = self.now_ns;
+        self.residency.continue_removals(self.config.removals);
         let limit = out.len() + room;
         let reads_limit = out.len() + self.operations.reads_room(room);
         let (promotions, mut parts) = self.promotions();

@@ -185,7 +185,7 @@ impl Namespaces {
             !state.private && makes_room && is_unused(*ns)
         });
         let oldest = candidates.min_by_key(|&(ns, state)| {
-            let has_blocks = residency.forest().roots(ns).next().is_some();
+            let has_blocks = residency.forest().nodes_of(ns) > 0;
             (has_blocks, state.last_use)
         });
         if let Some((ns, _)) = oldest {
@@ -210,21 +210,23 @@ impl Namespaces {
         }
     }
 
-    /// Lets a namespace and its blocks go. Its index is free once nothing uses them.
+    /// Lets a namespace and its blocks go: from now on nobody finds them. Its index is free once they have
+    /// gone, which takes many entries of the engine, and nothing uses them.
     fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
         residency.remove_namespace(ns);
         let old = self.instance(ns);
         for device in residency.devices() {
-            let entries = &residency.disk_mut(device).namespace_entries;
-            if let Some(index) = entries.iter().position(|&found| found == old) {
-                // Durably: a reset of the namespace's next life must not leave this one to come back.
-                self.clear_entry(device, index, residency);
+            for index in 0..residency.disk_mut(device).namespace_entries.len() {
+                if residency.disk_mut(device).namespace_entries[index] == old {
+                    // Durably: a reset of the namespace's next life must not leave this one to come back.
+                    self.clear_entry(device, index, residency);
+                }
             }
         }
         let instance = self.new_instance();
         let state = self.state_mut(ns);
         state.instance = instance;
-        // Nobody finds it any more, as a private one whose session has ended.
+        // As a private one whose session has ended.
         state.private = true;
         state.volatile = true;
     }
@@ -232,7 +234,7 @@ impl Namespaces {
     /// An index that a private namespace had, of which nothing is left.
     fn vacant(&self, residency: &Residency, is_unused: impl Fn(NsId) -> bool) -> Option<NsId> {
         (0..).zip(&self.table).find_map(|(ns, state)| {
-            let is_empty = state.private && residency.forest().roots(ns).next().is_none();
+            let is_empty = state.private && residency.forest().nodes_of(ns) == 0;
             (is_empty && is_unused(ns)).then_some(ns)
         })
     }
@@ -351,25 +353,30 @@ impl Namespaces {
         }
     }
 
-    /// A namespace begins another life: no record of before belongs to it. Ends the old life on the
-    /// directories, durably.
-    pub(super) fn begin_new_life(&mut self, ns: NsId, residency: &mut Residency) {
-        let old = self.instance(ns);
-        let instance = self.new_instance();
-        let state = self.state_mut(ns);
-        state.volatile = true;
-        state.instance = instance;
-        if state.private {
-            return;
+    /// A namespace begins another life, at an index of its own: no block and no record of before belongs to
+    /// it. Lets the old life go, durably. The caller moves the sessions.
+    pub(super) fn begin_new_life(
+        &mut self,
+        ns: NsId,
+        residency: &mut Residency,
+        is_unused: impl Fn(NsId) -> bool,
+    ) -> NsId {
+        let (is_private, last_use) = (self.is_private(ns), self.state(ns).last_use);
+        // Private at first: there may be as many shared ones as may be.
+        let added = self.add_private(ns, residency, is_unused);
+        self.vacate(ns, residency);
+        // Without an index left it keeps its own, and all is removed in this entry.
+        let new = added.unwrap_or_else(|_| {
+            residency.finish_removals();
+            ns
+        });
+        let state = self.state_mut(new);
+        state.private = is_private;
+        state.last_use = last_use;
+        if !is_private {
+            self.enter_again(residency);
         }
-        for device in residency.devices() {
-            for index in 0..residency.disk_mut(device).namespace_entries.len() {
-                if residency.disk_mut(device).namespace_entries[index] == old {
-                    self.clear_entry(device, index, residency);
-                }
-            }
-        }
-        self.enter_again(residency);
+        new
     }
 
     /// Empties an entry of a namespace table, durably: its namespace's life on the directory ends.

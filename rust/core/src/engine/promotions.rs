@@ -180,6 +180,8 @@ impl Promotions {
             let state = parts.residency.node(node);
             let payload = state.payload(group);
             let is_lost = state.is_detached()
+                || payload.host == HostState::Empty
+                    && parts.residency.is_being_given_up(state.device)
                 || payload.host == HostState::Filling
                 || payload.host == HostState::Empty && payload.disk != DiskState::Present;
             if is_lost {

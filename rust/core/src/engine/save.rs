@@ -75,7 +75,9 @@ impl Engine {
             hashes: save.hashes,
             len: hash_blocks,
         };
-        let found = self.residency.forest().deepest(ns, &hashes, |_| true);
+        // What is being removed makes room first.
+        self.residency.continue_removals(self.config.removals);
+        let found = self.residency.deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
         let mut plan = SavePlan {
             ns,

@@ -69,10 +69,7 @@ impl Residency {
 
     /// Gives the index of a namespace without nodes to another.
     pub(in crate::engine) fn replace_namespace(&mut self, ns: NsId, geometry: Geometry) {
-        assert!(
-            self.forest.roots(ns).next().is_none(),
-            "namespace {ns} has nodes"
-        );
+        assert!(self.forest.nodes_of(ns) == 0, "namespace {ns} has nodes");
         self.geometry[usize::from(ns)] = geometry;
     }
 

@@ -16,6 +16,7 @@ mod hits;
 mod leases;
 mod reach;
 mod recovery;
+mod removal;
 mod slots;
 mod state;
 

@@ -9,6 +9,7 @@ use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
 use super::geometry::{Geometry, Region};
+use super::removal::Removals;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -23,8 +24,8 @@ const POLICY_BLOCKS_MIN: u64 = 64;
 /// - `Node::tiers` counts a node's slots and its active children, `Node::uses.busy` its copies and IO
 ///   operations, `queued_bytes` the payloads in state `Queued`;
 /// - a node is visible if and only if its parent is and every required payload is readable in some tier,
-///   or is being read; it is in the host chain if and only if its parent is and every required payload is
-///   in the arena;
+///   or is being read; it is in the host chain only if its parent is and every required payload is in the
+///   arena, and unless it is one of very many below its parent, also if they are;
 /// - a policy's set holds exactly the nodes whose [`Evictability`] says so: nothing leased, held, in flight
 ///   or above a payload of the same tier, and no last copy that a child needs;
 /// - a detached node is freed as soon as nothing uses it and it has no children.
@@ -44,6 +45,9 @@ pub(in crate::engine) struct Residency {
     pub(super) freed: [u64; 2],
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
+    pub(super) removals: Removals,
+    /// A node in the host chain may not know that it is.
+    pub(super) is_rise_cut: bool,
 }
 
 impl Residency {
@@ -57,6 +61,8 @@ impl Residency {
             tick: 0,
             freed: [0, 0],
             queued_bytes: 0,
+            removals: Removals::default(),
+            is_rise_cut: false,
         }
     }
 

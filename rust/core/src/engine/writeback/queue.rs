@@ -15,6 +15,8 @@ use super::budget::WriteBudget;
 use super::orphans::Orphaned;
 use super::refusals::Refusals;
 
+/// Queued writes that one entry of the engine looks at.
+const WRITES_LOOKED_AT: usize = 128;
 /// Blocks that second-touch admission remembers, at about 15 bytes each.
 const DOORKEEPER_BLOCKS: usize = 2 << 20;
 
@@ -45,6 +47,8 @@ pub(in crate::engine) struct WriteBack {
     pub(super) orphaned: Orphaned,
     /// Blocks offered before, for second-touch admission.
     doorkeeper: Option<Doorkeeper>,
+    /// The last entry stopped before the end of the queue, though more could have been started.
+    has_rest: bool,
     /// Sequence number of the last table block that was written.
     pub(super) record_seq: u64,
 }
@@ -59,6 +63,7 @@ impl WriteBack {
             doorkeeper: config
                 .second_touch
                 .then(|| Doorkeeper::new(DOORKEEPER_BLOCKS)),
+            has_rest: false,
             record_seq: 0,
         }
     }
@@ -187,6 +192,11 @@ impl WriteBack {
         self.queue.is_empty()
     }
 
+    /// Whether [`WriteBack::next_writes`] stopped although it could have gone on.
+    pub(in crate::engine) fn has_rest(&self) -> bool {
+        self.has_rest
+    }
+
     /// Whether [`WriteBack::next_writes`] may have something to start, given free depth.
     pub(in crate::engine) fn has_writes(&self, residency: &Residency) -> bool {
         let has_dirty_blocks =
@@ -211,10 +221,18 @@ impl WriteBack {
             .front()
             .map_or(0, |write| payload_bytes(write, parts.residency));
         self.budget.refill(next_bytes, parts.now_ns);
+        self.has_rest = false;
+        let mut looked_at = 0;
         while out.len() < limit && parts.operations.writes() < most {
             let Some(&write) = self.queue.front() else {
                 break;
             };
+            // Writes that are refused start nothing: a disk that fails may refuse the whole queue.
+            if looked_at == WRITES_LOOKED_AT {
+                self.has_rest = true;
+                break;
+            }
+            looked_at += 1;
             let bytes = payload_bytes(&write, parts.residency);
             if !self.budget.allows(bytes) {
                 break;

@@ -9,6 +9,9 @@ use super::super::residency::{DiskRefusal, Residency};
 /// How long a refusal stands if no slot on disk is freed, in nanoseconds: payloads in use may be let go.
 const REFUSED_NS: u64 = 10_000_000_000;
 
+/// Refusals that are remembered: a larger table would take long to grow. What is forgotten is asked again.
+const REFUSALS_MAX: usize = 4096;
+
 /// Why a payload stays in the arena only.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum WriteRefusal {
@@ -49,7 +52,14 @@ impl Refusals {
 
     /// Notes why a node was refused.
     pub(super) fn note(&mut self, id: NodeId, why: WriteRefusal, residency: &Residency) {
+        // Without a directory that takes writes all are refused anyway.
+        if matches!(why, WriteRefusal::Disk(DiskRefusal::Degraded)) {
+            return;
+        }
         self.catch_up(residency);
+        if self.nodes.len() == REFUSALS_MAX {
+            self.nodes.clear();
+        }
         self.nodes.insert((id, residency.node(id).epoch), why);
     }
 

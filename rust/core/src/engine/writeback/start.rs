@@ -31,6 +31,11 @@ impl WriteBack {
             return None;
         }
         let ancestor = residency.required_ancestor(id);
+        if ancestor != NONE && residency.node(ancestor).is_detached() {
+            // It is being removed, and `id` with it.
+            self.refuse(id, group, WriteRefusal::Ancestor, parts);
+            return None;
+        }
         if ancestor != NONE && residency.is_queued(ancestor) {
             // A restart finds `id` only with its ancestor: the ancestor goes first.
             self.postpone(write);
