@@ -89,7 +89,7 @@ class Lookup:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of the prompt whose chain is in the index, usable or not: other prompts share them."""
+        """Tokens of the prompt whose chain is in the index, usable or not: other prompts share them. 0 if pending."""
 
 @final
 class Extent:
@@ -166,7 +166,7 @@ class Engine:
         ``server`` ("unix:///path"), ``server_timeout_ms``, ``lookup_spin_us``, ``host_memory`` (bytes), ``disks`` (list
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``io_engine``,
         ``io_depth``, ``min_load_tokens``, ``eviction_policy``, ``disk_admission``, ``disk_write_rate`` (bytes per
-        second), ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
+        second), ``verify_host``, ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
         directory is in use by another engine of this user, use that one, and take the directories over when it ends).
         With ``server`` the engine's own options mean nothing.
 
@@ -262,14 +262,27 @@ class Session:
         num_computed_tokens: int = 0,
         max_tokens: int | None = None,
         wait_ms: tuple[float, float] | None = None,
-        prefetch: bool = False,
     ) -> Lookup:
         """How much of a prompt is cached. Starts to promote the payloads that are on disk only.
 
         ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched.
         ``max_tokens``: the deepest boundary of use. ``wait_ms``: (base, per 1,000 tokens) after which the answer is
-        the hit in host memory; None waits for all. ``prefetch``: the scheduler does not wait for the answer yet. The
-        payloads of a hit stay in the arena until the request's next lookup, its load, or its end.
+        the hit in host memory; None waits for all. The payloads of a hit stay in the arena until the request's next
+        lookup, its load, or its end.
+        """
+
+    def prefetch(
+        self,
+        request_id: str,
+        hashes: list[bytes],
+        num_computed_tokens: int = 0,
+        max_tokens: int | None = None,
+        wait_ms: tuple[float, float] | None = None,
+    ) -> int:
+        """As `lookup`, but the scheduler does not wait for the answer yet: reads for others go before its reads.
+
+        Returns the tokens of the prompt whose chain is in the index, as `Lookup.shared_tokens`; 0 as long as a server
+        has not answered.
         """
 
     def wait(self, request_id: str, timeout_s: float) -> bool:

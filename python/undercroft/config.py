@@ -280,6 +280,11 @@ class UndercroftConfig:
         "Most bytes per second written to disk. What exceeds it stays in host memory only.",
         parse_size, str, "engine",
     )]
+    verify_host: Annotated[bool, Option(
+        "true or false", False, "true or false",
+        "Compare the checksums of blocks in host memory before each hit, too, not only on their way to disk.",
+        _bool, _text_bool, "engine",
+    )]
     io_engine: Annotated[str, Option(
         "text", "auto", '"auto", "io_uring" or "thread_pool"',
         "How disks are read and written; auto takes io_uring where the machine allows it.",

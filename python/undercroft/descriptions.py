@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _SHOWN_MAX = 60
 """Characters of a value that a difference shows."""
+_FILES_MAX = 3
+"""Files that a difference of weights names."""
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -46,22 +48,36 @@ def summary(description: dict[str, Any]) -> tuple[str, str, str, str, str]:
     )
 
 
-def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """One text for each field in which two descriptions differ: the first one's value, and the second one's."""
+FilesOf = Callable[[str, str], list[str]]
+"""Names of the files in which two models differ, by the digests of their weights; empty if that is not known."""
+
+
+def _unknown(_one: str, _other: str) -> list[str]:
+    return []
+
+
+def differences(theirs: dict[str, Any], ours: dict[str, Any], files_of: FilesOf = _unknown) -> list[str]:
+    """One text for each field in which two descriptions differ: the first one's value, and the second one's.
+
+    Of weights the names of the files that differ, as far as ``files_of`` knows them.
+    """
     left, right = _flat(theirs), _flat(ours)
     texts = []
     for name in sorted(left.keys() | right.keys()):
         one, other = left.get(name), right.get(name)
         if one == other:
             continue
-        if name in ("model.weights", "draft.model.weights", "model.config", "hash.seed", "hash.serialized"):
+        if name in ("model.weights", "draft.model.weights"):
+            files = files_of(str(one), str(other))
+            texts.append(f"{name} differs ({_few(files)})" if files else f"{name} differs")
+        elif name in ("model.config", "hash.seed", "hash.serialized"):
             texts.append(f"{name} differs")
         else:
             texts.append(f"{name} {_short(one)}, here {_short(other)}")
     return texts
 
 
-def why_not_reused(ours: str, held: Iterable[str]) -> str | None:
+def why_not_reused(ours: str, held: Iterable[str], files_of: FilesOf = _unknown) -> str | None:
     """Why a directory that holds the same model does not serve it: the differences to the nearest other identity.
 
     The same model has the same weights, or the same configuration. None if there is none, or it is found.
@@ -75,10 +91,15 @@ def why_not_reused(ours: str, held: Iterable[str]) -> str | None:
         same = (name for name in ("weights", "id", "config") if _of_model(mine, name))
         if not any(_of_model(mine, name) == _of_model(other, name) for name in same):
             continue
-        found = differences(other, mine)
+        found = differences(other, mine, files_of)
         if nearest is None or len(found) < len(nearest):
             nearest = found
     return "; ".join(nearest) if nearest else None
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - _FILES_MAX
+    return ", ".join(names[:_FILES_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def _of_model(description: dict[str, Any], name: str) -> Any:

@@ -109,8 +109,16 @@ class FakeSession:
             tokens = end * self.hash_block_size
         return tokens
 
-    def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, prefetch=False):
-        self.calls.append(("prefetch" if prefetch else "lookup", request_id, num_computed_tokens, max_tokens))
+    def prefetch(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None):
+        self.calls.append(("prefetch", request_id, num_computed_tokens, max_tokens))
+        return self._answer(request_id, hashes, num_computed_tokens, max_tokens).shared_tokens
+
+    def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None):
+        self.calls.append(("lookup", request_id, num_computed_tokens, max_tokens))
+        answer = self._answer(request_id, hashes, num_computed_tokens, max_tokens)
+        return SimpleNamespace(pending=True, tokens=0, shared_tokens=0) if answer.pending else answer
+
+    def _answer(self, request_id, hashes, num_computed_tokens, max_tokens):
         if request_id in self.failed:
             return SimpleNamespace(pending=False, tokens=0, shared_tokens=0)
         self.lookups[request_id] = list(hashes)

@@ -84,7 +84,7 @@ class SoakClient:
             name = f"request-{next(self.names)}"
             hashes = self.random.choice(self.chains)
             self.requests[name] = hashes[: self.random.randint(1, CHAIN_BLOCKS)]
-            self.session.lookup(name, self.requests[name], prefetch=True)
+            self.session.prefetch(name, self.requests[name])
             self.done["prefetch"] += 1
 
     def lookup(self) -> None:

@@ -128,6 +128,25 @@ def test_a_restart_finds_the_cache_on_disk(tmp_path, io_engine):
         assert engine.stats()["disk_reads"] == 50
 
 
+def test_a_prefetch_tells_what_is_shared_and_pending_lookups_get_one_object(tmp_path):
+    ahead, first, second = (chain(4, seed=seed) for seed in range(3))
+    with opened(tmp_path) as engine:
+        for hashes in (ahead, first, second):
+            Client(engine).save(hashes)
+        assert engine.flush()
+    with opened(tmp_path) as engine:
+        session = Client(engine).session
+        assert session.prefetch("ahead", [*ahead, *chain(1, seed=3)]) == 4 * BLOCK
+        assert session.prefetch("unknown", chain(1, seed=3)) == 0
+        answer = session.lookup("first", first)
+        assert (answer.pending, answer.tokens, answer.shared_tokens) == (True, 0, 0)
+        assert session.lookup("second", second) is answer
+        if session.lookup("ahead", ahead) is answer:
+            assert session.wait("ahead", 10)
+        hit = session.lookup("ahead", ahead)
+        assert (hit.pending, hit.tokens, hit.shared_tokens) == (False, 4 * BLOCK, 4 * BLOCK)
+
+
 def test_more_than_memory_holds_is_evicted_and_read_again(tmp_path):
     with opened(tmp_path, host=2 * MIB) as engine:
         client = Client(engine)

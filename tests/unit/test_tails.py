@@ -22,13 +22,14 @@ class Session:
         self.held, self.owed = set(held), set(owed)
         self.open: dict[str, list[int]] = {}
 
-    def lookup(
-        self, name: str, hashes: list[int], computed: int, limit: int, wait_ms: Any, prefetch: bool
-    ) -> SimpleNamespace:
+    def prefetch(self, name: str, hashes: list[int], computed: int, limit: int, wait_ms: Any) -> int:
         assert (computed, limit) == (0, UNIT)
-        if prefetch:
-            assert name not in self.open
-            self.open[name] = hashes
+        assert name not in self.open
+        self.open[name] = hashes
+        return 0
+
+    def lookup(self, name: str, hashes: list[int], computed: int, limit: int, wait_ms: Any) -> SimpleNamespace:
+        assert (computed, limit) == (0, UNIT)
         assert self.open[name] == hashes
         end = hashes[0]
         tokens = UNIT if end in self.held and end not in self.owed else 0

@@ -122,6 +122,8 @@ def test_a_broken_cache_leaves_what_the_device_holds(start: Start, monkeypatch: 
         def lookup(self, *args: Any) -> None:
             raise RuntimeError("out of order")
 
+        prefetch = lookup
+
         def __getattr__(self, name: str) -> Any:
             return getattr(self.session, name)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from undercroft.cli.output import CommandError
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
-from undercroft.connector.health import DiskHealth
+from undercroft.connector.health import DiskHealth, NamespaceHealth
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import ConfigError
 from undercroft.log import logger
@@ -150,12 +150,13 @@ def _watch(engine: Engine, stop: threading.Event) -> None:
 
     Raises CommandError if the engine has failed: to start anew is all that helps.
     """
-    health = DiskHealth(engine)
+    health, namespaces = DiskHealth(engine), NamespaceHealth()
     while not stop.wait(HEALTH_INTERVAL_S):
         stats = engine.stats()
         if not stats["host_capacity_bytes"]:
             raise CommandError("the engine has failed; its panic is in the log above")
         health.check(stats["disk_degraded"])
+        namespaces.check(stats["volatile_namespaces"])
 
 
 def notify(state: str) -> None:

@@ -20,7 +20,14 @@ TIMEOUT_S = 2.0
 INTERVAL_S = 1.0
 COUNTERS = frozenset(key for metric in METRICS if metric.kind == "counter" for key in metric.sources)
 # Counters that an operator should know of when they are not 0.
-TROUBLES = ("checksum_failures", "read_failures", "write_failures", "load_failures", "save_failures")
+TROUBLES = (
+    "checksum_failures",
+    "host_checksum_failures",
+    "read_failures",
+    "write_failures",
+    "load_failures",
+    "save_failures",
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from undercroft.compat import (
     SupportsHMA,
 )
 from undercroft.config import UndercroftConfig, unknown_environment
+from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
@@ -29,10 +30,8 @@ from undercroft.connector.namespace import Naming, describe, random_seed
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.connector.weights import Digests, digests_file
-from undercroft.descriptions import why_not_reused
 from undercroft.device.layout import group_shard_bytes
 from undercroft.engine import open_engine, start_line
-from undercroft.errors import ConfigError, StoreError
 from undercroft.log import LogOnce, logger
 from undercroft.registration import register_name
 from undercroft.threshold import for_connector
@@ -128,11 +127,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         payload_bytes = [
             group_shard_bytes(self._kv_cache_config, group) * tensor_parallel for group in range(len(groups.kinds))
         ]
-        not_reused = _why_not_reused(description, config)
+        not_reused = identity.why_not_reused(description, config, naming.digests)
+        identity.warn_of_names(description)
         engine = open_engine(config)
         try:
             if seed_reason:
-                _check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
+                identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
             registration = groups.registration(payload_bytes)
             session = engine.register(
                 description, registration, groups.engine_block_size, groups.alignment, groups.dropped_tokens
@@ -425,31 +425,6 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Any:
         """See `WorkerConnector.build_connector_worker_meta`."""
         return None if self._worker is None else self._worker.build_connector_worker_meta()
-
-
-def _why_not_reused(description: str, config: UndercroftConfig) -> str | None:
-    """In what the same model's cache on disk differs, if it is not found."""
-    from undercroft import _core
-
-    held: list[str] = []
-    for path in config.disk_path:
-        # A directory that is new, or cannot be read: the engine says what is wrong.
-        with contextlib.suppress(StoreError):
-            held += _core.descriptions(path)
-    return why_not_reused(description, held)
-
-
-def _check_seed(reason: str, config: UndercroftConfig, *, is_shared: bool) -> None:
-    """Warn of block hashes with a random seed; refuse them in a tier that other processes use."""
-    advice = "Set PYTHONHASHSEED to the same value everywhere, or use --prefix-caching-hash-algo sha256 or sha256_cbor."
-    if is_shared:
-        where = f"server = {config.server!r}" if config.server else f"disk_path = {list(config.disk_path)}, in use,"
-        raise ConfigError(
-            f"undercroft: {where} with random block hashes: {reason}; they would only take space from the others. "
-            f"{advice}"
-        )
-    kept = f" What {', '.join(config.disk_path)} keeps of it is garbage then." if config.disk_path else ""
-    logger.warning("undercroft: %s.%s %s", reason, kept, advice)
 
 
 def _whose(engine: Engine, config: UndercroftConfig) -> str:

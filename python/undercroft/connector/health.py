@@ -1,4 +1,5 @@
-"""Logs when a disk directory or the engine of another process stops working or works again."""
+"""Logs when a disk directory or the engine of another process stops working or works again, and when namespaces have
+no entry on disk."""
 
 from __future__ import annotations
 
@@ -38,6 +39,27 @@ class DiskHealth:
             self._said[path] = health
             meaning = _MEANING.get(health, health)
             logger.error("undercroft: disk %s %s (%s). Host memory is not affected.", path, meaning, disk["fault"])
+
+
+class NamespaceHealth:
+    """Logs when namespaces are not entered in a directory. A reset leaves them out for a moment: that is not said."""
+
+    def __init__(self) -> None:
+        self._said = 0
+        self._last = 0
+
+    def check(self, volatile: int) -> None:
+        """``volatile``: the engine's gauge ``volatile_namespaces``; called about once a second."""
+        lasting = min(volatile, self._last)
+        self._last = volatile
+        if lasting > self._said:
+            logger.warning(
+                "undercroft: a restart will not find what is saved of %d namespaces: a directory's table has no entry "
+                "for them, since it takes no writes, or sessions use all of its 128 namespaces. They get one when "
+                "sessions end and these are opened again.",
+                lasting,
+            )
+        self._said = max(lasting, min(self._said, volatile))
 
 
 class ConnectionHealth:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 """Version of the description. Raise it when a change makes older caches unusable."""
+_LENGTH_MAX = 24 << 10
+"""Characters of a description as the directory's table holds it: an entry has 32 KiB, also for the groups' sizes."""
 _OWN_SEED = secrets.token_hex(16)
 """Stands for a seed that no other process has."""
 _SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor")
@@ -88,8 +90,32 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Na
         "parallel": _parallel(vllm_config.parallel_config, kv_cache_config),
         "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
     }
-    description = {name: value for name, value in description.items() if value not in ({}, None)}
-    return json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return _fitting({name: value for name, value in description.items() if value not in ({}, None)})
+
+
+def _fitting(description: dict[str, Any]) -> str:
+    """The description as text. If it is too long for the directory's table, its longest parts become digests."""
+    description = dict(description)
+    while True:
+        text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        # There it is a JSON string: quotes and backslashes take two characters.
+        if len(json.dumps(text)) <= _LENGTH_MAX:
+            return text
+        lengths = {name: len(json.dumps(value)) for name, value in description.items()}
+        longest = max(lengths, key=lambda name: (lengths[name], name))
+        value = json.dumps(description[longest], sort_keys=True, separators=(",", ":"))
+        description[longest] = {"sha256": _digest(value)}
+
+
+def known_by_name(description: str) -> list[str]:
+    """Models in a description whose weights only their name tells apart: no digest, no commit, no ``model_id``."""
+    found = []
+    parts = json.loads(description)
+    for model in (parts.get("model"), (parts.get("draft") or {}).get("model")):
+        names = (model or {}).get("names")
+        if names and names[2] is None:
+            found.append(str(names[0]))
+    return found
 
 
 def random_seed(vllm_config: VllmConfig) -> str | None:

@@ -105,7 +105,8 @@ class SchedulerConnector:
             return
         local = self._device_tokens(request)
         if limit:
-            state.shared_tokens = self._look_up(state, local, limit, prefetch=True).shared_tokens
+            hashes, wait_ms = self._groups.hashes(request.block_hashes), state.lookup.wait_ms
+            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms)
         if self._groups.tail_step:
             # A server has not answered yet; its tails are looked up once it has.
             base = min(state.shared_tokens, limit)
@@ -324,29 +325,30 @@ class SchedulerConnector:
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
-        request, limit = state.request, state.limit
-        answer = self._look_up(state, num_computed_tokens, limit)
-        if answer.pending and state.lookup.blocking:
-            answer = self._wait(state, num_computed_tokens, limit)
-        if state.lookup_failed:
-            return num_computed_tokens
+        request, limit, lookup = state.request, state.limit, state.lookup
+        # As `_look_up`, without a call: each step asks for each waiting request.
+        hashes = self._groups.hashes(request.block_hashes)
+        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms)
         if answer.pending:
-            return None
+            if not lookup.blocking:
+                return None
+            answer = self._wait(state, num_computed_tokens, limit)
+            if state.lookup_failed:
+                return num_computed_tokens
         state.shared_tokens = answer.shared_tokens
         self._note_shared_boundary(state, max(answer.tokens, num_computed_tokens), limit)
         # The limit is of when it was asked first.
         base = max(min(answer.tokens, limit, self._groups.align(request.num_tokens - 1)), num_computed_tokens)
         end = self._tails.find(state, base)
-        if end is None and state.lookup.blocking:
+        if end is None and lookup.blocking:
             state.deferred = True
             end = self._tails.wait(state, base)
         return end
 
-    def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int, *, prefetch: bool = False) -> Lookup:
+    def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         request = state.request
         hashes = self._groups.hashes(request.block_hashes)
-        wait_ms = state.lookup.wait_ms
-        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, wait_ms, prefetch)
+        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms)
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         """Wait for the answer; a promotion that does not end in time is given up."""

@@ -27,11 +27,11 @@ class Schemes(NamedTuple):
 
 
 RELEASES = {
-    "0.31": Schemes(block_hash=1, page=1),
+    "0.31": Schemes(block_hash=1, page=2),
     "0.32": Schemes(block_hash=1, page=2),
     "0.33": Schemes(block_hash=1, page=2),
 }
-"""Releases of vLLM that were read for this. 0.32 brought the layouts that are named by their axes."""
+"""Releases of vLLM that were read for this, and on which `tests/unit/test_schemes.py` ran."""
 
 _PLAIN_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}
 """Backends that write keys and values as they are, at the strides of the layout. Others pack them in kernels, which

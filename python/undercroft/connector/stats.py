@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
-from undercroft.connector.health import ConnectionHealth, DiskHealth
+from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -23,6 +23,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "disk_degraded": ("gauge", "directories that accept no writes, have failed, or lack a file"),
     "nodes": ("gauge", "nodes of the prefix forest"),
     "namespaces": ("gauge", "namespaces with at least one node"),
+    "volatile_namespaces": ("gauge", "namespaces that are in no entry of a directory: a restart does not find them"),
     "sessions": ("gauge", "registered sessions"),
     "active_lookups": ("gauge", "lookups in progress: neither loaded nor ended"),
     "loads": ("gauge", "loads in progress"),
@@ -50,6 +51,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "host_evictions": ("counter", "payloads evicted from host memory"),
     "disk_evictions": ("counter", "payloads evicted from disk"),
     "checksum_failures": ("counter", "payloads or records whose checksum did not match"),
+    "host_checksum_failures": ("counter", "payloads in host memory whose checksum did not match"),
     "read_failures": ("counter", "failed reads from disk"),
     "write_failures": ("counter", "failed writes to disk"),
     "load_failures": ("counter", "loads that ended with a failure or could not begin"),
@@ -145,7 +147,8 @@ class UndercroftStats(KVConnectorStats):
         for tier in ("host", "disk"):
             if capacity := gauges.get(f"{tier}_capacity_bytes", 0):
                 line[f"{tier} used %"] = round(100 * gauges.get(f"{tier}_used_bytes", 0) / capacity, 1)
-        troubles = ("failed_loads", "checksum_failures", "hook_errors", "lookups_timed_out", "refused_host_full")
+        troubles = ("failed_loads", "checksum_failures", "host_checksum_failures", "hook_errors", "lookups_timed_out",
+                    "refused_host_full")
         line.update({name.replace("_", " "): get(name) for name in troubles if get(name)})
         return line
 
@@ -185,6 +188,7 @@ class EngineStats:
         self._last: dict[str, float] = {}
         self._due = 0.0
         self._health = DiskHealth(engine)
+        self._namespaces = NamespaceHealth()
         self._link = ConnectionHealth(engine)
 
     def collect(self, now: float, force: bool = False) -> dict[str, Any]:
@@ -204,6 +208,7 @@ class EngineStats:
             # The directories were taken over, and the engine has not answered yet.
             return {}
         self._health.check(stats.get("disk_degraded", 0))
+        self._namespaces.check(stats.get("volatile_namespaces", 0))
         counters = {
             name: since
             for name in STATS_KEYS

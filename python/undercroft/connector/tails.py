@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from undercroft._core import Lookup, Session
+    from undercroft._core import Session
     from undercroft.connector.groups import Groups
     from undercroft.connector.request_state import RequestState
 
@@ -54,7 +54,7 @@ class Tails:
         self.begin(state, base)
         while state.tails:
             end = state.tails[0]
-            answer = self._look_up(state, end)
+            answer = self._session.lookup(*self._question(state, end))
             if answer.pending:
                 return None
             self._keep(state, end, end if answer.tokens else 0)
@@ -85,7 +85,7 @@ class Tails:
         last = min(limit, base + groups.engine_block_size - step, hashed)
         state.tails = list(range(last, base, -step))[:_ENDS_MAX]
         for end in state.tails:
-            self._look_up(state, end, prefetch=True)
+            self._session.prefetch(*self._question(state, end))
 
     def _keep(self, state: RequestState, asked: int, found: int) -> None:
         """Let go of the lookup at ``asked``, or if that is ``found`` of all others."""
@@ -94,13 +94,8 @@ class Tails:
                 self._session.finish_request(tail_name(state.request.request_id, end))
         state.tails = [found] if found else state.tails[1:]
 
-    def _look_up(self, state: RequestState, end: int, *, prefetch: bool = False) -> Lookup:
+    def _question(self, state: RequestState, end: int) -> tuple[str, list[bytes], int, int, tuple[float, float] | None]:
+        """What the engine is asked about a tail."""
         block_hash = state.request.block_hashes[end // self._groups.hash_block_size - 1]
-        return self._session.lookup(
-            tail_name(state.request.request_id, end),
-            [block_hash],
-            0,
-            self._groups.engine_block_size,
-            state.lookup.wait_ms,
-            prefetch,
-        )
+        name = tail_name(state.request.request_id, end)
+        return name, [block_hash], 0, self._groups.engine_block_size, state.lookup.wait_ms

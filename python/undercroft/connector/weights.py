@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import tempfile
@@ -34,6 +35,8 @@ _HEADER_MAX = 100 << 20
 _THREADS = 8
 _KEPT_MAX = 4096
 """Digests that a file of digests holds."""
+_MODELS_MAX = 64
+"""Models of which a file of digests remembers each file's digest, to say which one differs."""
 
 
 @dataclass(slots=True)
@@ -46,6 +49,8 @@ class Digests:
 
     path: Path | None = None
     _known: dict[str, list[Any]] = field(default_factory=dict)
+    _models: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By the digest of a model's weights, the digest of each of its files by name."""
     _changed: bool = False
 
     def of_files(self, files: Iterable[Path], how: str) -> dict[Path, str]:
@@ -72,17 +77,33 @@ class Digests:
             self._changed = True
         return found
 
+    def note_model(self, digest: str, files: dict[str, str]) -> None:
+        """Remember of which files the weights with ``digest`` consist."""
+        if digest not in self._models:
+            self._models[digest] = files
+            self._changed = True
+
+    def differing_files(self, one: str, other: str) -> list[str]:
+        """Names of the files in which two models differ, by their weights' digests; empty if that is not known."""
+        self._load()
+        left, right = self._models.get(one), self._models.get(other)
+        if left is None or right is None:
+            return []
+        return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
+
     def save(self) -> None:
         """Write the file, if something is new. Not before the disk tier is there: it takes only an empty directory."""
         if self.path is None or not self._changed:
             return
         for path in list(self._known)[:-_KEPT_MAX]:
             del self._known[path]
+        for digest in list(self._models)[:-_MODELS_MAX]:
+            del self._models[digest]
         # A directory that cannot be written costs time at the next start, nothing else.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as new:
-                json.dump(self._known, new)
+                json.dump({"files": self._known, "models": self._models}, new)
             try:
                 Path(new.name).replace(self.path)
             except OSError:
@@ -96,8 +117,14 @@ class Digests:
         # Missing or damaged: all is read anew.
         with contextlib.suppress(OSError, ValueError):
             kept = json.loads(self.path.read_bytes())
-            if isinstance(kept, dict):
-                self._known = {path: entry for path, entry in kept.items() if _is_entry(entry)}
+            self._known = {path: entry for path, entry in _object(kept, "files").items() if _is_entry(entry)}
+            models = _object(kept, "models")
+            self._models = {digest: files for digest, files in models.items() if isinstance(files, dict)} | self._models
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    inner = value.get(name) if isinstance(value, dict) else None
+    return inner if isinstance(inner, dict) else {}
 
 
 def _is_entry(entry: Any) -> bool:
@@ -123,6 +150,9 @@ def model_place(name: str, revision: str | None, download_dir: str | None = None
     path = Path(name)
     if path.exists():
         return path
+    if _from_modelscope():
+        # Hugging Face may have other weights under the same name.
+        return _modelscope_place(name, revision, download_dir)
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -133,6 +163,23 @@ def model_place(name: str, revision: str | None, download_dir: str | None = None
     except Exception:  # not a repository's name, or another hub
         return None
     return None
+
+
+def _from_modelscope() -> bool:
+    """Whether vLLM fetches models from ModelScope."""
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_MODELSCOPE)
+
+
+def _modelscope_place(name: str, revision: str | None, download_dir: str | None) -> Path | None:
+    try:
+        # As vLLM calls it, but without a download.
+        hub = importlib.import_module("modelscope.hub.snapshot_download")
+        place = hub.snapshot_download(model_id=name, cache_dir=download_dir, local_files_only=True, revision=revision)
+        return Path(place)
+    except Exception:  # the package is missing, or the model is not in its cache
+        return None
 
 
 def weights_digest(place: Path, digests: Digests, how: str, *, code: bool = False) -> str:
@@ -148,7 +195,9 @@ def weights_digest(place: Path, digests: Digests, how: str, *, code: bool = Fals
         files |= {path.relative_to(place).as_posix(): path for path in sorted(place.rglob("*.py"))}
     found = digests.of_files(files.values(), how)
     lines = [[name, found[path]] for name, path in sorted(files.items())]
-    return hashlib.sha256(json.dumps([how, lines]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([how, lines]).encode()).hexdigest()
+    digests.note_model(digest, {name: found[path] for name, path in files.items()})
+    return digest
 
 
 def _is_whole(files: dict[str, Path]) -> bool:

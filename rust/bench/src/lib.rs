@@ -1,6 +1,7 @@
 //! Measurements of the engine on a real device, against a bare loop on the same device in the same run,
-//! and replays of traces.
+//! replays of traces, and chats of two models.
 
+pub mod chats;
 pub mod disk;
 pub mod recover;
 pub mod replay;

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::engine::Engine;
-use crate::io::{IoCompletion, IoEngine, IoRequest, Waker};
+use crate::io::{ChecksumQueue, IoCompletion, IoEngine, IoRequest, Waker};
 use crate::panics::contained;
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
@@ -23,6 +23,11 @@ const REST_PAUSE: Duration = Duration::from_micros(100);
 /// How often the IO thread looks at a device that has reads and does not answer.
 const LOOK: Duration = Duration::from_millis(250);
 
+/// How many bytes of payloads in the arena are summed before the device is looked at again, while it is idle
+/// and while it is busy.
+const SUM_BYTES_IDLE: u32 = 512 << 10;
+const SUM_BYTES_BUSY: u32 = 128 << 10;
+
 /// Gives access to an engine, one entry at a time: a [`Driver`] with its threads, or a simulator.
 /// `None`, or `false`, once the engine is broken.
 pub trait EngineAccess: std::fmt::Debug + Send + Sync {
@@ -31,6 +36,13 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
 
     /// Reads the engine, without giving it an occasion to start anything.
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R>;
+
+    /// Reads the engine with `known`, and enters it with `work` if `known` has no answer.
+    fn read_or_enter<R>(
+        &self,
+        known: impl FnOnce(&Engine) -> Option<R>,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> Option<R>;
 
     /// Enters the engine now and whenever it has progressed, until `done` or the timeout.
     fn wait_until(&self, timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool;
@@ -83,6 +95,18 @@ impl Shared {
         let mut state = self.state.lock().ok()?;
         self.tell_time(&mut state);
         Some(state)
+    }
+
+    /// Does `work` in the locked engine, and wakes the IO thread for what it left to do.
+    fn enter<R>(&self, mut state: MutexGuard<'_, State>, work: impl FnOnce(&mut Engine) -> R) -> R {
+        let result = work(&mut state.engine);
+        let wake = state.waits && state.engine.has_io();
+        state.waits &= !wake;
+        drop(state);
+        if wake {
+            self.waker.wake();
+        }
+        result
     }
 
     fn tell_time(&self, state: &mut State) {
@@ -161,23 +185,25 @@ impl Driver {
 
 impl EngineAccess for Driver {
     fn enter<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> Option<R> {
-        contained(|| {
-            let mut state = self.shared.lock()?;
-            let result = work(&mut state.engine);
-            let wake = state.waits && state.engine.has_io();
-            state.waits &= !wake;
-            drop(state);
-            if wake {
-                self.shared.waker.wake();
-            }
-            Some(result)
-        })
+        contained(|| Some(self.shared.enter(self.shared.lock()?, work)))
     }
 
     // Unlike `enter` it never wakes the IO thread: what waits for memory or budget would be tried again
     // each time.
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
         contained(|| self.shared.lock().map(|state| work(&state.engine)))
+    }
+
+    fn read_or_enter<R>(
+        &self,
+        known: impl FnOnce(&Engine) -> Option<R>,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> Option<R> {
+        contained(|| {
+            let state = self.shared.lock()?;
+            let answer = known(&state.engine);
+            Some(answer.unwrap_or_else(|| self.shared.enter(state, work)))
+        })
     }
 
     fn wait_until(&self, timeout: Duration, mut done: impl FnMut(&mut Engine) -> bool) -> bool {
@@ -221,9 +247,18 @@ fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
 fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
     let mut completions: Vec<IoCompletion> = Vec::new();
     let mut requests: Vec<IoRequest> = Vec::new();
+    let mut started = Vec::new();
+    let mut checksums = ChecksumQueue::new(Arc::clone(io.arena()));
     let mut timeout = Some(Duration::ZERO);
     loop {
         io.wait(timeout, &mut completions);
+        let is_idle = completions.is_empty();
+        let most = if is_idle {
+            SUM_BYTES_IDLE
+        } else {
+            SUM_BYTES_BUSY
+        };
+        checksums.advance(most, &mut completions);
         let Some(mut state) = shared.lock() else {
             return;
         };
@@ -236,6 +271,9 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         let late = stopping.is_some_and(|at| Instant::now() >= at);
         if !late {
             state.engine.next_io(room, &mut requests);
+            if checksums.is_empty() {
+                state.engine.next_checksums(&mut started);
+            }
         }
         let (waiting, reads) = (state.engine.has_io(), state.engine.reads());
         let has_rest = state.engine.has_rest();
@@ -252,11 +290,13 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         if progress && let Some(hook) = shared.hook.get() {
             (hook.0)();
         }
+        checksums.extend(started.drain(..));
         let full = requests.len() == room;
         for request in requests.drain(..) {
             io.submit(request);
         }
         timeout = match stopping {
+            _ if !checksums.is_empty() => Some(Duration::ZERO),
             None if has_rest => Some(REST_PAUSE),
             // What could not be started is looked at again; what is full waits for a completion.
             None if !waiting || full => reads.then_some(LOOK),

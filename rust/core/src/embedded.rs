@@ -50,17 +50,16 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
         let LookupRequest {
             computed, priority, ..
         } = *request;
+        let work = |engine: &mut Engine| engine.lookup(self.id, request);
         // An entry makes the IO thread retry promotions that are short of memory. The scheduler asks for
         // each pending request at each step, so a demanded lookup first only reads. A prefetch comes once.
-        if priority == Priority::Demand {
-            let pending = |engine: &Engine| {
-                engine.still_pending(self.id, request.request, computed, priority)
-            };
-            if let Some(pending) = self.engine.read(pending).flatten() {
-                return pending;
-            }
-        }
-        let answer = self.engine.enter(|engine| engine.lookup(self.id, request));
+        let answer = match priority {
+            Priority::Prefetch => self.engine.enter(work),
+            Priority::Demand => self.engine.read_or_enter(
+                |engine| engine.still_pending(self.id, request.request, computed, priority),
+                work,
+            ),
+        };
         answer.unwrap_or(Lookup::NOTHING)
     }
 

@@ -22,9 +22,10 @@ pub enum RegisterError {
     },
     /// A payload is larger than a page of the region that should hold it.
     #[error(
-        "group {group} has payloads of {} (one block, all ranks), and the largest slot of {region} has {}; raise {option}",
+        "group {group} has payloads of {} (one block, all ranks), and the largest slot of {region} has {}; {}",
         Bytes(*payload_bytes),
-        Bytes(*page_bytes)
+        Bytes(*page_bytes),
+        larger_slots(option, *needed)
     )]
     PayloadTooLarge {
         /// Index of the group.
@@ -37,6 +38,8 @@ pub enum RegisterError {
         page_bytes: u64,
         /// The option to change.
         option: &'static str,
+        /// The least value of the option whose slots are large enough; `None` if no slot is.
+        needed: Option<u64>,
     },
     /// Another description with the same digest, or other numbers for the same description.
     #[error("namespace {digest} is registered with other groups; use another namespace_salt")]
@@ -44,8 +47,21 @@ pub enum RegisterError {
         /// The digest, hexadecimal.
         digest: String,
     },
+    /// The description is too long for a directory's namespace table.
+    #[error(
+        "the description of the namespace has {bytes} bytes and does not fit an entry of {entry_bytes} bytes; describe its \
+         longest parts by a digest"
+    )]
+    DescriptionTooLong {
+        /// Bytes of the description.
+        bytes: usize,
+        /// Size of an entry.
+        entry_bytes: usize,
+    },
     /// No room for another one.
-    #[error("{count} namespaces are registered, which is the limit; restart the engine")]
+    #[error(
+        "sessions use all of the {count} namespaces that an engine has at most; end some of them, or use another engine"
+    )]
     TooMany {
         /// How many there are.
         count: usize,
@@ -53,6 +69,17 @@ pub enum RegisterError {
     /// The engine has panicked and is not entered any more.
     #[error("the engine has failed; its panic is in the log")]
     Broken,
+}
+
+/// What an operator can do for larger slots.
+fn larger_slots(option: &str, needed: Option<u64>) -> String {
+    match needed {
+        Some(needed) => format!("set {option} to at least {}", Bytes(needed)),
+        None => format!(
+            "no slot has more than {}, whatever {option} is: give vLLM a smaller --block-size, or fewer ranks to one engine",
+            Bytes(crate::slots::PAGE_BYTES_MAX)
+        ),
+    }
 }
 
 /// A disk directory cannot be used.
@@ -94,6 +121,18 @@ pub enum StoreError {
         /// One of the files found.
         found: String,
     },
+    /// A file in it is not what an engine made.
+    #[error(
+        "disk_path {path}: its file {name} cannot be trusted: {reason}; remove that file. Nothing was changed"
+    )]
+    Untrusted {
+        /// The directory.
+        path: PathBuf,
+        /// The file.
+        name: &'static str,
+        /// Why not.
+        reason: String,
+    },
     /// The superblock is damaged.
     #[error(
         "disk_path {path}: the superblock is damaged ({reason}); if its cache may be lost, delete the directory. Nothing was \
@@ -108,7 +147,7 @@ pub enum StoreError {
     /// Written by another format version.
     #[error(
         "disk_path {path} has format version {found}, this undercroft reads version {supported}; use the undercroft that wrote \
-         it, or delete the directory to start empty. Nothing was changed"
+         it, or set disk_on_other_version to \"discard\" or \"set_aside\" to start empty. Nothing was changed"
     )]
     Version {
         /// The directory.
@@ -120,7 +159,8 @@ pub enum StoreError {
     },
     /// The directory belongs to somebody else.
     #[error(
-        "disk_path {path} belongs to uid {owner}, this process runs as uid {uid}; choose another disk_path"
+        "disk_path {path} belongs to uid {owner}, this process runs as uid {uid}; choose another disk_path: a directory in \
+         it that does not exist yet is made, and is this user's"
     )]
     Owner {
         /// The directory.
@@ -130,10 +170,39 @@ pub enum StoreError {
         /// Ours.
         uid: u32,
     },
-    /// The filesystem has no room for it.
+    /// Other users may put files into the directory.
     #[error(
-        "disk_capacity {} for {path}: only {} can be used (free space less a reserve of {}); set disk_capacity to at most \
-         that",
+        "disk_path {path} has mode {mode:04o}: other users can write to it; choose another disk_path, or, if nobody has put \
+         anything there, run: chmod 700 {path}"
+    )]
+    Mode {
+        /// The directory.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// The filesystem has no room for the smallest store.
+    #[error(
+        "disk_path {path}: its filesystem is full: {} of {} are free, of which a reserve of {} is left alone; free space \
+         there, or choose another disk_path",
+        Bytes(*free),
+        Bytes(*total),
+        Bytes(*reserve)
+    )]
+    Full {
+        /// The directory.
+        path: PathBuf,
+        /// Free space.
+        free: u64,
+        /// Size of the filesystem.
+        total: u64,
+        /// What is left alone.
+        reserve: u64,
+    },
+    /// The filesystem has no room for it now.
+    #[error(
+        "disk_capacity {} for {path}: only {} can be used now (free space less a reserve of {}); free space there, or set \
+         disk_capacity to at most {available}",
         Bytes(*capacity),
         Bytes(*available),
         Bytes(*reserve)
@@ -147,6 +216,24 @@ pub enum StoreError {
         available: u64,
         /// What is left alone.
         reserve: u64,
+    },
+    /// The filesystem could not hold it even if it were empty.
+    #[error(
+        "disk_capacity {} for {path} is more than its filesystem has ({}); {} can be used now: set disk_capacity to at most \
+         {available}, or to a percentage such as \"50%\"",
+        Bytes(*capacity),
+        Bytes(*total),
+        Bytes(*available)
+    )]
+    TooLarge {
+        /// The directory.
+        path: PathBuf,
+        /// What was asked for.
+        capacity: u64,
+        /// Size of the filesystem.
+        total: u64,
+        /// What can be used now.
+        available: u64,
     },
     /// Too small to be of use.
     #[error(
@@ -162,4 +249,41 @@ pub enum StoreError {
         /// The least.
         minimum: u64,
     },
+}
+
+impl StoreError {
+    /// Whether the device or its contents are at fault rather than the configuration: an engine can start without
+    /// the directory, and find it usable later.
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => !is_misconfigured(source),
+            Self::Untrusted { .. }
+            | Self::Damaged { .. }
+            | Self::Version { .. }
+            | Self::Full { .. }
+            | Self::NoSpace { .. } => true,
+            Self::InUse { .. }
+            | Self::Foreign { .. }
+            | Self::Owner { .. }
+            | Self::Mode { .. }
+            | Self::TooLarge { .. }
+            | Self::TooSmall { .. } => false,
+        }
+    }
+}
+
+/// Whether the operating system refused for what an operator has set: rights, or a path that leads nowhere.
+fn is_misconfigured(source: &std::io::Error) -> bool {
+    use rustix::io::Errno;
+    let by_setting = [
+        Errno::ACCESS,
+        Errno::PERM,
+        Errno::NOTDIR,
+        Errno::EXIST,
+        Errno::LOOP,
+        Errno::NAMETOOLONG,
+        Errno::INVAL,
+    ];
+    let errno = source.raw_os_error();
+    by_setting.iter().any(|by| errno == Some(by.raw_os_error()))
 }

@@ -2,6 +2,7 @@
 //! that knows neither Python, CUDA nor the environment.
 
 pub mod arena;
+mod buddy;
 pub mod checksum;
 pub mod copy;
 pub mod disk;

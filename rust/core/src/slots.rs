@@ -1,18 +1,32 @@
 //! Fixed-size slots in a region (the arena, or a data file).
 //!
-//! The region is cut into pages. A page belongs to one size class while any of its slots is in use,
-//! and goes back to the pool when the last one is freed, so space moves between classes by use.
-//! Every operation is O(1). This module does bookkeeping only and never touches a byte.
+//! The region is cut into pages. A page belongs to one size class while any of its slots is in use, and
+//! goes back to the pool when the last one is freed, so space moves between classes by use. The fullest
+//! page gives the next slot, so that the emptier ones empty themselves. This module does bookkeeping
+//! only and never touches a byte.
 
+use std::collections::BTreeSet;
+
+use crate::buddy::Buddy;
 use crate::work;
 
 /// Slot sizes are multiples of this, in bytes (O_DIRECT alignment).
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
 
 const PAGE_BYTES_MIN: u64 = 256 << 10;
-const PAGE_BYTES_MAX: u64 = 64 << 20;
-/// A region has about this many pages, so that every size class finds room.
+/// The largest page: no payload is larger.
+pub(crate) const PAGE_BYTES_MAX: u64 = 64 << 20;
+/// A region has at least about this many of the largest pages, so that every size class finds room.
 const PAGES_TARGET: u64 = 64;
+/// The smallest page, as a part of the largest.
+const UNITS_PER_PAGE: u64 = 64;
+/// Slots that a page has at least, unless it is one of the largest: a page has its share of bookkeeping.
+const PAGE_SLOTS_MIN: u64 = 8;
+/// A class has smaller pages if they waste no more than this part of the region beyond what the largest
+/// pages waste.
+const WASTE_SHARE: u64 = 64;
+/// No page.
+const NO_PAGE: u32 = u32::MAX;
 
 /// The offset in bytes of a slot that is counted in [`SLOT_ALIGN`].
 pub(crate) fn slot_offset(slot: u32) -> u64 {
@@ -42,56 +56,85 @@ pub struct Owner {
 
 #[derive(Debug)]
 struct Page {
-    class: Option<Class>,
+    class: Class,
+    /// First unit.
+    unit: u32,
     owners: Vec<Option<Owner>>,
     free: Vec<u32>,
-    /// Position in `ClassState::partial`, while the page has a free slot.
-    partial_at: Option<usize>,
+}
+
+impl Page {
+    /// Position among the class's pages with a free slot: the fullest first.
+    fn rank(&self, number: u32) -> (u32, u32) {
+        // `give_page` counts the slots in 32 bits.
+        (self.free.len() as u32, number)
+    }
 }
 
 #[derive(Debug)]
 struct ClassState {
     slot_bytes: u64,
-    partial: Vec<u32>,
+    /// Pages of the class have `1 << order` units.
+    order: u32,
+    /// Pages with a free slot, by [`Page::rank`].
+    partial: BTreeSet<(u32, u32)>,
     used: u64,
+}
+
+/// An aligned run of units that becomes one page for a class, once nothing in the run is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    unit: u32,
+    units: u32,
 }
 
 /// Allocator of slots.
 #[derive(Debug)]
 pub struct Slots {
+    /// Bytes of the largest pages.
     page_bytes: u64,
-    pages: Vec<Page>,
-    free_pages: Vec<u32>,
+    unit_bytes: u64,
+    /// By number; `None`: the number is free.
+    pages: Vec<Option<Page>>,
+    free_numbers: Vec<u32>,
+    /// Page of each unit, or `NO_PAGE`.
+    page_at: Vec<u32>,
+    free_units: Buddy,
     classes: Vec<ClassState>,
     used_bytes: u64,
 }
 
-/// The page size for a region of `capacity` bytes: a power of two.
+/// Bytes of the largest pages of a region of `capacity` bytes: a power of two.
 pub fn page_bytes_for(capacity: u64) -> u64 {
     let share = (capacity / PAGES_TARGET).max(1);
     (1 << share.ilog2()).clamp(PAGE_BYTES_MIN, PAGE_BYTES_MAX)
 }
 
+/// A region whose pages hold payloads of `payload_bytes`; `None` if no page is so large.
+pub(crate) fn region_for(payload_bytes: u64) -> Option<u64> {
+    let page_bytes = payload_bytes.next_power_of_two().max(PAGE_BYTES_MIN);
+    (page_bytes <= PAGE_BYTES_MAX).then_some(page_bytes * PAGES_TARGET)
+}
+
 impl Slots {
-    /// A region of `capacity` bytes in pages of `page_bytes`; what does not fill a page is left out.
+    /// A region of `capacity` bytes with pages of at most `page_bytes`; what does not fill such a page is
+    /// left out.
     pub fn new(capacity: u64, page_bytes: u64) -> Self {
         assert!(
             page_bytes.is_power_of_two() && page_bytes >= SLOT_ALIGN,
             "a page holds whole slots: {page_bytes} bytes"
         );
-        let count =
-            u32::try_from(capacity / page_bytes).expect("a region has fewer than 2^32 pages");
+        let unit_bytes = (page_bytes / UNITS_PER_PAGE).max(SLOT_ALIGN);
+        let units_per_page = page_bytes / unit_bytes;
+        let units = u32::try_from(capacity / page_bytes * units_per_page)
+            .expect("a region has fewer than 2^32 units");
         Self {
             page_bytes,
-            pages: (0..count)
-                .map(|_| Page {
-                    class: None,
-                    owners: Vec::new(),
-                    free: Vec::new(),
-                    partial_at: None,
-                })
-                .collect(),
-            free_pages: (0..count).rev().collect(),
+            unit_bytes,
+            pages: Vec::new(),
+            free_numbers: Vec::new(),
+            page_at: vec![NO_PAGE; units as usize],
+            free_units: Buddy::new(units, units_per_page.ilog2()),
             classes: Vec::new(),
             used_bytes: 0,
         }
@@ -100,7 +143,7 @@ impl Slots {
     /// The class of payloads of `payload_bytes`; `None` if one does not fit a page.
     pub fn class_for(&mut self, payload_bytes: u64) -> Option<Class> {
         let slot_bytes = payload_bytes.max(1).next_multiple_of(SLOT_ALIGN);
-        if slot_bytes > self.page_bytes || self.pages.is_empty() {
+        if slot_bytes > self.page_bytes || self.page_at.is_empty() {
             return None;
         }
         let found = self
@@ -110,7 +153,8 @@ impl Slots {
         let index = found.unwrap_or_else(|| {
             self.classes.push(ClassState {
                 slot_bytes,
-                partial: Vec::new(),
+                order: self.order_for(slot_bytes),
+                partial: BTreeSet::new(),
                 used: 0,
             });
             self.classes.len() - 1
@@ -118,14 +162,48 @@ impl Slots {
         Class::try_from(index).ok()
     }
 
+    /// Size of the pages for slots of `slot_bytes`: small, so that little has to go for one, unless the
+    /// rests at their ends would cost capacity.
+    fn order_for(&self, slot_bytes: u64) -> u32 {
+        let largest = (self.page_bytes / self.unit_bytes).ilog2();
+        let usable = |order: u32| {
+            let bytes = self.unit_bytes << order;
+            (bytes / slot_bytes * slot_bytes) << (largest - order)
+        };
+        let most = usable(largest);
+        (0..largest)
+            .find(|&order| {
+                self.unit_bytes << order >= PAGE_SLOTS_MIN * slot_bytes
+                    && most - usable(order) <= self.page_bytes / WASTE_SHARE
+            })
+            .unwrap_or(largest)
+    }
+
+    /// Slots of a page of `class`.
+    pub(crate) fn slots_per_page(&self, class: Class) -> usize {
+        let class = &self.classes[usize::from(class)];
+        // At most the page size over the alignment.
+        ((self.unit_bytes << class.order) / class.slot_bytes) as usize
+    }
+
+    fn page(&self, number: u32) -> &Page {
+        let page = self.pages[number as usize].as_ref();
+        page.expect("the number of a page in use")
+    }
+
+    fn page_mut(&mut self, number: u32) -> &mut Page {
+        let page = self.pages[number as usize].as_mut();
+        page.expect("the number of a page in use")
+    }
+
     /// Bytes of one slot of `class`.
     pub fn slot_bytes(&self, class: Class) -> u64 {
         self.classes[usize::from(class)].slot_bytes
     }
 
-    /// Bytes in whole pages.
+    /// Bytes in whole pages of the largest size.
     pub fn capacity(&self) -> u64 {
-        self.page_bytes * self.pages.len() as u64
+        self.unit_bytes * self.page_at.len() as u64
     }
 
     /// Bytes of slots in use.
@@ -143,14 +221,20 @@ impl Slots {
         self.classes.iter().map(|class| class.used).sum()
     }
 
-    /// Bytes of a page.
+    /// Bytes of the largest pages.
     pub fn page_bytes(&self) -> u64 {
         self.page_bytes
     }
 
-    /// The page that holds `offset`.
+    /// Number of the page in use that holds `offset`.
     pub fn page_of(&self, offset: u64) -> u32 {
-        u32::try_from(offset / self.page_bytes).expect("an offset lies in a page of the region")
+        let number = self.page_at[self.unit_of(offset) as usize];
+        assert_ne!(number, NO_PAGE, "no page in use holds {offset}");
+        number
+    }
+
+    fn unit_of(&self, offset: u64) -> u32 {
+        u32::try_from(offset / self.unit_bytes).expect("an offset lies in a unit of the region")
     }
 
     /// Size classes.
@@ -161,21 +245,21 @@ impl Slots {
     /// Takes a slot; the offset in bytes, or `None` if the class has no room and no page is free.
     pub fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
         work::slots(1);
-        let page_index = match self.classes[usize::from(class)].partial.last() {
-            Some(&page) => page,
+        let number = match self.classes[usize::from(class)].partial.first() {
+            Some(&(_, number)) => number,
             None => self.assign_page(class)?,
         };
+        self.leave_partial(number);
         let slot_bytes = self.slot_bytes(class);
-        let page = &mut self.pages[page_index as usize];
+        let page = self.page_mut(number);
         let slot = page.free.pop().expect("a partial page has a free slot");
         let before = page.owners[slot as usize].replace(owner);
         assert!(before.is_none(), "a free slot has the owner {before:?}");
-        if page.free.is_empty() {
-            self.leave_partial(page_index);
-        }
+        let unit = page.unit;
+        self.enter_partial(number);
         self.classes[usize::from(class)].used += 1;
         self.used_bytes += slot_bytes;
-        Some(u64::from(page_index) * self.page_bytes + u64::from(slot) * slot_bytes)
+        Some(u64::from(unit) * self.unit_bytes + u64::from(slot) * slot_bytes)
     }
 
     /// Takes the slot at `offset` (recovery). False if it is taken, misplaced or of another class.
@@ -184,25 +268,31 @@ impl Slots {
         if offset >= self.capacity() {
             return false;
         }
-        let page_index = self.page_of(offset);
-        let slot_bytes = self.slot_bytes(class);
-        let within = offset % self.page_bytes;
-        let slots_per_page = self.page_bytes / slot_bytes;
-        let page = &self.pages[page_index as usize];
-        if !within.is_multiple_of(slot_bytes) || within / slot_bytes >= slots_per_page {
+        let (slot_bytes, units) = (self.slot_bytes(class), self.units(class));
+        let unit = self.unit_of(offset) / units * units;
+        let within = offset - u64::from(unit) * self.unit_bytes;
+        if !within.is_multiple_of(slot_bytes)
+            || within / slot_bytes >= self.slots_per_page(class) as u64
+        {
             return false;
         }
-        match page.class {
-            None => self.give_page(page_index, class),
-            Some(found) if found != class => return false,
-            Some(_) => {}
+        let mut number = self.page_at[unit as usize];
+        if number == NO_PAGE {
+            let run = unit as usize..(unit + units) as usize;
+            if self.page_at[run].iter().any(|&page| page != NO_PAGE) {
+                return false;
+            }
+            number = self.give_page(unit, class);
+        }
+        if self.page(number).class != class {
+            return false;
         }
         let slot = self.slot_at(class, offset);
-        let page = &mut self.pages[page_index as usize];
-        if page.owners[slot].is_some() {
+        let owner_of_slot = &mut self.page_mut(number).owners[slot];
+        if owner_of_slot.is_some() {
             return false;
         }
-        page.owners[slot] = Some(owner);
+        *owner_of_slot = Some(owner);
         // The free lists are rebuilt once, by `finish_claims`.
         self.classes[usize::from(class)].used += 1;
         self.used_bytes += slot_bytes;
@@ -211,31 +301,28 @@ impl Slots {
 
     /// Names the owner of a slot in use.
     pub fn set_owner(&mut self, class: Class, offset: u64, owner: Owner) {
-        let (page, slot) = (self.page_of(offset) as usize, self.slot_at(class, offset));
-        let before = self.pages[page].owners[slot].replace(owner);
+        let (page, slot) = (self.page_of(offset), self.slot_at(class, offset));
+        let before = self.page_mut(page).owners[slot].replace(owner);
         assert!(before.is_some(), "the slot at {offset} is not in use");
     }
 
     /// Rebuilds the free lists after a series of [`Slots::claim`].
     pub fn finish_claims(&mut self) {
-        let free = (0u32..)
-            .zip(&self.pages)
-            .filter(|(_, page)| page.class.is_none());
-        self.free_pages = free.map(|(index, _)| index).collect();
-        self.free_pages.reverse();
-        for index in 0..u32::try_from(self.pages.len()).expect("`new` counts the pages") {
-            let page = &mut self.pages[index as usize];
-            if page.class.is_none() {
+        let is_free = |unit: u32| self.page_at[unit as usize] == NO_PAGE;
+        self.free_units.rebuild(is_free);
+        for class in &mut self.classes {
+            class.partial.clear();
+        }
+        for number in 0..u32::try_from(self.pages.len()).expect("`give_page` counts the pages") {
+            let Some(page) = &mut self.pages[number as usize] else {
                 continue;
-            }
+            };
             let free = (0u32..)
                 .zip(&page.owners)
                 .filter(|(_, owner)| owner.is_none());
             page.free = free.map(|(slot, _)| slot).collect();
             page.free.reverse();
-            if page.free.is_empty() {
-                self.leave_partial(index);
-            }
+            self.enter_partial(number);
         }
     }
 
@@ -243,109 +330,166 @@ impl Slots {
     pub fn free(&mut self, class: Class, offset: u64) {
         work::slots(1);
         let slot_bytes = self.slot_bytes(class);
-        let page_index = self.page_of(offset);
+        let number = self.page_of(offset);
         let slot = self.slot_at(class, offset);
-        let page = &mut self.pages[page_index as usize];
         assert_eq!(
-            page.class,
-            Some(class),
+            self.page(number).class,
+            class,
             "the slot at {offset} is freed into another class"
         );
+        self.leave_partial(number);
+        let page = self.page_mut(number);
         let owner = page.owners[slot].take();
         assert!(owner.is_some(), "the slot at {offset} is freed twice");
         page.free.push(slot as u32);
+        let is_empty = page.free.len() == page.owners.len();
         let used = &mut self.classes[usize::from(class)].used;
         *used = used.checked_sub(1).expect("the class has a slot in use");
         let used_bytes = self.used_bytes.checked_sub(slot_bytes);
         self.used_bytes = used_bytes.expect("the bytes in use include every slot");
-        if self.pages[page_index as usize].partial_at.is_none() {
-            self.enter_partial(page_index, class);
-        }
-        let page = &self.pages[page_index as usize];
-        if page.free.len() == page.owners.len() {
-            self.leave_partial(page_index);
-            let page = &mut self.pages[page_index as usize];
-            page.class = None;
-            page.owners = Vec::new();
-            page.free = Vec::new();
-            self.free_pages.push(page_index);
+        if is_empty {
+            self.take_page_back(number);
+        } else {
+            self.enter_partial(number);
         }
     }
 
     /// Whether a slot of `class` can be had only by freeing another.
     pub fn is_full(&self, class: Class) -> bool {
-        self.classes[usize::from(class)].partial.is_empty() && self.free_pages.is_empty()
+        let class = &self.classes[usize::from(class)];
+        class.partial.is_empty() && !self.free_units.has(class.order)
     }
 
-    /// Who uses the slots of a page.
-    pub fn owners(&self, page: u32) -> impl Iterator<Item = Owner> + '_ {
-        let owners = &self.pages[page as usize].owners;
-        owners.iter().flatten().copied().inspect(|_| work::slots(1))
+    /// The run around `offset` that has to be emptied for a page of `class`.
+    pub(crate) fn run_at(&self, offset: u64, class: Class) -> Run {
+        let mut units = self.units(class);
+        let unit = self.unit_of(offset);
+        let number = self.page_at[unit as usize];
+        if number != NO_PAGE {
+            units = units.max(self.units(self.page(number).class));
+        }
+        let unit = unit / units * units;
+        Run { unit, units }
+    }
+
+    /// The run that is `index`th of the region, where all are as large as pages of `class`, or more around
+    /// it. Counts on from the front behind the end.
+    pub(crate) fn run_number(&self, index: u64, class: Class) -> Run {
+        let run_bytes = self.unit_bytes * u64::from(self.units(class));
+        let runs = self.capacity() / run_bytes;
+        self.run_at(index % runs * run_bytes, class)
+    }
+
+    /// Bytes of a run.
+    pub(crate) fn run_bytes(&self, run: Run) -> u64 {
+        u64::from(run.units) * self.unit_bytes
+    }
+
+    /// Classes and owners of the slots in use of a run.
+    pub(crate) fn owners(&self, run: Run) -> impl Iterator<Item = (Class, Owner)> + '_ {
+        let mut unit = run.unit;
+        let pages = std::iter::from_fn(move || {
+            while unit < run.unit + run.units {
+                let number = self.page_at[unit as usize];
+                if number == NO_PAGE {
+                    unit += 1;
+                    continue;
+                }
+                let page = self.page(number);
+                unit = page.unit + self.units(page.class);
+                return Some(page);
+            }
+            None
+        });
+        pages.flat_map(|page| {
+            let owners = page.owners.iter().flatten();
+            owners
+                .map(|&owner| (page.class, owner))
+                .inspect(|_| work::slots(1))
+        })
     }
 
     /// Who uses the slot at `offset`.
     #[cfg(feature = "check")]
     pub(crate) fn owner_at(&self, class: Class, offset: u64) -> Option<Owner> {
-        let page = self.pages.get(self.page_of(offset) as usize)?;
+        let number = *self.page_at.get(self.unit_of(offset) as usize)?;
+        let page = self.pages.get(number as usize)?.as_ref()?;
         let owner = page.owners.get(self.slot_at(class, offset)).copied();
-        owner.flatten().filter(|_| page.class == Some(class))
+        owner.flatten().filter(|_| page.class == class)
     }
 
-    /// The class a page belongs to now.
-    pub fn page_class(&self, page: u32) -> Option<Class> {
-        self.pages.get(page as usize)?.class
+    /// The class that a page belongs to now; `None` if no page has this number.
+    pub fn page_class(&self, number: u32) -> Option<Class> {
+        let page = self.pages.get(number as usize)?.as_ref();
+        page.map(|page| page.class)
+    }
+
+    /// Units of a page of `class`.
+    fn units(&self, class: Class) -> u32 {
+        1 << self.classes[usize::from(class)].order
     }
 
     /// Index in its page of the slot at `offset`.
     pub(crate) fn slot_at(&self, class: Class, offset: u64) -> usize {
-        let slot = offset % self.page_bytes / self.slot_bytes(class);
+        let page_bytes = self.unit_bytes * u64::from(self.units(class));
+        let slot = offset % page_bytes / self.slot_bytes(class);
         // At most the page size over the alignment.
         slot as usize
     }
 
     fn assign_page(&mut self, class: Class) -> Option<u32> {
-        let page = self.free_pages.pop()?;
-        self.give_page(page, class);
-        Some(page)
+        let order = self.classes[usize::from(class)].order;
+        let unit = self.free_units.take(order)?;
+        Some(self.give_page(unit, class))
     }
 
-    fn give_page(&mut self, page_index: u32, class: Class) {
-        let slots = self.page_bytes / self.slot_bytes(class);
-        let slots =
-            u32::try_from(slots).expect("a page of at most 64 MiB has fewer than 2^32 slots");
-        let page = &mut self.pages[page_index as usize];
-        assert_eq!(
-            page.class, None,
-            "page {page_index} belongs to another class"
-        );
-        page.class = Some(class);
-        page.owners = vec![None; slots as usize];
-        page.free = (0..slots).rev().collect();
-        self.enter_partial(page_index, class);
-    }
-
-    fn enter_partial(&mut self, page_index: u32, class: Class) {
-        let partial = &mut self.classes[usize::from(class)].partial;
-        let before = self.pages[page_index as usize]
-            .partial_at
-            .replace(partial.len());
-        assert!(
-            before.is_none(),
-            "page {page_index} is listed as partial twice"
-        );
-        partial.push(page_index);
-    }
-
-    fn leave_partial(&mut self, page_index: u32) {
-        let page = &mut self.pages[page_index as usize];
-        let (Some(at), Some(class)) = (page.partial_at.take(), page.class) else {
-            return;
+    /// Makes a page for `class` of free units.
+    fn give_page(&mut self, unit: u32, class: Class) -> u32 {
+        let slots = u32::try_from(self.slots_per_page(class))
+            .expect("a page of at most 64 MiB has fewer than 2^32 slots");
+        let page = Page {
+            class,
+            unit,
+            owners: vec![None; slots as usize],
+            free: (0..slots).rev().collect(),
         };
-        let partial = &mut self.classes[usize::from(class)].partial;
-        partial.swap_remove(at);
-        if let Some(&moved) = partial.get(at) {
-            self.pages[moved as usize].partial_at = Some(at);
+        let number = self.free_numbers.pop().unwrap_or_else(|| {
+            self.pages.push(None);
+            u32::try_from(self.pages.len() - 1).expect("a region has fewer pages than units")
+        });
+        self.pages[number as usize] = Some(page);
+        let run = unit as usize..(unit + self.units(class)) as usize;
+        self.page_at[run].fill(number);
+        self.enter_partial(number);
+        number
+    }
+
+    /// An empty page goes back to the pool.
+    fn take_page_back(&mut self, number: u32) {
+        let page = self.pages[number as usize].take();
+        let Page { class, unit, .. } = page.expect("the number of a page in use");
+        self.free_numbers.push(number);
+        let run = unit as usize..(unit + self.units(class)) as usize;
+        self.page_at[run].fill(NO_PAGE);
+        self.free_units
+            .put(unit, self.classes[usize::from(class)].order);
+    }
+
+    /// A page's count of free slots has changed: the page is listed if it has any.
+    fn enter_partial(&mut self, number: u32) {
+        let page = self.page(number);
+        let (class, rank) = (usize::from(page.class), page.rank(number));
+        if !page.free.is_empty() {
+            let is_new = self.classes[class].partial.insert(rank);
+            assert!(is_new, "page {number} is listed as partial twice");
         }
+    }
+
+    /// A page's count of free slots is about to change.
+    fn leave_partial(&mut self, number: u32) {
+        let page = self.page(number);
+        let (class, rank) = (usize::from(page.class), page.rank(number));
+        self.classes[class].partial.remove(&rank);
     }
 }
 

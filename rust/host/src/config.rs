@@ -64,6 +64,8 @@ pub struct HostConfig {
     pub disk_admission: DiskAdmission,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub disk_write_rate: u64,
+    /// Compare the checksums of blocks in host memory before each hit.
+    pub verify_host: bool,
     /// If another engine of this user has the directories open, use that one, and take the directories
     /// over when it ends.
     pub share: bool,
@@ -133,6 +135,7 @@ impl HostConfig {
             min_load_tokens: self.min_load_tokens.max(1),
             second_touch: self.disk_admission == DiskAdmission::SecondTouch,
             write_rate: self.disk_write_rate,
+            verify_host: self.verify_host,
             ..defaults
         }
     }
@@ -166,7 +169,8 @@ mod tests {
     #[test]
     fn options_have_their_names_and_the_others_their_defaults() {
         let json = r#"{"host_memory": 4097, "disks": [{"path": "/d", "capacity": 5}], "io_engine": "thread_pool",
-            "eviction_policy": "leafhd", "disk_admission": "second_touch", "promotion_memory": null}"#;
+            "eviction_policy": "leafhd", "disk_admission": "second_touch", "promotion_memory": null,
+            "verify_host": true}"#;
         let config = HostConfig::from_json(json).unwrap();
         let expected = HostConfig {
             host_memory: 4097,
@@ -177,12 +181,13 @@ mod tests {
             io_engine: IoEngineChoice::ThreadPool,
             eviction_policy: PolicyKind::LeafHd,
             disk_admission: DiskAdmission::SecondTouch,
+            verify_host: true,
             ..HostConfig::default()
         };
         assert_eq!(config, expected);
         assert_eq!(config.engine().host_bytes, 4096);
         assert_eq!(config.engine().promotion_bytes, 2048);
-        assert!(config.engine().second_touch);
+        assert!(config.engine().second_touch && config.engine().verify_host);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 use undercroft_core::session::{
-    LookupRequest, Offer, Priority, PromotionWait, SaveRequest, Session, Tokens, TransferId,
+    LookupRequest, Offer, PromotionWait, SaveRequest, Session, Tokens, TransferId,
 };
 
 use crate::hashes::Hashes;
@@ -33,31 +33,46 @@ impl PySession {
     }
 
     /// How much of a prompt is cached.
-    #[pyo3(signature = (
-        request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, prefetch = false,
-    ))]
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None))]
     fn lookup(
+        &self,
+        py: Python<'_>,
+        request_id: &str,
+        hashes: &Bound<'_, PyList>,
+        num_computed_tokens: u32,
+        max_tokens: Option<u32>,
+        wait_ms: Option<(f64, f64)>,
+    ) -> PyResult<Py<PyLookup>> {
+        let hashes = Hashes(hashes);
+        let request = question(
+            request_id,
+            &hashes,
+            num_computed_tokens,
+            max_tokens,
+            wait_ms,
+        );
+        PyLookup::of(py, self.session.lookup(&request))
+    }
+
+    /// A lookup that the scheduler does not wait for: the tokens whose chain is in the index, as far as that is known.
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None))]
+    fn prefetch(
         &self,
         request_id: &str,
         hashes: &Bound<'_, PyList>,
         num_computed_tokens: u32,
         max_tokens: Option<u32>,
         wait_ms: Option<(f64, f64)>,
-        prefetch: bool,
-    ) -> PyLookup {
-        let request = LookupRequest {
-            request: request_id,
-            hashes: &Hashes(hashes),
-            computed: Tokens(num_computed_tokens),
-            max: max_tokens.map_or(Tokens::MAX, Tokens),
-            wait: wait_ms.map(promotion_wait),
-            priority: if prefetch {
-                Priority::Prefetch
-            } else {
-                Priority::Demand
-            },
-        };
-        self.session.lookup(&request).into()
+    ) -> u32 {
+        let hashes = Hashes(hashes);
+        let request = question(
+            request_id,
+            &hashes,
+            num_computed_tokens,
+            max_tokens,
+            wait_ms,
+        );
+        self.session.lookup(&request.prefetch()).shared().0
     }
 
     /// Wait until a lookup is no longer pending, at most `timeout_s` seconds. Whether it is.
@@ -129,6 +144,20 @@ impl PySession {
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.session.close());
     }
+}
+
+/// The question of a demanded lookup.
+fn question<'a>(
+    request: &'a str,
+    hashes: &'a Hashes<'_, '_>,
+    computed: u32,
+    max: Option<u32>,
+    wait_ms: Option<(f64, f64)>,
+) -> LookupRequest<'a> {
+    LookupRequest::new(request, hashes)
+        .computed(Tokens(computed))
+        .max(max.map_or(Tokens::MAX, Tokens))
+        .wait(wait_ms.map(promotion_wait))
 }
 
 /// Of milliseconds: the base, and the part for every 1,000 tokens.

@@ -4,7 +4,8 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyBytes, PyList};
 use undercroft_core::namespace::GroupSpec;
 use undercroft_core::session::{Extent, Load, Lookup, Offer, Save, SaveGrant, Tokens};
 use undercroft_host::{HostError, group_spec};
@@ -32,19 +33,35 @@ impl From<SessionAddress> for PyArenaAddress {
 /// The answer to a lookup.
 #[pyclass(name = "Lookup", module = "undercroft._core", frozen, get_all)]
 pub(crate) struct PyLookup {
-    pending: bool,
+    /// An object, since Python reads a field that holds one without a call.
+    pending: Py<PyBool>,
     tokens: u32,
     shared_tokens: u32,
 }
 
-impl From<Lookup> for PyLookup {
-    fn from(lookup: Lookup) -> Self {
-        let tokens = lookup.tokens();
-        Self {
-            pending: tokens.is_none(),
-            tokens: tokens.map_or(0, |Tokens(tokens)| tokens),
-            shared_tokens: lookup.shared().0,
+impl PyLookup {
+    /// A pending answer says nothing else, so there is one: a scheduler asks for each pending request at each step.
+    pub(crate) fn of(py: Python<'_>, lookup: Lookup) -> PyResult<Py<Self>> {
+        static PENDING: PyOnceLock<Py<PyLookup>> = PyOnceLock::new();
+        let (Tokens(shared), pending) = (lookup.shared(), lookup.is_pending());
+        match lookup.tokens() {
+            Some(Tokens(tokens)) => Self::new(py, pending, tokens, shared),
+            None => PENDING
+                .get_or_try_init(py, || Self::new(py, pending, 0, 0))
+                .map(|answer| answer.clone_ref(py)),
         }
+    }
+
+    fn new(py: Python<'_>, pending: bool, tokens: u32, shared_tokens: u32) -> PyResult<Py<Self>> {
+        let pending = PyBool::new(py, pending).to_owned().unbind();
+        Py::new(
+            py,
+            Self {
+                pending,
+                tokens,
+                shared_tokens,
+            },
+        )
     }
 }
 

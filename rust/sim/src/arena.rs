@@ -1,6 +1,6 @@
 //! The arena: contents, and who has which slot in hand, as seen from outside the engine.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use undercroft_core::io::IO_ALIGN;
 
@@ -22,6 +22,8 @@ pub(crate) struct SimArena {
     hands: Vec<i32>,
     /// Who holds ranges, for the message.
     holders: BTreeMap<u64, String>,
+    /// Sectors that have changed since they were written.
+    changed: BTreeSet<usize>,
 }
 
 impl SimArena {
@@ -30,6 +32,7 @@ impl SimArena {
             tokens: vec![0; sectors(bytes)],
             hands: vec![0; (bytes / IO_ALIGN) as usize],
             holders: BTreeMap::new(),
+            changed: BTreeSet::new(),
         }
     }
 
@@ -37,6 +40,7 @@ impl SimArena {
     pub(crate) fn abandon(&mut self) {
         self.hands.fill(0);
         self.holders.clear();
+        self.changed.clear();
     }
 
     /// Somebody takes a slot in hand. `Err` if that must not be.
@@ -96,9 +100,26 @@ impl SimArena {
         &self.tokens[from..from + sectors(len)]
     }
 
+    /// To be written.
     pub(crate) fn at_mut(&mut self, offset: u64, len: u64) -> &mut [Token] {
         let from = (offset / SECTOR) as usize;
-        &mut self.tokens[from..from + sectors(len)]
+        let range = from..from + sectors(len);
+        while let Some(&sector) = self.changed.range(range.clone()).next() {
+            self.changed.remove(&sector);
+        }
+        &mut self.tokens[range]
+    }
+
+    /// A bit of a sector flips that nobody writes.
+    pub(crate) fn change(&mut self, offset: u64, bit: u64) {
+        let sector = (offset / SECTOR) as usize;
+        self.tokens[sector] ^= 1 << bit;
+        self.changed.insert(sector);
+    }
+
+    /// Whether the sector at `offset` has changed since it was written.
+    pub(crate) fn has_changed(&self, offset: u64) -> bool {
+        self.changed.contains(&((offset / SECTOR) as usize))
     }
 }
 

@@ -25,9 +25,14 @@ impl World {
             leases_prefetches: served,
             ..SessionSpec::from(spec)
         };
-        let opened = EmbeddedSession::open(Arc::clone(&self.engine), spec);
-        let opened = opened.map_err(|error| error.to_string())?;
+        let before = self.known_namespaces();
+        let opened = match EmbeddedSession::open(Arc::clone(&self.engine), spec) {
+            Ok(opened) => opened,
+            Err(error) => return self.check_refused(namespace, &error),
+        };
         self.note(|| format!("open session on namespace {namespace}"));
+        self.check_forgotten(namespace, &before)?;
+        self.note_use(namespace);
         self.sessions.push(SimClient {
             id: opened.id(),
             session: Box::new(opened),
@@ -52,10 +57,14 @@ impl World {
 
     /// A client does something.
     pub(crate) fn client_step(&mut self) -> Result<(), String> {
-        if self.sessions.is_empty() || self.sessions.len() < 5 && self.random.chance(10) {
+        let churn = if self.settings.crowded { 60 } else { 10 };
+        if self.sessions.is_empty() || self.sessions.len() < 5 && self.random.chance(churn) {
             return self.open_session();
         }
         let session = self.random.index(self.sessions.len());
+        if self.settings.crowded && self.random.chance(40) {
+            return self.close_session(session);
+        }
         match self.random.below(1000) {
             0..=3 => self.close_session(session),
             4..=7 => {
@@ -262,8 +271,9 @@ impl World {
             } else {
                 0
             };
-            // What is asked for again and again is not promoted again and again.
-            let exact = state.promotions < PROMOTIONS_MAX || tokens > expected;
+            // What is asked for again and again is not promoted, or verified, again and again.
+            let verified = self.settings.engine.verify_host;
+            let exact = !verified && state.promotions < PROMOTIONS_MAX || tokens > expected;
             if tokens != expected && exact {
                 return Err(format!(
                     "{name}: hit of {tokens} tokens, and {expected} were saved"
@@ -382,6 +392,7 @@ impl World {
             self.let_go_of_save(save);
         }
         session.session.close();
+        self.note_use(session.namespace);
         if self.models[session.namespace].private {
             self.models[session.namespace].stored.clear();
         }

@@ -6,21 +6,27 @@
 //!
 //! - every byte that a load copies is what the client's own prefix, namespace and weights produce;
 //! - a load gets exactly the blocks that the kinds of its groups need, and an answer can be loaded;
+//! - a payload whose bytes in the arena change after its save is never written to disk, and, where hits are
+//!   verified, never loaded;
 //! - no slot, of the arena or of a device, is in two hands; no payload is read twice at once;
 //! - every lookup is answered in bounded time, whatever the device does;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
 //! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
+//! - a namespace is forgotten only where there are more than places for them, never while a session uses it,
+//!   and in the order of their use; it is never taken for another;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 mod arena;
+mod checksums;
 mod client;
 mod content;
 mod device;
 mod disks;
 mod model;
+mod namespaces;
 mod participants;
 mod random;
 mod settings;
@@ -55,8 +61,16 @@ pub struct Stats {
     pub complete_stops: u64,
     /// Resets.
     pub resets: u64,
+    /// Namespaces that made room for others.
+    pub forgotten: u64,
     /// Checksum mismatches that the device's faults caused.
     pub corruptions: u64,
+    /// Bits that flipped in payloads in the arena.
+    pub changes: u64,
+    /// Of these payloads, those that the engine found before a hit or a write.
+    pub changes_found: u64,
+    /// Of these payloads, copies by loads, where hits are not verified.
+    pub changes_loaded: u64,
     /// Units of work of the entry that did most.
     pub most_units: u64,
 }
@@ -76,7 +90,11 @@ impl Stats {
         self.recovered += other.recovered;
         self.complete_stops += other.complete_stops;
         self.resets += other.resets;
+        self.forgotten += other.forgotten;
         self.corruptions += other.corruptions;
+        self.changes += other.changes;
+        self.changes_found += other.changes_found;
+        self.changes_loaded += other.changes_loaded;
         self.most_units = self.most_units.max(other.most_units);
     }
 }

@@ -30,6 +30,8 @@ pub(crate) struct Model {
     pub(crate) private: bool,
     /// Payloads saved under the present weights.
     pub(crate) stored: HashSet<SavedPayload>,
+    /// When a session of it was opened or closed last in this life of the engine: a number of such an event.
+    pub(crate) used: Option<u64>,
 }
 
 /// Depths at which blocks end, of each group, that a load of `(local, boundary]` hash blocks needs;
@@ -117,6 +119,7 @@ impl Model {
             must_reset: false,
             private: false,
             stored: HashSet::new(),
+            used: None,
         }
     }
 
@@ -131,6 +134,7 @@ impl Model {
             must_reset: false,
             private: true,
             stored: HashSet::new(),
+            used: None,
         }
     }
 

@@ -19,6 +19,10 @@ pub(crate) struct Settings {
     pub(crate) faults: DeviceFaults,
     /// There is room and time for everything, and nothing goes wrong: what was saved must be found.
     pub(crate) roomy: bool,
+    /// Bits flip in the arena.
+    pub(crate) changes: bool,
+    /// There are more namespaces than places for them, and sessions come and go.
+    pub(crate) crowded: bool,
     pub(crate) lives: u64,
     pub(crate) steps: u64,
     pub(crate) depth: usize,
@@ -28,7 +32,12 @@ pub(crate) struct Settings {
 impl Settings {
     pub(crate) fn random(random: &mut Random) -> (Self, Vec<Model>) {
         let roomy = random.chance(200);
-        let count = random.range(1, 3) as usize;
+        let crowded = random.chance(250);
+        let count = if crowded {
+            random.range(4, 16)
+        } else {
+            random.range(1, 3)
+        } as usize;
         let models = (0..count)
             .map(|index| Model::random(index, roomy, random))
             .collect();
@@ -54,6 +63,7 @@ impl Settings {
             engine.write_rate = random.range(1, 200) << 20;
         }
         engine.second_touch = random.chance(150);
+        engine.verify_host = random.chance(300);
         engine.writes_beside_reads = random.below(4) as usize;
         engine.removals = random.pick(&[1, 3, 128]);
         let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
@@ -63,6 +73,12 @@ impl Settings {
             devices
                 .iter_mut()
                 .for_each(|device| *device = (device.0 * 2, PAGE * 2));
+        }
+        if crowded {
+            engine.namespace_entries_max = random.range(1, 4) as usize;
+            // Each directory may hold others, as after a loss of power.
+            let held = engine.namespace_entries_max * devices.len();
+            engine.namespaces_max = held.max(1) + random.below(4) as usize;
         }
         let mut faults = DeviceFaults::default();
         if roomy {
@@ -81,6 +97,8 @@ impl Settings {
             devices,
             faults,
             roomy,
+            changes: !roomy && random.chance(300),
+            crowded,
             lives: random.range(1, 6),
             steps: random.range(100, 500),
             depth: random.range(1, 16) as usize,

@@ -60,6 +60,14 @@ impl EngineAccess for SharedEngine {
         Some(self.with(|engine| work(engine)))
     }
 
+    fn read_or_enter<R>(
+        &self,
+        known: impl FnOnce(&Engine) -> Option<R>,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> Option<R> {
+        Some(self.with(|engine| known(engine).unwrap_or_else(|| work(engine))))
+    }
+
     // The world does nothing while a session waits, so waiting would change nothing.
     fn wait_until(&self, _timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool {
         self.with(done)

@@ -6,7 +6,7 @@ use undercroft_core::session::{
 };
 
 use crate::arena::Hand;
-use crate::content::SavedPayload;
+use crate::content::{SECTOR, SavedPayload};
 use crate::model::{HASH_BLOCK, needs};
 use crate::participants::{ClientBlock, ClientLoad, ClientSave};
 use crate::world::World;
@@ -292,6 +292,11 @@ impl World {
             let bytes = self.payload_bytes(&payload);
             for (index, &found) in self.arena.at(offset, bytes).iter().enumerate() {
                 if found != payload.sector(index) {
+                    let changed = self.arena.has_changed(offset + index as u64 * SECTOR);
+                    if changed && !self.settings.engine.verify_host {
+                        self.log.stats.changes_loaded += 1;
+                        break;
+                    }
                     return Err(format!(
                         "WRONG BYTES for {name}: sector {index} of {payload:?} at {offset}"
                     ));

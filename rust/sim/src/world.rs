@@ -1,9 +1,11 @@
 //! A world: an engine, its machine and its clients, from first start to last stop.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use undercroft_core::engine::Engine;
-use undercroft_core::io::IoRequest;
+use undercroft_core::io::{ChecksumRequest, IoRequest};
+use undercroft_core::key::NamespaceDigest;
 use undercroft_core::session::TransferId;
 
 use crate::Stats;
@@ -43,8 +45,14 @@ pub(crate) struct History {
     pub(crate) roomy_broken: bool,
     /// Requests so far: numbers them.
     pub(crate) names: u64,
+    /// Bits that have flipped in the arena in this life.
+    pub(crate) changes: u64,
+    /// Sessions that were opened or closed so far.
+    pub(crate) uses: u64,
     /// Payloads on disk at the last orderly stop, if nothing may be missing at the start.
-    left_on_disk: Option<u64>,
+    pub(crate) left_on_disk: Option<u64>,
+    /// Namespaces that were in all tables at the last orderly stop, if none may be missing at the start.
+    pub(crate) kept_namespaces: HashSet<NamespaceDigest>,
 }
 
 /// What is told of a run.
@@ -63,6 +71,8 @@ pub(crate) struct World {
     pub(crate) engine: Arc<SharedEngine>,
     pub(crate) arena: SimArena,
     pub(crate) disks: Disks,
+    /// Checksums that are being computed.
+    pub(crate) checksums: Vec<ChecksumRequest>,
     pub(crate) models: Vec<Model>,
     pub(crate) prompts: Prompts,
     pub(crate) sessions: Vec<SimClient>,
@@ -83,6 +93,7 @@ impl World {
             engine: SharedEngine::new(Engine::new(settings.engine.clone())),
             arena: SimArena::new(settings.engine.host_bytes),
             disks: Disks::new(devices, settings.depth, settings.latency_ns),
+            checksums: Vec::new(),
             models,
             prompts: Prompts::default(),
             sessions: Vec::new(),
@@ -125,6 +136,7 @@ impl World {
             self.log.stats.disk_reads += counters.disk_reads;
             self.log.stats.evictions += counters.host_evictions;
             self.log.stats.corruptions += counters.checksum_failures;
+            self.log.stats.changes_found += counters.host_checksum_failures;
         }
         Ok(())
     }
@@ -144,6 +156,8 @@ impl World {
         self.clock.last_poll_ns = 0;
         self.sessions.clear();
         self.history.ended.clear();
+        self.history.changes = 0;
+        self.checksums.clear();
         self.arena.abandon();
         self.engine = SharedEngine::new(Engine::new(config));
         let images = self.disks.devices.iter().map(SimDevice::image).collect();
@@ -165,6 +179,7 @@ impl World {
             ));
         }
         self.models.retain(|model| !model.private);
+        self.check_remembered()?;
         self.check()?;
         for _ in 0..self.random.range(1, 3) {
             self.open_session()?;
@@ -197,6 +212,11 @@ impl World {
                 self.rot();
                 Ok(())
             }
+            56 if self.settings.changes => {
+                self.change_a_payload();
+                Ok(())
+            }
+            57..=60 => self.sum(),
             _ => self.client_step(),
         }
     }
@@ -280,6 +300,12 @@ impl World {
             return Err(format!("over capacity: {gauges:?}"));
         }
         let counters = self.engine.with(|engine| *engine.counters());
+        if counters.host_checksum_failures > self.history.changes {
+            return Err(format!(
+                "{} payloads are said to have changed, and {} have",
+                counters.host_checksum_failures, self.history.changes
+            ));
+        }
         self.history.roomy_broken |= counters.host_evictions
             + counters.disk_evictions
             + counters.refused_host_full
@@ -307,6 +333,7 @@ impl World {
         self.disks.crash(power_loss, &self.arena, &mut self.random);
         self.history.roomy_broken = true;
         self.history.left_on_disk = None;
+        self.history.kept_namespaces.clear();
         for namespace in self.history.undurable.drain(..) {
             self.models[namespace].must_reset = true;
         }
@@ -331,6 +358,7 @@ impl World {
                 self.set_now(self.clock.now_ns + SECOND);
             }
             self.end_io()?;
+            self.sum()?;
             rounds += 1;
             if rounds > DRAIN_ROUNDS {
                 return Err(format!(
@@ -390,8 +418,9 @@ impl World {
         let sound = self.settings.faults.is_none();
         let on_disk = self.engine.with(|engine| engine.gauges().disk_blocks);
         if sound {
-            self.history.left_on_disk = Some(on_disk);
+            self.history.left_on_disk = Some(self.engine.with(|engine| engine.durable_blocks()));
         }
+        self.note_kept();
         let stored: usize = self.models.iter().map(|model| model.stored.len()).sum();
         let complete =
             self.settings.roomy && !self.history.roomy_broken && !self.disks.devices.is_empty();

@@ -84,7 +84,7 @@ impl Disk {
             return false;
         }
         let slot = self.slot_of(class, offset);
-        let slots_per_page = self.slots_per_page(class);
+        let slots_per_page = self.slots.slots_per_page(class);
         self.records.claim(record, slot, slots_per_page, owner);
         true
     }
@@ -177,11 +177,6 @@ impl Disk {
         self.records.has_placeholder(node)
     }
 
-    fn slots_per_page(&self, class: Class) -> usize {
-        // At most the page size over the alignment.
-        (self.slots.page_bytes() / self.slots.slot_bytes(class)) as usize
-    }
-
     /// Page of the slot at `offset`, and its index there.
     fn slot_of(&self, class: Class, offset: u64) -> (u32, usize) {
         (
@@ -192,7 +187,7 @@ impl Disk {
 
     fn record_of(&mut self, class: Class, offset: u64) -> u32 {
         let (page, slot) = self.slot_of(class, offset);
-        let slots_per_page = self.slots_per_page(class);
+        let slots_per_page = self.slots.slots_per_page(class);
         self.records.of_slot(page, slot, slots_per_page)
     }
 }

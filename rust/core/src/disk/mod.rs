@@ -2,12 +2,16 @@
 //! turns what this module decides into requests.
 
 mod device;
+mod files;
+mod fit_table;
 pub mod format;
 mod health;
 pub mod inspect;
 pub mod open;
 mod records;
+mod space;
 
 pub use device::DeviceImage;
 pub(crate) use device::Disk;
 pub use health::Health;
+pub(crate) use space::capacity_for_payload;

@@ -1,38 +1,68 @@
 //! Opening a disk directory: ownership, lock, format, space. The only part of the tier, beside the
 //! IO engines, that talks to the operating system.
 
-use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::Read;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FallocateFlags, FlockOperation};
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
-use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, PLACEHOLDER, PLACEHOLDERS_SHARE};
-use super::format::{RECORD_BYTES, Record, Superblock, SuperblockError, namespace_offset};
+use super::files::{self, open_for_io, open_to_read, open_to_write, read_file, read_superblock};
+use super::files::{DATA, Found, SUPER, TABLE};
+use super::fit_table::fit_table;
+use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, namespace_offset};
+use super::space::{Filesystem, Held, Sizing, size};
 use crate::disk::DeviceImage;
 use crate::error::StoreError;
-use crate::io::{DeviceFiles, open_file};
-use crate::slots::{SLOT_ALIGN, page_bytes_for};
+use crate::io::DeviceFiles;
+use crate::size::Bytes;
 
-/// Smallest `disk_capacity`, in bytes.
-pub const CAPACITY_MIN: u64 = 16 << 20;
+pub use super::space::{CAPACITY_MAX, CAPACITY_MIN, Capacity};
 
-/// Largest data file, in bytes: slots are counted in 32 bits, in units of [`SLOT_ALIGN`]. A larger
-/// capacity stays unused beyond it.
-pub const CAPACITY_MAX: u64 = crate::slots::SLOT_ALIGN << 32;
-/// One part in this many of a capacity is for records and namespaces: enough for a record of every
-/// slot of the least size, so that `disk_capacity` holds for all files together.
-const META_SHARE: u64 = 30;
+/// What becomes of a store of another format version, which cannot be read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnOtherVersion {
+    /// It is deleted: a cache can be filled again.
+    #[default]
+    Discard,
+    /// It is moved into a directory in its own, where it goes on taking space.
+    SetAside,
+    /// The directory is not used.
+    Refuse,
+}
 
-const SUPER: &str = "super";
-const SUPER_NEW: &str = "super.new";
-const TABLE: &str = "table";
-const TABLE_NEW: &str = "table.new";
-const DATA: &str = "data";
-const LOCK: &str = "lock";
+/// What an engine asks of a directory.
+#[derive(Clone, Copy, Debug)]
+pub struct StoreOptions {
+    /// The most that its files may hold together.
+    pub capacity: Capacity,
+    /// What becomes of a store of another format version.
+    pub on_other_version: OnOtherVersion,
+}
+
+impl From<u64> for StoreOptions {
+    fn from(capacity: u64) -> Self {
+        Self {
+            capacity: Capacity::Bytes(capacity),
+            on_other_version: OnOtherVersion::default(),
+        }
+    }
+}
+
+/// What opening a directory would do.
+#[derive(Clone, Debug, Serialize)]
+pub struct Examination {
+    /// Size of the data file, in bytes.
+    pub capacity: u64,
+    /// Whether a store is there that is kept.
+    pub is_kept: bool,
+    /// What an operator should know.
+    pub notes: Vec<String>,
+}
 
 /// An open directory. It is locked as long as this lives.
 #[derive(Debug)]
@@ -43,6 +73,8 @@ pub struct Directory {
     pub files: DeviceFiles,
     /// For `Engine::attach_disks`.
     pub image: DeviceImage,
+    /// What an operator should know of the way that it was opened.
+    pub notes: Vec<String>,
     lock: File,
 }
 
@@ -87,7 +119,7 @@ impl DirectoryLock {
     /// # Errors
     /// If the file cannot be written: others then do not find the socket.
     pub fn publish(&self, socket: &Path) -> std::io::Result<()> {
-        write_owner(&self.lock, Some(socket))
+        files::write_owner(&self.lock, Some(socket))
     }
 
     /// Says so if a file was deleted or replaced since it was opened: what is written now is lost when
@@ -116,7 +148,7 @@ pub struct Contents {
     pub data_bytes: u64,
 }
 
-fn failed<'a>(
+pub(super) fn failed<'a>(
     path: &'a Path,
     action: &'static str,
 ) -> impl FnOnce(std::io::Error) -> StoreError + 'a {
@@ -133,65 +165,61 @@ fn failed<'a>(
     }
 }
 
-/// Opens a directory for an engine, making it if it is missing or empty. `store_id` names a new one.
+/// Opens a directory for an engine, making it if it is missing or empty. `store_id` names a new store.
 ///
 /// # Errors
 /// If it is in use, foreign, damaged, of another version, of another user, or there is no space.
 /// Nothing is changed then.
-pub fn open(path: &Path, capacity: u64, store_id: u64) -> Result<Directory, StoreError> {
-    if capacity < CAPACITY_MIN {
-        return Err(StoreError::TooSmall {
-            path: path.to_owned(),
-            capacity,
-            minimum: CAPACITY_MIN,
-        });
-    }
-    fs::create_dir_all(path).map_err(failed(path, "create the directory"))?;
-    check_owner(path)?;
-    if !check_names(path)? {
-        read_superblock(path)?;
-    }
+pub fn open(
+    path: &Path,
+    options: impl Into<StoreOptions>,
+    store_id: u64,
+) -> Result<Directory, StoreError> {
+    let options = options.into();
+    files::make(path)?;
+    files::check_owner(path)?;
+    plan(path, files::find(path)?, options)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
-    let lock = take_lock(path)?;
+    let lock = files::take_lock(path)?;
     // Again: another process may have made it, used it and left.
-    let is_new = check_names(path)?;
-    check_space(path, capacity)?;
-    let data_bytes = (capacity - capacity / META_SHARE).min(CAPACITY_MAX);
-    let superblock = if is_new {
-        let page_bytes = page_bytes_for(data_bytes);
-        let superblock = Superblock {
-            store_id,
-            page_bytes,
-        };
-        create(path, &superblock)?;
-        superblock
-    } else {
-        read_superblock(path)?
-    };
-    let data_bytes = data_bytes / superblock.page_bytes * superblock.page_bytes;
-    if data_bytes == 0 {
-        return Err(StoreError::TooSmall {
-            path: path.to_owned(),
-            capacity,
-            minimum: superblock.page_bytes * 2,
-        });
+    let found = files::find(path)?;
+    let (sizing, mut notes) = plan(path, found, options)?;
+    if let Found::OtherVersion(version) = found {
+        match options.on_other_version {
+            OnOtherVersion::SetAside => files::set_aside(path, version)?,
+            OnOtherVersion::Discard | OnOtherVersion::Refuse => files::discard(path)?,
+        }
     }
-    size_data(path, data_bytes)?;
+    let superblock = superblock(path, found, &sizing, store_id)?;
+    let data_bytes = match size_data(path, sizing.data_bytes, superblock.page_bytes) {
+        Ok(data_bytes) => data_bytes,
+        Err(error) => {
+            // What was taken is given back: the directory may be tried again for as long as it is full.
+            if !matches!(found, Found::Store(_)) {
+                let _ = files::discard(path);
+            }
+            return Err(error);
+        }
+    };
+    if data_bytes < sizing.data_bytes {
+        notes.push(format!(
+            "disk_path {} keeps its size: the filesystem cannot give it {}",
+            path.display(),
+            Bytes(sizing.data_bytes)
+        ));
+    }
     fit_table(path, data_bytes)?;
-    let read = |name: &str| fs::read(path.join(name)).map_err(failed(path, "read its tables"));
     let image = DeviceImage {
         capacity: data_bytes,
         page_bytes: superblock.page_bytes,
-        super_bytes: read(SUPER)?,
-        table_bytes: read(TABLE)?,
+        super_bytes: read_file(path, SUPER)?,
+        table_bytes: read_file(path, TABLE)?,
     };
-    let open_one =
-        |name: &str| open_file(&path.join(name), false).map_err(failed(path, "open its files"));
-    let (data, o_direct) = open_one(DATA)?;
+    let (data, o_direct) = open_for_io(path, DATA, false)?;
     let files = DeviceFiles {
-        superblock: open_one(SUPER)?.0,
-        table: open_one(TABLE)?.0,
+        superblock: open_for_io(path, SUPER, false)?.0,
+        table: open_for_io(path, TABLE, false)?.0,
         data,
         o_direct,
     };
@@ -199,8 +227,116 @@ pub fn open(path: &Path, capacity: u64, store_id: u64) -> Result<Directory, Stor
         path: path.to_owned(),
         files,
         image,
+        notes,
         lock,
     })
+}
+
+/// What [`open`] would do now. Changes nothing.
+///
+/// # Errors
+/// As [`open`].
+pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreError> {
+    use rustix::fs::Access;
+    let mut place = path;
+    while !place.exists() {
+        place = place.parent().unwrap_or(Path::new("/"));
+    }
+    let found = if place == path {
+        files::check_owner(path)?;
+        let found = files::find(path)?;
+        files::lock_owner(path)?;
+        found
+    } else {
+        Found::Empty
+    };
+    rustix::fs::access(place, Access::WRITE_OK | Access::EXEC_OK)
+        .map_err(|errno| failed(place, "write there")(errno.into()))?;
+    let (sizing, notes) = plan(path, found, options)?;
+    Ok(Examination {
+        capacity: sizing.data_bytes,
+        is_kept: matches!(found, Found::Store(_)),
+        notes,
+    })
+}
+
+/// How large the store will be, and what an operator should know.
+fn plan(
+    path: &Path,
+    found: Found,
+    options: StoreOptions,
+) -> Result<(Sizing, Vec<String>), StoreError> {
+    let mut notes = Vec::new();
+    let measure = "measure its files";
+    let held = match (found, options.on_other_version) {
+        (Found::Empty, _) => Held::discarded(files::bytes_of(path)),
+        (Found::Store(superblock), _) => {
+            Held::of(path, superblock.page_bytes).map_err(failed(path, measure))?
+        }
+        (Found::OtherVersion(found), OnOtherVersion::Refuse) => {
+            return Err(StoreError::Version {
+                path: path.to_owned(),
+                found,
+                supported: FORMAT_VERSION,
+            });
+        }
+        (Found::OtherVersion(version), OnOtherVersion::Discard) => {
+            notes.push(format!(
+                "disk_path {} had format version {version}, which this undercroft does not read: its {} are discarded",
+                path.display(),
+                Bytes(files::bytes_of(path)),
+            ));
+            Held::discarded(files::bytes_of(path))
+        }
+        (Found::OtherVersion(version), OnOtherVersion::SetAside) => {
+            notes.push(format!(
+                "disk_path {} had format version {version}, which this undercroft does not read: it is set aside in {}, \
+                 where it goes on taking {}; delete that directory to have the space",
+                path.display(),
+                files::aside(path, version).display(),
+                Bytes(files::bytes_of(path)),
+            ));
+            Held::default()
+        }
+    };
+    let mut place = path;
+    while !place.exists() {
+        place = place.parent().unwrap_or(Path::new("/"));
+    }
+    let filesystem = Filesystem::of(place).map_err(failed(path, "measure free space"))?;
+    let sizing = size(path, options.capacity, held, filesystem)?;
+    notes.extend(sizing.note.clone());
+    Ok((sizing, notes))
+}
+
+/// The superblock of the store, which is made if it is new, and gets other pages if the capacity asks for them.
+fn superblock(
+    path: &Path,
+    found: Found,
+    sizing: &Sizing,
+    store_id: u64,
+) -> Result<Superblock, StoreError> {
+    let page_bytes = sizing.page_bytes;
+    match found {
+        Found::Store(superblock) if superblock.page_bytes == page_bytes => Ok(superblock),
+        Found::Store(superblock) => {
+            let superblock = Superblock {
+                page_bytes,
+                ..superblock
+            };
+            // Records whose slots fit the pages are found again.
+            files::replace_superblock(path, &superblock)?;
+            Ok(superblock)
+        }
+        Found::Empty | Found::OtherVersion(_) => {
+            let superblock = Superblock {
+                store_id,
+                page_bytes,
+            };
+            files::create(path, &superblock)?;
+            Ok(superblock)
+        }
+    }
 }
 
 /// Reads a store without changing it, for inspection. It may be in use: what is then read is a
@@ -210,11 +346,11 @@ pub fn open(path: &Path, capacity: u64, store_id: u64) -> Result<Directory, Stor
 /// As [`open`].
 pub fn read(path: &Path) -> Result<Contents, StoreError> {
     let superblock = read_superblock(path)?;
-    let data = File::open(path.join(DATA)).map_err(failed(path, "open the data file"))?;
+    let data = open_to_read(path, DATA)?;
     Ok(Contents {
         superblock,
-        super_bytes: fs::read(path.join(SUPER)).map_err(failed(path, "read the super file"))?,
-        table_bytes: fs::read(path.join(TABLE)).map_err(failed(path, "read the table"))?,
+        super_bytes: read_file(path, SUPER)?,
+        table_bytes: read_file(path, TABLE)?,
         data_bytes: data
             .metadata()
             .map_err(failed(path, "measure the data file"))?
@@ -229,7 +365,7 @@ pub fn read(path: &Path) -> Result<Contents, StoreError> {
 /// As [`read`].
 pub fn read_descriptions(path: &Path) -> Result<Vec<String>, StoreError> {
     read_superblock(path)?;
-    let bytes = fs::read(path.join(SUPER)).map_err(failed(path, "read the super file"))?;
+    let bytes = read_file(path, SUPER)?;
     let entries = (0..NAMESPACES_MAX).filter_map(|index| {
         let at = usize::try_from(namespace_offset(index)).ok()?;
         let end = bytes.len().min(at + super::format::NAMESPACE_BYTES);
@@ -245,11 +381,9 @@ pub fn read_descriptions(path: &Path) -> Result<Vec<String>, StoreError> {
 /// As [`open`]; the store must not be in use.
 pub fn drop_namespace(path: &Path, digest: &str) -> Result<usize, StoreError> {
     let contents = read(path)?;
-    let _lock = take_lock(path)?;
-    let file = File::options()
-        .write(true)
-        .open(path.join(SUPER))
-        .map_err(failed(path, "open the super file"))?;
+    files::check_owner(path)?;
+    let _lock = files::take_lock(path)?;
+    let file = File::from(open_to_write(path, SUPER, false)?);
     let mut dropped = 0;
     for index in 0..NAMESPACES_MAX {
         let at = namespace_offset(index);
@@ -270,242 +404,34 @@ pub fn drop_namespace(path: &Path, digest: &str) -> Result<usize, StoreError> {
     Ok(dropped)
 }
 
-fn check_owner(path: &Path) -> Result<(), StoreError> {
-    let owner = fs::metadata(path)
-        .map_err(failed(path, "read its owner"))?
-        .uid();
-    let uid = rustix::process::getuid().as_raw();
-    if owner != uid && uid != 0 {
-        return Err(StoreError::Owner {
-            path: path.to_owned(),
-            owner,
-            uid,
-        });
-    }
-    Ok(())
-}
-
-/// Whether the directory is to be made a store. Refuses one that holds something else.
-fn check_names(path: &Path) -> Result<bool, StoreError> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(path).map_err(failed(path, "list it"))? {
-        let entry = entry.map_err(failed(path, "list it"))?;
-        names.push(entry.file_name().to_string_lossy().into_owned());
-    }
-    let ours = [SUPER, SUPER_NEW, TABLE, TABLE_NEW, DATA, LOCK];
-    // A filesystem's own directory, at the root of a disk of its own; and what clients keep here.
-    let others = ["lost+found", "weights.json"];
-    let is_foreign = |name: &&String| !ours.iter().chain(&others).any(|known| name == known);
-    let foreign = names.iter().find(is_foreign);
-    if names.iter().any(|name| name == SUPER) {
-        for needed in [TABLE, DATA] {
-            if !names.iter().any(|name| name == needed) {
-                let reason = format!("the file {needed} is missing");
-                return Err(StoreError::Damaged {
-                    path: path.to_owned(),
-                    reason,
-                });
-            }
-        }
-        return Ok(false);
-    }
-    if let Some(found) = foreign {
-        return Err(StoreError::Foreign {
-            path: path.to_owned(),
-            found: found.clone(),
-        });
-    }
-    let records = fs::metadata(path.join(TABLE)).map_or(0, |found| found.len());
-    if records > 0 {
-        let reason = "the file super is missing".to_owned();
-        return Err(StoreError::Damaged {
-            path: path.to_owned(),
-            reason,
-        });
-    }
-    Ok(true)
-}
-
-fn read_superblock(path: &Path) -> Result<Superblock, StoreError> {
-    let mut block = Vec::with_capacity(BLOCK_BYTES);
-    let file = File::open(path.join(SUPER)).map_err(failed(path, "open the super file"))?;
-    file.take(BLOCK_BYTES as u64)
-        .read_to_end(&mut block)
-        .map_err(failed(path, "read the superblock"))?;
-    Superblock::decode(&block).map_err(|error| match error {
-        SuperblockError::NotOurs => StoreError::Foreign {
-            path: path.to_owned(),
-            found: format!("{SUPER} of another program"),
-        },
-        SuperblockError::Version(found) => StoreError::Version {
-            path: path.to_owned(),
-            found,
-            supported: FORMAT_VERSION,
-        },
-        SuperblockError::Checksum => StoreError::Damaged {
-            path: path.to_owned(),
-            reason: "its checksum does not match".to_owned(),
-        },
-        SuperblockError::Value => StoreError::Damaged {
-            path: path.to_owned(),
-            reason: "impossible page size".to_owned(),
-        },
-    })
-}
-
-fn take_lock(path: &Path) -> Result<File, StoreError> {
-    let mut lock = File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(path.join(LOCK))
-        .map_err(failed(path, "open the lock file"))?;
-    lock.set_permissions(fs::Permissions::from_mode(0o600))
-        .map_err(failed(path, "make the lock file private"))?;
-    if rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive).is_err() {
-        let mut owner = String::new();
-        // A courtesy: without it the message still says what to do.
-        let _ = lock.read_to_string(&mut owner);
-        let mut lines = owner.lines();
-        return Err(StoreError::InUse {
-            path: path.to_owned(),
-            pid: lines.next().and_then(|pid| pid.parse().ok()).unwrap_or(0),
-            socket: lines.next().map(PathBuf::from),
-        });
-    }
-    write_owner(&lock, None).map_err(failed(path, "write the lock file"))?;
-    Ok(lock)
-}
-
-/// Writes who owns the lock: the process, and the socket of its engine. In one write, so that a reader
-/// sees all of it.
-fn write_owner(lock: &File, socket: Option<&Path>) -> std::io::Result<()> {
-    let mut owner = format!("{}\n", std::process::id()).into_bytes();
-    if let Some(socket) = socket {
-        owner.extend_from_slice(socket.as_os_str().as_encoded_bytes());
-        owner.push(b'\n');
-    }
-    lock.set_len(0)?;
-    lock.write_all_at(&owner, 0)
-}
-
-/// Makes a new store. The superblock comes last, under its name at once: what a crash leaves behind
-/// is either a store or nothing.
-fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
-    let action = failed;
-    for name in [TABLE, DATA] {
-        open_file(&path.join(name), true).map_err(action(path, "create its files"))?;
-    }
-    let new = path.join(SUPER_NEW);
-    open_file(&new, true).map_err(action(path, "create the super file"))?;
-    let file = File::options()
-        .write(true)
-        .open(&new)
-        .map_err(action(path, "open the super file"))?;
-    file.write_all_at(&superblock.encode(), 0)
-        .map_err(action(path, "write the superblock"))?;
-    file.set_len(namespace_offset(NAMESPACES_MAX))
-        .map_err(action(path, "size the super file"))?;
-    file.sync_all()
-        .map_err(action(path, "sync the superblock"))?;
-    fs::rename(&new, path.join(SUPER)).map_err(action(path, "name the super file"))?;
-    let dir = File::open(path).map_err(action(path, "open the directory"))?;
-    dir.sync_all().map_err(action(path, "sync the directory"))
-}
-
-/// Refuses a capacity that would fill the filesystem.
-fn check_space(path: &Path, capacity: u64) -> Result<(), StoreError> {
-    // What the store takes already is part of its capacity.
-    let held = fs::metadata(path.join(DATA)).map_or(0, |found| found.blocks() * 512);
-    let statvfs = rustix::fs::statvfs(path)
-        .map_err(|errno| failed(path, "measure free space")(errno.into()))?;
-    let total = statvfs.f_blocks * statvfs.f_frsize;
-    let reserve = (total / 20).min(4 << 30);
-    let available = (statvfs.f_bavail * statvfs.f_frsize + held).saturating_sub(reserve);
-    if capacity > available {
-        return Err(StoreError::NoSpace {
-            path: path.to_owned(),
-            capacity,
-            available,
-            reserve,
-        });
-    }
-    Ok(())
-}
-
-/// Gives the data file its size, with its blocks, so that writing never fills the filesystem.
-fn size_data(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
-    let action = failed;
-    let file = File::options()
-        .write(true)
-        .open(path.join(DATA))
-        .map_err(action(path, "open the data file"))?;
+/// Gives the data file its size, with its blocks, so that writing never fills the filesystem. A store that exists
+/// keeps its size if it cannot grow. Returns the size.
+fn size_data(path: &Path, data_bytes: u64, page_bytes: u64) -> Result<u64, StoreError> {
+    let file = File::from(open_to_write(path, DATA, false)?);
     let found = file
         .metadata()
-        .map_err(action(path, "measure the data file"))?;
+        .map_err(failed(path, "measure the data file"))?;
     if found.len() > data_bytes {
         file.set_len(data_bytes)
-            .map_err(action(path, "shrink the data file"))?;
+            .map_err(failed(path, "shrink the data file"))?;
     }
     match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, data_bytes) {
-        Ok(()) => Ok(()),
+        Ok(()) => Ok(data_bytes),
         // The filesystem cannot: the file is sparse, and a full one shows as a failed write.
-        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => file
-            .set_len(data_bytes)
-            .map_err(action(path, "size the data file")),
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+            file.set_len(data_bytes)
+                .map_err(failed(path, "size the data file"))?;
+            Ok(data_bytes)
+        }
+        Err(errno @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => {
+            let kept = found.len().min(data_bytes) / page_bytes * page_bytes;
+            file.set_len(found.len().min(data_bytes))
+                .map_err(failed(path, "give back space"))?;
+            match kept {
+                0 => Err(failed(path, "allocate the data file")(errno.into())),
+                kept => Ok(kept),
+            }
+        }
         Err(errno) => Err(failed(path, "allocate the data file")(errno.into())),
     }
-}
-
-/// Packs the records of what still fits, if the table is longer than a data file of this size can
-/// need: after the capacity was lowered. A crash leaves the old table or the new one.
-fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
-    let slots = data_bytes / SLOT_ALIGN;
-    let most = (slots + slots / PLACEHOLDERS_SHARE) * RECORD_BYTES as u64;
-    let action = failed;
-    let table = fs::metadata(path.join(TABLE)).map_err(action(path, "measure the table"))?;
-    if table.len() <= most {
-        return Ok(());
-    }
-    let old = fs::read(path.join(TABLE)).map_err(action(path, "read the table"))?;
-    // Of two records of the same slot, the later one.
-    let mut kept: BTreeMap<u32, (u64, &[u8])> = BTreeMap::new();
-    let mut placeholders: Vec<&[u8]> = Vec::new();
-    for bytes in old.chunks_exact(RECORD_BYTES) {
-        let Some(record) = Record::decode(bytes) else {
-            continue;
-        };
-        if record.group == PLACEHOLDER {
-            placeholders.push(bytes);
-            continue;
-        }
-        let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
-        let later = kept
-            .get(&record.slot)
-            .is_none_or(|(seq, _)| *seq < record.seq);
-        if end <= data_bytes && later {
-            kept.insert(record.slot, (record.seq, bytes));
-        }
-    }
-    let mut new: Vec<u8> = kept
-        .values()
-        .map(|(_, bytes)| *bytes)
-        .chain(placeholders)
-        .flatten()
-        .copied()
-        .collect();
-    new.resize(new.len().next_multiple_of(BLOCK_BYTES), 0);
-    let at = path.join(TABLE_NEW);
-    open_file(&at, true).map_err(action(path, "create the packed table"))?;
-    let file = File::options()
-        .write(true)
-        .truncate(true)
-        .open(&at)
-        .map_err(action(path, "open the packed table"))?;
-    file.write_all_at(&new, 0)
-        .map_err(action(path, "write the packed table"))?;
-    file.sync_all()
-        .map_err(action(path, "sync the packed table"))?;
-    fs::rename(&at, path.join(TABLE)).map_err(action(path, "name the packed table"))
 }

@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::forest::{DiskState, HostState, NONE, NodeId};
+use crate::slots::slot_offset;
 
 use super::coordinator::Engine;
 use super::ensure::ensure;
@@ -34,6 +35,11 @@ impl Engine {
         Ok(())
     }
 
+    /// How many payloads a restart would find: those on disk whose chain is.
+    pub fn durable_blocks(&self) -> u64 {
+        self.residency.durable_blocks()
+    }
+
     /// Leases of each node, and leases below it that need something of it.
     fn count_leases(&self) -> Result<LeaseCounts, String> {
         let mut counts = LeaseCounts::default();
@@ -45,6 +51,9 @@ impl Engine {
             if reached != NONE {
                 *counts.pins.entry(reached).or_default() += 1;
             }
+        }
+        for (node, _) in self.checksums.in_flight() {
+            *counts.pins.entry(node).or_default() += 1;
         }
         for (_, transfer) in self.sessions.transfers() {
             ensure!(
@@ -62,6 +71,32 @@ impl Engine {
             }
         }
         Ok(counts)
+    }
+
+    /// Payloads in the arena, as their offsets and bytes, that the engine would find to have changed: their
+    /// checksums are known, and no hit that was verified relies on them.
+    pub fn guarded_payloads(&self) -> Vec<(u64, u32)> {
+        let forest = self.residency.forest();
+        let mut relied_on = HashSet::new();
+        if self.config.verify_host {
+            let leases = self.count_leases().unwrap_or_default();
+            for id in leases.pins.into_keys() {
+                relied_on.insert(id);
+                relied_on.extend(forest.ancestors(id));
+            }
+        }
+        let mut found = Vec::new();
+        for id in forest.ids().filter(|id| !relied_on.contains(id)) {
+            for (group, payload) in (0u8..).zip(forest.node(id).payloads()) {
+                let is_guarded = payload.host == HostState::Present
+                    && self.residency.host_checksum(id, group).is_some();
+                if is_guarded {
+                    let bytes = self.residency.payload_bytes(id, group);
+                    found.push((slot_offset(payload.host_slot), bytes));
+                }
+            }
+        }
+        found
     }
 
     fn check_write_queue(&self) -> Result<(), String> {
@@ -116,6 +151,14 @@ impl Engine {
                         writing.insert((node, group)),
                         "node {node} group {group}: written twice at once"
                     );
+                }
+                Purpose::Checksum { node, group } => {
+                    let state = self.residency.node(node).payload(group).host;
+                    ensure!(
+                        state == HostState::Present && self.checksums.is_in_flight(node, group),
+                        "node {node}: summed while {state:?}"
+                    );
+                    reading.insert((node, group));
                 }
                 Purpose::Table { .. } | Purpose::Namespace { .. } => writes += 1,
             }

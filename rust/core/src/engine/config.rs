@@ -1,5 +1,6 @@
 //! Configuration of an engine.
 
+use crate::disk::format::NAMESPACES_MAX;
 use crate::policy::PolicyKind;
 use crate::session::PromotionWait;
 
@@ -28,6 +29,13 @@ pub struct EngineConfig {
     /// Nodes that one entry of the engine removes at most, of those that are removed together: a reset
     /// namespace, what a directory that is given up held.
     pub removals: usize,
+    /// Compare the checksums of what a hit needs in the arena before each hit. Payloads that are written to disk
+    /// are always compared.
+    pub verify_host: bool,
+    /// Shared namespaces that the engine has at once.
+    pub namespaces_max: usize,
+    /// Entries of a directory's namespace table that are used; at most [`NAMESPACES_MAX`].
+    pub namespace_entries_max: usize,
     /// Source of every random choice.
     pub seed: u64,
     /// Seconds since 1970 when the engine's clock was at zero.
@@ -48,6 +56,9 @@ impl EngineConfig {
             second_touch: false,
             writes_beside_reads: 2,
             removals: 128,
+            verify_host: false,
+            namespaces_max: 1024,
+            namespace_entries_max: NAMESPACES_MAX,
             seed: 0,
             unix_at_zero_s: 0,
         }

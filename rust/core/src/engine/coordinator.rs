@@ -4,9 +4,11 @@ use crate::disk::{Disk, Health};
 use crate::error::RegisterError;
 use crate::forest::NONE;
 use crate::io::IoFault;
+use crate::key::NamespaceDigest;
 use crate::metrics::{Counters, Gauges};
 use crate::session::SessionSpec;
 
+use super::checksums::Checksums;
 use super::config::EngineConfig;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
@@ -27,6 +29,7 @@ pub struct Engine {
     pub(super) residency: Residency,
     pub(super) promotions: Promotions,
     pub(super) writeback: WriteBack,
+    pub(super) checksums: Checksums,
     pub(super) namespaces: Namespaces,
     pub(super) sessions: Sessions,
     pub(super) operations: Operations,
@@ -42,6 +45,7 @@ macro_rules! parts {
             residency: &mut $engine.residency,
             requests: &mut $engine.sessions.requests,
             operations: &mut $engine.operations,
+            checksums: &mut $engine.checksums,
             counters: &mut $engine.counters,
             now_ns: $engine.now_ns,
         }
@@ -57,7 +61,8 @@ impl Engine {
             residency: Residency::new(config.host_bytes, config.policy, config.seed),
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
-            namespaces: Namespaces::new(config.seed),
+            checksums: Checksums::default(),
+            namespaces: Namespaces::new(&config),
             sessions: Sessions::default(),
             operations: Operations::default(),
             counters: Counters::default(),
@@ -128,7 +133,8 @@ impl Engine {
         if self.namespaces.is_private(state.ns) {
             self.residency.remove_namespace(state.ns);
         } else {
-            self.namespaces.note_use(state.ns, self.residency.tick());
+            self.namespaces
+                .note_use(state.ns, self.residency.next_tick());
         }
     }
 
@@ -191,6 +197,12 @@ impl Engine {
         Some(self.namespaces.digest(ns).to_hex())
     }
 
+    /// The shared namespaces, and whether each directory keeps it: a restart finds what was saved of it. It does
+    /// not while sessions use all those that the directory's table has room for, and while a reset is not durable.
+    pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
+        self.namespaces.shared_namespaces(&self.residency)
+    }
+
     /// Counters since the start.
     pub fn counters(&self) -> &Counters {
         &self.counters
@@ -222,6 +234,7 @@ impl Engine {
             disk_degraded: disks.iter().filter(is_degraded).count() as u64,
             nodes: self.residency.forest().len() as u64,
             namespaces: self.namespaces.len() as u64,
+            volatile_namespaces: self.shared_namespaces().filter(|(_, kept)| !kept).count() as u64,
             sessions: self.sessions.len() as u64,
             active_lookups: self.sessions.requests.len() as u64,
             loads,

@@ -9,9 +9,10 @@ use super::promotions::count_read;
 use super::writeback::table_write_ended;
 
 impl Engine {
-    /// Whether [`Engine::next_io`] has something to do: IO to start, given free depth, or the rest of a removal.
+    /// Whether [`Engine::next_io`] has something to do: IO to start, given free depth, or the rest of a removal;
+    /// or [`Engine::next_checksums`].
     pub fn has_io(&self) -> bool {
-        self.has_rest() || self.has_io_to_start()
+        self.has_rest() || self.has_device_io() || self.checksums.has_work()
     }
 
     /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
@@ -20,7 +21,7 @@ impl Engine {
         self.residency.has_removals() || self.writeback.has_rest()
     }
 
-    fn has_io_to_start(&self) -> bool {
+    fn has_device_io(&self) -> bool {
         self.promotions.has_reads()
             || self.namespaces.has_writes(&self.residency)
             || self.writeback.has_writes(&self.residency)
@@ -28,7 +29,7 @@ impl Engine {
 
     /// Whether nothing is in flight and nothing is queued to be written.
     pub fn is_quiet(&self) -> bool {
-        self.operations.is_empty() && !self.has_io_to_start()
+        self.operations.is_empty() && !self.has_device_io()
     }
 
     /// Whether the device has reads. Whoever takes their ends then calls [`Engine::next_io`] from time to
@@ -88,6 +89,7 @@ impl Engine {
                 let (writeback, mut parts) = self.writeback();
                 writeback.write_ended((node, group), started_ns, result, &mut parts);
             }
+            Purpose::Checksum { node, group } => self.checksum_ended(node, group, result),
             Purpose::Table { device, block } => {
                 let (_, mut parts) = self.promotions();
                 table_write_ended(device, block, result, &mut parts);

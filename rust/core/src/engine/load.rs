@@ -101,7 +101,25 @@ impl Engine {
         let payloads = self.residency.needed_payloads(target, local);
         // A promotion may be under way still.
         let all_here = self.residency.all_in_host(&payloads);
-        all_here.then_some((target, payloads))
+        let is_verified = !self.config.verify_host || self.is_verified(id, target, local);
+        (all_here && is_verified).then_some((target, payloads))
+    }
+
+    /// Whether the payloads of a load of what comes after `local` hash blocks, up to `target`, were compared with
+    /// their checksums for the request's hit.
+    fn is_verified(&self, id: RequestId, target: NodeId, local: u32) -> bool {
+        let Some(verified) = self.sessions.requests[id].promotions.verified else {
+            return false;
+        };
+        let node = self.residency.node(target);
+        let spec = self.residency.spec(node.ns);
+        let verified_depth = self.residency.node(verified.node).depth;
+        node.depth <= verified_depth
+            && node.groups().map(usize::from).all(|group| {
+                let needed = spec.needed_after(group, node.depth).max(local);
+                let compared = spec.needed_after(group, verified_depth).max(verified.local);
+                compared <= needed
+            })
     }
 
     /// All ranks have ended the copies of a transfer. Unknown ids are ignored: an acknowledgement

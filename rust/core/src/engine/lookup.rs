@@ -222,13 +222,34 @@ impl Engine {
         }
         let at = self.residency.forest().ancestor(deepest, anywhere);
         let in_host = self.residency.boundary(at, anywhere, span.local, true);
-        if in_host < anywhere && self.start_promotion(id, at, span.local) {
+        let is_ready = in_host == anywhere && self.verified_end(id, at, span.local) == Some(at);
+        if !is_ready && self.start_promotion(id, at, span.local) {
             return self.pending(id);
         }
         if !span.is_worth(in_host) {
             return self.miss(id);
         }
-        self.hit(id, self.residency.forest().ancestor(at, in_host))
+        let end = self.residency.forest().ancestor(at, in_host);
+        match self.verified_end(id, end, span.local) {
+            Some(end) if span.is_worth(self.residency.node(end).depth) => self.hit(id, end),
+            _ => self.miss(id),
+        }
+    }
+
+    /// Where a hit may end, at or above `end`, whose payloads are in the arena; `None` if their checksums have
+    /// yet to be compared.
+    fn verified_end(&self, id: RequestId, end: NodeId, local: u32) -> Option<NodeId> {
+        if !self.config.verify_host {
+            return Some(end);
+        }
+        let verified = self.sessions.requests[id].promotions.verified?;
+        let (forest, depth) = (
+            self.residency.forest(),
+            self.residency.node(verified.node).depth,
+        );
+        let is_above =
+            depth <= self.residency.node(end).depth && forest.ancestor(end, depth) == verified.node;
+        (is_above && verified.local <= local).then_some(verified.node)
     }
 
     /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held,
@@ -239,7 +260,6 @@ impl Engine {
             return false;
         }
         state.promotions.started += 1;
-        state.move_lease(target, &mut self.residency);
         let budget = self.promotions.budget_of(&state.promotions);
         let Some(plan) = self.residency.plan_promotion(target, local, budget) else {
             return false;

@@ -9,6 +9,7 @@
 //! - `residency`: which payload is in which tier, and what may be evicted;
 //! - `promotions`: disk to arena, for the requests that wait;
 //! - `writeback`: arena to disk, payloads and their records;
+//! - `checksums`: which payloads in the arena are to be summed, behind saves and before hits;
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
 //! - `operations`: what each IO operation in flight is for.
@@ -19,6 +20,7 @@
 
 #[cfg(feature = "check")]
 mod check;
+mod checksums;
 mod config;
 mod coordinator;
 #[cfg(feature = "check")]

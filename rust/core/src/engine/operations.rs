@@ -22,6 +22,10 @@ pub(super) enum Purpose {
         group: u8,
         started_ns: u64,
     },
+    Checksum {
+        node: NodeId,
+        group: u8,
+    },
     Table {
         device: DeviceIndex,
         block: u32,
@@ -51,9 +55,8 @@ impl Operations {
 
     /// Notes an operation; its completion brings the token back.
     pub(super) fn start(&mut self, purpose: Purpose) -> u64 {
-        match purpose {
-            Purpose::Read { .. } => self.reads += 1,
-            _ => self.writes += 1,
+        if let Some(count) = self.count_of(purpose) {
+            *count += 1;
         }
         slotmap::Key::data(&self.in_flight.insert(purpose)).as_ffi()
     }
@@ -62,13 +65,22 @@ impl Operations {
     pub(super) fn end(&mut self, token: u64) -> Option<Purpose> {
         let id = OperationId::from(KeyData::from_ffi(token));
         let operation = self.in_flight.remove(id)?;
-        let count = match operation {
-            Purpose::Read { .. } => &mut self.reads,
-            _ => &mut self.writes,
-        };
-        let left = count.checked_sub(1);
-        *count = left.expect("every operation in flight is counted");
+        if let Some(count) = self.count_of(operation) {
+            let left = count.checked_sub(1);
+            *count = left.expect("every operation in flight is counted");
+        }
         Some(operation)
+    }
+
+    /// The count that an operation is in. A checksum does not concern the device.
+    fn count_of(&mut self, purpose: Purpose) -> Option<&mut usize> {
+        match purpose {
+            Purpose::Read { .. } => Some(&mut self.reads),
+            Purpose::Checksum { .. } => None,
+            Purpose::Write { .. } | Purpose::Table { .. } | Purpose::Namespace { .. } => {
+                Some(&mut self.writes)
+            }
+        }
     }
 
     pub(super) fn reads(&self) -> usize {

@@ -2,6 +2,7 @@
 
 use crate::metrics::Counters;
 
+use super::checksums::Checksums;
 use super::config::EngineConfig;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
@@ -16,6 +17,7 @@ pub(super) struct EngineParts<'a> {
     pub(super) residency: &'a mut Residency,
     pub(super) requests: &'a mut Requests,
     pub(super) operations: &'a mut Operations,
+    pub(super) checksums: &'a mut Checksums,
     pub(super) counters: &'a mut Counters,
     pub(super) now_ns: u64,
 }

@@ -14,7 +14,7 @@ use crate::work;
 use super::ensure::ensure;
 use super::operations::Purpose;
 use super::parts::EngineParts;
-use super::requests::{Promotion, RequestId, RequestPromotions, Requests};
+use super::requests::{Promotion, RequestId, RequestPromotions, Requests, Verified};
 use super::residency::{PromotionPlan, Residency};
 
 /// Requests looked at for reads in one pass: bounds its work.
@@ -100,6 +100,11 @@ impl Promotions {
             waiting: 0,
             reached: NONE,
             boundary: plan.boundary,
+            goal: Verified {
+                node: plan.target,
+                local: plan.local,
+            },
+            is_cut: false,
             unread: plan.unread,
             started_ns: now_ns,
             progress_ns: now_ns,
@@ -202,6 +207,12 @@ impl Promotions {
                 }
                 self.charge(id, node, group, parts);
                 out.push(read_request(node, group, parts));
+            } else if parts.config.verify_host && payload.host == HostState::Present {
+                if !parts.checksums.has_room() {
+                    return Issued::Part;
+                }
+                let (residency, operations) = (&mut *parts.residency, &mut *parts.operations);
+                parts.checksums.start(node, group, residency, operations);
             }
             self.pass(id, node, group, parts);
         }
@@ -215,7 +226,8 @@ impl Promotions {
         let before = std::mem::replace(&mut promotion.reached, node);
         promotion.next += 1;
         let is_read = parts.residency.node(node).payload(group).host == HostState::Reading;
-        if is_read {
+        let is_compared = parts.config.verify_host && parts.checksums.is_in_flight(node, group);
+        if is_read || is_compared {
             promotion.waiting += 1;
             let waiters = self.waiters.entry((node, group)).or_default();
             waiters.push((id, started));
@@ -308,6 +320,7 @@ impl Promotions {
             parts.counters.promotions_cancelled += 1;
             return;
         }
+        request.verified = promotion.is_complete().then_some(promotion.goal);
         parts.counters.promotions += 1;
         parts.counters.promotion_ns += parts.now_ns - promotion.started_ns;
         if !demanded {
@@ -319,7 +332,7 @@ impl Promotions {
         }
     }
 
-    /// A payload's read has ended: tells those who wait for it.
+    /// A payload's read, or its checksum, has ended: tells those who wait for it.
     pub(super) fn read_ended(
         &mut self,
         node: NodeId,

@@ -61,6 +61,9 @@ impl RequestState {
         if old != NONE {
             residency.unpin_hit(old);
         }
+        // The payloads are kept, and so verified once, as long as the lease does not move.
+        let verified = self.promotions.verified;
+        self.promotions.verified = verified.filter(|verified| verified.node == node);
     }
 }
 
@@ -78,6 +81,10 @@ pub(super) struct Promotion {
     pub(super) reached: NodeId,
     /// The boundary, in hash blocks, if all goes well.
     pub(super) boundary: u32,
+    /// What it brings if all goes well.
+    pub(super) goal: Verified,
+    /// It was given up before its end.
+    pub(super) is_cut: bool,
     /// Bytes that were on disk only when it started, less those that it has begun to read.
     pub(super) unread: u64,
     pub(super) started_ns: u64,
@@ -89,6 +96,11 @@ impl Promotion {
     /// Whether it has no more reads to start.
     pub(super) fn is_issued(&self) -> bool {
         self.next == self.payloads.len()
+    }
+
+    /// Whether every payload has come, and none is awaited.
+    pub(super) fn is_complete(&self) -> bool {
+        self.is_issued() && self.waiting == 0 && !self.is_cut
     }
 
     pub(super) fn boundary(&self) -> u32 {
@@ -107,7 +119,16 @@ impl Promotion {
     /// Gives up the payloads that it has not looked at yet.
     pub(super) fn cut(&mut self) {
         self.payloads.truncate(self.next);
+        self.is_cut = true;
     }
+}
+
+/// What a load of the tokens after `local` hash blocks, up to a node, needs in the arena: its checksums were
+/// compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Verified {
+    pub(super) node: NodeId,
+    pub(super) local: u32,
 }
 
 /// A request's share in the promotions.
@@ -117,6 +138,8 @@ pub(super) struct RequestPromotions {
     pub(super) active: Option<Promotion>,
     /// How many were started. Tells the waiters of one from those of another.
     pub(super) started: u32,
+    /// What the last promotion brought. The request's lease is that of the node.
+    pub(super) verified: Option<Verified>,
     /// Arena bytes held until they are loaded.
     pub(super) bytes: u64,
     /// Depths (exclusive, inclusive) that were brought from disk, for metrics.

@@ -93,8 +93,11 @@ impl Engine {
             plan.tail.1 = self.residency.node(anchor).epoch;
             self.residency.pin(anchor);
         }
-        self.add_to_chain(&mut plan, depth);
-        self.extend_chain(&mut plan, depth);
+        self.fill_gaps(&mut plan);
+        if !plan.refused {
+            self.add_to_chain(&mut plan, depth);
+            self.extend_chain(&mut plan, depth);
+        }
         let here = self.settle_tail(&plan);
         if anchor != NONE {
             self.residency.unpin(anchor);
@@ -144,6 +147,35 @@ impl Engine {
         Granted {
             transfer: Some(Transfer { id, extents }),
             refused,
+        }
+    }
+
+    /// Reserves slots for required payloads that were evicted from the middle of the chain, front to back.
+    fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) {
+        let mut gaps = Vec::new();
+        let mut at = plan.tail.0;
+        while at != NONE && !self.residency.node(at).is_visible() {
+            if self.residency.node(at).is_gap {
+                gaps.push(at);
+            }
+            at = self.residency.node(at).parent();
+        }
+        if gaps.is_empty() {
+            return;
+        }
+        // The blocks behind are used, too: they are about to be in reach again.
+        self.residency.renew(plan.tail.0);
+        for node in gaps.into_iter().rev() {
+            let hit_class = self.residency.node(node).touch.hit_class;
+            while let Some(group) = self.residency.missing_group(node) {
+                match self.reserve(node, group, hit_class) {
+                    Ok(()) => plan.payloads.push((node, group)),
+                    Err(refusal) => {
+                        plan.refused |= refusal == SlotRefusal::Full;
+                        return;
+                    }
+                }
+            }
         }
     }
 
@@ -323,6 +355,9 @@ impl Engine {
             }
             if !self.residency.node(node).is_detached() {
                 self.counters.saved_blocks += 1;
+            }
+            if self.needs_checksums() {
+                self.checksums.add_saved(node, group, &self.residency);
             }
             self.payload_arrived(node, group, &mut visible);
             self.writeback

@@ -201,6 +201,8 @@ pub struct Node {
     pub device: DeviceIndex,
     /// Whether a lookup finds it.
     pub reach: Reach,
+    /// A required payload was evicted although the nodes below have theirs.
+    pub is_gap: bool,
     /// Hash blocks from the root; 1 for the first.
     pub depth: u32,
     /// Groups whose payload must be readable for the node to be visible, one bit each.
@@ -236,6 +238,7 @@ impl Node {
             ns,
             device: DeviceIndex::default(),
             reach: Reach::Hidden,
+            is_gap: false,
             depth,
             required,
             epoch: 0,

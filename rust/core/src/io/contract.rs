@@ -1,8 +1,10 @@
 //! What an IO engine is asked, what it answers, and the trait that all of them implement.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::waker::Waker;
+use crate::arena::Arena;
 
 /// Alignment of every file offset, arena offset and length in an O_DIRECT transfer, in bytes.
 pub const IO_ALIGN: u64 = 4096;
@@ -73,6 +75,17 @@ pub enum IoRequest {
     },
 }
 
+/// A payload in the arena whose checksum is to be computed. `token` comes back in the completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChecksumRequest {
+    /// Returned in the completion.
+    pub token: u64,
+    /// Where it begins, in bytes from the start of the arena.
+    pub arena_offset: u64,
+    /// Its bytes.
+    pub payload_len: u32,
+}
+
 impl IoRequest {
     /// The token, whatever the operation.
     pub fn token(&self) -> u64 {
@@ -129,6 +142,8 @@ pub struct IoCompletion {
 /// Buffers: the arena outlives the engine (it holds an `Arc` of the mapping); metadata is owned by
 /// the operation until its completion.
 pub trait IoEngine: Send + std::fmt::Debug {
+    /// The arena that it moves bytes from and to.
+    fn arena(&self) -> &Arc<Arena>;
     /// `"io_uring"`, `"thread_pool"`, ...; shown to the operator.
     fn name(&self) -> &'static str;
     /// How many operations may be in flight.

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 use super::fault_hook::{Call, CallKind, FaultHook, Verdict};
 use super::{IoCompletion, IoEngine, IoFault, IoRequest, Waker};
+use crate::arena::Arena;
 
 /// Verdicts for calls in order, each for the next call of its kind; a call of another kind passes
 /// meanwhile. Records every call. Clones share the script.
@@ -222,6 +223,10 @@ impl FaultControl {
 }
 
 impl<E: IoEngine> IoEngine for FaultEngine<E> {
+    fn arena(&self) -> &Arc<Arena> {
+        self.inner.arena()
+    }
+
     fn name(&self) -> &'static str {
         self.inner.name()
     }

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::FileKind;
@@ -34,7 +34,7 @@ impl DeviceFiles {
 
 /// Opens a file for reading and writing past the page cache (O_DIRECT), or through it where the
 /// filesystem cannot; says which. With `create`, makes it if it is missing. Its mode is 0600
-/// whatever the umask, and a symbolic link is not followed.
+/// whatever the umask, a symbolic link is not followed, and a file that another user may reach is refused.
 pub fn open_file(path: &Path, create: bool) -> io::Result<(OwnedFd, bool)> {
     let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     if create {
@@ -47,10 +47,34 @@ pub fn open_file(path: &Path, create: bool) -> io::Result<(OwnedFd, bool)> {
         Err(Errno::INVAL) => (rustix::fs::open(path, flags, mode)?, false),
         Err(errno) => return Err(errno.into()),
     };
+    check_own_file(&fd)?;
     if Mode::from_raw_mode(rustix::fs::fstat(&fd)?.st_mode) != mode {
         rustix::fs::fchmod(&fd, mode)?;
     }
     Ok((fd, direct))
+}
+
+/// Whether an open file is a regular one of this user without a second name: what is written to it
+/// reaches nobody else.
+///
+/// # Errors
+/// Says what the file is instead. The error has no number of the operating system.
+pub fn check_own_file(fd: impl AsFd) -> io::Result<()> {
+    let found = rustix::fs::fstat(fd)?;
+    let uid = rustix::process::geteuid().as_raw();
+    let reason = if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
+        "it is no regular file".to_owned()
+    } else if found.st_uid != uid {
+        format!(
+            "it belongs to uid {}, this process runs as uid {uid}",
+            found.st_uid
+        )
+    } else if found.st_nlink > 1 {
+        format!("it has {} names (hard links)", found.st_nlink)
+    } else {
+        return Ok(());
+    };
+    Err(io::Error::other(reason))
 }
 
 #[cfg(test)]
@@ -74,5 +98,21 @@ mod tests {
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
         assert!(open_file(&link, true).is_err());
+    }
+
+    #[test]
+    fn a_file_with_another_name_and_what_is_no_file_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("data");
+        drop(open_file(&path, true).unwrap());
+        let other = dir.path().join("other");
+        std::fs::hard_link(&path, &other).unwrap();
+        let refused = open_file(&other, false).unwrap_err();
+        assert!(refused.to_string().contains("2 names"), "{refused}");
+        std::fs::remove_file(&other).unwrap();
+        open_file(&path, false).unwrap();
+        let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
+        let refused = check_own_file(&socket).unwrap_err();
+        assert!(refused.to_string().contains("no regular file"), "{refused}");
     }
 }

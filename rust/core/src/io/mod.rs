@@ -8,6 +8,7 @@
 //! the source before a write is submitted, and of the destination after a read has completed.
 
 mod batch;
+mod checksums;
 mod contract;
 pub mod fault;
 pub mod fault_hook;
@@ -20,10 +21,13 @@ mod ring;
 pub mod uring;
 mod waker;
 
+pub use checksums::ChecksumQueue;
 pub(crate) use contract::device_depth;
-pub use contract::{FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest};
+pub use contract::{
+    ChecksumRequest, FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest,
+};
 pub use features::{IoEngineChoice, IoFeatures, open_io_engine, probe_io_uring};
-pub use files::{DeviceFiles, open_file};
+pub use files::{DeviceFiles, check_own_file, open_file};
 pub use waker::{Wake, Waker};
 
 use contract::{DRAIN_LIMIT, SPLIT, engine_depth};

@@ -92,6 +92,10 @@ impl<I: FaultHook> ThreadPool<I> {
 }
 
 impl<I: FaultHook> IoEngine for ThreadPool<I> {
+    fn arena(&self) -> &Arc<Arena> {
+        &self.shared.arena
+    }
+
     fn name(&self) -> &'static str {
         "thread_pool"
     }

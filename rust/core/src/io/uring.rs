@@ -500,6 +500,10 @@ impl<I: FaultHook> Uring<I> {
 }
 
 impl<I: FaultHook> IoEngine for Uring<I> {
+    fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
     fn name(&self) -> &'static str {
         "io_uring"
     }

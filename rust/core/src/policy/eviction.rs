@@ -87,6 +87,14 @@ impl Policy {
         }
     }
 
+    /// Up to `count` leaves of size class `class` that may go soon. They stay in the set.
+    pub fn victims(&mut self, class: u16, count: usize) -> Vec<Leaf> {
+        match &mut self.engine {
+            Learner::Lru(lru) => lru.victims(class).take(count).collect(),
+            Learner::LeafHd(leafhd) => leafhd.sample(class, count),
+        }
+    }
+
     /// Number of candidates of size class `class`.
     pub fn leaves(&self, class: u16) -> usize {
         match &self.engine {

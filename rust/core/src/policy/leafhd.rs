@@ -102,6 +102,17 @@ impl LeafHd {
         Some(leaf)
     }
 
+    /// Some of the leaves of a class, by chance.
+    pub(super) fn sample(&mut self, class: u16, count: usize) -> Vec<Leaf> {
+        let Some(Leaves { leaves, .. }) = self.classes.get(usize::from(class)) else {
+            return Vec::new();
+        };
+        let count = count.min(leaves.len());
+        (0..count)
+            .map(|_| leaves[self.random.below(leaves.len())])
+            .collect()
+    }
+
     pub(super) fn admit(&self, hit_class: u8, victim: &Leaf, tick: u64) -> bool {
         let age = tick.saturating_sub(victim.last);
         self.density.of(hit_class, 0) >= self.density.of(victim.hit_class, age)

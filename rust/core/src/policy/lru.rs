@@ -34,9 +34,13 @@ impl Lru {
     }
 
     pub(super) fn victim(&self, class: u16) -> Option<Leaf> {
-        let (&(last, node), &hit_class) =
-            self.classes.get(usize::from(class))?.first_key_value()?;
-        Some(Leaf {
+        self.victims(class).next()
+    }
+
+    /// The leaves of a class, in the order in which they would go.
+    pub(super) fn victims(&self, class: u16) -> impl Iterator<Item = Leaf> + '_ {
+        let leaves = self.classes.get(usize::from(class)).into_iter().flatten();
+        leaves.map(|(&(last, node), &hit_class)| Leaf {
             node,
             last,
             hit_class,

@@ -33,6 +33,13 @@ impl TierPolicies {
         }
     }
 
+    /// Up to `count` candidates of size class `class` of each set that may go soon.
+    pub(crate) fn victims(&mut self, class: Class, count: usize) -> Vec<Leaf> {
+        let mut victims = self.leaves.victims(class, count);
+        victims.extend(self.optional.victims(class, count));
+        victims
+    }
+
     /// Whether the policy keeps every leaf of `class` rather than store a new block.
     pub(crate) fn refuses(&mut self, class: Class, hit_class: u8, tick: u64) -> bool {
         self.optional.victim(class, tick).is_none()

@@ -3,10 +3,12 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod changed;
 mod child;
 mod crash;
 mod damage;
 mod faults;
 mod rig;
+mod start;
 mod stores;
 mod threads;

@@ -5,8 +5,11 @@ use std::path::Path;
 
 use rustix::io::Errno;
 use undercroft_core::disk::Health;
+use undercroft_core::disk::format::NAMESPACE_BYTES;
 use undercroft_core::disk::open;
+use undercroft_core::error::RegisterError;
 use undercroft_core::io::fault_hook::{CallKind, Direct};
+use undercroft_core::namespace::NamespaceSpec;
 
 use crate::child;
 use crate::faults::Broken;
@@ -80,7 +83,7 @@ fn a_capacity_that_would_fill_the_filesystem_is_refused() {
     let (_guard, store) = dir();
     let refused = open::open(&store, 1 << 60, 1).unwrap_err().to_string();
     assert!(
-        refused.contains("reserve") && refused.contains("disk_capacity"),
+        refused.contains("percentage") && refused.contains("disk_capacity"),
         "{refused}"
     );
     // What can be used is said, and can be used: less than all that is free.
@@ -177,6 +180,59 @@ fn a_namespace_in_use_does_not_make_room_for_others() {
     assert_eq!(rig.hit(1, 4), 4);
     drop(rig);
     assert_eq!(Open::new(&dirs).plain().hit(1, 4), 4);
+}
+
+#[test]
+fn a_namespace_that_found_no_room_is_kept_once_there_is_some() {
+    let guards = [dir(), dir()];
+    let dirs = guards.each_ref().map(|(_, store)| store.clone());
+    let mut rig = Open::new(&dirs).plain();
+    let model = |id: u64| Model {
+        id,
+        payload_bytes: 4096,
+    };
+    // The rig's own session uses an entry too.
+    let others: Vec<_> = (100..227)
+        .map(|id| rig.engine.open_session(model(id).spec()).unwrap())
+        .collect();
+    assert_eq!(rig.engine.gauges().volatile_namespaces, 0);
+    let late = model(500);
+    assert_eq!(visit(&mut rig, &late), 0);
+    assert_eq!(
+        rig.engine.gauges().volatile_namespaces,
+        1,
+        "sessions use all entries"
+    );
+    assert_eq!(visit(&mut rig, &late), 1);
+    rig.engine.close_session(others[0]);
+    assert_eq!(visit(&mut rig, &late), 1);
+    assert_eq!(rig.engine.gauges().volatile_namespaces, 0);
+    drop(rig);
+    let mut rig = Open::new(&dirs).plain();
+    assert_eq!(
+        visit(&mut rig, &late),
+        1,
+        "also what was saved before it was kept"
+    );
+}
+
+#[test]
+fn a_description_that_fits_no_entry_is_refused() {
+    let (_guard, store) = dir();
+    let mut rig = Open::new(&[store]).plain();
+    let spec = NamespaceSpec {
+        description: "x".repeat(NAMESPACE_BYTES),
+        ..MODEL.spec()
+    };
+    let refused = rig.engine.open_session(spec).unwrap_err();
+    assert_eq!(
+        refused,
+        RegisterError::DescriptionTooLong {
+            bytes: NAMESPACE_BYTES,
+            entry_bytes: NAMESPACE_BYTES,
+        }
+    );
+    assert!(refused.to_string().contains("by a digest"), "{refused}");
 }
 
 #[test]

@@ -160,6 +160,9 @@ fn a_panic_in_the_engine_stays_there_and_nobody_enters_it_again() {
 struct Broken(ThreadPool);
 
 impl IoEngine for Broken {
+    fn arena(&self) -> &Arc<Arena> {
+        self.0.arena()
+    }
     fn name(&self) -> &'static str {
         "broken"
     }
@@ -201,6 +204,9 @@ struct Slow {
 }
 
 impl IoEngine for Slow {
+    fn arena(&self) -> &Arc<Arena> {
+        self.pool.arena()
+    }
     fn name(&self) -> &'static str {
         "slow"
     }

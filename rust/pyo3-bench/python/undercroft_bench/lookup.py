@@ -93,7 +93,7 @@ def _lookups(
     for index in range(-(rounds // 10), rounds):
         name = f"request-{index}"
         start = clock()
-        session.lookup(name, hashes, prefetch=True)
+        session.prefetch(name, hashes)
         submitted = clock()
         answer = session.lookup(name, hashes)
         end = clock()

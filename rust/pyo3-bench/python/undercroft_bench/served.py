@@ -96,7 +96,7 @@ def _times(session: Session, hashes: list[bytes], rounds: int) -> dict[str, floa
     for index in range(-(rounds // 10), rounds):
         name = f"request-{index}"
         start = clock()
-        session.lookup(name, hashes, prefetch=True)
+        session.prefetch(name, hashes)
         submitted = clock()
         session.wait(name, START_S)
         answered = clock()
@@ -140,7 +140,7 @@ def _client(socket: str, keys: int, rounds: int, barrier: Barrier) -> None:
     barrier.wait(START_S)
     for _ in range(rounds // IN_FLIGHT):
         for name in names:
-            session.lookup(name, hashes, prefetch=True)
+            session.prefetch(name, hashes)
         for name in names:
             session.wait(name, START_S)
             if session.lookup(name, hashes).tokens != tokens:

@@ -77,6 +77,18 @@ impl Residency {
         Ok(())
     }
 
+    /// Payloads on disk at nodes that are there with all above them.
+    pub(in crate::engine) fn durable_blocks(&self) -> u64 {
+        let is_whole = |id: NodeId| {
+            let mut chain = std::iter::once(id).chain(self.forest.ancestors(id));
+            !self.node(id).is_detached() && chain.all(|at| self.is_on_disk(at))
+        };
+        let whole = self.forest.ids().filter(|&id| is_whole(id));
+        let payloads = whole.flat_map(|id| self.node(id).payloads());
+        let durable = payloads.filter(|payload| payload.disk == DiskState::Present);
+        durable.count() as u64
+    }
+
     fn regions(&self) -> impl Iterator<Item = Region> + use<> {
         let disks = self.devices().map(Region::Disk);
         std::iter::once(Region::Host).chain(disks)
@@ -179,6 +191,14 @@ impl Residency {
                 "node {id}: evictability of {tier:?} is {known:?}, and should be {expected:?}"
             );
         }
+        ensure!(
+            !self.lacks_payload(id) || node.is_gap || node.is_detached(),
+            "node {id}: lacks a required payload"
+        );
+        ensure!(
+            !node.is_gap || !node.is_visible(),
+            "node {id}: visible although a payload was evicted"
+        );
         let is_empty_leaf = node.children() == 0
             && node.is_idle()
             && node.payloads().iter().all(|payload| {
@@ -250,7 +270,8 @@ impl Residency {
     fn check_disk_chain(&self, id: NodeId, writes_failed: bool) -> Result<(), String> {
         let node = self.node(id);
         let has_slots = node.tiers.slots[Tier::Disk as usize] > 0;
-        if node.is_detached() || !has_slots || writes_failed || self.is_being_removed(id) {
+        let may_lack = writes_failed || self.disk_gaps || self.is_being_removed(id);
+        if node.is_detached() || !has_slots || may_lack {
             return Ok(());
         }
         let ancestor = self.required_ancestor(id);

@@ -150,13 +150,12 @@ impl Residency {
     ) -> Option<u64> {
         let region = Region::Disk(device);
         let class = self.class(id, region, group);
-        let mut drains = 0;
         loop {
             let owner = Owner { node: id, group };
             if let Some(offset) = self.disk_mut(device).alloc(class, owner) {
                 return Some(offset);
             }
-            if !self.make_room(region, class, &mut drains, counters) {
+            if !self.make_room(region, class, counters) {
                 return None;
             }
         }

@@ -6,15 +6,12 @@
 use crate::forest::{DiskState, Evictability, HostState, NodeId, Payload, Tier};
 use crate::metrics::Counters;
 use crate::policy::{Leaf, Policy};
-use crate::slots::{Class, slot_offset};
+use crate::slots::Class;
 use crate::work;
 
 use super::geometry::Region;
 use super::slots::Loss;
 use super::state::Residency;
-
-/// Pages of other size classes that one allocation may drain: bounds its work.
-const DRAINS_MAX: u32 = 4;
 
 impl Residency {
     /// Size classes of a node's payloads for which `wanted` holds, without repetition.
@@ -148,38 +145,27 @@ impl Residency {
         }
     }
 
-    /// Makes one slot's worth of room in a region, or more. False if everything is in use.
+    /// Makes room in a region for one slot of a size class, or more. False if nothing may go.
     ///
-    /// The oldest candidate goes, of whatever size class: so space moves between models by use.
+    /// Space moves between models by use: the class's own first candidate goes, unless a run of other
+    /// classes' pages is worth less.
     pub(super) fn make_room(
         &mut self,
         region: Region,
         class: Class,
-        drains: &mut u32,
         counters: &mut Counters,
     ) -> bool {
         let own = self.victim(region, class);
-        let classes = self.slots(region).classes();
-        let other = classes
-            .filter(|&other| other != class)
-            .filter_map(|other| Some((self.victim(region, other)?, other)))
-            .min_by_key(|(leaf, _)| leaf.last);
-        if let Some((leaf, other)) = other {
-            let older = own.as_ref().is_none_or(|own| leaf.last < own.last);
-            // Without a victim of its own class, draining is the only way: no limit on it.
-            if older && (own.is_none() || *drains < DRAINS_MAX) {
-                *drains += 1;
-                if self.drain_page(region, leaf.node, other, counters) {
-                    return true;
-                }
-            }
+        if let Some(run) = self.cheapest_run(region, class, own) {
+            self.empty_run(region, run, counters);
+            return true;
         }
         let Some(own) = own else { return false };
         self.evict(own.node, region.tier(), counters);
         true
     }
 
-    fn victim(&mut self, region: Region, class: Class) -> Option<Leaf> {
+    pub(super) fn victim(&mut self, region: Region, class: Class) -> Option<Leaf> {
         let tick = self.tick;
         self.policies(region).victim(class, tick)
     }
@@ -196,19 +182,21 @@ impl Residency {
         );
         let is_leaf = evictability == Evictability::Leaf;
         self.evict_payloads(id, tier, is_leaf, counters);
-        // Under LRU only the deepest block of a hit is touched: its parent inherits that.
-        if let Some(parent) = parent
-            && is_leaf
-            && self.node(parent).touch.last < last
-            && !self
-                .candidates(id, tier, evictability)
-                .touches_every_block()
-        {
-            self.withdraw(parent);
-            self.forest.node_mut(parent).touch.last = last;
-            self.refresh(parent);
+        if is_leaf && let Some(parent) = parent {
+            self.inherit_touch(parent, tier, last);
         }
         self.reconcile(id);
+    }
+
+    /// Under LRU only the deepest block of a hit is touched: its parent inherits that.
+    pub(super) fn inherit_touch(&mut self, parent: NodeId, tier: Tier, last: u64) {
+        let leaves = &self.policies(self.region(parent, tier)).leaves;
+        if leaves.touches_every_block() || self.node(parent).touch.last >= last {
+            return;
+        }
+        self.withdraw(parent);
+        self.forest.node_mut(parent).touch.last = last;
+        self.refresh(parent);
     }
 
     fn evict_payloads(&mut self, id: NodeId, tier: Tier, all: bool, counters: &mut Counters) {
@@ -228,50 +216,5 @@ impl Residency {
                 }
             }
         }
-    }
-
-    /// Evicts what can be of the page that holds a candidate's payload of size class `class`.
-    fn drain_page(
-        &mut self,
-        region: Region,
-        candidate: NodeId,
-        class: Class,
-        counters: &mut Counters,
-    ) -> bool {
-        let tier = region.tier();
-        let Some(offset) = self.evictable_slot(region, candidate, class) else {
-            return false;
-        };
-        let slots = self.slots(region);
-        let owners = slots.owners(slots.page_of(offset));
-        let mut nodes: Vec<NodeId> = owners.map(|owner| owner.node).collect();
-        nodes.dedup();
-        // Deepest first, so that each is a leaf when its turn comes, unless it is in use.
-        nodes.sort_by_key(|&id| std::cmp::Reverse(self.node(id).depth));
-        let epochs: Vec<u32> = nodes.iter().map(|&id| self.node(id).epoch).collect();
-        let mut freed = false;
-        for (id, epoch) in nodes.into_iter().zip(epochs) {
-            // One eviction may have freed others.
-            if self.forest.is_live(id, epoch) && self.evictability(id, tier) != Evictability::Kept {
-                self.evict(id, tier, counters);
-                freed = true;
-            }
-        }
-        freed
-    }
-
-    /// Offset of a slot of size class `class` that a candidate would free.
-    fn evictable_slot(&self, region: Region, candidate: NodeId, class: Class) -> Option<u64> {
-        let tier = region.tier();
-        let node = self.node(candidate);
-        let is_leaf = node.tiers.evictability[tier as usize] == Evictability::Leaf;
-        (0u8..).zip(node.payloads()).find_map(|(group, payload)| {
-            let goes = payload.is_readable(tier) && (is_leaf || !node.requires(group));
-            let slot = match tier {
-                Tier::Host => payload.host_slot,
-                Tier::Disk => payload.disk_slot,
-            };
-            (goes && self.class(candidate, region, group) == class).then(|| slot_offset(slot))
-        })
     }
 }

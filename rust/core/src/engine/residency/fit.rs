@@ -1,9 +1,10 @@
 //! Namespaces of the index: whether their payloads fit, and which slots they take.
 
+use crate::disk::capacity_for_payload;
 use crate::error::RegisterError;
 use crate::forest::{DeviceIndex, NodeId, NsId};
 use crate::namespace::{GroupKind, NamespaceSpec};
-use crate::slots::Class;
+use crate::slots::{Class, region_for};
 
 use super::geometry::{Geometry, Region};
 use super::state::Residency;
@@ -26,24 +27,33 @@ impl Residency {
                 continue;
             }
             let payload_bytes = u64::from(group.payload_bytes);
-            let too_large = |region, page_bytes, option| RegisterError::PayloadTooLarge {
+            let too_large = |region, page_bytes, option, needed| RegisterError::PayloadTooLarge {
                 group: index,
                 payload_bytes,
                 region,
                 page_bytes,
                 option,
+                needed,
             };
             let class = self.host.class_for(payload_bytes);
             if class.is_none() {
                 let page_bytes = self.host.page_bytes();
-                return Err(too_large("the arena", page_bytes, "host_memory"));
+                let needed = region_for(payload_bytes);
+                return Err(too_large("the arena", page_bytes, "host_memory", needed));
             }
             host_class.push(class);
             for (disk, classes) in self.disks.iter_mut().zip(&mut disk_class) {
                 let class = disk.class_for(payload_bytes);
-                if class.is_none() {
+                // A directory that could not be opened yet has no pages, and takes nothing.
+                if class.is_none() && disk.slots().capacity() > 0 {
                     let page_bytes = disk.slots().page_bytes();
-                    return Err(too_large("the data file", page_bytes, "disk_capacity"));
+                    let needed = capacity_for_payload(payload_bytes);
+                    return Err(too_large(
+                        "the data file",
+                        page_bytes,
+                        "disk_capacity",
+                        needed,
+                    ));
                 }
                 classes.push(class);
             }

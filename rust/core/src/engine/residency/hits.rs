@@ -15,6 +15,8 @@ pub(in crate::engine) struct PromotionPlan {
     pub(in crate::engine) target: NodeId,
     /// Depth of the target.
     pub(in crate::engine) boundary: u32,
+    /// Hash blocks that the device has.
+    pub(in crate::engine) local: u32,
     /// Payloads that a load needs, front to back.
     pub(in crate::engine) payloads: Vec<(NodeId, u8)>,
     /// Slot bytes of those that are not in the arena.
@@ -39,8 +41,9 @@ impl Residency {
         };
         let mut chain = Chain {
             residency: self,
+            deepest: top,
             top: self.node(top).depth,
-            nodes: vec![top],
+            nodes: Vec::new(),
             host_only,
         };
         resolve(self.spec_of(top), reach, local, |depth, group| {
@@ -96,6 +99,7 @@ impl Residency {
         Some(PromotionPlan {
             target: self.forest.ancestor(target, boundary),
             boundary,
+            local,
             payloads,
             unread,
         })
@@ -208,13 +212,19 @@ impl Residency {
 /// Reads a chain from its deepest node upwards, and remembers the nodes that it has passed.
 struct Chain<'a> {
     residency: &'a Residency,
+    deepest: NodeId,
+    /// Its depth.
     top: u32,
+    /// Those passed. Empty, and not allocated, until a payload is asked for: full attention needs none.
     nodes: Vec<NodeId>,
     host_only: bool,
 }
 
 impl Chain<'_> {
     fn has(&mut self, depth: u32, group: usize) -> bool {
+        if self.nodes.is_empty() {
+            self.nodes.push(self.deepest);
+        }
         let index = (self.top - depth) as usize;
         while let Some(&last) = self.nodes.last().filter(|_| self.nodes.len() <= index) {
             work::node();

@@ -1,7 +1,8 @@
 //! Residency: which payload is in which tier, what of it a lookup finds, and what may be evicted.
 //!
 //! Every change of a payload's state goes through here. `slots` holds the changes, `reach` their
-//! consequences for lookups, `eviction` those for the policies. `leases` keeps payloads in place,
+//! consequences for lookups, `eviction` those for the policies. `runs` moves pages between size
+//! classes. `leases` keeps payloads in place,
 //! `hits` says what a hit needs, `admission` adds blocks, `disk_slots` chooses
 //! directories.
 
@@ -13,10 +14,12 @@ mod eviction;
 mod fit;
 mod geometry;
 mod hits;
+mod host_checksums;
 mod leases;
 mod reach;
 mod recovery;
 mod removal;
+mod runs;
 mod slots;
 mod state;
 

@@ -132,11 +132,8 @@ impl Residency {
                     None => return,
                 }
             }
-            let is_lost = (0u8..).zip(node.payloads()).any(|(group, payload)| {
-                node.requires(group)
-                    && payload.host == HostState::Empty
-                    && !payload.has_slot(Tier::Disk)
-            });
+            let is_lost = !node.is_gap && self.lacks_payload(id);
+            let node = self.node(id);
             let is_empty_leaf = node.children() == 0
                 && node.is_idle()
                 && node.has_no_slots()
@@ -152,6 +149,39 @@ impl Residency {
             match self.unlink_subtree(id) {
                 Some(parent) => id = parent,
                 None => return,
+            }
+        }
+    }
+
+    /// Group of a required payload of a node that is nowhere.
+    pub(in crate::engine) fn missing_group(&self, id: NodeId) -> Option<u8> {
+        let node = self.node(id);
+        let mut payloads = (0u8..).zip(node.payloads());
+        let missing = payloads.find(|(group, payload)| {
+            node.requires(*group)
+                && payload.host == HostState::Empty
+                && !payload.has_slot(Tier::Disk)
+        });
+        missing.map(|(group, _)| group)
+    }
+
+    /// Whether a required payload of a node is nowhere.
+    pub(super) fn lacks_payload(&self, id: NodeId) -> bool {
+        self.missing_group(id).is_some()
+    }
+
+    /// A node lacks a required payload, and those below keep theirs: no lookup reaches any of them until
+    /// the payload is saved again.
+    pub(super) fn make_gap(&mut self, id: NodeId) {
+        let node = self.forest.node_mut(id);
+        node.is_gap = true;
+        self.disk_gaps |= node.tiers.active_children[Tier::Disk as usize] > 0;
+        let mut stack = vec![id];
+        while let Some(id) = stack.pop() {
+            let node = self.forest.node_mut(id);
+            if node.is_visible() {
+                node.reach = Reach::Hidden;
+                stack.extend(self.forest.children(id));
             }
         }
     }

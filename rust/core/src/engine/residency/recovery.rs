@@ -6,6 +6,7 @@ use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier};
 use crate::policy::{HIT_CLASSES, PolicyKind};
 use crate::slots::{Class, Owner, Slots, slot_offset};
 
+use super::runs::RunSearch;
 use super::state::{Residency, new_policy};
 
 /// A sound record of a namespace that is known.
@@ -38,6 +39,7 @@ impl Residency {
         let policy = new_policy(kind, image.capacity, seed);
         let slots = Slots::new(image.capacity, image.page_bytes);
         self.disks.push(Disk::new(slots, policy, instances));
+        self.searches.push(RunSearch::default());
     }
 
     /// A record tells of this tick.

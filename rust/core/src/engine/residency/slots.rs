@@ -32,12 +32,11 @@ impl Residency {
         );
         let class = self.class(id, Region::Host, group);
         let owner = Owner { node: id, group };
-        let mut drains = 0;
         let offset = loop {
             if let Some(offset) = self.host.alloc(class, owner) {
                 break offset;
             }
-            if !self.make_room(Region::Host, class, &mut drains, counters) {
+            if !self.make_room(Region::Host, class, counters) {
                 return false;
             }
         };
@@ -51,7 +50,10 @@ impl Residency {
         );
         payload.host = state;
         payload.host_slot = slot_number(offset);
+        // What is read from disk has the checksum of its record, or fails.
+        let checksum = (state == HostState::Reading).then_some(payload.checksum);
         node.uses.busy += 1;
+        self.set_host_checksum(id, group, checksum);
         self.slot_taken(id, Tier::Host);
         self.refresh(id);
         true
@@ -75,9 +77,13 @@ impl Residency {
             payload.host
         );
         payload.host = HostState::Present;
-        if !node.is_detached() {
-            self.propagate_visible(id, became_visible);
+        if node.is_detached() {
+            return;
         }
+        if self.is_complete(id) {
+            self.forest.node_mut(id).is_gap = false;
+        }
+        self.propagate_visible(id, became_visible);
     }
 
     /// The copy or read into a payload's slot has failed: frees the slot. The caller reconciles `id`.

@@ -9,7 +9,9 @@ use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
 use super::geometry::{Geometry, Region};
+use super::host_checksums::HostChecksums;
 use super::removal::Removals;
+use super::runs::RunSearch;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -35,6 +37,7 @@ const POLICY_BLOCKS_MIN: u64 = 64;
 pub(in crate::engine) struct Residency {
     pub(super) forest: Forest,
     pub(super) host: Slots,
+    pub(super) host_checksums: HostChecksums,
     pub(super) host_policies: TierPolicies,
     pub(super) disks: Vec<Disk>,
     /// What payloads a namespace has, by [`NsId`].
@@ -48,6 +51,11 @@ pub(in crate::engine) struct Residency {
     pub(super) removals: Removals,
     /// A node in the host chain may not know that it is.
     pub(super) is_rise_cut: bool,
+    /// How far each region was searched for pages that another size class may take: the arena, then the
+    /// directories.
+    pub(super) searches: Vec<RunSearch>,
+    /// A payload on disk went although others stand on it there.
+    pub(super) disk_gaps: bool,
 }
 
 impl Residency {
@@ -55,6 +63,7 @@ impl Residency {
         Self {
             forest: Forest::new(seed),
             host: Slots::new(host_bytes, page_bytes_for(host_bytes)),
+            host_checksums: HostChecksums::default(),
             host_policies: TierPolicies::new(new_policy(policy, host_bytes, seed)),
             disks: Vec::new(),
             geometry: Vec::new(),
@@ -63,6 +72,8 @@ impl Residency {
             queued_bytes: 0,
             removals: Removals::default(),
             is_rise_cut: false,
+            searches: vec![RunSearch::default()],
+            disk_gaps: false,
         }
     }
 

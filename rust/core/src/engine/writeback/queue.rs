@@ -87,6 +87,7 @@ impl WriteBack {
             }
             if self.doorkeeper.is_some() && residency.node(id).touch.hit_class == 0 {
                 counters.refused_admission += 1;
+                self.orphaned.note(id, residency);
             } else {
                 self.queue_writes(id, residency, counters);
             }
@@ -150,6 +151,7 @@ impl WriteBack {
             // Queued payloads cannot be evicted: half of the arena is left to others.
             if residency.queued_bytes() + slot > residency.host().capacity() / 2 {
                 counters.refused_write_rate += 1;
+                self.orphaned.note(id, residency);
                 continue;
             }
             let write = enqueue(id, group, residency);

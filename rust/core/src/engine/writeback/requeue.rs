@@ -17,7 +17,8 @@ impl WriteBack {
         let Some((id, epoch)) = self.orphaned.nodes.pop_front() else {
             return;
         };
-        if !residency.forest().is_live(id, epoch) || residency.node(id).is_detached() {
+        // What no lookup reaches is offered again when one does.
+        if !residency.forest().is_live(id, epoch) || !residency.node(id).is_visible() {
             return;
         }
         let mut chain = Vec::new();

@@ -5,6 +5,7 @@ use crate::io::{IoFault, IoRequest};
 use crate::metrics::Counters;
 use crate::slots::slot_offset;
 
+use super::super::checksums::drop_changed;
 use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
 use super::super::promotions::slot_len;
@@ -116,6 +117,11 @@ impl WriteBack {
             Ok(_) if residency.disk_mut(device).health.is_given_up(now_ns) => {
                 residency.write_failed(id, group);
             }
+            // The bytes in the arena are no longer those that were saved. Nothing refers to those on disk.
+            Ok(checksum) if !residency.is_unchanged(id, group, checksum) => {
+                drop_changed(id, residency, parts.counters);
+                residency.write_failed(id, group);
+            }
             Ok(checksum) => {
                 let counters = &mut *parts.counters;
                 counters.disk_writes += 1;
@@ -132,6 +138,9 @@ impl WriteBack {
                 }
                 residency.write_failed(id, group);
                 self.orphaned.note(id, residency);
+                if residency.host_checksum(id, group).is_none() {
+                    parts.checksums.add_saved(id, group, residency);
+                }
             }
         }
         residency.reconcile(id);

@@ -2,18 +2,18 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use crate::disk::format::{BLOCK_BYTES, NAMESPACES_MAX, NamespaceEntry, namespace_offset};
+use crate::disk::format::{BLOCK_BYTES, NAMESPACE_BYTES, NamespaceEntry, namespace_offset};
 use crate::error::RegisterError;
 use crate::forest::{DeviceIndex, NsId};
 use crate::io::{FileKind, IoFault, IoRequest};
 use crate::key::NamespaceDigest;
 use crate::namespace::NamespaceSpec;
 
+use super::config::EngineConfig;
 use super::operations::{Operations, Purpose};
 use super::residency::Residency;
 
-/// Shared namespaces that an engine has at once.
-const SHARED_MAX: usize = 1024;
+mod room;
 
 /// A registered namespace.
 #[derive(Debug)]
@@ -62,17 +62,23 @@ pub(super) struct Namespaces {
     in_flight: Vec<EntryWrite>,
     /// Instances that are or were in use.
     instances: HashSet<u64>,
+    /// See [`EngineConfig::namespaces_max`].
+    shared_max: usize,
+    /// See [`EngineConfig::namespace_entries_max`].
+    entries_max: usize,
     random: u64,
 }
 
 impl Namespaces {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(super) fn new(config: &EngineConfig) -> Self {
         Self {
             table: Vec::new(),
             entry_writes: VecDeque::new(),
             in_flight: Vec::new(),
             instances: HashSet::new(),
-            random: seed ^ 0x5DEE_CE66_D1CE_4E5B,
+            shared_max: config.namespaces_max,
+            entries_max: config.namespace_entries_max,
+            random: config.seed ^ 0x5DEE_CE66_D1CE_4E5B,
         }
     }
 
@@ -117,9 +123,18 @@ impl Namespaces {
         self.table.iter().any(|state| state.digest == *digest)
     }
 
-    /// The shared namespace of a description, made and entered in the tables if it is new. Where there is
-    /// no room for it, the namespace that was not used for longest goes, with its blocks; `is_unused` tells
-    /// those that no session uses.
+    /// The shared namespaces, and whether each directory's table has an entry of it.
+    pub(super) fn shared_namespaces<'a>(
+        &'a self,
+        residency: &'a Residency,
+    ) -> impl Iterator<Item = (&'a NamespaceDigest, bool)> {
+        let shared = self.table.iter().filter(|state| !state.private);
+        shared.map(|state| (&state.digest, is_kept(state, residency)))
+    }
+
+    /// The shared namespace of a description, made if it is new, and entered in the tables that lack it. Where
+    /// there is no room for it, the namespace that was not used for longest goes, with its blocks; `is_unused`
+    /// tells those that no session uses.
     ///
     /// # Errors
     /// If the description makes no sense, contradicts the one that is known, or does not fit.
@@ -139,96 +154,51 @@ impl Namespaces {
                 });
             }
             residency.set_alignment(ns, spec.alignment_tokens);
-            self.note_use(ns, residency.tick());
+            self.note_use(ns, residency.next_tick());
+            if !is_kept(self.state(ns), residency) {
+                // It is empty after a reset, or came when sessions used all that were in the tables.
+                self.make_room(self.shared_max, residency, |other| {
+                    other != ns && is_unused(other)
+                });
+                self.enter_again(residency);
+            }
             return Ok(ns);
         }
         // Nothing goes for a namespace that cannot come.
         residency.fit(spec.clone())?;
-        self.make_room(residency, &is_unused);
+        fit_entry(&spec)?;
+        self.make_room(self.shared_max.saturating_sub(1), residency, &is_unused);
+        self.check_count()?;
         let instance = self.new_instance();
         let ns = match self.vacant(residency, &is_unused) {
             Some(ns) => self.replace(ns, spec, instance, false, residency)?,
             None => self.add(spec, instance, false, residency)?,
         };
-        self.note_use(ns, residency.tick());
+        self.note_use(ns, residency.next_tick());
         self.enter(ns, residency);
         Ok(ns)
+    }
+
+    /// Whether there may be another shared namespace.
+    ///
+    /// # Errors
+    /// If there are as many as an engine has at most.
+    fn check_count(&self) -> Result<(), RegisterError> {
+        let count = self.shared_count();
+        if count >= self.shared_max {
+            return Err(RegisterError::TooMany { count });
+        }
+        Ok(())
+    }
+
+    fn shared_count(&self) -> usize {
+        self.table.iter().filter(|state| !state.private).count()
     }
 
     /// A namespace is used at `tick`.
     pub(super) fn note_use(&mut self, ns: NsId, tick: u64) {
         let state = self.state_mut(ns);
         state.last_use = state.last_use.max(tick);
-    }
-
-    /// Lets namespaces go until another has an index and an entry in each table, or all are in use.
-    fn make_room(&mut self, residency: &mut Residency, is_unused: &impl Fn(NsId) -> bool) {
-        for device in residency.devices() {
-            self.forget_strangers(device, residency);
-        }
-        let shared = self.table.iter().filter(|state| !state.private).count();
-        // Instances in the tables that are full: only one of these makes room there.
-        let mut in_full_tables = HashSet::new();
-        for device in residency.devices() {
-            let entries = &residency.disk_mut(device).namespace_entries;
-            if entries.len() >= NAMESPACES_MAX && !entries.contains(&0) {
-                in_full_tables.extend(entries.iter().copied());
-            }
-        }
-        let is_index_full = shared >= SHARED_MAX;
-        if !is_index_full && in_full_tables.is_empty() {
-            return;
-        }
-        let known = (0..).zip(&self.table);
-        let candidates = known.filter(|(ns, state)| {
-            let makes_room = is_index_full || in_full_tables.contains(&state.instance);
-            !state.private && makes_room && is_unused(*ns)
-        });
-        let oldest = candidates.min_by_key(|&(ns, state)| {
-            let has_blocks = residency.forest().nodes_of(ns) > 0;
-            (has_blocks, state.last_use)
-        });
-        if let Some((ns, _)) = oldest {
-            self.vacate(ns, residency);
-        }
-    }
-
-    /// Frees a full table's entries that lead nowhere: their namespace does not fit the arena, so its
-    /// records were dropped.
-    fn forget_strangers(&mut self, device: DeviceIndex, residency: &mut Residency) {
-        let entries = &residency.disk_mut(device).namespace_entries;
-        if entries.len() < NAMESPACES_MAX || entries.contains(&0) {
-            return;
-        }
-        let strangers: Vec<usize> = (0..)
-            .zip(entries)
-            .filter(|&(_, &instance)| self.of_instance(instance).is_none())
-            .map(|(index, _)| index)
-            .collect();
-        for index in strangers {
-            self.clear_entry(device, index, residency);
-        }
-    }
-
-    /// Lets a namespace and its blocks go: from now on nobody finds them. Its index is free once they have
-    /// gone, which takes many entries of the engine, and nothing uses them.
-    fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
-        residency.remove_namespace(ns);
-        let old = self.instance(ns);
-        for device in residency.devices() {
-            for index in 0..residency.disk_mut(device).namespace_entries.len() {
-                if residency.disk_mut(device).namespace_entries[index] == old {
-                    // Durably: a reset of the namespace's next life must not leave this one to come back.
-                    self.clear_entry(device, index, residency);
-                }
-            }
-        }
-        let instance = self.new_instance();
-        let state = self.state_mut(ns);
-        state.instance = instance;
-        // As a private one whose session has ended.
-        state.private = true;
-        state.volatile = true;
     }
 
     /// An index that a private namespace had, of which nothing is left.
@@ -275,9 +245,12 @@ impl Namespaces {
         private: bool,
         residency: &mut Residency,
     ) -> Result<NsId, RegisterError> {
-        let count = self.table.iter().filter(|state| !state.private).count();
         // As many private ones as there are sessions.
-        if !private && count >= SHARED_MAX || self.table.len() >= usize::from(NsId::MAX) {
+        if !private {
+            self.check_count()?;
+        }
+        if self.table.len() >= usize::from(NsId::MAX) {
+            let count = self.table.len();
             return Err(RegisterError::TooMany { count });
         }
         let digest = spec.digest();
@@ -316,15 +289,17 @@ impl Namespaces {
         }
     }
 
-    /// Enters a namespace into the table of each directory that lacks it. One that cannot be entered, since
-    /// sessions use all others or its description is too long, is used until the process ends.
+    /// Enters a namespace into the table of each directory that lacks it. Where sessions use all that are in a
+    /// table, it is volatile: a restart does not find what that directory has of it.
     pub(super) fn enter(&mut self, ns: NsId, residency: &mut Residency) {
         let (instance, is_volatile) = (self.instance(ns), self.state(ns).volatile);
         let entry = NamespaceEntry {
             instance,
             spec: residency.spec(ns).clone(),
         };
-        let encoded = entry.encode().filter(|_| !is_volatile);
+        let bytes = entry
+            .encode()
+            .expect("register refuses a description that does not fit an entry");
         for device in residency.devices() {
             let entries = &mut residency.disk_mut(device).namespace_entries;
             if entries.contains(&instance) {
@@ -332,24 +307,23 @@ impl Namespaces {
             }
             let free = entries.iter().position(|&found| found == 0);
             let free = free.or_else(|| {
-                (entries.len() < NAMESPACES_MAX).then(|| {
+                (entries.len() < self.entries_max).then(|| {
                     entries.push(0);
                     entries.len() - 1
                 })
             });
-            match (free, &encoded) {
-                (Some(index), Some(bytes)) => {
-                    entries[index] = instance;
-                    self.entry_writes.push_back(EntryWrite {
-                        device,
-                        index,
-                        bytes: bytes.clone(),
-                        clears: false,
-                        failed: false,
-                    });
-                }
-                _ => self.state_mut(ns).volatile = true,
-            }
+            let Some(index) = free.filter(|_| !is_volatile) else {
+                self.state_mut(ns).volatile = true;
+                continue;
+            };
+            entries[index] = instance;
+            self.entry_writes.push_back(EntryWrite {
+                device,
+                index,
+                bytes: bytes.clone(),
+                clears: false,
+                failed: false,
+            });
         }
     }
 
@@ -396,8 +370,8 @@ impl Namespaces {
         });
     }
 
-    /// Enters namespaces that were reset once nothing of before can come back: for those who still have
-    /// the weights that the description says.
+    /// Enters namespaces that were reset once nothing of before can come back, for those who still have
+    /// the weights that the description says; and those for which there was no room.
     fn enter_again(&mut self, residency: &mut Residency) {
         if self.clearing().next().is_some() {
             return;
@@ -530,5 +504,29 @@ impl Namespaces {
         z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
         // 0 means an empty entry.
         (z ^ z >> 31).max(1)
+    }
+}
+
+/// Whether each directory's table has an entry of a namespace.
+fn is_kept(state: &NamespaceState, residency: &Residency) -> bool {
+    let mut disks = residency.disks().iter();
+    disks.all(|disk| disk.namespace_entries.contains(&state.instance))
+}
+
+/// Whether the description fits an entry of a namespace table.
+///
+/// # Errors
+/// If it does not.
+fn fit_entry(spec: &NamespaceSpec) -> Result<(), RegisterError> {
+    let entry = NamespaceEntry {
+        instance: u64::MAX,
+        spec: spec.clone(),
+    };
+    match entry.encode() {
+        Some(_) => Ok(()),
+        None => Err(RegisterError::DescriptionTooLong {
+            bytes: spec.description.len(),
+            entry_bytes: NAMESPACE_BYTES,
+        }),
     }
 }

@@ -1,0 +1,68 @@
+"""What is said at start about the identity of the cache: why it is cold, and what tells weights apart too weakly."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from undercroft.connector.namespace import known_by_name
+from undercroft.descriptions import why_not_reused as _why_not_reused
+from undercroft.errors import ConfigError, ServerError, StoreError
+from undercroft.log import logger
+
+if TYPE_CHECKING:
+    from undercroft.config import UndercroftConfig
+    from undercroft.connector.weights import Digests
+
+_SERVER_TIMEOUT_S = 1.0
+"""A server that does not answer by then is not asked what it holds."""
+
+
+def why_not_reused(description: str, config: UndercroftConfig, digests: Digests) -> str | None:
+    """In what the same model's cache on disk differs, if it is not found. Asked before the description is registered:
+    the directory holds it afterwards."""
+    from undercroft import _core
+
+    held: list[str] = []
+    for path in _directories(config):
+        # A directory that is new, or cannot be read: the engine says what is wrong.
+        with contextlib.suppress(StoreError):
+            held += _core.descriptions(path)
+    return _why_not_reused(description, held, digests.differing_files)
+
+
+def _directories(config: UndercroftConfig) -> list[str]:
+    """The directories of this process's engine, or of the server's: a server is on the same host, of the same user."""
+    if not config.server:
+        return list(config.disk_path)
+    from undercroft import _core
+
+    # One that is not there yet, or late: vLLM starts all the same.
+    with contextlib.suppress(ServerError):
+        status = _core.server_status(config.server.removeprefix("unix://"), _SERVER_TIMEOUT_S)
+        return [str(disk["path"]) for disk in status["info"].get("disks", ())]
+    return []
+
+
+def warn_of_names(description: str) -> None:
+    """Warn of weights that nothing but a name tells apart."""
+    for name in known_by_name(description):
+        logger.warning(
+            "undercroft: the weights of %s lie where undercroft cannot read them, and no commit is known. Other "
+            "weights under this name would find this cache: change namespace_salt or model_id whenever the weights change "
+            "(docs/identity.md).",
+            name,
+        )
+
+
+def check_seed(reason: str, config: UndercroftConfig, *, is_shared: bool) -> None:
+    """Warn of block hashes with a random seed; refuse them in a tier that other processes use."""
+    advice = "Set PYTHONHASHSEED to the same value everywhere, or use --prefix-caching-hash-algo sha256 or sha256_cbor."
+    if is_shared:
+        where = f"server = {config.server!r}" if config.server else f"disk_path = {list(config.disk_path)}, in use,"
+        raise ConfigError(
+            f"undercroft: {where} with random block hashes: {reason}; they would only take space from the others. "
+            f"{advice}"
+        )
+    kept = f" What {', '.join(config.disk_path)} keeps of it is garbage then." if config.disk_path else ""
+    logger.warning("undercroft: %s.%s %s", reason, kept, advice)

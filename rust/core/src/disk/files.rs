@@ -1,0 +1,326 @@
+//! The files of a directory, and how they are opened: by this user alone, whatever others have put there.
+
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::format::{
+    BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, SuperblockError, namespace_offset,
+};
+use super::open::failed;
+use crate::error::StoreError;
+use crate::io::{check_own_file, open_file};
+
+pub(super) const SUPER: &str = "super";
+const SUPER_NEW: &str = "super.new";
+pub(super) const TABLE: &str = "table";
+pub(super) const TABLE_NEW: &str = "table.new";
+pub(super) const DATA: &str = "data";
+const LOCK: &str = "lock";
+/// Begins the name of the directory in which a store of another format version is set aside.
+const ASIDE: &str = "format-";
+
+/// What a directory is, before anything is changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// It can be made a store.
+    Empty,
+    /// A store of this format version.
+    Store(Superblock),
+    /// A store of another one.
+    OtherVersion(u32),
+}
+
+/// Makes a directory, with those above it.
+pub(super) fn make(path: &Path) -> Result<(), StoreError> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path)
+        .map_err(failed(path, "create the directory"))
+}
+
+/// Whether only this user can change what is in the directory.
+pub(super) fn check_owner(path: &Path) -> Result<(), StoreError> {
+    let found = fs::metadata(path).map_err(failed(path, "read its owner"))?;
+    let uid = rustix::process::geteuid().as_raw();
+    if found.uid() != uid {
+        return Err(StoreError::Owner {
+            path: path.to_owned(),
+            owner: found.uid(),
+            uid,
+        });
+    }
+    if found.mode() & 0o022 != 0 {
+        return Err(StoreError::Mode {
+            path: path.to_owned(),
+            mode: found.mode() & 0o7777,
+        });
+    }
+    Ok(())
+}
+
+/// What a directory is. Refuses one that holds something else.
+pub(super) fn find(path: &Path) -> Result<Found, StoreError> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(path).map_err(failed(path, "list it"))? {
+        let entry = entry.map_err(failed(path, "list it"))?;
+        names.push(entry.file_name().to_string_lossy().into_owned());
+    }
+    let has = |name: &str| names.iter().any(|found| found == name);
+    if has(SUPER) {
+        let superblock = match read_superblock(path) {
+            Err(StoreError::Version { found, .. }) => return Ok(Found::OtherVersion(found)),
+            read => read?,
+        };
+        return match [TABLE, DATA].into_iter().find(|needed| !has(needed)) {
+            Some(missing) => Err(damaged(path, &format!("the file {missing} is missing"))),
+            None => Ok(Found::Store(superblock)),
+        };
+    }
+    let ours = [SUPER_NEW, TABLE, TABLE_NEW, DATA, LOCK];
+    // A filesystem's own directory, at the root of a disk of its own; and what clients keep here.
+    let others = ["lost+found", "weights.json"];
+    let is_known = |name: &String| {
+        ours.iter().chain(&others).any(|known| name == known) || name.starts_with(ASIDE)
+    };
+    if let Some(found) = names.iter().find(|name| !is_known(name)) {
+        return Err(StoreError::Foreign {
+            path: path.to_owned(),
+            found: found.clone(),
+        });
+    }
+    let records = fs::symlink_metadata(path.join(TABLE)).map_or(0, |found| found.len());
+    if records > 0 && !names.iter().any(|name| name.starts_with(ASIDE)) {
+        return Err(damaged(path, "the file super is missing"));
+    }
+    Ok(Found::Empty)
+}
+
+fn damaged(path: &Path, reason: &str) -> StoreError {
+    StoreError::Damaged {
+        path: path.to_owned(),
+        reason: reason.to_owned(),
+    }
+}
+
+/// Why a file could not be opened.
+fn refused(path: &Path, name: &'static str, source: io::Error) -> StoreError {
+    let is_link = source.raw_os_error() == Some(Errno::LOOP.raw_os_error());
+    let reason = match source.raw_os_error() {
+        _ if is_link => "it is a symbolic link".to_owned(),
+        None => source.to_string(),
+        Some(_) => return failed(&path.join(name), "open it")(source),
+    };
+    StoreError::Untrusted {
+        path: path.to_owned(),
+        name,
+        reason,
+    }
+}
+
+/// Opens a file to read it.
+pub(super) fn open_to_read(path: &Path, name: &'static str) -> Result<File, StoreError> {
+    // What is no file is refused, and does not hang.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let opened = rustix::fs::open(path.join(name), flags, Mode::empty());
+    let file = opened.map_err(|errno| refused(path, name, errno.into()))?;
+    check_own_file(&file).map_err(|error| refused(path, name, error))?;
+    Ok(file.into())
+}
+
+/// Opens a file to write it through the page cache; with `create`, makes it if it is missing.
+pub(super) fn open_to_write(
+    path: &Path,
+    name: &'static str,
+    create: bool,
+) -> Result<OwnedFd, StoreError> {
+    let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    if create {
+        flags |= OFlags::CREATE;
+    }
+    let mode = Mode::RUSR | Mode::WUSR;
+    let opened = rustix::fs::open(path.join(name), flags, mode);
+    let file = opened.map_err(|errno| refused(path, name, errno.into()))?;
+    check_own_file(&file).map_err(|error| refused(path, name, error))?;
+    // Whatever the umask.
+    rustix::fs::fchmod(&file, mode).map_err(|errno| refused(path, name, errno.into()))?;
+    Ok(file)
+}
+
+/// Opens a file for the engine; whether it bypasses the page cache.
+pub(super) fn open_for_io(
+    path: &Path,
+    name: &'static str,
+    create: bool,
+) -> Result<(OwnedFd, bool), StoreError> {
+    open_file(&path.join(name), create).map_err(|error| refused(path, name, error))
+}
+
+/// Reads a whole file.
+pub(super) fn read_file(path: &Path, name: &'static str) -> Result<Vec<u8>, StoreError> {
+    let mut bytes = Vec::new();
+    let mut file = open_to_read(path, name)?;
+    file.read_to_end(&mut bytes)
+        .map_err(failed(&path.join(name), "read it"))?;
+    Ok(bytes)
+}
+
+pub(super) fn read_superblock(path: &Path) -> Result<Superblock, StoreError> {
+    let mut block = Vec::with_capacity(BLOCK_BYTES);
+    let file = open_to_read(path, SUPER)?;
+    file.take(BLOCK_BYTES as u64)
+        .read_to_end(&mut block)
+        .map_err(failed(path, "read the superblock"))?;
+    Superblock::decode(&block).map_err(|error| match error {
+        SuperblockError::NotOurs => StoreError::Foreign {
+            path: path.to_owned(),
+            found: format!("{SUPER} of another program"),
+        },
+        SuperblockError::Version(found) => StoreError::Version {
+            path: path.to_owned(),
+            found,
+            supported: FORMAT_VERSION,
+        },
+        SuperblockError::Checksum => damaged(path, "its checksum does not match"),
+        SuperblockError::Value => damaged(path, "impossible page size"),
+    })
+}
+
+/// Locks a directory.
+pub(super) fn take_lock(path: &Path) -> Result<File, StoreError> {
+    let mut lock = File::from(open_to_write(path, LOCK, true)?);
+    if rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive).is_err() {
+        return Err(in_use(path, &mut lock));
+    }
+    write_owner(&lock, None).map_err(failed(path, "write the lock file"))?;
+    Ok(lock)
+}
+
+/// The process that has a directory locked; `None` if nobody has. Changes nothing.
+pub(super) fn lock_owner(path: &Path) -> Result<(), StoreError> {
+    let mut lock = match open_to_read(path, LOCK) {
+        // Never used.
+        Err(StoreError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            return Ok(());
+        }
+        opened => opened?,
+    };
+    // Held for no longer than this call: an engine that starts meanwhile tries again.
+    match rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockShared) {
+        Ok(()) => Ok(()),
+        Err(_) => Err(in_use(path, &mut lock)),
+    }
+}
+
+fn in_use(path: &Path, lock: &mut File) -> StoreError {
+    let mut owner = String::new();
+    // A courtesy: without it the message still says what to do.
+    let _ = lock.read_to_string(&mut owner);
+    let mut lines = owner.lines();
+    StoreError::InUse {
+        path: path.to_owned(),
+        pid: lines.next().and_then(|pid| pid.parse().ok()).unwrap_or(0),
+        socket: lines.next().map(PathBuf::from),
+    }
+}
+
+/// Writes who owns the lock: the process, and the socket of its engine. In one write, so that a reader
+/// sees all of it.
+pub(super) fn write_owner(lock: &File, socket: Option<&Path>) -> io::Result<()> {
+    let mut owner = format!("{}\n", std::process::id()).into_bytes();
+    if let Some(socket) = socket {
+        owner.extend_from_slice(socket.as_os_str().as_encoded_bytes());
+        owner.push(b'\n');
+    }
+    lock.set_len(0)?;
+    lock.write_all_at(&owner, 0)
+}
+
+/// Makes a new store. The superblock comes last, under its name at once: what a crash leaves behind
+/// is either a store or nothing.
+pub(super) fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
+    let table = File::from(open_to_write(path, TABLE, true)?);
+    table.set_len(0).map_err(failed(path, "empty the table"))?;
+    open_to_write(path, DATA, true)?;
+    let new = path.join(SUPER_NEW);
+    // One that a crash left behind.
+    let _ = fs::remove_file(&new);
+    let file = File::from(open_to_write(path, SUPER_NEW, true)?);
+    file.write_all_at(&superblock.encode(), 0)
+        .map_err(failed(path, "write the superblock"))?;
+    file.set_len(namespace_offset(NAMESPACES_MAX))
+        .map_err(failed(path, "size the super file"))?;
+    file.sync_all()
+        .map_err(failed(path, "sync the superblock"))?;
+    fs::rename(&new, path.join(SUPER)).map_err(failed(path, "name the super file"))?;
+    sync_directory(path)
+}
+
+/// Gives a store another superblock in its place: other pages.
+pub(super) fn replace_superblock(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
+    let file = File::from(open_to_write(path, SUPER, false)?);
+    file.write_all_at(&superblock.encode(), 0)
+        .map_err(failed(path, "write the superblock"))?;
+    file.sync_all().map_err(failed(path, "sync the superblock"))
+}
+
+/// Deletes the files of a store. The superblock goes first: what a crash leaves behind is no store.
+pub(super) fn discard(path: &Path) -> Result<(), StoreError> {
+    for name in [TABLE, SUPER, DATA] {
+        match fs::remove_file(path.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(failed(path, "delete the store of another format version")(
+                    error,
+                ));
+            }
+            _ => {}
+        }
+    }
+    sync_directory(path)
+}
+
+/// Where a store of a format version is set aside.
+pub(super) fn aside(path: &Path, version: u32) -> PathBuf {
+    path.join(format!("{ASIDE}{version}"))
+}
+
+/// Moves the files of a store into a directory of its own in `path`, in place of one that was set aside
+/// earlier. The superblock goes last: what a crash leaves behind is moved by the next start.
+pub(super) fn set_aside(path: &Path, version: u32) -> Result<(), StoreError> {
+    let aside = aside(path, version);
+    make(&aside)?;
+    if aside.join(SUPER).exists() {
+        discard(&aside)?;
+    }
+    for name in [TABLE, DATA, SUPER] {
+        match fs::rename(path.join(name), aside.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(failed(
+                    path,
+                    "set aside the store of another format version",
+                )(error));
+            }
+            _ => {}
+        }
+    }
+    sync_directory(&aside)?;
+    sync_directory(path)
+}
+
+/// Bytes that the files of a store take, of whatever version.
+pub(super) fn bytes_of(path: &Path) -> u64 {
+    let files = [SUPER, TABLE, DATA].map(|name| fs::symlink_metadata(path.join(name)));
+    let found = files.into_iter().flatten();
+    found.map(|found| found.blocks() * 512).sum()
+}
+
+fn sync_directory(path: &Path) -> Result<(), StoreError> {
+    let dir = File::open(path).map_err(failed(path, "open the directory"))?;
+    dir.sync_all().map_err(failed(path, "sync the directory"))
+}

@@ -1,0 +1,61 @@
+//! Shortening a table after the capacity was lowered.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::files::{TABLE, TABLE_NEW, open_to_write};
+use super::format::{BLOCK_BYTES, PLACEHOLDER, PLACEHOLDERS_SHARE, RECORD_BYTES, Record};
+use super::open::failed;
+use crate::error::StoreError;
+use crate::slots::SLOT_ALIGN;
+
+/// Packs the records of what still fits, if the table is longer than a data file of this size can
+/// need: after the capacity was lowered. A crash leaves the old table or the new one.
+pub(super) fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
+    let slots = data_bytes / SLOT_ALIGN;
+    let most = (slots + slots / PLACEHOLDERS_SHARE) * RECORD_BYTES as u64;
+    let action = failed;
+    let table = fs::metadata(path.join(TABLE)).map_err(action(path, "measure the table"))?;
+    if table.len() <= most {
+        return Ok(());
+    }
+    let old = fs::read(path.join(TABLE)).map_err(action(path, "read the table"))?;
+    // Of two records of the same slot, the later one.
+    let mut kept: BTreeMap<u32, (u64, &[u8])> = BTreeMap::new();
+    let mut placeholders: Vec<&[u8]> = Vec::new();
+    for bytes in old.chunks_exact(RECORD_BYTES) {
+        let Some(record) = Record::decode(bytes) else {
+            continue;
+        };
+        if record.group == PLACEHOLDER {
+            placeholders.push(bytes);
+            continue;
+        }
+        let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
+        let later = kept
+            .get(&record.slot)
+            .is_none_or(|(seq, _)| *seq < record.seq);
+        if end <= data_bytes && later {
+            kept.insert(record.slot, (record.seq, bytes));
+        }
+    }
+    let mut new: Vec<u8> = kept
+        .values()
+        .map(|(_, bytes)| *bytes)
+        .chain(placeholders)
+        .flatten()
+        .copied()
+        .collect();
+    new.resize(new.len().next_multiple_of(BLOCK_BYTES), 0);
+    let at = path.join(TABLE_NEW);
+    // One that a crash left behind would be longer.
+    let _ = fs::remove_file(&at);
+    let file = File::from(open_to_write(path, TABLE_NEW, true)?);
+    file.write_all_at(&new, 0)
+        .map_err(action(path, "write the packed table"))?;
+    file.sync_all()
+        .map_err(action(path, "sync the packed table"))?;
+    fs::rename(&at, path.join(TABLE)).map_err(action(path, "name the packed table"))
+}

@@ -1,0 +1,435 @@
+//! How large a store is: what was asked for, what its filesystem has, and what the store holds already.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use crate::error::StoreError;
+use crate::size::Bytes;
+use crate::slots::{PAGE_BYTES_MAX, SLOT_ALIGN, page_bytes_for, region_for};
+
+use super::files::{DATA, SUPER, TABLE};
+
+/// Smallest `disk_capacity`, in bytes.
+pub const CAPACITY_MIN: u64 = 16 << 20;
+
+/// Largest data file, in bytes: slots are counted in 32 bits, in units of [`SLOT_ALIGN`], and ext4's largest file is
+/// 4 KiB short of that. A larger capacity stays unused beyond it.
+pub const CAPACITY_MAX: u64 = (SLOT_ALIGN << 32) - PAGE_BYTES_MAX;
+
+/// One part in this many of a capacity is for records and namespaces: enough for a record of every
+/// slot of the least size, so that `disk_capacity` holds for all files together.
+const META_SHARE: u64 = 30;
+
+/// Pages that are this many times too large for the capacity are made smaller: a data file needs some of them.
+const PAGES_TOO_LARGE: u64 = 4;
+
+/// What all files of a directory may hold together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Capacity {
+    /// So many bytes.
+    Bytes(u64),
+    /// A part of the space that is free or the store's own, split among `ways` directories of the filesystem.
+    Share {
+        /// Above 0, at most 1.
+        share: f64,
+        /// At least 1.
+        ways: u32,
+    },
+}
+
+/// The space of a filesystem, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Filesystem {
+    /// Its size.
+    total: u64,
+    /// What this process may use.
+    free: u64,
+    /// What is left alone.
+    reserve: u64,
+}
+
+impl Filesystem {
+    /// That of a path that exists.
+    pub(super) fn of(path: &Path) -> io::Result<Self> {
+        let found = rustix::fs::statvfs(path)?;
+        let total = found.f_blocks * found.f_frsize;
+        Ok(Self {
+            total,
+            free: found.f_bavail * found.f_frsize,
+            reserve: (total / 20).min(4 << 30),
+        })
+    }
+}
+
+/// What the files of a store take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Held {
+    /// Length of the data file.
+    data_len: u64,
+    /// Bytes that all files take of the filesystem.
+    all: u64,
+    page_bytes: u64,
+    /// No records: nothing depends on the size of its pages.
+    is_empty: bool,
+}
+
+impl Held {
+    /// Measures a store that is kept, whose pages have `page_bytes`.
+    pub(super) fn of(path: &Path, page_bytes: u64) -> io::Result<Self> {
+        let [superblock, table, data] = [SUPER, TABLE, DATA].map(|name| path.join(name));
+        let (superblock, table, data) = (
+            fs::symlink_metadata(superblock)?,
+            fs::symlink_metadata(table)?,
+            fs::symlink_metadata(data)?,
+        );
+        Ok(Self {
+            data_len: data.len(),
+            all: (superblock.blocks() + table.blocks() + data.blocks()) * 512,
+            page_bytes,
+            is_empty: table.len() == 0,
+        })
+    }
+
+    /// Files that go before there is a new store.
+    pub(super) fn discarded(bytes: u64) -> Self {
+        Self {
+            all: bytes,
+            is_empty: true,
+            ..Self::default()
+        }
+    }
+}
+
+/// The size of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Sizing {
+    /// Of the data file: whole pages.
+    pub(super) data_bytes: u64,
+    pub(super) page_bytes: u64,
+    /// What an operator should know of it.
+    pub(super) note: Option<String>,
+}
+
+/// Size of the data file of a capacity, before it is cut to whole pages.
+fn data_of(capacity: u64) -> u64 {
+    (capacity - capacity / META_SHARE).min(CAPACITY_MAX)
+}
+
+/// The smallest capacity whose data file has `data_bytes`.
+fn capacity_for(data_bytes: u64) -> u64 {
+    let near = data_bytes + data_bytes / (META_SHARE - 1);
+    (near.saturating_sub(2)..=near + 2)
+        .find(|&capacity| data_of(capacity) >= data_bytes)
+        .unwrap_or(near + 2)
+}
+
+/// A capacity, rounded up, whose pages hold payloads of `payload_bytes`; `None` if no page is so large.
+pub(crate) fn capacity_for_payload(payload_bytes: u64) -> Option<u64> {
+    let data_bytes = region_for(payload_bytes)?;
+    Some(capacity_for(data_bytes).next_multiple_of(data_bytes / 16))
+}
+
+/// The size of a store at `path`. What the store holds is never refused; a store that is kept keeps its size under a
+/// share unless space is short.
+///
+/// # Errors
+/// If a new store has no room, or the capacity is impossible.
+pub(super) fn size(
+    path: &Path,
+    capacity: Capacity,
+    held: Held,
+    filesystem: Filesystem,
+) -> Result<Sizing, StoreError> {
+    let Filesystem {
+        total,
+        free,
+        reserve,
+    } = filesystem;
+    let space = free.saturating_add(held.all);
+    let available = space.saturating_sub(reserve);
+    let kept = match held.data_len {
+        0 => 0,
+        data_len => capacity_for(data_len),
+    };
+    let wanted = match capacity {
+        Capacity::Bytes(bytes) => bytes,
+        Capacity::Share { share, ways } => {
+            // A share of a disk needs no more digits than a double has.
+            let part = (space as f64 * share) as u64 / u64::from(ways.max(1));
+            part.max(kept).min(available)
+        }
+    };
+    let is_share = matches!(capacity, Capacity::Share { .. });
+    if kept == 0 {
+        check_new(path, wanted, is_share, available, filesystem)?;
+    } else if !is_share && wanted < CAPACITY_MIN {
+        return Err(too_small(path, wanted));
+    }
+    let grows = kept > 0 && cut(data_of(wanted), held.page_bytes) > held.data_len;
+    let capacity = if grows {
+        wanted.min(available.max(kept))
+    } else {
+        wanted.max(CAPACITY_MIN)
+    };
+    let page_bytes = page_bytes(data_of(capacity), held);
+    let data_bytes = cut(data_of(capacity), page_bytes);
+    let path = path.display();
+    let note = if grows && capacity < wanted {
+        Some(format!(
+            "disk_capacity {} for {path} does not fit now: {} are used ({} of {} are free)",
+            Bytes(wanted),
+            Bytes(capacity),
+            Bytes(free),
+            Bytes(total)
+        ))
+    } else if data_bytes < cut(held.data_len, page_bytes) {
+        Some(format!(
+            "disk_path {path} shrinks from {} to {}: what lies beyond is dropped ({} of {} are free)",
+            Bytes(kept),
+            Bytes(capacity),
+            Bytes(free),
+            Bytes(total)
+        ))
+    } else {
+        None
+    };
+    Ok(Sizing {
+        data_bytes,
+        page_bytes,
+        note,
+    })
+}
+
+/// Whether a new store of `wanted` bytes has room.
+fn check_new(
+    path: &Path,
+    wanted: u64,
+    is_share: bool,
+    available: u64,
+    filesystem: Filesystem,
+) -> Result<(), StoreError> {
+    let Filesystem {
+        total,
+        free,
+        reserve,
+    } = filesystem;
+    let path = path.to_owned();
+    if !is_share && wanted < CAPACITY_MIN {
+        Err(too_small(&path, wanted))
+    } else if !is_share && wanted > total {
+        Err(StoreError::TooLarge {
+            path,
+            capacity: wanted,
+            total,
+            available,
+        })
+    } else if available < CAPACITY_MIN {
+        Err(StoreError::Full {
+            path,
+            free,
+            total,
+            reserve,
+        })
+    } else if wanted < CAPACITY_MIN {
+        Err(too_small(&path, wanted))
+    } else if wanted > available {
+        Err(StoreError::NoSpace {
+            path,
+            capacity: wanted,
+            available,
+            reserve,
+        })
+    } else {
+        Ok(())
+    }
+}
+
+fn too_small(path: &Path, capacity: u64) -> StoreError {
+    StoreError::TooSmall {
+        path: path.to_owned(),
+        capacity,
+        minimum: CAPACITY_MIN,
+    }
+}
+
+/// The size of pages: as the capacity asks for, but for a store with records whose pages do.
+fn page_bytes(data_bytes: u64, held: Held) -> u64 {
+    let wanted = page_bytes_for(data_bytes);
+    let do_pages_fit = wanted <= held.page_bytes && held.page_bytes < wanted * PAGES_TOO_LARGE;
+    if held.is_empty || !do_pages_fit {
+        wanted
+    } else {
+        held.page_bytes
+    }
+}
+
+/// Whole pages.
+fn cut(bytes: u64, page_bytes: u64) -> u64 {
+    bytes / page_bytes.max(1) * page_bytes.max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn filesystem(free: u64) -> Filesystem {
+        Filesystem {
+            total: 100 * GIB,
+            free,
+            reserve: 4 * GIB,
+        }
+    }
+
+    fn held(capacity: u64) -> Held {
+        let page_bytes = page_bytes_for(data_of(capacity));
+        let data_len = cut(data_of(capacity), page_bytes);
+        Held {
+            data_len,
+            all: data_len,
+            page_bytes,
+            is_empty: false,
+        }
+    }
+
+    fn sized(capacity: Capacity, held: Held, free: u64) -> Result<Sizing, StoreError> {
+        size(Path::new("/d"), capacity, held, filesystem(free))
+    }
+
+    fn share(share: f64) -> Capacity {
+        Capacity::Share { share, ways: 1 }
+    }
+
+    #[test]
+    fn a_capacity_is_the_smallest_one_with_its_data_file() {
+        for capacity in [CAPACITY_MIN, GIB, 7 * GIB + 4096, 3_000_000_017] {
+            let data = data_of(capacity);
+            let found = capacity_for(data);
+            assert!(found <= capacity && data_of(found) >= data, "{capacity}");
+            assert!(data_of(found - 1) < data, "{capacity}");
+        }
+    }
+
+    #[test]
+    fn a_kept_store_needs_no_free_space() {
+        let kept = held(10 * GIB);
+        for free in [0, GIB, 50 * GIB] {
+            let found = sized(Capacity::Bytes(10 * GIB), kept, free).unwrap();
+            assert_eq!((found.data_bytes, found.note), (kept.data_len, None));
+        }
+        // Growing takes what there is.
+        let found = sized(Capacity::Bytes(20 * GIB), kept, GIB).unwrap();
+        assert_eq!(found.data_bytes, kept.data_len);
+        assert!(found.note.unwrap().contains("does not fit now"));
+        let found = sized(Capacity::Bytes(20 * GIB), kept, 9 * GIB).unwrap();
+        assert!(found.data_bytes > kept.data_len && found.data_bytes < 15 * GIB);
+    }
+
+    #[test]
+    fn a_share_keeps_the_size_of_a_store_unless_space_is_short() {
+        let new = sized(share(0.5), Held::default(), 40 * GIB).unwrap();
+        assert!(new.data_bytes > 19 * GIB && new.data_bytes < 20 * GIB);
+        let kept = held(20 * GIB);
+        // Another tenant took half of what was left.
+        let found = sized(share(0.5), kept, 10 * GIB).unwrap();
+        assert_eq!((found.data_bytes, found.note), (kept.data_len, None));
+        // Now the reserve is gone: the store gives that back, and no more.
+        let found = sized(share(0.5), kept, GIB).unwrap();
+        assert!(
+            found.data_bytes < 17 * GIB && found.data_bytes > 15 * GIB,
+            "{found:?}"
+        );
+        let note = found.note.unwrap();
+        assert!(
+            note.contains("shrinks from 19.") && note.contains(" to 16."),
+            "{note}"
+        );
+        // A larger share is a larger store.
+        let found = sized(share(0.9), kept, 20 * GIB).unwrap();
+        assert!(found.data_bytes > 30 * GIB && found.note.is_none());
+        // Nothing is left at all: a small store is better than none.
+        let found = sized(share(0.5), held(GIB), 0).unwrap();
+        assert!(found.data_bytes > 0);
+    }
+
+    #[test]
+    fn messages_name_the_number_that_works() {
+        let said = |capacity, free| {
+            sized(capacity, Held::default(), free)
+                .unwrap_err()
+                .to_string()
+        };
+        let full = said(share(0.5), 4 * GIB);
+        assert!(
+            full.contains("is full") && full.contains("4 GiB of 100 GiB are free"),
+            "{full}"
+        );
+        let available = (6 * GIB + 12_345).to_string();
+        let short = said(Capacity::Bytes(7 * GIB), 10 * GIB + 12_345);
+        assert!(
+            short.contains(&available) && short.contains("7 GiB"),
+            "{short}"
+        );
+        sized(
+            Capacity::Bytes(available.parse().unwrap()),
+            Held::default(),
+            10 * GIB + 12_345,
+        )
+        .unwrap();
+        let impossible = sized(Capacity::Bytes(101 * GIB), Held::default(), 50 * GIB);
+        assert!(!impossible.unwrap_err().may_pass());
+        assert!(
+            sized(share(0.5), Held::default(), GIB)
+                .unwrap_err()
+                .may_pass()
+        );
+        let small = said(Capacity::Bytes(1 << 20), 50 * GIB);
+        assert!(small.contains("at least 16 MiB"), "{small}");
+    }
+
+    #[test]
+    fn pages_follow_the_capacity() {
+        let small = held(64 << 20);
+        let grown = sized(Capacity::Bytes(8 * GIB), small, 50 * GIB).unwrap();
+        assert_eq!(grown.page_bytes, PAGE_BYTES_MAX);
+        let shrunk = sized(Capacity::Bytes(64 << 20), held(8 * GIB), 50 * GIB).unwrap();
+        assert_eq!(shrunk.page_bytes, small.page_bytes);
+        // Little by little, pages stay as they are: their slots keep their places.
+        let mut kept = held(4 * GIB);
+        kept.page_bytes = 64 << 20;
+        let found = sized(Capacity::Bytes(3 * GIB), kept, 50 * GIB).unwrap();
+        assert_eq!(found.page_bytes, 64 << 20);
+        kept.is_empty = true;
+        let found = sized(Capacity::Bytes(3 * GIB), kept, 50 * GIB).unwrap();
+        assert_eq!(found.page_bytes, 32 << 20);
+    }
+
+    #[test]
+    fn a_capacity_that_is_advised_has_pages_for_the_payload() {
+        for payload in [5000, 2 << 20, 40 << 20, PAGE_BYTES_MAX] {
+            let capacity = capacity_for_payload(payload).unwrap().max(CAPACITY_MIN);
+            let page_bytes = page_bytes_for(data_of(capacity));
+            assert!(page_bytes >= payload, "{payload}");
+            // The message shows all of the number.
+            let shown = Bytes(capacity).to_string();
+            let (number, unit) = shown.split_once(' ').unwrap();
+            let unit = if unit == "GiB" { GIB } else { 1 << 20 };
+            assert_eq!(
+                number.parse::<f64>().unwrap() * unit as f64,
+                capacity as f64
+            );
+        }
+        assert_eq!(capacity_for_payload(PAGE_BYTES_MAX + 1), None);
+    }
+
+    #[test]
+    fn the_largest_data_file_is_a_file_here() {
+        let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        file.set_len(CAPACITY_MAX).unwrap();
+        assert_eq!(data_of(1 << 50), CAPACITY_MAX);
+        assert!(CAPACITY_MAX.is_multiple_of(PAGE_BYTES_MAX));
+    }
+}

@@ -1,0 +1,152 @@
+//! Checksums of payloads in the arena. Whoever has the arena mapped can change a payload after its save, and
+//! so can a failing memory module. The checksum is computed behind the save, and compared when the payload is
+//! written to disk and, with [`EngineConfig::verify_host`], before each hit. The driver computes it, outside the
+//! engine.
+//!
+//! [`EngineConfig::verify_host`]: super::EngineConfig::verify_host
+
+use std::collections::VecDeque;
+
+use rustc_hash::FxHashSet;
+
+use crate::forest::{DiskState, HostState, NodeId};
+use crate::io::{ChecksumRequest, IoFault};
+use crate::metrics::Counters;
+use crate::slots::slot_offset;
+use crate::work;
+
+use super::coordinator::Engine;
+use super::operations::{Operations, Purpose};
+use super::residency::Residency;
+
+/// Checksums that are computed at a time.
+const CHECKSUMS_MAX: usize = 16;
+
+/// Saved payloads that one entry looks at. Most of them may have been written or evicted meanwhile.
+const LOOKED_AT_MAX: usize = 256;
+
+/// The checksums to be computed.
+///
+/// Invariant: `in_flight` has the payloads of all operations for checksums; each is in the arena, and leased.
+#[derive(Debug, Default)]
+pub(super) struct Checksums {
+    /// Payloads that were saved, with the epochs of their nodes.
+    saved: VecDeque<(NodeId, u32, u8)>,
+    in_flight: FxHashSet<(NodeId, u8)>,
+    /// Started, and not handed out yet.
+    started: Vec<ChecksumRequest>,
+}
+
+impl Checksums {
+    /// A payload was saved: its checksum is to be computed, unless it is written to disk or evicted first.
+    pub(super) fn add_saved(&mut self, node: NodeId, group: u8, residency: &Residency) {
+        let epoch = residency.node(node).epoch;
+        self.saved.push_back((node, epoch, group));
+    }
+
+    /// Whether a checksum may be started.
+    pub(super) fn has_room(&self) -> bool {
+        self.in_flight.len() < CHECKSUMS_MAX
+    }
+
+    /// Whether any checksum is to be started, or handed out.
+    pub(super) fn has_work(&self) -> bool {
+        !self.saved.is_empty() || !self.started.is_empty()
+    }
+
+    pub(super) fn is_in_flight(&self, node: NodeId, group: u8) -> bool {
+        self.in_flight.contains(&(node, group))
+    }
+
+    /// Starts to compute the checksum of a payload in the arena, unless that is under way.
+    pub(super) fn start(
+        &mut self,
+        node: NodeId,
+        group: u8,
+        residency: &mut Residency,
+        operations: &mut Operations,
+    ) {
+        if !self.in_flight.insert((node, group)) {
+            return;
+        }
+        residency.pin(node);
+        let payload = residency.node(node).payload(group);
+        self.started.push(ChecksumRequest {
+            token: operations.start(Purpose::Checksum { node, group }),
+            arena_offset: slot_offset(payload.host_slot),
+            payload_len: residency.payload_bytes(node, group),
+        });
+    }
+
+    /// Starts the checksums of saved payloads that nobody has computed meanwhile.
+    fn start_saved(&mut self, residency: &mut Residency, operations: &mut Operations) {
+        for _ in 0..LOOKED_AT_MAX.min(self.saved.len()) {
+            if !self.has_room() {
+                return;
+            }
+            let Some((node, epoch, group)) = self.saved.pop_front() else {
+                return;
+            };
+            work::queued();
+            if !residency.forest().is_live(node, epoch) {
+                continue;
+            }
+            let payload = residency.node(node).payload(group);
+            // The end of a write brings the checksum.
+            let is_wanted =
+                payload.host == HostState::Present && payload.disk != DiskState::Writing;
+            if is_wanted && residency.host_checksum(node, group).is_none() {
+                self.start(node, group, residency, operations);
+            }
+        }
+    }
+
+    fn end(&mut self, node: NodeId, group: u8) {
+        let was_in_flight = self.in_flight.remove(&(node, group));
+        assert!(
+            was_in_flight,
+            "a checksum of node {node} group {group} ends that nobody began"
+        );
+    }
+
+    /// The payloads whose checksums are being computed; each leases its node.
+    #[cfg(feature = "check")]
+    pub(super) fn in_flight(&self) -> impl Iterator<Item = (NodeId, u8)> {
+        self.in_flight.iter().copied()
+    }
+}
+
+/// A payload in the arena is not what was saved: takes its node out of the index, with all that stands on it.
+/// Workers may still copy it.
+pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &mut Counters) {
+    if !residency.node(node).is_detached() {
+        counters.host_checksum_failures += 1;
+        residency.remove_subtree(node);
+    }
+}
+
+impl Engine {
+    /// Moves the checksums to compute now to `out`. Each of them ends with [`Engine::complete`].
+    pub fn next_checksums(&mut self, out: &mut Vec<ChecksumRequest>) {
+        self.checksums
+            .start_saved(&mut self.residency, &mut self.operations);
+        out.append(&mut self.checksums.started);
+    }
+
+    /// Whether anybody compares the checksum of a payload that is saved now.
+    pub(super) fn needs_checksums(&self) -> bool {
+        self.config.verify_host || !self.residency.disks().is_empty()
+    }
+
+    /// The checksum of a payload in the arena was computed.
+    pub(super) fn checksum_ended(&mut self, node: NodeId, group: u8, result: Result<u64, IoFault>) {
+        self.checksums.end(node, group);
+        let is_same = result.is_ok_and(|found| self.residency.is_unchanged(node, group, found));
+        if !is_same && result.is_ok() {
+            drop_changed(node, &mut self.residency, &mut self.counters);
+        }
+        self.residency.unpin(node);
+        let (promotions, mut parts) = self.promotions();
+        promotions.read_ended(node, group, is_same, &mut parts);
+    }
+}

@@ -1,0 +1,93 @@
+//! Room for a namespace: an index of the engine's, and an entry in the table of each directory.
+
+use crate::forest::{DeviceIndex, NsId};
+
+use super::{NamespaceState, Namespaces};
+use crate::engine::residency::Residency;
+
+impl Namespaces {
+    /// Lets namespaces go until there are at most `shared_most`, and each table has room for an entry, or all
+    /// that are left are in use.
+    pub(super) fn make_room(
+        &mut self,
+        shared_most: usize,
+        residency: &mut Residency,
+        is_unused: impl Fn(NsId) -> bool,
+    ) {
+        for device in residency.devices() {
+            self.forget_strangers(device, residency);
+        }
+        while let Some(ns) = self.next_to_go(shared_most, residency, &is_unused) {
+            self.vacate(ns, residency);
+        }
+    }
+
+    /// The namespace that makes room, if any is in the way: of those that nobody uses the one that was used
+    /// least recently, and one without blocks before all others.
+    fn next_to_go(
+        &self,
+        shared_most: usize,
+        residency: &Residency,
+        is_unused: impl Fn(NsId) -> bool,
+    ) -> Option<NsId> {
+        let is_index_full = self.shared_count() > shared_most;
+        let disks = residency.disks().iter();
+        let full: Vec<&[u64]> = disks
+            .map(|disk| disk.namespace_entries.as_slice())
+            .filter(|entries| self.is_full(entries))
+            .collect();
+        let makes_room = |state: &NamespaceState| {
+            is_index_full || full.iter().any(|entries| entries.contains(&state.instance))
+        };
+        let known = (0..).zip(&self.table);
+        let candidates =
+            known.filter(|(ns, state)| !state.private && makes_room(state) && is_unused(*ns));
+        let oldest = candidates.min_by_key(|&(ns, state)| {
+            let has_blocks = residency.forest().nodes_of(ns) > 0;
+            (has_blocks, state.last_use)
+        });
+        oldest.map(|(ns, _)| ns)
+    }
+
+    fn is_full(&self, entries: &[u64]) -> bool {
+        entries.len() >= self.entries_max && !entries.contains(&0)
+    }
+
+    /// Frees a full table's entries that lead nowhere: their namespace does not fit the arena, so its
+    /// records were dropped.
+    fn forget_strangers(&mut self, device: DeviceIndex, residency: &mut Residency) {
+        let entries = &residency.disk_mut(device).namespace_entries;
+        if !self.is_full(entries) {
+            return;
+        }
+        let strangers: Vec<usize> = (0..)
+            .zip(entries)
+            .filter(|&(_, &instance)| self.of_instance(instance).is_none())
+            .map(|(index, _)| index)
+            .collect();
+        for index in strangers {
+            self.clear_entry(device, index, residency);
+        }
+    }
+
+    /// Lets a namespace and its blocks go: from now on nobody finds them. Its index is free once they have
+    /// gone, which takes many entries of the engine, and nothing uses them.
+    pub(super) fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
+        residency.remove_namespace(ns);
+        let old = self.instance(ns);
+        for device in residency.devices() {
+            for index in 0..residency.disk_mut(device).namespace_entries.len() {
+                if residency.disk_mut(device).namespace_entries[index] == old {
+                    // Durably: a reset of the namespace's next life must not leave this one to come back.
+                    self.clear_entry(device, index, residency);
+                }
+            }
+        }
+        let instance = self.new_instance();
+        let state = self.state_mut(ns);
+        state.instance = instance;
+        // As a private one whose session has ended.
+        state.private = true;
+        state.volatile = true;
+    }
+}

@@ -1,0 +1,61 @@
+//! Checksums of payloads in the arena, which take their time, and bytes there that change.
+
+use undercroft_core::io::{ChecksumRequest, IoCompletion};
+
+use crate::arena::Hand;
+use crate::content::{SECTOR, checksum, sectors};
+use crate::world::World;
+
+impl World {
+    /// Checksums are begun, and some are ended.
+    pub(crate) fn sum(&mut self) -> Result<(), String> {
+        let mut started = Vec::new();
+        self.engine
+            .with(|engine| engine.next_checksums(&mut started));
+        for request in started {
+            let (offset, len) = (request.arena_offset, u64::from(request.payload_len));
+            self.arena.take(offset, len, Hand::Read, "a checksum")?;
+            self.checksums.push(request);
+        }
+        for _ in 0..self.random.range(1, 8) {
+            if self.checksums.is_empty() {
+                break;
+            }
+            let at = self.random.index(self.checksums.len());
+            let request = self.checksums.swap_remove(at);
+            self.end_checksum(request);
+        }
+        Ok(())
+    }
+
+    fn end_checksum(&mut self, request: ChecksumRequest) {
+        let ChecksumRequest {
+            token,
+            arena_offset,
+            payload_len,
+        } = request;
+        let len = u64::from(payload_len);
+        let result = Ok(checksum(self.arena.at(arena_offset, len)));
+        self.arena.release(arena_offset, len, Hand::Read);
+        self.clock.last_read_ns = self.clock.now_ns;
+        self.note(|| format!("checksum of {arena_offset}+{len}: {result:?}"));
+        self.engine
+            .with(|engine| engine.complete(IoCompletion { token, result }));
+    }
+
+    /// A bit of a payload in the arena flips, if there is one that the engine can tell.
+    pub(crate) fn change_a_payload(&mut self) {
+        let payloads = self.engine.uncounted(|engine| engine.guarded_payloads());
+        if payloads.is_empty() {
+            return;
+        }
+        let (offset, len) = payloads[self.random.index(payloads.len())];
+        let sector = self.random.index(sectors(u64::from(len))) as u64;
+        let at = offset + sector * SECTOR;
+        let bit = self.random.below(64);
+        self.arena.change(at, bit);
+        self.history.changes += 1;
+        self.log.stats.changes += 1;
+        self.note(|| format!("bit {bit} of the sector at {at} in the arena flips"));
+    }
+}
