@@ -8,8 +8,8 @@ use undercroft_core::engine::Engine;
 use undercroft_core::work::Work;
 
 /// Units of work that an entry of a simulated engine may do: its prompts have 24 hash blocks of at most three
-/// groups, and its pages at most 64 slots. Making room and giving a page its records are most of it.
-pub(crate) const UNITS_MAX: u64 = 800;
+/// groups, and its pages at most 64 slots. Making room is most of it.
+pub(crate) const UNITS_MAX: u64 = 1_600;
 
 /// An engine that the world and its sessions share.
 #[derive(Debug)]

@@ -147,7 +147,7 @@ fn a_subtree_that_is_lost_is_removed_in_steps() {
 
 #[test]
 fn hashes_with_equal_beginnings_cost_no_more_than_others() {
-    let mut rig = Rig::new(12_000, 0);
+    let mut rig = Rig::new(13_000, 0);
     let session = rig.open(namespace("model"));
     let hashes: Vec<BlockHash> = (0..12_000)
         .map(|at| {

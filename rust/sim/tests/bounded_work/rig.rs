@@ -13,7 +13,7 @@ use undercroft_core::work::Work;
 /// Units of work that an entry may do, whatever the engine holds.
 const UNITS: u64 = 2_000;
 /// And for each hash block that the caller names.
-const UNITS_PER_BLOCK: u64 = 20;
+const UNITS_PER_BLOCK: u64 = 40;
 
 pub(crate) const BLOCK: u32 = 16;
 pub(crate) const PAYLOAD: u32 = 128 << 10;
