@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use undercroft_core::error::RegisterError;
 use undercroft_core::key::NamespaceDigest;
 
+use crate::participants::ClientBlock;
 use crate::world::World;
 
 /// The shared namespaces that an engine knows, and whether each is in every directory's table.
@@ -133,5 +134,9 @@ impl World {
 
     fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
+        // What a session that has parted with the namespace is saving there still goes with it.
+        let mut saves = self.sessions.iter().flat_map(|session| &session.saves);
+        let is_of_namespace = |block: &ClientBlock| block.payload.namespace == namespace;
+        self.history.roomy_broken |= saves.any(|save| save.blocks.iter().any(is_of_namespace));
     }
 }

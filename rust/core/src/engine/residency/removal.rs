@@ -141,6 +141,11 @@ impl Residency {
         }
     }
 
+    /// A namespace has no nodes: nothing of it is left to be removed, and its index may have another.
+    pub(super) fn forget_removal(&mut self, ns: NsId) {
+        self.removals.namespaces.retain(|&other| other != ns);
+    }
+
     /// Takes a node and all below it out of the index. Those in use live on, unfindable, until their last
     /// use ends.
     pub(in crate::engine) fn remove_subtree(&mut self, id: NodeId) {
