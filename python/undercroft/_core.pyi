@@ -67,6 +67,12 @@ class ArenaAddress:
     def socket(self) -> str:
         """The engine's socket; empty before there was a session with a server."""
 
+    def let_go(self) -> None:
+        """Tell the engine that this process copies no more from or to the arena, and never will.
+
+        Without it the engine keeps what was being copied until the process is gone.
+        """
+
     @property
     def arena_id(self) -> int:
         """Differs from arena to arena."""
@@ -166,8 +172,9 @@ class Engine:
         ``server`` ("unix:///path"), ``server_timeout_ms``, ``lookup_spin_us``, ``host_memory`` (bytes), ``disks`` (list
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``io_engine``,
         ``io_depth``, ``min_load_tokens``, ``eviction_policy``, ``disk_admission``, ``disk_write_rate`` (bytes per
-        second), ``verify_host``, ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
-        directory is in use by another engine of this user, use that one, and take the directories over when it ends).
+        second), ``verify_host``, ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and
+        ``share`` (if a directory is in use by another engine of this user, use that one, and take the directories over
+        when it ends).
         With ``server`` the engine's own options mean nothing.
 
         Raises ConfigError, StoreError.
@@ -331,7 +338,7 @@ class Arena:
     """An engine's arena, mapped into this process (a worker's)."""
 
     @staticmethod
-    def attach(socket_path: str, session: int = 0) -> Arena:
+    def attach(socket_path: str, session: int) -> Arena:
         """Get the descriptor from the engine's socket (same uid only) and map it. Raises ServerError.
 
         ``session``: that of `ArenaAddress`.
@@ -372,6 +379,10 @@ class Copier:
         range outside the arena raises UndercroftError and queues nothing.
         """
 
+    @property
+    def routine(self) -> str:
+        """How bytes are copied: what a measurement of this processor found to be the fastest. Waits for it."""
+
     def poll(self) -> list[tuple[int, float]]:
         """Jobs that have ended since the last call: (job id, seconds from the first byte to the last)."""
 
@@ -394,6 +405,10 @@ def inspect(directory: str) -> dict[str, Any]:
     description, blocks, bytes, and the age of the oldest and newest block, oldest_s and newest_s, in seconds). Raises
     StoreError.
     """
+
+def examine(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What opening the directories of these options, as `Engine` takes them, would come to. For each: ``path``,
+    ``error``, ``starts``, ``capacity``, ``is_kept`` and ``notes``. Changes nothing. Raises ConfigError."""
 
 def descriptions(directory: str) -> list[str]:
     """The descriptions of the namespaces that a cache directory holds, which may be in use. Raises StoreError."""

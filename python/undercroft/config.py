@@ -213,9 +213,22 @@ class UndercroftConfig:
     )]
     disk_capacity: Annotated[Amount, Option(
         "size or share", "50%", _SHARE_FORMAT + " above 0%",
-        "Most that each directory may hold, of which 16 TiB are used. A percentage is taken of the space that is free "
-        "there or the tier's own.",
+        "Most that each directory may hold, of which 16 TiB are used; allocated at start. A percentage is taken of the "
+        "space that is free there or the tier's own; a directory that was used before keeps its size under it unless "
+        "space is short.",
         _positive_amount, str, "engine",
+    )]
+    on_disk_error: Annotated[str, Option(
+        "text", "degrade", '"degrade" or "refuse"',
+        "When a directory cannot be opened (failing, read-only, full, damaged): start without it and try it again "
+        "later, or do not start. A directory that holds other files or is configured wrongly is refused in any case.",
+        _choice("degrade", "refuse"), str, "engine",
+    )]
+    disk_on_other_version: Annotated[str, Option(
+        "text", "discard", '"discard", "set_aside" or "refuse"',
+        "When a directory was written by an undercroft of another disk format: delete its blocks, move them into a "
+        "directory in it (where they go on taking space), or treat it as one that cannot be opened.",
+        _choice("discard", "set_aside", "refuse"), str, "engine",
     )]
     save: Annotated[str, Option(
         "text", "all", '"all" or "prompt"',
@@ -292,7 +305,7 @@ class UndercroftConfig:
     )]
     io_depth: Annotated[int, Option(
         "number", 32, "1 to 1024",
-        "Reads, or writes, that a disk has at once.",
+        "Reads, or writes, that each disk has at once.",
         _integer(1, 1024), _text_number, "engine",
     )]
     kv_layout: Annotated[str, Option(

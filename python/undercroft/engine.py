@@ -36,9 +36,16 @@ def engine_options(config: UndercroftConfig, socket: str | None = None) -> dict[
     return given | {
         "host_memory": sizes.host_memory,
         "promotion_memory": sizes.promotion_memory,
-        "disks": [{"path": path, "capacity": capacity} for path, capacity in sizes.disks],
+        "disks": disks(config),
         **({"share": True} if socket is None else {"socket": socket}),
     }
+
+
+def disks(config: UndercroftConfig) -> list[dict[str, Any]]:
+    """The directories as `_core.Engine` takes them: a share is taken of what the directory's filesystem has."""
+    amount = config.disk_capacity
+    capacity = {"share": amount.share} if amount.size is None else amount.size
+    return [{"path": path, "capacity": capacity} for path in config.disk_path]
 
 
 def start_line(info: dict[str, Any], namespace: str, where: str = "") -> str:
@@ -53,6 +60,9 @@ def start_line(info: dict[str, Any], namespace: str, where: str = "") -> str:
         host += " in huge pages"
     parts = [where, host] if where else [host]
     for disk in info.get("disks", ()):
+        if disk["health"] == "unavailable":
+            parts.append(f"disk {disk['path']} cannot be used now")
+            continue
         access = "O_DIRECT" if disk["o_direct"] else "buffered (no O_DIRECT here)"
         parts.append(
             f"disk {disk['path']} {format_size(disk['capacity'])}, {access}, "

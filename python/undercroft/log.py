@@ -7,6 +7,8 @@ vLLM's ``init_logger`` returns the same logger. It is not called here, because i
 from __future__ import annotations
 
 import logging
+import math
+import time
 
 logger = logging.getLogger("vllm.undercroft")
 
@@ -14,15 +16,18 @@ logger = logging.getLogger("vllm.undercroft")
 class LogOnce:
     """Logs the first message of each kind and drops the later ones: a lasting error must not flood the log."""
 
-    def __init__(self, to: logging.Logger = logger) -> None:
+    def __init__(self, to: logging.Logger = logger, again_after_s: float = math.inf) -> None:
+        """``again_after_s``: seconds after which a kind is logged again."""
         self._logger = to
-        self._logged: set[object] = set()
+        self._again_after_s = again_after_s
+        self._logged_at: dict[object, float] = {}
 
     def __call__(
         self, level: int, kind: object, message: str, *args: object, error: BaseException | None = None
     ) -> None:
         """Log ``message % args`` at ``level``, with the traceback of ``error``, unless ``kind`` was logged before."""
-        if kind in self._logged:
+        now = time.monotonic()
+        if now - self._logged_at.get(kind, -math.inf) < self._again_after_s:
             return
-        self._logged.add(kind)
+        self._logged_at[kind] = now
         self._logger.log(level, message, *args, exc_info=error, stacklevel=2)

@@ -34,7 +34,7 @@ _TIERS = ("host", "disk")
 METRICS: tuple[Metric, ...] = (
     Metric(
         "lookups", "counter", "Lookups by outcome.", ("outcome",),
-        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "miss", "timed_out")},
+        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "device", "miss", "timed_out")},
     ),
     _one("lookup_seconds", "histogram", "Time from the scheduler's first call for a request to the final answer."),
     _one("wait_seconds", "histogram", "The same time, only of lookups that waited for the disk."),
@@ -70,6 +70,8 @@ METRICS: tuple[Metric, ...] = (
     _one("promotion_time_seconds", "counter", "Sum of the times from the first read to the last of each promotion.",
          "promotion_seconds"),
     _one("promotions_cancelled", "counter", "Promotions cancelled because the request was aborted or superseded."),
+    _one("promotions_given_up", "counter",
+         "Promotions given up: a disk did not answer, or promotion_wait was over. What was read was used."),
     _one("promotion_queue_bytes", "gauge", "Bytes of pending reads from disk."),
     _one("volatile_namespaces", "gauge", "Namespaces without an entry on disk, which a restart does not find."),
     Metric("capacity_bytes", "gauge", "Capacity of a tier.", ("tier",),
@@ -87,14 +89,14 @@ METRICS: tuple[Metric, ...] = (
         ("reason",),
         {
             f"refused_{reason}": (reason,)
-            for reason in ("host_full", "disk_full", "write_rate", "admission", "disk_degraded")
+            for reason in ("host_full", "disk_full", "write_rate", "disk_behind", "admission", "disk_degraded")
         },
     ),
     _one("checksum_failures", "counter", "Blocks or records dropped because their checksum did not match."),
     _one("host_checksum_failures", "counter", "Blocks in host memory dropped because they changed after their save."),
     Metric("io_failures", "counter", "Failed disk operations.", ("direction",),
            {"read_failures": ("load",), "write_failures": ("save",)}),
-    _one("degraded_disks", "gauge", "Directories that accept no writes, have failed, or lack a file.", "disk_degraded"),
+    _one("degraded_disks", "gauge", "Directories that accept no writes, do not answer, have failed, or lack a file.", "disk_degraded"),
     _one("load_failures", "counter", "Failed loads. Their requests computed the tokens.", "failed_loads"),
     _one("save_failures", "counter", "Failed saves. Their blocks were dropped."),
     Metric("rejected_requests", "counter", "Requests rejected by the hit threshold, by the source of the threshold.",

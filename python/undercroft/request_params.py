@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from undercroft.config import OPTIONS, PromotionWait
@@ -35,6 +35,10 @@ class LookupParams:
     """Longest wait of a blocking lookup."""
     wait_ms: tuple[float, float] | None
     """Longest wait for the disk: a base and an addition for every 1,000 tokens; None: no limit."""
+
+    def at_once(self) -> LookupParams:
+        """The same without any wait: the hit ends with the part in host memory."""
+        return replace(self, blocking=False, wait_ms=(0.0, 0.0))
 
 
 def check(kv_transfer_params: Any) -> None:

@@ -1,10 +1,8 @@
-"""Turns configured amounts into bytes, from the available memory and the free disk space of this machine."""
+"""Turns configured amounts into bytes, from the memory that is available on this machine."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from undercroft.config import UndercroftConfig
 from undercroft.errors import ConfigError
@@ -19,8 +17,6 @@ class Sizes:
 
     host_memory: int
     promotion_memory: int
-    disks: list[tuple[str, int]]
-    """Each directory with its capacity."""
 
 
 def resolve_sizes(config: UndercroftConfig) -> Sizes:
@@ -45,41 +41,4 @@ def resolve_sizes(config: UndercroftConfig) -> Sizes:
             f"undercroft: promotion_memory = {config.promotion_memory} is more than host_memory "
             f"({format_size(host)}). Choose at most that, or a percentage of it."
         )
-    try:
-        return Sizes(host, promotion, _disks(config))
-    except OSError as error:
-        raise ConfigError(f"undercroft: disk_path = {error.filename}: {error.strerror}.") from error
-
-
-def _disks(config: UndercroftConfig) -> list[tuple[str, int]]:
-    places = [_existing_parent(path) for path in config.disk_path]
-    devices = [place.stat().st_dev for place in places]
-    disks = []
-    for path, place, device in zip(config.disk_path, places, devices, strict=True):
-        usage = os.statvfs(place)
-        space = usage.f_bavail * usage.f_frsize + _allocated(Path(path))
-        capacity = config.disk_capacity.of(space // devices.count(device))
-        if capacity > space:
-            raise ConfigError(
-                f"undercroft: disk_capacity = {config.disk_capacity} is more than the {format_size(space)} that "
-                f'disk_path {path} has free or holds already. Choose less, or a percentage such as "50%".'
-            )
-        disks.append((path, capacity))
-    return disks
-
-
-def _existing_parent(path: str) -> Path:
-    """The directory itself, or the nearest one above it that exists (it will be made there)."""
-    place = Path(path)
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise ConfigError(f"undercroft: disk_path = {path}: {place} is not a directory.")
-    return place
-
-
-def _allocated(directory: Path) -> int:
-    """Bytes the files of a directory occupy: an existing store counts as space that is ours."""
-    if not directory.is_dir():
-        return 0
-    return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir() if entry.is_file())
+    return Sizes(host, promotion)

@@ -111,14 +111,14 @@ class FakeSession:
 
     def prefetch(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None):
         self.calls.append(("prefetch", request_id, num_computed_tokens, max_tokens))
-        return self._answer(request_id, hashes, num_computed_tokens, max_tokens).shared_tokens
+        return self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms).shared_tokens
 
     def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None):
         self.calls.append(("lookup", request_id, num_computed_tokens, max_tokens))
-        answer = self._answer(request_id, hashes, num_computed_tokens, max_tokens)
+        answer = self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms)
         return SimpleNamespace(pending=True, tokens=0, shared_tokens=0) if answer.pending else answer
 
-    def _answer(self, request_id, hashes, num_computed_tokens, max_tokens):
+    def _answer(self, request_id, hashes, num_computed_tokens, max_tokens, wait_ms):
         if request_id in self.failed:
             return SimpleNamespace(pending=False, tokens=0, shared_tokens=0)
         self.lookups[request_id] = list(hashes)
@@ -131,7 +131,10 @@ class FakeSession:
             if block
             for index in range(num_computed_tokens // block, boundary // block)
         ]
-        pending = bool(self.disk.intersection(owed))
+        missing = [at for at, payload in enumerate(owed) if payload in self.disk]
+        if missing and wait_ms == (0.0, 0.0):
+            boundary, missing = num_computed_tokens + missing[0] * self.hash_block_size, []
+        pending = bool(missing)
         tokens = 0 if pending or boundary <= num_computed_tokens else boundary
         return SimpleNamespace(pending=pending, tokens=tokens, shared_tokens=shared)
 

@@ -161,6 +161,7 @@ class SoakClient:
         if self.random.random() < 0.5:
             self.session.close()
         self.engine.close()
+        self.arena.let_go()
         self.connect()
 
     def check(self, slots: list[tuple[int, bytes]]) -> None:

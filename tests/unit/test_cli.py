@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,14 +49,47 @@ def test_a_disk_path_that_cannot_be_written_fails() -> None:
     assert system.direct_io(Path("/proc")).status == "fail"
 
 
-def test_doctor_names_the_files_that_a_store_lacks(tmp_path: Path) -> None:
-    assert system.store_files(tmp_path) == []
-    for name in system.STORE_FILES:
-        (tmp_path / name).touch()
-    assert [check.status for check in system.store_files(tmp_path)] == ["ok"]
-    (tmp_path / "data").unlink()
-    (check,) = system.store_files(tmp_path)
-    assert (check.status, "lacks data" in check.found) == ("fail", True)
+def test_doctor_says_of_a_directory_what_serve_does_with_it(tmp_path: Path) -> None:
+    def judged(path: Path) -> tuple[str, str]:
+        check = system.store(path)[0]
+        return check.status, check.found
+
+    store = tmp_path / "store"
+    assert judged(store)[0] == "ok"
+    assert not store.exists()
+    options = {"disks": [{"path": str(store), "capacity": 64 << 20}], "host_memory": 64 << 20}
+    options["socket_dir"] = str(tmp_path / "run")
+    engine = _core.Engine(options)
+    assert judged(store) == ("warn", f"disk_path {store} is in use by process {os.getpid()}; stop that process, or "
+                             "choose another disk_path")  # fmt: skip
+    engine.close()
+    assert judged(store)[0] == "ok"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir(mode=0o700)
+    for name in ("data", "readme.txt"):
+        (foreign / name).touch()
+    status, found = judged(foreign)
+    assert status == "fail" and "holds no undercroft store" in found
+    foreign.chmod(0o777)
+    status, found = judged(foreign)
+    assert status == "fail" and "mode 0777" in found
+    block = bytearray((store / "super").read_bytes())
+    block[8] += 1
+    (store / "super").write_bytes(block)
+    status, found = judged(store)
+    assert status == "warn" and "are discarded" in found
+    assert (store / "super").read_bytes() == block
+    (store / "data").unlink()
+    assert judged(store)[0] == "warn", "it is discarded, whatever is left of it"
+    block[8] -= 1
+    (store / "super").write_bytes(block)
+    status, found = judged(store)
+    assert status == "warn" and "data is missing" in found
+
+
+def test_a_directory_in_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "_filesystem", lambda _path: "tmpfs")
+    assert [check.status for check in system.store(tmp_path / "store")] == ["ok", "warn"]
 
 
 def test_io_uring_is_judged_by_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,13 +251,16 @@ def _opened(directory: Path) -> _core.Engine:
 def test_inspect_verifies_every_payload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _store(tmp_path)
     code, found = run_json(capsys, "inspect", str(tmp_path), "--verify")
-    assert (code, found["verify"]) == (0, {"checked": 30, "corrupt": 0, "bytes": 30 * 8192})
+    expected = {"checked": 30, "corrupt": 0, "bytes": 30 * 8192, "corrupt_blocks": [], "used_by": None}
+    assert (code, found["verify"]) == (0, expected)
     with (tmp_path / "data").open("r+b") as file:
         file.write(b"not what was saved")
     code, found = run_json(capsys, "inspect", str(tmp_path), "--verify")
     assert (code, found["verify"]["corrupt"]) == (1, 1)
     assert main.main(["inspect", str(tmp_path), "--verify"]) == 1
-    assert "verified 30 blocks, 240 KiB: 1 corrupt" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "verified 30 blocks, 240 KiB: 1 corrupt" in said
+    assert "8 KiB at offset 0 of the data file" in said
 
 
 def test_inspect_drops_one_namespace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from undercroft import _core
 from undercroft.config import OPTIONS, ConfigError, PromotionWait, UndercroftConfig, option_table, unknown_environment
+from undercroft.engine import disks
 from undercroft.sizing import resolve_sizes
 from undercroft.units import Amount, format_size, parse_amount, parse_size
 
@@ -104,7 +105,10 @@ BAD = {
     "cache_hit_threshold": [-0.1, 1.1, float("nan"), "0.5", True],
     "eviction_policy": ["fifo", None],
     "disk_admission": ["none", 1],
+    "on_disk_error": ["ignore", False],
+    "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
+    "verify_host": [1, "yes", None],
     "io_engine": ["uring", None],
     "io_depth": [0, 1025, 3.0, "32", True],
     "kv_layout": ["LBHNC", None],
@@ -209,30 +213,19 @@ def test_resolve_sizes(tmp_path: Path):
     sizes = resolve_sizes(config)
     assert sizes.host_memory == 64 << 20
     assert sizes.promotion_memory == 32 << 20
-    assert sizes.disks == [(str(tmp_path / "new" / "er"), 1 << 20)]
+    assert disks(config) == [{"path": str(tmp_path / "new" / "er"), "capacity": 1 << 20}]
     assert not (tmp_path / "new").exists()
+    config = parse({"disk_path": str(tmp_path)})
+    assert disks(config) == [{"path": str(tmp_path), "capacity": {"share": 0.5}}]
 
 
-def test_two_directories_of_one_device_share_its_space(tmp_path: Path):
-    one = resolve_sizes(parse({"disk_path": str(tmp_path / "a")})).disks
-    two = resolve_sizes(parse({"disk_path": [str(tmp_path / "a"), str(tmp_path / "b")]})).disks
-    assert len(two) == 2
-    assert sum(capacity for _, capacity in two) <= one[0][1] * 1.01
-
-
-def test_impossible_sizes_are_refused(tmp_path: Path):
+def test_impossible_sizes_are_refused():
     with pytest.raises(ConfigError, match="host_memory = 1024 TiB is more than"):
         resolve_sizes(parse({"host_memory": "1024TiB"}))
     with pytest.raises(ConfigError, match="at least"):
         resolve_sizes(parse({"host_memory": "1MiB"}))
     with pytest.raises(ConfigError, match="promotion_memory"):
         resolve_sizes(parse({"host_memory": "64MiB", "promotion_memory": "65MiB"}))
-    with pytest.raises(ConfigError, match=r"disk_capacity = 1024 TiB is more than"):
-        resolve_sizes(parse({"host_memory": "64MiB", "disk_path": str(tmp_path), "disk_capacity": "1024TiB"}))
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(ConfigError, match="is not a directory"):
-        resolve_sizes(parse({"host_memory": "64MiB", "disk_path": str(file)}))
 
 
 def test_shares_are_of_the_memory_that_the_core_counts(monkeypatch: pytest.MonkeyPatch):

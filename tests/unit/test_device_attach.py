@@ -79,7 +79,7 @@ def serve(tmp_path: Path) -> Iterator[Any]:
 
 def test_the_arena_is_the_servers_memory(serve: Any) -> None:
     server = serve(7)
-    arena = Arena.attach(server.path)
+    arena = Arena.attach(server.path, 0)
     assert (arena.size, arena.arena_id) == (SIZE, 7)
     ctypes.memmove(arena.address + 100, b"written by the worker", 21)
     assert server.bytes[100:121] == b"written by the worker"
@@ -87,7 +87,7 @@ def test_the_arena_is_the_servers_memory(serve: Any) -> None:
 
 def test_a_worker_sees_that_the_engine_has_gone(serve: Any) -> None:
     server = serve(7)
-    arena = Arena.attach(server.path)
+    arena = Arena.attach(server.path, 0)
     assert arena.is_served
     server.connections.pop().close()
     assert not arena.is_served
@@ -98,7 +98,7 @@ def test_a_worker_sees_that_the_engine_has_gone(serve: Any) -> None:
 
 def test_the_connection_lives_as_long_as_copies_may(serve: Any) -> None:
     server = serve(7)
-    copier = Copier(Arena.attach(server.path))
+    copier = Copier(Arena.attach(server.path, 0))
     (connection,) = server.connections
     connection.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -106,6 +106,16 @@ def test_the_connection_lives_as_long_as_copies_may(serve: Any) -> None:
     del copier
     connection.setblocking(True)
     assert connection.recv(1) == b""
+
+
+def test_a_worker_that_lets_go_says_so_once(serve: Any) -> None:
+    server = serve(7)
+    arena = Arena.attach(server.path, 0)
+    (connection,) = server.connections
+    for _ in range(2):
+        arena.let_go()
+    assert connection.recv(64) == struct.pack("<4sHBBI", b"UCFT", 4, 5, 0, 0)
+    assert connection.recv(64) == b""
 
 
 @pytest.mark.parametrize(
@@ -120,12 +130,12 @@ def test_the_connection_lives_as_long_as_copies_may(serve: Any) -> None:
 )
 def test_what_is_not_an_arena_is_refused(serve: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UndercroftError, match=message):
-        Arena.attach(serve(1, **settings).path)
+        Arena.attach(serve(1, **settings).path, 0)
 
 
 def test_nobody_there_is_said_with_the_path(tmp_path: Path) -> None:
     with pytest.raises(UndercroftError, match=r"gone\.sock"):
-        Arena.attach(str(tmp_path / "gone.sock"))
+        Arena.attach(str(tmp_path / "gone.sock"), 0)
 
 
 def test_two_ranks_fill_a_payload_over_the_socket(serve: Any) -> None:

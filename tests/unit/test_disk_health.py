@@ -21,14 +21,31 @@ class _Engine:
         return {"disks": self.disks}
 
 
+def test_how_a_directory_was_opened_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    engine = _Engine()
+    engine.disks[0].update(notes=["disk_path /a shrinks"])
+    engine.disks.append({"path": "/b", "health": "unavailable", "fault": "Read-only file system", "notes": []})
+    logger.addHandler(caplog.handler)
+    try:
+        health = DiskHealth(engine)  # type: ignore[arg-type]
+        health.check(1)
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = list(dict.fromkeys((record.levelname, record.getMessage()) for record in caplog.records))
+    assert said[0] == ("WARNING", "undercroft: disk_path /a shrinks")
+    assert said[1][0] == "ERROR" and "/b cannot be used" in said[1][1] and "Read-only" in said[1][1]
+    assert len(said) == 2
+
+
 def test_each_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = _Engine()
     health = DiskHealth(engine)  # type: ignore[arg-type]
     caplog.set_level(logging.INFO, logger=logger.name)
     logger.addHandler(caplog.handler)
     try:
+        asked = engine.asked
         health.check(0)
-        assert engine.asked == 0
+        assert engine.asked == asked
         engine.disks[0].update(health="no_writes", fault="No space left on device")
         for _ in range(3):
             health.check(1)

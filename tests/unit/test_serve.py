@@ -201,8 +201,8 @@ def test_it_serves_over_the_borders_of_containers(tmp_path: Path) -> None:
         pytest.skip("no PID namespace can be made here")
     with ServeProcess(tmp_path / "serve.sock", prefix=container) as server:
         assert server.status()["pid"] == 1
-        assert _core.Arena.attach(str(server.socket)).size == 64 << 20
         engine = _core.Engine({"server": f"unix://{server.socket}"})
         engine.register("{}", [Group("full", 16, 4096)], 16)
         until("up", lambda: engine.connection() == ("up", ""))
+        assert _core.Arena.attach(str(server.socket), engine.arena.session).size == 64 << 20
         engine.close()

@@ -67,9 +67,9 @@ def test_an_engine_that_has_not_answered_yet_counts_nothing_and_nothing_twice():
 
 def test_counts_are_handed_out_once():
     counts = Counts()
-    counts.lookup(0.5, hit=True, waited=True)
-    counts.lookup(0.1, hit=True, waited=False)
-    counts.lookup(0.1, hit=False, waited=False)
+    counts.lookup(0.5, "disk", waited=True)
+    counts.lookup(0.1, "host", waited=False)
+    counts.lookup(0.1, "miss", waited=False)
     counts.add("hit_tokens_host", 0)
     assert counts.collect() == {
         "counters": {"lookups_disk": 1, "lookups_host": 1, "lookups_miss": 1},

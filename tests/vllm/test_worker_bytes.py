@@ -64,7 +64,8 @@ def device_pages(one: Engine) -> list[np.ndarray]:
 
 
 def arena_bytes(one: Engine) -> np.ndarray:
-    arena = Arena.attach(one.connector._engine.arena.socket)
+    address = one.connector._engine.arena
+    arena = Arena.attach(address.socket, address.session)
     memory = (ctypes.c_uint8 * arena.size).from_address(arena.address)
     memory.arena = arena  # the array keeps the mapping
     return np.frombuffer(memory, dtype=np.uint8)

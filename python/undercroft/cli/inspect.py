@@ -123,6 +123,8 @@ def _verify(directory: str, *, quiet: bool) -> dict[str, Any]:
 def _print(found: dict[str, Any]) -> None:
     if "dropped_namespaces" in found:
         print(f"removed namespaces: {found['dropped_namespaces']}")
+    if found["used_by"] is not None:
+        print(f"in use by process {found['used_by'] or 'unknown'}")
     used, capacity = found["used_bytes"], found["capacity_bytes"]
     print(f"format version {found['format_version']}, {found['records']} blocks")
     print(f"{format_size(used)} used of {format_size(capacity)}")
@@ -147,3 +149,6 @@ def _print(found: dict[str, Any]) -> None:
         result = found["verify"]
         read = format_size(result["bytes"])
         print(f"\nverified {result['checked']} blocks, {read}: {result['corrupt'] or 'none'} corrupt")
+        for block in result["corrupt_blocks"]:
+            namespace, size = block["namespace"][:12], format_size(block["bytes"])
+            print(f"corrupt: namespace {namespace}, {size} at offset {block['offset']} of the data file")

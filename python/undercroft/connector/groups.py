@@ -159,8 +159,10 @@ class Groups:
 
     def hashes(self, block_hashes: list[_Hash]) -> list[_Hash]:
         """The hashes of whole units; the list itself where each is one."""
+        if self.engine_block_size == self.hash_block_size:
+            return block_hashes
         step = self.engine_block_size // self.hash_block_size
-        return block_hashes if step == 1 else block_hashes[step - 1 :: step]
+        return block_hashes[step - 1 :: step]
 
     def registration(self, payload_bytes: Sequence[int]) -> list[GroupRegistration]:
         """The groups as `_core.Engine.register` takes them; ``payload_bytes``: per KV cache group, of all ranks."""

@@ -12,17 +12,26 @@ if TYPE_CHECKING:
 
 _MEANING = {
     "no_writes": "takes no writes; its blocks are still read, and writes are retried",
+    "stalled": "does not answer; its blocks are neither read nor written until it does",
     "failed": "has failed and its blocks are dropped; the directory is retried later",
+    "unavailable": "cannot be used; it is tried again later, and is empty then",
     "file_missing": "is still used, but its blocks are lost when the engine ends; empty it and restart the engine",
 }
 
 
 class DiskHealth:
-    """Logs each change of a directory's health once. Asks the engine nothing while all are healthy."""
+    """Logs each change of a directory's health once, and at start what there is to know of how each was opened.
+
+    Asks the engine nothing afterwards while all are healthy.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._said: dict[str, str] = {}
+        for disk in engine.info().get("disks", ()):
+            for note in disk.get("notes", ()):
+                logger.warning("undercroft: %s", note)
+        self.check(1)
 
     def check(self, degraded: int) -> None:
         """``degraded``: the engine's gauge ``disk_degraded``."""

@@ -31,6 +31,10 @@ class RequestState:
     """Deepest boundary of use to it, in tokens, when the question was opened."""
     deferred: bool = False
     """Whether the open question was answered with "later" at least once."""
+    timed_out: bool = False
+    """Whether the open question is of a blocking lookup that reached its limit."""
+    load_wait_since: float | None = None
+    """When the open question first waited for another request's load (monotonic seconds); None if it did not."""
     counted_for: int = -1
     """Preemptions the request had had when its answer was last counted: it is asked for again and again."""
     lookup_failed: bool = False

@@ -6,6 +6,7 @@ an answer.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMe
 from undercroft.connector.offers import BoundaryState
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
+from undercroft.connector.single_flight import SingleFlight
 from undercroft.connector.tails import Tails
+from undercroft.log import LogOnce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,11 +37,14 @@ if TYPE_CHECKING:
 
 LOOKUP_DEADLINE_S = 60.0
 """A request that is told "later" for longer than this computes its prompt: no defect may starve it."""
+LOAD_WAIT_S = 10.0
+"""A request waits for another request's load of the same blocks at most so long, and loads its own copy then."""
 _RETRY_STEPS = 8
 """A refused save is asked for again after at most this many steps, and after twice as many each time that follows."""
 _DOUBLINGS = 5
 """How often that number is doubled."""
 RESET_TIMEOUT_S = 10.0
+_WARN_AGAIN_S = 60.0
 
 
 class SchedulerConnector:
@@ -60,6 +66,7 @@ class SchedulerConnector:
         that was caught and the hook it happened in.
         """
         self._report = report
+        self._log_rarely = LogOnce(again_after_s=_WARN_AGAIN_S)
         self._session = session
         self._groups = groups
         self._config = config
@@ -70,6 +77,7 @@ class SchedulerConnector:
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}
         """Loads that the workers have not reported yet, by request; None for one that failed before it began."""
+        self._single_flight = SingleFlight(any_part=not (groups.has_windows or groups.has_states))
         self._metadata = UndercroftMetadata()
         """What the next step's metadata already holds."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0
@@ -89,6 +97,7 @@ class SchedulerConnector:
         """Called once, when vLLM has built its own prefix cache."""
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
             self.completes_local_hits = vllm_patches.reconcile_local_hits(manager, self._completes)
+            self._single_flight.any_part = self.completes_local_hits
         if self._config.disk_path or self._config.server:
             # Blocks that the device holds are not read from disk; without a disk the question is not worth asking.
             self._device_tokens = lambda request: compat.device_hit_tokens(manager, request)
@@ -138,11 +147,13 @@ class SchedulerConnector:
         gain = boundary - num_computed_tokens
         if gain < max(1, self._config.min_load_tokens):
             gain = 0
-        if state.counted_for != request.num_preemptions:
+        elif self._waits_for_load(state, num_computed_tokens, boundary):
+            return None, False
+        if state.counted_for != request.num_preemptions and not state.lookup_failed:
             state.counted_for = request.num_preemptions
-            self._counts.lookup(time.perf_counter() - state.asked_at, gain > 0, state.deferred)
-        state.asked_at = None
-        state.deferred = False
+            self._counts.lookup(time.perf_counter() - state.asked_at, self._outcome(state, gain), state.deferred)
+        state.asked_at = state.load_wait_since = None
+        state.deferred = state.timed_out = False
         return gain, gain > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -173,6 +184,10 @@ class SchedulerConnector:
             return
         self._loading[request_id] = plan
         self._metadata.loads.append(plan.job)
+        begin = state.num_computed_tokens
+        size = self._groups.engine_block_size
+        hashes = self._groups.hashes(request.block_hashes)
+        self._single_flight.begin(request_id, hashes, begin // size, (begin + num_external_tokens) // size)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Groups whose blocks a load fills."""
@@ -243,6 +258,7 @@ class SchedulerConnector:
 
     def _load_ended(self, request_id: str, *, ok: bool) -> None:
         plan = self._loading.pop(request_id)
+        self._single_flight.end(request_id)
         if not ok:
             self._counts.add("failed_loads")
             if (state := self._requests.get(request_id)) is not None:
@@ -259,6 +275,8 @@ class SchedulerConnector:
         """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
+        # vLLM frees the blocks of a load whose request was aborted, and caches none of them.
+        self._single_flight.end(request_id)
         try:
             # The last blocks: with asynchronous scheduling their hashes appear after the step that filled them. A
             # request aborted while it loads counts its tokens as computed although they are not there yet.
@@ -333,8 +351,8 @@ class SchedulerConnector:
             if not lookup.blocking:
                 return None
             answer = self._wait(state, num_computed_tokens, limit)
-            if state.lookup_failed:
-                return num_computed_tokens
+            if answer.pending:
+                return None
         state.shared_tokens = answer.shared_tokens
         self._note_shared_boundary(state, max(answer.tokens, num_computed_tokens), limit)
         # The limit is of when it was asked first.
@@ -351,13 +369,40 @@ class SchedulerConnector:
         return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms)
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
-        """Wait for the answer; a promotion that does not end in time is given up."""
+        """Wait for the answer. A promotion that does not end in time is given up: its part in memory is the hit."""
         self._session.wait(state.request.request_id, state.lookup.timeout_s)
         state.deferred = True
         answer = self._look_up(state, num_computed_tokens, limit)
-        if answer.pending:
-            self._give_up(state)
-        return answer
+        if not answer.pending:
+            return answer
+        state.timed_out = True
+        self._log_rarely(
+            logging.WARNING,
+            "timed_out",
+            "undercroft: a blocking lookup reached lookup_timeout_ms (%g): the hit ends with the part in host memory",
+            state.lookup.timeout_s * 1e3,
+        )
+        state.lookup = state.lookup.at_once()
+        return self._look_up(state, num_computed_tokens, limit)
+
+    def _waits_for_load(self, state: RequestState, begin: int, end: int) -> bool:
+        """Whether a hit of the tokens ``[begin, end)`` waits: another request loads the first of its blocks."""
+        size = self._groups.engine_block_size
+        hashes = self._groups.hashes(state.request.block_hashes)
+        if not self._single_flight.fills(state.request.request_id, hashes, begin // size, end // size):
+            return False
+        now = time.perf_counter()
+        if state.load_wait_since is None:
+            state.load_wait_since = now
+        return now - state.load_wait_since < LOAD_WAIT_S
+
+    def _outcome(self, state: RequestState, gain: int) -> str:
+        """The outcome that an answered lookup is counted under."""
+        if state.timed_out:
+            return "timed_out"
+        if gain:
+            return "disk" if state.deferred else "host"
+        return "miss" if state.load_wait_since is None else "device"
 
     def _give_up(self, state: RequestState) -> int:
         state.lookup_failed = True

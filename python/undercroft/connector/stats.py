@@ -20,7 +20,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "disk_capacity_bytes": ("gauge", "capacity of all directories"),
     "disk_used_bytes": ("gauge", "bytes of disk slots that hold a payload"),
     "disk_blocks": ("gauge", "visible payloads on disk"),
-    "disk_degraded": ("gauge", "directories that accept no writes, have failed, or lack a file"),
+    "disk_degraded": ("gauge", "directories that accept no writes, do not answer, have failed, or lack a file"),
     "nodes": ("gauge", "nodes of the prefix forest"),
     "namespaces": ("gauge", "namespaces with at least one node"),
     "volatile_namespaces": ("gauge", "namespaces that are in no entry of a directory: a restart does not find them"),
@@ -35,6 +35,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
         "counter",
         "lookups whose reads were cancelled: the request was aborted or superseded",
     ),
+    "promotions_given_up": ("counter", "lookups whose reads were given up: a disk did not answer, or promotion_wait"),
     "disk_read_bytes": ("counter", "payload bytes read from disk"),
     "disk_read_seconds": ("counter", "time from submission to completion of these reads, summed"),
     "disk_reads": ("counter", "payload reads"),
@@ -46,6 +47,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "refused_host_full": ("counter", "payloads refused: host memory is full of data in use"),
     "refused_disk_full": ("counter", "payloads not written: the disk is full of data in use"),
     "refused_write_rate": ("counter", "payloads not written: over disk_write_rate"),
+    "refused_disk_behind": ("counter", "payloads not written: half of host memory waits to be written already"),
     "refused_admission": ("counter", "payloads not written: not admitted by disk_admission or the policy"),
     "refused_disk_degraded": ("counter", "payloads not written: the directory takes no writes"),
     "host_evictions": ("counter", "payloads evicted from host memory"),
@@ -72,8 +74,9 @@ WORKER_KEYS: dict[str, str] = {
 SCHEDULER_KEYS: dict[str, str] = {
     "lookups_host": "lookups whose hit was in host memory at once",
     "lookups_disk": "lookups that waited for the disk and hit",
+    "lookups_device": "lookups that waited for another request's load, and hit on the device",
     "lookups_miss": "lookups without a hit",
-    "lookups_timed_out": "lookups that reached the deadline",
+    "lookups_timed_out": "lookups that reached their limit: the hit, if any, ended with the part in host memory",
     "hit_tokens_host": "tokens loaded from host memory",
     "hit_tokens_disk": "tokens loaded that were read from disk",
     "failed_loads": "loads the workers reported as failed",
@@ -147,8 +150,14 @@ class UndercroftStats(KVConnectorStats):
         for tier in ("host", "disk"):
             if capacity := gauges.get(f"{tier}_capacity_bytes", 0):
                 line[f"{tier} used %"] = round(100 * gauges.get(f"{tier}_used_bytes", 0) / capacity, 1)
-        troubles = ("failed_loads", "checksum_failures", "host_checksum_failures", "hook_errors", "lookups_timed_out",
-                    "refused_host_full")
+        troubles = (
+            "failed_loads",
+            "checksum_failures",
+            "host_checksum_failures",
+            "hook_errors",
+            "lookups_timed_out",
+            "refused_host_full",
+        )
         line.update({name.replace("_", " "): get(name) for name in troubles if get(name)})
         return line
 
@@ -165,9 +174,12 @@ class Counts:
         if amount:
             self._counters[name] = self._counters.get(name, 0) + amount
 
-    def lookup(self, seconds: float, hit: bool, waited: bool) -> None:
-        """Count a lookup that was answered ``seconds`` after the scheduler's first call."""
-        self.add(("lookups_disk" if waited else "lookups_host") if hit else "lookups_miss")
+    def lookup(self, seconds: float, outcome: str, waited: bool) -> None:
+        """Count a lookup that was answered ``seconds`` after the scheduler's first call.
+
+        ``waited``: whether it waited for the disk.
+        """
+        self.add(f"lookups_{outcome}")
         self._samples.setdefault("lookup_seconds", []).append(seconds)
         if waited:
             self._samples.setdefault("wait_seconds", []).append(seconds)

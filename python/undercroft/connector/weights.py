@@ -101,7 +101,7 @@ class Digests:
             del self._models[digest]
         # A directory that cannot be written costs time at the next start, nothing else.
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as new:
                 json.dump({"files": self._known, "models": self._models}, new)
             try:

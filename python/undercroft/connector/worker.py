@@ -194,11 +194,13 @@ class WorkerConnector:
     def _release_copier(self) -> None:
         """End all copies, and keep their results for the next report."""
         if self._copier is not None:
-            copier = self._copier
+            copier, arena = self._copier, self._arena
             copier.drain()
             self._collect()
             self._copier = self._arena = None
             copier.close()
+            if arena is not None:
+                arena.let_go()
 
     def _collect(self) -> None:
         if self._copier is None:

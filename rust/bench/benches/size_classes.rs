@@ -50,7 +50,7 @@ fn use_of_arena(store: &Store) -> f64 {
 fn host() {
     for (kib, rounds) in [(2048, 5), (2048, 20), (512, 20), (128, 20)] {
         let mut store = Store::open(SLOTS * kib * KIB, None, payloads(kib)).expect("it fits");
-        let mut chats = Chats::new(USERS, 40, 0);
+        let mut chats = Chats::new(USERS, 10, 0);
         chats.save(&mut store, SLOTS * rounds);
         let before = (
             store.engine.gauges().host_blocks,
@@ -60,11 +60,11 @@ fn host() {
         for (user, blocks) in [(ONE, 1), (MANY, 500)] {
             let evicted = store.engine.counters().host_evictions;
             let start = process_time();
-            let saved = store.save(1, &prompt(user, blocks));
+            let (saved, again) = store.save_all(1, &prompt(user, blocks));
             let took = process_time() - start;
             let evicted = store.engine.counters().host_evictions - evicted;
             line += &format!(
-                " {blocks} of B ({saved} saved) evict {evicted} = {:.1} % in {took:?};",
+                " {blocks} of B ({saved} saved, {again} steps more) evict {evicted} = {:.1} % in {took:?};",
                 percent(evicted, before.0)
             );
         }
@@ -91,19 +91,20 @@ fn disk() {
         let mut line = format!("  {kib} KiB, {before} blocks, {rounds} x turned over:");
         for (user, blocks) in [(ONE, 1), (MANY, 500)] {
             let evicted = store.engine.counters().disk_evictions;
-            store.save(1, &prompt(user, blocks));
+            store.save_all(1, &prompt(user, blocks));
+            let written = store.engine.counters().disk_writes;
             let mut longest = std::time::Duration::ZERO;
-            loop {
+            let mut idle = 0;
+            while idle < 100 {
                 let start = process_time();
                 let requests = store.poll();
                 longest = longest.max(process_time() - start);
-                if requests == 0 {
-                    break;
-                }
+                idle = if requests == 0 { idle + 1 } else { 0 };
             }
             let evicted = store.engine.counters().disk_evictions - evicted;
+            let written = store.engine.counters().disk_writes - written;
             line += &format!(
-                " {blocks} of B evict {evicted} = {:.1} %, longest turn of the device {longest:?};",
+                " {blocks} of B ({written} written) evict {evicted} = {:.1} %, longest turn of the device {longest:?};",
                 percent(evicted, before)
             );
         }
@@ -123,7 +124,7 @@ fn leases() {
             format!("  {kib} KiB, {count} leases on {leased} blocks: hit rate of A {before:.3}");
         for user in ONE..ONE + 4 {
             let evicted = store.engine.counters().host_evictions;
-            let saved = store.save(1, &prompt(user, 1));
+            let (saved, _) = store.save_all(1, &prompt(user, 1));
             let evicted = store.engine.counters().host_evictions - evicted;
             let hit_rate = chats.hit_rate(&mut store, 300);
             line += &format!("; B saves {saved}, {evicted} evicted, hit rate of A {hit_rate:.3}");
@@ -144,7 +145,7 @@ fn queued() {
     for burst in 0..5 {
         let evicted = store.engine.counters().host_evictions;
         let start = process_time();
-        let prompts = (0..8).map(|at| store.save(1, &prompt(MANY + burst * 100 + at, 500)));
+        let prompts = (0..8).map(|at| store.save_all(1, &prompt(MANY + burst * 100 + at, 500)).0);
         let saved: u64 = prompts.sum();
         let took = process_time() - start;
         let evicted = store.engine.counters().host_evictions - evicted;
@@ -162,7 +163,7 @@ fn shared() {
     for (fifths, share) in [(1, "80:20"), (2, "60:40")] {
         for (b, sizes) in [(a, "one size"), (b, "two sizes")] {
             let mut store = Store::open(SLOTS * kib * KIB, None, [a, b]).expect("it fits");
-            let mut chats = Chats::new(600, 30, fifths);
+            let mut chats = Chats::new(300, 10, fifths);
             chats.hit_rate(&mut store, 10_000);
             let (mut least, mut sum) = (100.0_f64, 0.0);
             let mut hit_rate = 0.0;

@@ -16,6 +16,8 @@ use crate::rig::{BLOCK_TOKENS, hash, mix, spec};
 const DEPTH: usize = 64;
 /// Blocks that a step of vLLM saves at most.
 const STEP_BLOCKS: usize = 512;
+/// Steps in which blocks that were refused are offered again.
+const STEPS_MAX: u32 = 100;
 /// Blocks of all prompts of one user.
 const USER_BLOCKS: u64 = 1 << 20;
 
@@ -140,6 +142,19 @@ impl Store {
         saved
     }
 
+    /// Saves a prompt of a model as vLLM does: what is refused is offered again in the next steps. Returns
+    /// how many blocks got a slot, and how often blocks were offered again.
+    pub fn save_all(&mut self, model: usize, prompt: &[BlockHash]) -> (u64, u32) {
+        let mut saved = self.save(model, prompt);
+        for again in 0..STEPS_MAX {
+            if saved >= prompt.len() as u64 {
+                return (saved, again);
+            }
+            saved += self.save(model, prompt);
+        }
+        (saved, STEPS_MAX)
+    }
+
     /// Looks a prompt up; the request keeps its lease until `finish`.
     pub fn lookup(&mut self, model: usize, request: &str, prompt: &[BlockHash]) -> u64 {
         let (session, hashes) = (self.sessions[model], &prompt.to_vec());
@@ -172,6 +187,13 @@ impl Store {
     /// Carries out all IO that the engine wants.
     pub fn settle(&mut self) {
         while self.poll() > 0 {}
+    }
+
+    /// As [`Store::settle`], also while payloads wait for a search that goes on in the engine's next entries.
+    pub fn search_and_settle(&mut self) {
+        for _ in 0..STEPS_MAX {
+            self.settle();
+        }
     }
 
     /// Asks the engine for IO once, and carries it out. Returns how much it was.

@@ -2,6 +2,7 @@
 //! replays of traces, and chats of two models.
 
 pub mod chats;
+pub mod checksums;
 pub mod disk;
 pub mod recover;
 pub mod replay;

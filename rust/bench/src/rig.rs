@@ -11,7 +11,8 @@ use undercroft_core::error::{RegisterError, StoreError};
 use undercroft_core::io::{IoEngineChoice, IoFeatures};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_host::{Directories, DiskConfig, HostError, RunningEngine};
+use undercroft_host::{Directories, DiskCapacity, DiskConfig, HostConfig, HostError};
+use undercroft_host::{OnDiskError, RunningEngine};
 
 /// Tokens of one block; nothing depends on the number.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
@@ -79,10 +80,15 @@ impl Rig {
         block_bytes: u32,
         choice: IoEngineChoice,
     ) -> Result<Self, BenchError> {
-        let directories = Directories::open(&[DiskConfig {
+        let disk = DiskConfig {
             path: dir.to_owned(),
-            capacity,
-        }])?;
+            capacity: DiskCapacity::Bytes(capacity),
+        };
+        let directories = Directories::open(&HostConfig {
+            disks: vec![disk],
+            on_disk_error: OnDiskError::Refuse,
+            ..HostConfig::default()
+        })?;
         let config = EngineConfig::new(arena.size());
         let engine = RunningEngine::start(config, directories, (choice, depth), arena)?;
         let driver = Arc::clone(engine.driver());

@@ -10,8 +10,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::disk::DeviceImage;
 use crate::engine::Engine;
-use crate::io::{ChecksumQueue, IoCompletion, IoEngine, IoRequest, Waker};
+use crate::io::{ChecksumQueue, DeviceFiles, IoCompletion, IoEngine, IoRequest, Waker};
 use crate::panics::contained;
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
@@ -20,8 +21,14 @@ const RETRY: Duration = Duration::from_millis(10);
 /// Pause of the IO thread between two parts of work that entries have left: others enter meanwhile.
 const REST_PAUSE: Duration = Duration::from_micros(100);
 
-/// How often the IO thread looks at a device that has reads and does not answer.
+/// How often the IO thread looks at devices that have operations and do not answer.
 const LOOK: Duration = Duration::from_millis(250);
+
+/// How often a wait looks at its limits of time, whose end nobody tells.
+const TICK: Duration = Duration::from_millis(5);
+
+/// How often the IO thread writes the ages of payloads that were used.
+const TOUCHED: Duration = Duration::from_secs(1);
 
 /// How many bytes of payloads in the arena are summed before the device is looked at again, while it is idle
 /// and while it is busy.
@@ -69,6 +76,16 @@ struct State {
     waits: bool,
     stop_at: Option<Instant>,
     stopped: bool,
+    /// Directories that have been opened since the engine started.
+    opened: Vec<OpenedDevice>,
+}
+
+/// A directory for the device that had none.
+#[derive(Debug)]
+struct OpenedDevice {
+    device: u16,
+    files: DeviceFiles,
+    image: DeviceImage,
 }
 
 /// What the IO thread calls when operations have ended.
@@ -102,7 +119,11 @@ impl Shared {
         let result = work(&mut state.engine);
         let wake = state.waits && state.engine.has_io();
         state.waits &= !wake;
+        let progress = state.engine.take_progress();
         drop(state);
+        if progress {
+            self.progress.notify_all();
+        }
         if wake {
             self.waker.wake();
         }
@@ -146,6 +167,7 @@ impl Driver {
                 waits: false,
                 stop_at: None,
                 stopped: false,
+                opened: Vec::new(),
             }),
             progress: Condvar::new(),
             hook: OnceLock::new(),
@@ -168,10 +190,26 @@ impl Driver {
         let _ = self.shared.hook.set(Hook(Box::new(hook)));
     }
 
+    /// Gives the engine a directory, without blocks, that could not be opened when it started.
+    pub fn open_device(&self, device: u16, files: DeviceFiles, image: DeviceImage) {
+        if let Some(mut state) = self.shared.lock() {
+            state.opened.push(OpenedDevice {
+                device,
+                files,
+                image,
+            });
+            state.waits = false;
+        }
+        self.shared.waker.wake();
+    }
+
     /// Finishes what waits to be written, for at most `timeout`, and stops the IO thread. Idempotent.
     pub fn stop(&self, timeout: Duration) {
         if let Some(mut state) = self.shared.lock() {
-            state.stop_at.get_or_insert(Instant::now() + timeout);
+            if state.stop_at.is_none() {
+                state.stop_at = Some(Instant::now() + timeout);
+                state.engine.write_touched();
+            }
             state.waits = false;
         }
         self.shared.waker.wake();
@@ -220,7 +258,8 @@ impl EngineAccess for Driver {
                 if is_done || left.is_zero() || state.stopped {
                     return Some(is_done);
                 }
-                (state, _) = self.shared.progress.wait_timeout(state, left).ok()?;
+                let wait = left.min(TICK);
+                (state, _) = self.shared.progress.wait_timeout(state, wait).ok()?;
                 self.shared.tell_time(&mut state);
             }
         });
@@ -247,6 +286,7 @@ fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
 fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
     let mut completions: Vec<IoCompletion> = Vec::new();
     let mut requests: Vec<IoRequest> = Vec::new();
+    let mut rooms: Vec<usize> = Vec::new();
     let mut started = Vec::new();
     let mut checksums = ChecksumQueue::new(Arc::clone(io.arena()));
     let mut timeout = Some(Duration::ZERO);
@@ -262,20 +302,30 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         let Some(mut state) = shared.lock() else {
             return;
         };
-        let progress = !completions.is_empty();
+        let mut progress = !completions.is_empty();
         for completion in completions.drain(..) {
             state.engine.complete(completion);
         }
-        let room = io.room();
+        for opened in std::mem::take(&mut state.opened) {
+            if io.replace_files(opened.device, opened.files).is_ok() {
+                state.engine.open_disk(opened.device, &opened.image);
+            }
+        }
+        let devices = 0..state.engine.device_count() as u16;
+        rooms.clear();
+        rooms.extend(devices.map(|device| io.room(device)));
         let stopping = state.stop_at;
         let late = stopping.is_some_and(|at| Instant::now() >= at);
         if !late {
-            state.engine.next_io(room, &mut requests);
+            state.engine.next_io(&rooms[..], &mut requests);
             if checksums.is_empty() {
                 state.engine.next_checksums(&mut started);
             }
         }
-        let (waiting, reads) = (state.engine.has_io(), state.engine.reads());
+        // Promotions may have ended without a completion.
+        progress |= state.engine.take_progress();
+        let (waits, has_operations) = (state.engine.has_io(), state.engine.has_operations());
+        let touched = state.engine.has_touched();
         let has_rest = state.engine.has_rest();
         state.waits = true;
         if progress {
@@ -291,16 +341,18 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             (hook.0)();
         }
         checksums.extend(started.drain(..));
-        let full = requests.len() == room;
         for request in requests.drain(..) {
             io.submit(request);
         }
         timeout = match stopping {
             _ if !checksums.is_empty() => Some(Duration::ZERO),
             None if has_rest => Some(REST_PAUSE),
-            // What could not be started is looked at again; what is full waits for a completion.
-            None if !waiting || full => reads.then_some(LOOK),
+            // What could not be started is looked at again; what waits for a device waits for a completion.
+            None if !waits => has_operations.then_some(LOOK),
             _ => Some(RETRY),
         };
+        if touched && timeout.is_none() {
+            timeout = Some(TOUCHED);
+        }
     }
 }

@@ -16,6 +16,7 @@ use crate::session::{
 pub struct EmbeddedSession<A: EngineAccess = Driver> {
     engine: Arc<A>,
     id: SessionId,
+    token: SessionToken,
     namespace: String,
 }
 
@@ -31,8 +32,15 @@ impl<A: EngineAccess> EmbeddedSession<A> {
         Ok(Self {
             engine,
             id,
+            token: SessionToken::default(),
             namespace,
         })
+    }
+
+    /// The same session, whose workers attach with `token`.
+    #[must_use]
+    pub fn with_token(self, token: SessionToken) -> Self {
+        Self { token, ..self }
     }
 
     /// The engine's name for the session.
@@ -64,10 +72,8 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn wait(&self, request: &str, timeout: Duration) -> bool {
-        self.engine.wait_until(timeout, |engine| {
-            let pending = engine.still_pending(self.id, request, Tokens(0), Priority::Demand);
-            pending.is_none()
-        })
+        self.engine
+            .wait_until(timeout, |engine| !engine.is_promoting(self.id, request))
     }
 
     fn end_lookup(&self, request: &str) {
@@ -76,9 +82,13 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn begin_load(&self, request: &str, computed: Tokens, external: Tokens) -> Option<Load> {
-        self.engine
-            .enter(|engine| engine.begin_load(self.id, request, computed, external))
-            .flatten()
+        let load = self
+            .engine
+            .enter(|engine| engine.begin_load(self.id, request, computed, external));
+        load.flatten().map(|load| Load {
+            session: self.token,
+            ..load
+        })
     }
 
     fn begin_save(&self, request: &SaveRequest<'_>) -> Save {
@@ -93,7 +103,7 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
             );
             Save::Granted(SaveGrant {
                 id,
-                session: SessionToken::default(),
+                session: self.token,
                 extents,
                 refused,
             })
@@ -115,7 +125,10 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn reset(&self, timeout: Duration) -> bool {
-        self.engine.enter(|engine| engine.reset(self.id));
+        let begun = self.engine.enter(|engine| engine.reset(self.id));
+        if begun != Some(true) {
+            return false;
+        }
         self.engine
             .wait_until(timeout, |engine| !engine.reset_pending())
             && self

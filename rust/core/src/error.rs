@@ -6,6 +6,9 @@ use thiserror::Error;
 
 use crate::size::Bytes;
 
+/// The largest page of a region: no payload is larger.
+pub(crate) const PAGE_BYTES_MAX: u64 = 64 << 20;
+
 /// A namespace cannot be registered.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -77,7 +80,7 @@ fn larger_slots(option: &str, needed: Option<u64>) -> String {
         Some(needed) => format!("set {option} to at least {}", Bytes(needed)),
         None => format!(
             "no slot has more than {}, whatever {option} is: give vLLM a smaller --block-size, or fewer ranks to one engine",
-            Bytes(crate::slots::PAGE_BYTES_MAX)
+            Bytes(PAGE_BYTES_MAX)
         ),
     }
 }
@@ -202,7 +205,7 @@ pub enum StoreError {
     /// The filesystem has no room for it now.
     #[error(
         "disk_capacity {} for {path}: only {} can be used now (free space less a reserve of {}); free space there, or set \
-         disk_capacity to at most {available}",
+         disk_capacity to at most that",
         Bytes(*capacity),
         Bytes(*available),
         Bytes(*reserve)
@@ -220,7 +223,7 @@ pub enum StoreError {
     /// The filesystem could not hold it even if it were empty.
     #[error(
         "disk_capacity {} for {path} is more than its filesystem has ({}); {} can be used now: set disk_capacity to at most \
-         {available}, or to a percentage such as \"50%\"",
+         that, or to a percentage such as \"50%\"",
         Bytes(*capacity),
         Bytes(*total),
         Bytes(*available)

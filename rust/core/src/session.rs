@@ -244,7 +244,7 @@ impl Sources {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u64);
 
-/// Names a session for the workers that copy for it; 0 for the engine of this process.
+/// Names a session for the workers that copy for it, and lets them have the arena. 0 names none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SessionToken(pub u128);
 
@@ -378,7 +378,8 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     fn finish_request(&self, request: &str);
 
     /// Drops everything of the namespace. Nothing of before is found when this returns; true if nothing
-    /// of it is found after a restart either, which takes at most `timeout` to ensure.
+    /// of it is found after a restart either, which takes at most `timeout` to ensure. False, and nothing is
+    /// dropped, if the session was closed.
     fn reset(&self, timeout: Duration) -> bool;
 
     /// Ends the session: its lookups, leases, loads and saves.

@@ -8,14 +8,13 @@
 use std::collections::BTreeSet;
 
 use crate::buddy::Buddy;
+pub(crate) use crate::error::PAGE_BYTES_MAX;
 use crate::work;
 
 /// Slot sizes are multiples of this, in bytes (O_DIRECT alignment).
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
 
 const PAGE_BYTES_MIN: u64 = 256 << 10;
-/// The largest page: no payload is larger.
-pub(crate) const PAGE_BYTES_MAX: u64 = 64 << 20;
 /// A region has at least about this many of the largest pages, so that every size class finds room.
 const PAGES_TARGET: u64 = 64;
 /// The smallest page, as a part of the largest.

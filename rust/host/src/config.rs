@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use undercroft_core::arena::ARENA_ALIGN;
+use undercroft_core::disk::open::OnOtherVersion;
 use undercroft_core::engine::EngineConfig;
 use undercroft_core::io::IoEngineChoice;
 use undercroft_core::policy::PolicyKind;
@@ -16,13 +17,37 @@ use crate::error::HostError;
 const UNIX: &str = "unix://";
 
 /// One device of the disk tier.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskConfig {
     /// Its directory.
     pub path: PathBuf,
-    /// The most that its files may hold together, in bytes.
-    pub capacity: u64,
+    /// The most that its files may hold together.
+    pub capacity: DiskCapacity,
+}
+
+/// A size of a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(untagged)]
+pub enum DiskCapacity {
+    /// In bytes.
+    Bytes(u64),
+    /// A part of the space that is free there or the directory's own.
+    Share {
+        /// Above 0, at most 1.
+        share: f64,
+    },
+}
+
+/// What becomes of a directory that cannot be opened, though it is configured well.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnDiskError {
+    /// The engine starts without it, and tries it again later.
+    #[default]
+    Degrade,
+    /// The engine does not start.
+    Refuse,
 }
 
 /// Which blocks are written to disk.
@@ -46,9 +71,13 @@ pub struct HostConfig {
     pub host_memory: u64,
     /// Devices of the disk tier.
     pub disks: Vec<DiskConfig>,
+    /// What becomes of a directory that cannot be opened, though it is configured well.
+    pub on_disk_error: OnDiskError,
+    /// What becomes of a store of another format version.
+    pub disk_on_other_version: OnOtherVersion,
     /// How disks are read and written.
     pub io_engine: IoEngineChoice,
-    /// Reads, or writes, that a disk has at once; by default 32.
+    /// Reads, or writes, that each disk has at once; by default 32.
     pub io_depth: Option<usize>,
     /// Directory of the engine's socket; empty for [`crate::default_socket_dir`].
     pub socket_dir: PathBuf,
@@ -176,7 +205,7 @@ mod tests {
             host_memory: 4097,
             disks: vec![DiskConfig {
                 path: "/d".into(),
-                capacity: 5,
+                capacity: DiskCapacity::Bytes(5),
             }],
             io_engine: IoEngineChoice::ThreadPool,
             eviction_policy: PolicyKind::LeafHd,

@@ -10,11 +10,12 @@ use undercroft_core::driver::EngineAccess;
 use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, SessionSpec, SessionToken, Tokens};
-use undercroft_wire::{Served, Server, SessionAddress, StatsSource};
+use undercroft_wire::{Served, Server, SessionAddress, StatsSource, new_token};
 
 use crate::config::HostConfig;
+use crate::directories::Directories;
 use crate::error::HostError;
-use crate::running::{Directories, RunningEngine, random};
+use crate::running::{RunningEngine, random};
 use crate::socket_path::default_socket_dir;
 use crate::{Connection, EngineHost};
 
@@ -27,6 +28,8 @@ pub struct EmbeddedHost {
     engine: Arc<RunningEngine>,
     socket: PathBuf,
     arena_id: u64,
+    /// Of the sessions of this process.
+    token: SessionToken,
     /// `None` once it is closed.
     server: Mutex<Option<Server>>,
     /// Without it pages are populated when they are first used.
@@ -44,18 +47,20 @@ impl EmbeddedHost {
         let unix = SystemTime::now().duration_since(UNIX_EPOCH);
         of_engine.unix_at_zero_s = unix.unwrap_or_default().as_secs();
         // Before the memory is taken: they may be in use.
-        let directories = Directories::open(&config.disks)?;
+        let directories = Directories::open(config)?;
         let arena = Arc::new(Arena::create(config.arena_bytes())?);
         let io = (config.io_engine, config.io_depth());
         let engine = RunningEngine::start(of_engine, directories, io, Arc::clone(&arena))?;
         let (engine, arena_id) = (Arc::new(engine), random());
-        let server = serve(config, &engine, arena_id)?;
+        let token = new_token();
+        let server = serve(config, &engine, arena_id, token)?;
         let socket = server.path().to_owned();
         engine.publish(&socket);
         Ok(Self {
             engine,
             socket,
             arena_id,
+            token,
             server: Mutex::new(Some(server)),
             _prefault: prefault_in_background(arena).ok(),
         })
@@ -71,12 +76,14 @@ fn serve(
     config: &HostConfig,
     engine: &Arc<RunningEngine>,
     arena_id: u64,
+    own_token: SessionToken,
 ) -> Result<Server, HostError> {
     let (of_info, of_stats) = (Arc::clone(engine), Arc::clone(engine));
     let served = Served {
         driver: Arc::clone(engine.driver()),
         arena: Arc::clone(engine.arena()),
         arena_id,
+        own_token,
         info: Box::new(move || of_info.info()),
         stats: StatsSource::new(move || of_stats.stats()),
     };
@@ -96,14 +103,15 @@ impl EngineHost for EmbeddedHost {
             dropped_tokens,
             ..namespace.into()
         };
-        Ok(Arc::new(EmbeddedSession::open(driver, spec)?))
+        let session = EmbeddedSession::open(driver, spec)?;
+        Ok(Arc::new(session.with_token(self.token)))
     }
 
     fn arena(&self) -> Option<SessionAddress> {
         Some(SessionAddress {
             socket: self.socket.clone(),
             arena_id: self.arena_id,
-            session: SessionToken::default(),
+            session: self.token,
         })
     }
 

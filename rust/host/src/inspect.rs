@@ -1,18 +1,27 @@
 //! A directory of the disk tier without an engine, for operators.
 
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use undercroft_core::disk::format::FORMAT_VERSION;
-use undercroft_core::disk::inspect::{Summary, is_intact};
-use undercroft_core::disk::open;
+use undercroft_core::disk::format::{FORMAT_VERSION, Record};
+use undercroft_core::disk::inspect::{Summary, is_intact, is_same_payload};
+use undercroft_core::disk::open::{self, Contents};
 use undercroft_core::error::StoreError;
+use undercroft_core::slots::SLOT_ALIGN;
 
+use crate::config::{HostConfig, OnDiskError};
+use crate::directories::store_options;
 use crate::error::HostError;
 
 /// Payloads verified between two reports of progress.
 const STEP: usize = 64;
+
+/// Corrupt payloads that are told one by one.
+const SHOWN_MAX: usize = 20;
+
+/// Within this time the table of a directory in use tells of slots that are used again.
+const SETTLES: Duration = Duration::from_secs(5);
 
 /// Fewer digits could name a namespace that was not meant.
 const DIGITS_MIN: usize = 8;
@@ -22,6 +31,8 @@ const DIGITS_MIN: usize = 8;
 pub struct Inspection {
     /// Version of its format.
     pub format_version: u32,
+    /// The process that has the directory open, if one has; 0 if it is not known which.
+    pub used_by: Option<u32>,
     /// Size of the data file.
     pub capacity_bytes: u64,
     /// Bytes of all payloads.
@@ -52,7 +63,7 @@ pub struct NamespaceReport {
 }
 
 /// What came of [`verify`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Verification {
     /// Payloads read.
     pub checked: usize,
@@ -60,6 +71,67 @@ pub struct Verification {
     pub corrupt: u64,
     /// Bytes of all payloads.
     pub bytes: u64,
+    /// The first of the corrupt ones.
+    pub corrupt_blocks: Vec<CorruptBlock>,
+    /// The process that has the directory open, if one has; 0 if it is not known which.
+    pub used_by: Option<u32>,
+}
+
+/// A payload whose checksum does not match.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CorruptBlock {
+    /// Digest of its namespace, hexadecimal.
+    pub namespace: String,
+    /// Where it lies in the data file, in bytes.
+    pub offset: u64,
+    /// Its size.
+    pub bytes: u32,
+}
+
+/// What opening a directory with these options would come to.
+#[derive(Clone, Debug, Serialize)]
+pub struct DiskExamination {
+    /// The directory.
+    pub path: String,
+    /// Why it cannot be opened.
+    pub error: Option<String>,
+    /// Whether an engine starts all the same: without the directory, or as a client of the engine that uses it.
+    pub starts: bool,
+    /// Size of the data file; 0 if it cannot be opened.
+    pub capacity: u64,
+    /// Whether a store is there that is kept.
+    pub is_kept: bool,
+    /// What an operator should know.
+    pub notes: Vec<String>,
+}
+
+/// What opening the directories of `config` would come to now. Changes nothing.
+pub fn examine(config: &HostConfig) -> Vec<DiskExamination> {
+    let disks = config.disks.iter().zip(store_options(config));
+    disks
+        .map(|(disk, options)| {
+            let path = disk.path.to_string_lossy().into_owned();
+            match open::examine(&disk.path, options) {
+                Ok(found) => DiskExamination {
+                    path,
+                    error: None,
+                    starts: true,
+                    capacity: found.capacity,
+                    is_kept: found.is_kept,
+                    notes: found.notes,
+                },
+                Err(error) => DiskExamination {
+                    path,
+                    starts: error.may_pass() && config.on_disk_error == OnDiskError::Degrade
+                        || matches!(error, StoreError::InUse { .. }) && config.share,
+                    error: Some(error.to_string()),
+                    capacity: 0,
+                    is_kept: false,
+                    notes: Vec::new(),
+                },
+            }
+        })
+        .collect()
 }
 
 /// Reads what a directory holds. Changes nothing.
@@ -86,6 +158,7 @@ pub fn inspect(directory: &Path) -> Result<Inspection, HostError> {
     let payloads = summary.records.iter().map(|record| record.payload_bytes);
     Ok(Inspection {
         format_version: FORMAT_VERSION,
+        used_by: open::used_by(directory)?,
         capacity_bytes: contents.data_bytes,
         used_bytes: payloads.map(u64::from).sum(),
         records: summary.records.len(),
@@ -97,31 +170,84 @@ pub fn inspect(directory: &Path) -> Result<Inspection, HostError> {
 /// Reads every payload of a directory and compares its checksum. Changes nothing. `progress` gets the numbers of
 /// payloads that were read and that there are, now and then, and may end it with an error of its own.
 ///
+/// The directory may be in use: a payload that was replaced meanwhile is not counted as corrupt.
+///
 /// # Errors
 /// As [`inspect`], if a payload cannot be read, or of `progress`.
 pub fn verify<E: From<HostError>>(
     directory: &Path,
     mut progress: impl FnMut(usize, usize) -> Result<(), E>,
 ) -> Result<Verification, E> {
+    let used_by = open::used_by(directory).map_err(HostError::from)?;
     let contents = open::read(directory).map_err(HostError::from)?;
     let summary = Summary::of(&contents);
-    let mut found = Verification::default();
+    let mut found = Verification {
+        used_by,
+        ..Verification::default()
+    };
+    let mut suspects = Vec::new();
     for records in summary.records.chunks(STEP) {
         progress(found.checked, summary.records.len())?;
         for record in records {
-            let intact = is_intact(record, &contents.data).map_err(|source| StoreError::Io {
-                path: directory.to_owned(),
-                action: "read a payload",
-                source,
-                hint: "",
-            });
-            found.corrupt += u64::from(!intact.map_err(HostError::from)?);
+            if !check(directory, record, &contents)? {
+                suspects.push(*record);
+            }
             found.bytes += u64::from(record.payload_bytes);
         }
         found.checked += records.len();
     }
     progress(found.checked, summary.records.len())?;
+    let corrupt = confirm(directory, suspects).map_err(E::from)?;
+    found.corrupt = corrupt.len() as u64;
+    let digest = |instance| {
+        let mut spaces = summary.namespaces.iter();
+        let space = spaces.find(|space| space.instance == instance);
+        space.map_or_else(String::new, |space| space.spec.digest().to_hex())
+    };
+    let shown = corrupt.iter().take(SHOWN_MAX);
+    found.corrupt_blocks = shown
+        .map(|record| CorruptBlock {
+            namespace: digest(record.instance),
+            offset: u64::from(record.slot) * SLOT_ALIGN,
+            bytes: record.payload_bytes,
+        })
+        .collect();
     Ok(found)
+}
+
+fn check(directory: &Path, record: &Record, contents: &Contents) -> Result<bool, HostError> {
+    let intact = is_intact(record, &contents.data).map_err(|source| StoreError::Io {
+        path: directory.to_owned(),
+        action: "read a payload",
+        source,
+        hint: "",
+    });
+    Ok(intact?)
+}
+
+/// Those of the records that the table goes on telling, and whose payloads go on being others. An engine writes what
+/// has become of a slot into the table soon after the slot is used again.
+fn confirm(directory: &Path, mut suspects: Vec<Record>) -> Result<Vec<Record>, HostError> {
+    let end = Instant::now() + SETTLES;
+    while !suspects.is_empty() {
+        let is_used = open::used_by(directory)?.is_some();
+        let contents = open::read(directory)?;
+        let now = Summary::of(&contents).records;
+        let mut corrupt = Vec::new();
+        for suspect in suspects {
+            let at = now.binary_search_by_key(&suspect.slot, |record| record.slot);
+            let is_there = at.is_ok_and(|at| is_same_payload(&now[at], &suspect));
+            if is_there && !check(directory, &suspect, &contents)? {
+                corrupt.push(suspect);
+            }
+        }
+        suspects = corrupt;
+        if !is_used || Instant::now() >= end {
+            break;
+        }
+        std::thread::sleep(SETTLES / 10);
+    }
+    Ok(suspects)
 }
 
 /// The descriptions of the namespaces that a directory holds, which may be in use. Fast: reads no records.
@@ -147,4 +273,147 @@ pub fn drop_namespace(directory: &Path, digest: &str) -> Result<usize, HostError
         directory,
         &digest.to_ascii_lowercase(),
     )?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use undercroft_core::arena::Arena;
+    use undercroft_core::driver::EngineAccess;
+    use undercroft_core::engine::EngineConfig;
+    use undercroft_core::io::IoEngineChoice;
+    use undercroft_core::key::BlockHash;
+    use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_core::session::{SaveRequest, Tokens};
+
+    use super::*;
+    use crate::config::{DiskCapacity, DiskConfig};
+    use crate::directories::Directories;
+    use crate::running::RunningEngine;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    fn start(directory: &Path) -> RunningEngine {
+        let config = HostConfig {
+            disks: vec![DiskConfig {
+                path: directory.to_owned(),
+                capacity: DiskCapacity::Bytes(16 << 20),
+            }],
+            ..HostConfig::default()
+        };
+        let arena = Arc::new(Arena::create(8 << 20).unwrap());
+        RunningEngine::start(
+            EngineConfig::new(arena.size()),
+            Directories::open(&config).unwrap(),
+            (IoEngineChoice::Auto, 8),
+            arena,
+        )
+        .unwrap()
+    }
+
+    /// Saves blocks of two sizes with bytes of their own, for as long as `goes_on` says so after each.
+    fn save(engine: &RunningEngine, first: u64, goes_on: impl Fn(u64) -> bool) -> u64 {
+        let driver = engine.driver();
+        let sessions = [20_000, 65_536].map(|payload_bytes| {
+            let spec = NamespaceSpec {
+                description: format!("blocks of {payload_bytes}"),
+                hash_block_size: 16,
+                alignment_tokens: 16,
+                groups: vec![GroupSpec {
+                    kind: GroupKind::Full,
+                    block_tokens: 16,
+                    payload_bytes,
+                }],
+            };
+            let session = driver.enter(|engine| engine.open_session(spec));
+            (session.unwrap().unwrap(), payload_bytes as usize)
+        });
+        let mut block = first;
+        while goes_on(block) {
+            // Now this size, now that one: pages change theirs.
+            let (session, payload_bytes) = sessions[(block / 500 % 2) as usize];
+            let mut hash = [7; 32];
+            hash[..8].copy_from_slice(&block.to_le_bytes());
+            let hashes = vec![BlockHash::new(&hash).unwrap()];
+            let save = SaveRequest::new("r", &hashes, Tokens(16));
+            let granted = driver.enter(|engine| engine.begin_save(session, &save).transfer);
+            if let Some(transfer) = granted.unwrap() {
+                let bytes: Vec<u8> = hash.iter().copied().cycle().take(payload_bytes).collect();
+                let offset = transfer.extents[0].offsets[0].get().unwrap();
+                engine.arena().write(offset, &bytes).unwrap();
+                driver.enter(|engine| engine.end_transfer(transfer.id, true));
+            }
+            driver.enter(|engine| engine.finish_request(session, "r"));
+            block += 1;
+            if block.is_multiple_of(16) {
+                driver.wait_until(PATIENCE, |engine| engine.gauges().saves == 0);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        block
+    }
+
+    fn verified(directory: &Path) -> Verification {
+        verify(directory, |_, _| Ok::<(), HostError>(())).unwrap()
+    }
+
+    #[test]
+    fn what_is_replaced_during_a_verification_is_not_corrupt() {
+        let root = tempfile::tempdir().unwrap();
+        let store = root.path().join("store");
+        let engine = start(&store);
+        let filled = save(&engine, 0, |block| block < 1_000);
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let saver = scope.spawn(|| save(&engine, filled, |_| !stop.load(Ordering::Relaxed)));
+            let before = engine.stats()["disk_evictions"].as_u64().unwrap();
+            let started = Instant::now();
+            for _ in 0..5 {
+                let found = verified(&store);
+                assert!(found.checked > 100, "{found:?}");
+                assert_eq!(
+                    (found.corrupt, found.used_by),
+                    (0, Some(std::process::id()))
+                );
+            }
+            let evicted = engine.stats()["disk_evictions"].as_u64().unwrap() - before;
+            stop.store(true, Ordering::Relaxed);
+            saver.join().unwrap();
+            let rate = evicted as f64 / started.elapsed().as_secs_f64();
+            assert!(
+                rate > 100.0,
+                "{rate} blocks a second were evicted meanwhile"
+            );
+        });
+        engine.stop(PATIENCE);
+        drop(engine);
+        let found = verified(&store);
+        assert_eq!((found.corrupt, found.used_by), (0, None));
+    }
+
+    #[test]
+    fn a_corrupt_block_is_named_also_in_a_directory_in_use() {
+        let root = tempfile::tempdir().unwrap();
+        let store = root.path().join("store");
+        let engine = start(&store);
+        save(&engine, 0, |block| block < 20);
+        let driver = engine.driver();
+        assert!(driver.wait_until(PATIENCE, |engine| engine.is_quiet()));
+        let record = Summary::of(&open::read(&store).unwrap()).records[3];
+        let offset = u64::from(record.slot) * SLOT_ALIGN;
+        let data = std::fs::File::options()
+            .write(true)
+            .open(store.join("data"))
+            .unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&data, b"other", offset + 100).unwrap();
+        data.sync_all().unwrap();
+        let found = verified(&store);
+        assert_eq!(found.corrupt, 1);
+        assert_eq!(found.corrupt_blocks[0].offset, offset);
+        assert_eq!(found.corrupt_blocks[0].namespace.len(), 64);
+        assert_eq!(found.checked, 20);
+        engine.stop(PATIENCE);
+    }
 }

@@ -5,11 +5,13 @@
 //! that has the directories open ([`SharedHost`]), or `undercroft serve` ([`RemoteHost`]).
 
 mod config;
+mod directories;
 mod embedded;
 mod error;
 pub mod inspect;
 mod namespace;
 mod remote;
+mod retry;
 mod running;
 mod shared;
 mod socket_path;
@@ -24,12 +26,13 @@ use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, Tokens};
 use undercroft_wire::SessionAddress;
 
-pub use config::{DiskAdmission, DiskConfig, HostConfig};
+pub use config::{DiskAdmission, DiskCapacity, DiskConfig, HostConfig, OnDiskError};
+pub use directories::Directories;
 pub use embedded::EmbeddedHost;
 pub use error::{ErrorClass, HostError};
 pub use namespace::group_spec;
 pub use remote::RemoteHost;
-pub use running::{Directories, RunningEngine};
+pub use running::RunningEngine;
 pub use shared::SharedHost;
 pub use socket_path::{default_server_socket, default_socket_dir};
 

@@ -2,60 +2,20 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use undercroft_core::arena::Arena;
-use undercroft_core::disk::open::{DirectoryLock, open};
-use undercroft_core::disk::{DeviceImage, Health};
+use undercroft_core::disk::Health;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery};
-use undercroft_core::io::{DeviceFiles, IoEngineChoice, IoFault, IoFeatures, open_io_engine};
+use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
 use undercroft_wire::stats_json;
 
-use crate::config::DiskConfig;
+use crate::directories::{Directories, DirectoryState};
 use crate::error::HostError;
-
-/// What is told of a directory, and what keeps it locked.
-#[derive(Debug)]
-struct OpenDirectory {
-    capacity: u64,
-    o_direct: bool,
-    blocks_recovered: u64,
-    lock: DirectoryLock,
-}
-
-/// The directories of the disk tier, open and locked.
-#[derive(Debug, Default)]
-pub struct Directories {
-    files: Vec<DeviceFiles>,
-    images: Vec<DeviceImage>,
-    open: Vec<OpenDirectory>,
-}
-
-impl Directories {
-    /// Opens all of them.
-    ///
-    /// # Errors
-    /// If one of them cannot be used.
-    pub fn open(disks: &[DiskConfig]) -> Result<Self, HostError> {
-        let mut all = Self::default();
-        for disk in disks {
-            let directory = open(&disk.path, disk.capacity, random())?;
-            let o_direct = directory.files.o_direct;
-            let (files, image, lock) = directory.into_parts();
-            all.open.push(OpenDirectory {
-                capacity: image.capacity,
-                o_direct,
-                blocks_recovered: 0,
-                lock,
-            });
-            all.files.push(files);
-            all.images.push(image);
-        }
-        Ok(all)
-    }
-}
+use crate::retry::{self, SharedDirectories};
 
 /// An engine and its threads. Its directories are locked until it is stopped or dropped.
 #[derive(Debug)]
@@ -64,8 +24,9 @@ pub struct RunningEngine {
     arena: Arc<Arena>,
     io: IoFeatures,
     recovery: Recovery,
-    /// Empty once it is stopped.
-    directories: Mutex<Vec<OpenDirectory>>,
+    directories: Arc<SharedDirectories>,
+    /// The thread that tries directories again.
+    retry: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// A number that differs from process to process and from call to call.
@@ -83,33 +44,50 @@ impl RunningEngine {
     pub fn start(
         config: EngineConfig,
         directories: Directories,
-        (choice, depth): (IoEngineChoice, usize),
+        io: (IoEngineChoice, usize),
         arena: Arc<Arena>,
     ) -> Result<Self, HostError> {
-        let Directories {
-            files,
-            images,
-            mut open,
-        } = directories;
+        Self::start_with_pause(config, directories, io, arena, None)
+    }
+
+    /// As [`RunningEngine::start`]; `pause` comes before directories that are not open are tried again.
+    pub(crate) fn start_with_pause(
+        config: EngineConfig,
+        directories: Directories,
+        (choice, depth): (IoEngineChoice, usize),
+        arena: Arc<Arena>,
+        pause: Option<Duration>,
+    ) -> Result<Self, HostError> {
         // Without a disk there is nothing for a ring to do.
-        let choice = if files.is_empty() {
+        let choice = if directories.states.is_empty() {
             IoEngineChoice::ThreadPool
         } else {
             choice
         };
+        let Directories {
+            files,
+            images,
+            mut states,
+        } = directories;
         let (io, features) =
             open_io_engine(choice, depth, Arc::clone(&arena), files).map_err(HostError::Io)?;
         let mut engine = Engine::new(config);
         let recovery = engine.attach_disks(images);
-        for (directory, blocks) in open.iter_mut().zip(engine.disk_blocks_by_device()) {
-            directory.blocks_recovered = blocks;
+        for (state, blocks) in states.iter_mut().zip(engine.disk_blocks_by_device()) {
+            if let DirectoryState::Open(directory) = state {
+                directory.blocks_recovered = blocks;
+            }
         }
+        let driver = Arc::new(Driver::start(engine, io).map_err(HostError::Io)?);
+        let directories = Arc::new(SharedDirectories::new(states));
+        let retry = retry::start(&directories, &driver, pause).map_err(HostError::Io)?;
         Ok(Self {
-            driver: Arc::new(Driver::start(engine, io).map_err(HostError::Io)?),
+            driver,
             arena,
             io: features,
             recovery,
-            directories: Mutex::new(open),
+            directories,
+            retry: Mutex::new(retry),
         })
     }
 
@@ -137,17 +115,25 @@ impl RunningEngine {
     /// directories. Idempotent.
     pub fn stop(&self, timeout: Duration) {
         self.driver.stop(timeout);
-        self.with_directories(Vec::clear);
+        self.directories.close();
+        let thread = self.retry.lock();
+        let thread = thread.unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            // A panic of the thread has been reported by the panic hook.
+            drop(thread.join());
+        }
     }
 
     /// Writes into the directories at which socket the engine is shared.
     pub(crate) fn publish(&self, socket: &Path) {
-        self.with_directories(|directories| {
-            for directory in directories {
+        let mut state = self.directories.lock();
+        state.socket = Some(socket.to_owned());
+        for directory in &state.directories {
+            if let DirectoryState::Open(directory) = directory {
                 // Where that fails, others do not find the engine, and say so.
                 let _ = directory.lock.publish(socket);
             }
-        });
+        }
     }
 
     /// Counters and gauges. A directory of which a file was deleted counts as degraded.
@@ -157,25 +143,24 @@ impl RunningEngine {
             .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
         // Without an engine everything is zero: its capacity, too.
         let (counters, mut gauges, health) = taken.unwrap_or_default();
-        gauges.disk_degraded += self.with_directories(|directories| {
-            let pairs = directories.iter().zip(health);
-            let missing = pairs.filter(|(directory, (health, _))| {
-                *health == Health::Good && directory.lock.missing_file().is_some()
-            });
-            missing.count() as u64
-        });
+        let state = self.directories.lock();
+        let pairs = state.directories.iter().zip(health);
+        let missing = pairs
+            .filter(|(directory, (health, _))| *health == Health::Good && directory.lacks_file());
+        gauges.disk_degraded += missing.count() as u64;
+        drop(state);
         stats_json(&counters, &gauges)
     }
 
     /// What was configured and found.
     pub(crate) fn info(&self) -> Value {
         let health = self.driver.enter(|engine| engine.health());
-        let disks: Vec<Value> = self.with_directories(|directories| {
-            let pairs = directories.iter().zip(health.unwrap_or_default());
-            pairs
-                .map(|(directory, (health, fault))| directory.info(health, fault))
-                .collect()
-        });
+        let state = self.directories.lock();
+        let pairs = state.directories.iter().zip(health.unwrap_or_default());
+        let disks: Vec<Value> = pairs
+            .map(|(directory, (health, fault))| directory.info(health, fault))
+            .collect();
+        drop(state);
         json!({
             "host_memory": self.arena.size(),
             "huge_pages": self.arena.huge_pages(),
@@ -187,32 +172,6 @@ impl RunningEngine {
             "records_dropped": self.recovery.dropped,
             "records_damaged": self.recovery.damaged,
             "namespaces": self.recovery.namespaces,
-        })
-    }
-
-    fn with_directories<R>(&self, work: impl FnOnce(&mut Vec<OpenDirectory>) -> R) -> R {
-        // Nothing is left half done under the lock.
-        let directories = self.directories.lock();
-        work(&mut directories.unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-impl OpenDirectory {
-    fn info(&self, health: Health, fault: Option<IoFault>) -> Value {
-        let missing = self.lock.missing_file();
-        let name = match health {
-            Health::Good if missing.is_some() => "file_missing",
-            Health::Good => "good",
-            Health::NoWrites { .. } => "no_writes",
-            Health::Failed { .. } => "failed",
-        };
-        json!({
-            "path": self.lock.path().to_string_lossy(),
-            "capacity": self.capacity,
-            "o_direct": self.o_direct,
-            "blocks_recovered": self.blocks_recovered,
-            "health": name,
-            "fault": fault.map(|fault| fault.to_string()).or(missing),
         })
     }
 }

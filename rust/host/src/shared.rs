@@ -151,14 +151,14 @@ mod tests {
     use undercroft_core::namespace::{GroupKind, GroupSpec};
 
     use super::*;
-    use crate::config::DiskConfig;
+    use crate::config::{DiskCapacity, DiskConfig};
 
     fn config(root: &Path) -> HostConfig {
         HostConfig {
             host_memory: 16 << 20,
             disks: vec![DiskConfig {
                 path: root.join("disk"),
-                capacity: 64 << 20,
+                capacity: DiskCapacity::Bytes(64 << 20),
             }],
             socket_dir: root.join("run"),
             share: true,

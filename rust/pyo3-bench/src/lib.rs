@@ -28,6 +28,13 @@ fn as_dict(py: Python<'_>, report: impl Serialize) -> PyResult<Bound<'_, PyAny>>
     py.import("json")?.call_method1("loads", (text,))
 }
 
+/// How fast one thread compares payloads in the arena with their checksums, in 1e9 bytes/s. Raises UndercroftError.
+#[pyfunction]
+fn checksum_gbps(py: Python<'_>, block_bytes: u32, blocks: u32, rounds: usize) -> PyResult<f64> {
+    py.detach(|| undercroft_bench::checksums::speed(block_bytes, blocks, rounds))
+        .map_err(failed)
+}
+
 /// The disk tier through the whole engine, against a bare O_DIRECT loop in the same run.
 ///
 /// `directory` must be empty and is left so. Keys of the result: `undercroft bench disk`. Raises UndercroftError.
@@ -98,5 +105,5 @@ fn replay<'py>(
 #[pymodule]
 mod _bench {
     #[pymodule_export]
-    use super::{disk, recover, replay};
+    use super::{checksum_gbps, disk, recover, replay};
 }

@@ -2,7 +2,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,8 +17,8 @@ use crate::errors::Result;
 pub(crate) struct PyArena {
     arena: Arc<undercroft_core::arena::Arena>,
     arena_id: u64,
-    /// Its end tells the engine that this process no longer copies.
-    connection: Option<UnixStream>,
+    /// Tells the engine that this process lives; `None` without an engine, and once it has let go.
+    connection: Mutex<Option<UnixStream>>,
 }
 
 impl PyArena {
@@ -32,7 +32,6 @@ impl PyArena {
     /// Get the descriptor from the engine's socket (same uid only) and map it, for the session with this
     /// token. Waits at most five seconds. Raises ServerError.
     #[staticmethod]
-    #[pyo3(signature = (socket_path, session = 0))]
     fn attach(py: Python<'_>, socket_path: PathBuf, session: u128) -> Result<Self> {
         let session = SessionToken(session);
         let attached = py.detach(|| undercroft_wire::attach(&socket_path, session));
@@ -40,7 +39,7 @@ impl PyArena {
         Ok(Self {
             arena: Arc::new(attached.arena),
             arena_id: attached.arena_id,
-            connection: Some(attached.connection),
+            connection: Mutex::new(Some(attached.connection)),
         })
     }
 
@@ -51,7 +50,7 @@ impl PyArena {
         Ok(Self {
             arena: Arc::new(arena),
             arena_id: 0,
-            connection: None,
+            connection: Mutex::new(None),
         })
     }
 
@@ -70,12 +69,24 @@ impl PyArena {
     /// Whether its engine still runs, as far as the socket tells; true without one (`create`).
     #[getter]
     fn is_served(&self) -> bool {
-        self.connection.as_ref().is_none_or(|connection| {
+        let connection = self.connection.lock();
+        let connection = connection.unwrap_or_else(PoisonError::into_inner);
+        connection.as_ref().is_none_or(|connection| {
             let mut fds = [PollFd::new(connection, PollFlags::IN)];
             // The engine says nothing more on it: what comes is its end.
             let nothing = Timespec::default();
             poll(&mut fds, Some(&nothing)) == Ok(0)
         })
+    }
+
+    /// Tell the engine that this process copies no more from or to the arena, and never will. Without it the engine
+    /// keeps what was being copied until the process is gone.
+    fn let_go(&self) {
+        let connection = self.connection.lock();
+        let mut connection = connection.unwrap_or_else(PoisonError::into_inner);
+        if let Some(connection) = connection.take() {
+            undercroft_wire::let_go(connection);
+        }
     }
 
     /// The engine's number of this arena; another arena has another number.

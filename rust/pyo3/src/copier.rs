@@ -9,7 +9,7 @@ use std::num::NonZeroUsize;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use undercroft_core::copy::{Copier, Direction, Piece};
+use undercroft_core::copy::{Copier, Direction, Piece, Routine};
 
 use crate::arena::PyArena;
 use crate::errors::UndercroftError;
@@ -61,6 +61,12 @@ impl PyCopier {
         // until the job has ended; `undercroft.device.layout` computes them from vLLM's tensors.
         unsafe { self.copier.submit(job_id, direction, pieces) }
             .map_err(|error| UndercroftError::new_err(format!("copy job {job_id}: {error}")))
+    }
+
+    /// How bytes are copied: what a measurement of this processor found to be the fastest. Waits for it.
+    #[getter]
+    fn routine(&self, py: Python<'_>) -> &'static str {
+        py.detach(Routine::fastest).name()
     }
 
     /// Jobs that have ended since the last call: (job id, seconds from the first byte to the last).

@@ -1,18 +1,31 @@
-//! `_core.inspect`, `_core.descriptions`, `_core.verify`, `_core.drop_namespace`: a directory without an engine.
+//! `_core.inspect`, `_core.examine`, `_core.descriptions`, `_core.verify`, `_core.drop_namespace`: a directory without an engine.
 
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
-use undercroft_host::inspect;
+use pyo3::types::PyDict;
+use undercroft_host::{HostConfig, inspect};
 
 use crate::errors::Result;
-use crate::json::to_python;
+use crate::json::{to_json, to_python};
 
 /// What a cache directory holds. Changes nothing. Raises StoreError.
 #[pyfunction]
 #[pyo3(name = "inspect")]
 pub(crate) fn inspect_directory(py: Python<'_>, directory: PathBuf) -> Result<Bound<'_, PyAny>> {
     let found = py.detach(|| inspect::inspect(&directory))?;
+    Ok(to_python(py, &found)?)
+}
+
+/// What opening the directories of these options (as `Engine` takes them) would come to. Changes nothing. Raises
+/// ConfigError.
+#[pyfunction]
+pub(crate) fn examine<'py>(
+    py: Python<'py>,
+    options: &Bound<'py, PyDict>,
+) -> Result<Bound<'py, PyAny>> {
+    let config = HostConfig::from_json(&to_json(options)?)?;
+    let found = py.detach(|| inspect::examine(&config));
     Ok(to_python(py, &found)?)
 }
 

@@ -23,12 +23,12 @@ impl World {
             }
             let at = self.random.index(self.checksums.len());
             let request = self.checksums.swap_remove(at);
-            self.end_checksum(request);
+            self.end_checksum(request)?;
         }
         Ok(())
     }
 
-    fn end_checksum(&mut self, request: ChecksumRequest) {
+    fn end_checksum(&mut self, request: ChecksumRequest) -> Result<(), String> {
         let ChecksumRequest {
             token,
             arena_offset,
@@ -37,10 +37,19 @@ impl World {
         let len = u64::from(payload_len);
         let result = Ok(checksum(self.arena.at(arena_offset, len)));
         self.arena.release(arena_offset, len, Hand::Read);
-        self.clock.last_read_ns = self.clock.now_ns;
         self.note(|| format!("checksum of {arena_offset}+{len}: {result:?}"));
         self.engine
             .with(|engine| engine.complete(IoCompletion { token, result }));
+        let mut sectors = (0..sectors(len) as u64).map(|sector| arena_offset + sector * SECTOR);
+        if sectors.any(|at| self.arena.has_changed(at)) {
+            let payloads = self.engine.uncounted(|engine| engine.guarded_payloads());
+            if payloads.iter().any(|&(offset, _)| offset == arena_offset) {
+                return Err(format!(
+                    "the payload at {arena_offset} is kept, although it was found to have changed"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// A bit of a payload in the arena flips, if there is one that the engine can tell.
@@ -52,6 +61,9 @@ impl World {
         let (offset, len) = payloads[self.random.index(payloads.len())];
         let sector = self.random.index(sectors(u64::from(len))) as u64;
         let at = offset + sector * SECTOR;
+        if self.arena.has_changed(at) {
+            return;
+        }
         let bit = self.random.below(64);
         self.arena.change(at, bit);
         self.history.changes += 1;

@@ -110,10 +110,8 @@ impl World {
             tokens: keys.len() as u32 * HASH_BLOCK + rest,
             keys,
             hashes,
-            pending_ns: None,
             asked_ns: None,
             promotions: 0,
-            stalls: 0,
             ready: None,
             promise: None,
             saved_tokens: 0,
@@ -190,11 +188,22 @@ impl World {
         if of.served && of.requests[request].asked_ns.is_none() && self.random.chance(500) {
             return self.peek(session, request);
         }
-        let (local, most) = self.limits(session, request);
+        let limits = self.limits(session, request);
+        self.ask(session, request, limits)
+    }
+
+    /// The scheduler asks.
+    pub(crate) fn ask(
+        &mut self,
+        session: usize,
+        request: usize,
+        (local, most): (u32, u32),
+    ) -> Result<(), String> {
         let now_ns = self.clock.now_ns;
         let of = &mut self.sessions[session];
         let id = of.id;
         let state = &mut of.requests[request];
+        let is_new = state.asked_ns.is_none();
         let asked_ns = *state.asked_ns.get_or_insert(now_ns);
         let question = LookupRequest::new(&state.name, &state.hashes)
             .computed(Tokens(local))
@@ -217,16 +226,8 @@ impl World {
         match answer.tokens() {
             None => {
                 (state.ready, state.promise) = (None, None);
-                let before = state.pending_ns.replace(now_ns);
-                state.promotions += u32::from(before.is_none());
+                state.promotions += u32::from(is_new);
                 let config = &self.settings.engine;
-                let since = before.unwrap_or(now_ns).max(self.clock.last_read_ns);
-                // One that ended without a read may have been followed by another.
-                let looked_ns = self.clock.last_poll_ns;
-                state.stalls += u32::from(looked_ns.saturating_sub(since) > config.stall_ns);
-                if state.stalls > PROMOTIONS_MAX {
-                    return Err(format!("{name} waits for a device that answers no more"));
-                }
                 if let Some(wait) = config.promotion_wait {
                     let part = wait.per_1k_tokens_ns * u64::from(state.tokens) / 1000;
                     let most_ns = wait.base_ns + part;
@@ -237,9 +238,10 @@ impl World {
                 Ok(())
             }
             Some(Tokens(tokens)) => {
-                state.pending_ns = None;
                 state.asked_ns = None;
-                self.answered(session, request, local, most, tokens)
+                self.answered(session, request, local, most, tokens)?;
+                self.sessions[session].requests[request].promotions = 0;
+                Ok(())
             }
         }
     }
@@ -271,9 +273,11 @@ impl World {
             } else {
                 0
             };
-            // What is asked for again and again is not promoted, or verified, again and again.
-            let verified = self.settings.engine.verify_host;
-            let exact = !verified && state.promotions < PROMOTIONS_MAX || tokens > expected;
+            // What is asked for again and again is not promoted, or verified, again and again, and what exceeds
+            // the budget is promoted in part.
+            let config = &self.settings.engine;
+            let is_whole = !config.verify_host && config.promotion_bytes == config.host_bytes;
+            let exact = is_whole && state.promotions < PROMOTIONS_MAX || tokens > expected;
             if tokens != expected && exact {
                 return Err(format!(
                     "{name}: hit of {tokens} tokens, and {expected} were saved"
@@ -332,7 +336,7 @@ impl World {
         self.begin_load(session, request, ready.local, external, false)
     }
 
-    fn discard(&mut self, session: usize, request: usize) {
+    pub(crate) fn discard(&mut self, session: usize, request: usize) {
         let state = &mut self.sessions[session];
         let request = state.requests.swap_remove(request);
         if self.random.chance(300) {
@@ -356,6 +360,9 @@ impl World {
         self.note(|| format!("reset namespace {namespace}"));
         if !self.models[namespace].private {
             self.history.undurable.push(namespace);
+            let attached = &self.disks.attached;
+            let away = (0..self.disks.devices.len()).filter(|at| !attached.contains(at));
+            self.history.stale.extend(away);
             self.part(session);
         }
     }

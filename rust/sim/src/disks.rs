@@ -1,5 +1,8 @@
 //! The virtual IO engine: operations in flight, which end in any order, late, badly, or never.
 
+use std::collections::BTreeSet;
+
+use undercroft_core::disk::DeviceImage;
 use undercroft_core::io::{FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest};
 
 use crate::arena::{Hand, SimArena};
@@ -53,9 +56,15 @@ struct Flight {
 
 #[derive(Debug)]
 pub(crate) struct Disks {
+    /// All that there are.
     pub(crate) devices: Vec<SimDevice>,
+    /// Those that the engine has, by its numbers.
+    pub(crate) attached: Vec<usize>,
+    /// Those that answer nothing now, by the engine's numbers.
+    hung: BTreeSet<usize>,
     pub(crate) faults: DeviceFaults,
     flights: Vec<Flight>,
+    /// Operations that a device has at a time.
     depth: usize,
     latency_ns: u64,
 }
@@ -63,6 +72,8 @@ pub(crate) struct Disks {
 impl Disks {
     pub(crate) fn new(devices: Vec<SimDevice>, depth: usize, latency_ns: u64) -> Self {
         Self {
+            attached: (0..devices.len()).collect(),
+            hung: BTreeSet::new(),
             devices,
             faults: DeviceFaults::default(),
             flights: Vec::new(),
@@ -71,17 +82,42 @@ impl Disks {
         }
     }
 
-    pub(crate) fn room(&self) -> usize {
-        self.depth - self.flights.len().min(self.depth)
+    /// Free depth of each device.
+    pub(crate) fn rooms(&self) -> Vec<usize> {
+        let mut rooms = vec![self.depth; self.attached.len()];
+        for flight in &self.flights {
+            rooms[target(&flight.request).0] -= 1;
+        }
+        rooms
+    }
+
+    /// A device hangs, or, if it hung, answers again. Whether it hangs now.
+    pub(crate) fn toggle(&mut self, device: usize) -> bool {
+        !self.hung.remove(&device) && self.hung.insert(device)
+    }
+
+    /// What the engine finds on the directories that it has.
+    pub(crate) fn images(&self) -> Vec<DeviceImage> {
+        let attached = self.attached.iter();
+        attached.map(|&at| self.devices[at].image()).collect()
+    }
+
+    fn device_mut(&mut self, device: usize) -> &mut SimDevice {
+        &mut self.devices[self.attached[device]]
     }
 
     pub(crate) fn in_flight(&self) -> usize {
         self.flights.len()
     }
 
+    fn answers(&self, flight: &Flight) -> bool {
+        !self.hung.contains(&target(&flight.request).0)
+    }
+
     /// When the next operation may end.
     pub(crate) fn next_due_ns(&self) -> Option<u64> {
-        let due = self.flights.iter().map(|flight| flight.due_ns);
+        let answering = self.flights.iter().filter(|flight| self.answers(flight));
+        let due = answering.map(|flight| flight.due_ns);
         due.min().filter(|&due| due < u64::MAX)
     }
 
@@ -94,13 +130,13 @@ impl Disks {
         random: &mut Random,
     ) -> Result<(), String> {
         let (device, file, offset, len) = target(&request);
-        if device >= self.devices.len()
+        if device >= self.attached.len()
             || !offset.is_multiple_of(IO_ALIGN)
             || !len.is_multiple_of(IO_ALIGN)
         {
             return Err(format!("impossible request {request:?}"));
         }
-        if file == FileKind::Data && offset + len > self.devices[device].capacity {
+        if file == FileKind::Data && offset + len > self.devices[self.attached[device]].capacity {
             return Err(format!(
                 "beyond the capacity of device {device}: {request:?}"
             ));
@@ -156,7 +192,7 @@ impl Disks {
             .flights
             .iter()
             .enumerate()
-            .filter(|(_, flight)| flight.due_ns <= now_ns);
+            .filter(|(_, flight)| flight.due_ns <= now_ns && self.answers(flight));
         let due: Vec<usize> = due.map(|(at, _)| at).collect();
         if due.is_empty() {
             return None;
@@ -192,8 +228,9 @@ impl Disks {
         if random.chance(self.faults.read_error) {
             return Err(IoFault::Os(EIO));
         }
-        let device = &mut self.devices[usize::from(device)];
-        if random.chance(self.faults.corrupt) {
+        let corrupts = random.chance(self.faults.corrupt);
+        let device = self.device_mut(usize::from(device));
+        if corrupts {
             device.corrupt(file_offset, u64::from(payload_len), random);
         }
         let len = u64::from(len);
@@ -217,12 +254,14 @@ impl Disks {
         arena: &SimArena,
         random: &mut Random,
     ) -> Result<u64, IoFault> {
-        let device = &mut self.devices[target(request).0];
         let (write, result) = intended(request, arena);
         if random.chance(self.faults.full) {
             return Err(IoFault::Os(ENOSPC));
         }
-        if random.chance(self.faults.write_error) {
+        let fails = random.chance(self.faults.write_error);
+        let lost = self.faults.lost;
+        let device = self.device_mut(target(request).0);
+        if fails {
             device.write(
                 write,
                 random.pick(&[Persisted::Whole, Persisted::Nothing, Persisted::Torn]),
@@ -232,7 +271,7 @@ impl Disks {
         }
         let sync = matches!(request, IoRequest::WriteMeta { sync: true, .. });
         // A device that lies about a sync is beyond help.
-        let extent = if !sync && random.chance(self.faults.lost) {
+        let extent = if !sync && random.chance(lost) {
             random.pick(&[Persisted::Nothing, Persisted::Torn])
         } else {
             Persisted::Whole
@@ -246,12 +285,14 @@ impl Disks {
 
     /// The process ends: operations in flight have taken place, or not, or in part.
     pub(crate) fn crash(&mut self, power_loss: bool, arena: &SimArena, random: &mut Random) {
+        self.hung.clear();
         while !self.flights.is_empty() {
             let flight = self.flights.swap_remove(random.index(self.flights.len()));
             if !flight.request.is_read() {
                 let (write, _) = intended(&flight.request, arena);
                 let extent = random.pick(&[Persisted::Whole, Persisted::Nothing, Persisted::Torn]);
-                self.devices[target(&flight.request).0].write(write, extent, random);
+                self.device_mut(target(&flight.request).0)
+                    .write(write, extent, random);
             }
         }
         for device in &mut self.devices {
@@ -262,6 +303,7 @@ impl Disks {
     /// From now on nothing goes wrong, and what hung goes on.
     pub(crate) fn heal(&mut self, now_ns: u64) {
         self.faults = DeviceFaults::default();
+        self.hung.clear();
         for flight in &mut self.flights {
             flight.due_ns = flight.due_ns.min(now_ns + self.latency_ns);
         }

@@ -9,7 +9,8 @@
 //! - a payload whose bytes in the arena change after its save is never written to disk, and, where hits are
 //!   verified, never loaded;
 //! - no slot, of the arena or of a device, is in two hands; no payload is read twice at once;
-//! - every lookup is answered in bounded time, whatever the device does;
+//! - every lookup is answered when those that were answered before have left, whatever the devices do;
+//! - while devices deliver and there is memory, no lookup is given up, however long it waits for its turn;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
 //! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
@@ -55,6 +56,10 @@ pub struct Stats {
     pub blocks_saved: u64,
     /// Payloads evicted from the arena.
     pub evictions: u64,
+    /// Runs of pages that went to another size class.
+    pub moved_runs: u64,
+    /// Evicted payloads that were saved again below others that had stayed.
+    pub filled_gaps: u64,
     /// Payloads found on disk by an engine that starts.
     pub recovered: u64,
     /// Stops after which all that was saved had to be on disk.
@@ -65,6 +70,10 @@ pub struct Stats {
     pub forgotten: u64,
     /// Checksum mismatches that the device's faults caused.
     pub corruptions: u64,
+    /// Devices that hung.
+    pub hangs: u64,
+    /// Starts with other directories than before.
+    pub away: u64,
     /// Bits that flipped in payloads in the arena.
     pub changes: u64,
     /// Of these payloads, those that the engine found before a hit or a write.
@@ -87,11 +96,15 @@ impl Stats {
         self.disk_reads += other.disk_reads;
         self.blocks_saved += other.blocks_saved;
         self.evictions += other.evictions;
+        self.moved_runs += other.moved_runs;
+        self.filled_gaps += other.filled_gaps;
         self.recovered += other.recovered;
         self.complete_stops += other.complete_stops;
         self.resets += other.resets;
         self.forgotten += other.forgotten;
         self.corruptions += other.corruptions;
+        self.hangs += other.hangs;
+        self.away += other.away;
         self.changes += other.changes;
         self.changes_found += other.changes_found;
         self.changes_loaded += other.changes_loaded;

@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use undercroft_core::error::RegisterError;
 use undercroft_core::key::NamespaceDigest;
 
-use crate::participants::ClientBlock;
 use crate::world::World;
 
 /// The shared namespaces that an engine knows, and whether each is in every directory's table.
@@ -118,7 +117,7 @@ impl World {
     /// An engine stops in good order.
     pub(crate) fn note_kept(&mut self) {
         let known = self.known_namespaces();
-        if self.settings.faults.is_none() && !self.disks.devices.is_empty() {
+        if self.settings.faults.is_none() && !self.disks.attached.is_empty() {
             let kept = known.iter().filter(|(_, kept)| **kept);
             self.history.kept_namespaces = kept.map(|(digest, _)| *digest).collect();
         }
@@ -134,9 +133,11 @@ impl World {
 
     fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
-        // What a session that has parted with the namespace is saving there still goes with it.
-        let mut saves = self.sessions.iter().flat_map(|session| &session.saves);
-        let is_of_namespace = |block: &ClientBlock| block.payload.namespace == namespace;
-        self.history.roomy_broken |= saves.any(|save| save.blocks.iter().any(is_of_namespace));
+        // A session that has parted with it may be saving there still: what ends after this is kept nowhere.
+        let saves = self.sessions.iter().flat_map(|session| &session.saves);
+        let blocks = saves.flat_map(|save| &save.blocks);
+        self.history.roomy_broken |= blocks
+            .into_iter()
+            .any(|block| block.payload.namespace == namespace);
     }
 }

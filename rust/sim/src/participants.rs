@@ -13,14 +13,10 @@ pub(crate) struct ClientRequest {
     pub(crate) keys: Vec<PrefixKey>,
     pub(crate) hashes: Vec<BlockHash>,
     pub(crate) tokens: u32,
-    /// When it was told last that the disk owes something.
-    pub(crate) pending_ns: Option<u64>,
     /// Since when it waits for an answer.
     pub(crate) asked_ns: Option<u64>,
     /// Times that a promotion may have started: there is a limit.
     pub(crate) promotions: u32,
-    /// How often it was pending although no read had ended for the engine's limit.
-    pub(crate) stalls: u32,
     pub(crate) ready: Option<ClientHit>,
     /// Where the payloads of `ready` lie: they stay there as long as the request keeps its hit.
     pub(crate) promise: Option<Vec<ClientBlock>>,

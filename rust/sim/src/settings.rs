@@ -25,7 +25,14 @@ pub(crate) struct Settings {
     pub(crate) crowded: bool,
     pub(crate) lives: u64,
     pub(crate) steps: u64,
+    /// Operations that a device has at a time.
     pub(crate) depth: usize,
+    /// The engine is told that depth.
+    pub(crate) tells_depth: bool,
+    /// How often a device hangs or answers again, in a thousand steps.
+    pub(crate) hangs: u64,
+    /// How often a directory is away for a life, in a thousand.
+    pub(crate) away: u64,
     pub(crate) latency_ns: u64,
 }
 
@@ -74,6 +81,13 @@ impl Settings {
                 .iter_mut()
                 .for_each(|device| *device = (device.0 * 2, PAGE * 2));
         }
+        if random.chance(250) {
+            // Many pages, and more than one model.
+            engine.host_bytes = random.range(8, 32) * PAGE;
+            devices
+                .iter_mut()
+                .for_each(|device| device.0 = random.range(8, 40) * device.1);
+        }
         if crowded {
             engine.namespace_entries_max = random.range(1, 4) as usize;
             // Each directory may hold others, as after a loss of power.
@@ -83,8 +97,9 @@ impl Settings {
         let mut faults = DeviceFaults::default();
         if roomy {
             engine.host_bytes = 24 * PAGE;
-            engine.promotion_bytes = engine.host_bytes;
-            engine.stall_ns = 60_000 * MILLISECOND;
+            if random.chance(500) {
+                engine.promotion_bytes = engine.host_bytes;
+            }
             engine.promotion_wait = None;
             engine.write_rate = 0;
             engine.second_touch = false;
@@ -92,7 +107,20 @@ impl Settings {
         } else if random.chance(600) {
             faults = random_faults(random);
         }
+        let latency_ns = random.pick(&[1, 1, 5]) * random.range(1, 2 * MILLISECOND);
+        if roomy {
+            // A read that takes longer than the limit is a stall, one that waits for others is none.
+            engine.stall_ns = latency_ns + random.pick(&[1, engine.stall_ns]);
+        }
+        let hangs = if !roomy && random.chance(300) {
+            random.range(1, 8)
+        } else {
+            0
+        };
         let settings = Self {
+            tells_depth: random.chance(700),
+            hangs,
+            away: if random.chance(200) { 400 } else { 0 },
             engine,
             devices,
             faults,
@@ -102,9 +130,16 @@ impl Settings {
             lives: random.range(1, 6),
             steps: random.range(100, 500),
             depth: random.range(1, 16) as usize,
-            latency_ns: random.pick(&[1, 1, 5]) * random.range(1, 2 * MILLISECOND),
+            latency_ns,
         };
         (settings, models)
+    }
+}
+
+impl Settings {
+    /// Whether every device delivers what it was asked for in time, and there is memory for all.
+    pub(crate) fn is_punctual(&self) -> bool {
+        self.roomy && self.faults.is_none()
     }
 }
 

@@ -7,9 +7,10 @@ use undercroft_core::driver::EngineAccess;
 use undercroft_core::engine::Engine;
 use undercroft_core::work::Work;
 
-/// Units of work that an entry of a simulated engine may do: 2,000, and 40 for each of the 24 hash blocks that a
-/// prompt has at most. The search for a page that another size class may take is most of it.
-pub(crate) const UNITS_MAX: u64 = 2_000 + 40 * 24;
+/// Units of work that an entry of a simulated engine may do: its prompts have 24 hash blocks of at most three
+/// groups, and its pages at most 64 slots. Making room and giving a page its records are most of it, for each of up to
+/// three directories at once; a search for pages of other size classes looks at up to 4096 nodes more.
+pub(crate) const UNITS_MAX: u64 = 3_200 + 4096;
 
 /// An engine that the world and its sessions share.
 #[derive(Debug)]

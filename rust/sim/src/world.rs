@@ -1,6 +1,6 @@
 //! A world: an engine, its machine and its clients, from first start to last stop.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 use undercroft_core::engine::Engine;
@@ -20,6 +20,8 @@ use crate::shared::{SharedEngine, UNITS_MAX};
 
 /// Steps between two checks of the engine's invariants.
 const CHECK_EVERY: u64 = 24;
+/// More rounds than the answers to a few requests need.
+const ANSWER_ROUNDS: usize = 2_000;
 /// More rounds of IO than any drain needs.
 const DRAIN_ROUNDS: usize = 20_000;
 const SECOND: u64 = 1_000_000_000;
@@ -28,10 +30,6 @@ const SECOND: u64 = 1_000_000_000;
 #[derive(Debug, Default)]
 pub(crate) struct VirtualClock {
     pub(crate) now_ns: u64,
-    /// When a payload read ended last.
-    pub(crate) last_read_ns: u64,
-    /// When the engine was asked for IO last.
-    pub(crate) last_poll_ns: u64,
 }
 
 /// What has happened that later checks depend on.
@@ -45,6 +43,8 @@ pub(crate) struct History {
     pub(crate) roomy_broken: bool,
     /// Requests so far: numbers them.
     pub(crate) names: u64,
+    /// Directories that were away during a reset.
+    pub(crate) stale: BTreeSet<usize>,
     /// Bits that have flipped in the arena in this life.
     pub(crate) changes: u64,
     /// Sessions that were opened or closed so far.
@@ -135,6 +135,9 @@ impl World {
             let counters = self.engine.with(|engine| *engine.counters());
             self.log.stats.disk_reads += counters.disk_reads;
             self.log.stats.evictions += counters.host_evictions;
+            let moves = self.engine.with(|engine| engine.moves());
+            self.log.stats.moved_runs += moves.runs;
+            self.log.stats.filled_gaps += moves.filled_gaps;
             self.log.stats.corruptions += counters.checksum_failures;
             self.log.stats.changes_found += counters.host_checksum_failures;
         }
@@ -144,7 +147,8 @@ impl World {
     /// Starts an engine on what the devices hold.
     fn start(&mut self) -> Result<(), String> {
         let mut config = self.settings.engine.clone();
-        if self.random.chance(500) {
+        // The engine cannot know the instances on a directory that is away: real seeds differ.
+        if self.settings.away > 0 || self.random.chance(500) {
             config.seed = self.random.next();
         }
         if !self.settings.roomy && self.random.chance(150) {
@@ -152,15 +156,18 @@ impl World {
         }
         self.disks.faults = self.settings.faults;
         self.clock.now_ns = 0;
-        self.clock.last_read_ns = 0;
-        self.clock.last_poll_ns = 0;
         self.sessions.clear();
         self.history.ended.clear();
         self.history.changes = 0;
         self.checksums.clear();
         self.arena.abandon();
+        self.leave_and_come_back();
         self.engine = SharedEngine::new(Engine::new(config));
-        let images = self.disks.devices.iter().map(SimDevice::image).collect();
+        if self.settings.tells_depth {
+            let depth = self.settings.depth;
+            self.engine.with(|engine| engine.set_io_depth(depth));
+        }
+        let images = self.disks.images();
         let recovery = self.engine.uncounted(|engine| engine.attach_disks(images));
         self.note(|| format!("start: {recovery:?}"));
         self.log.stats.recovered += recovery.blocks;
@@ -187,6 +194,31 @@ impl World {
         Ok(())
     }
 
+    /// Directories are away for a life, and others are back. One that was away during a reset was emptied by
+    /// the operator, as the documents say.
+    fn leave_and_come_back(&mut self) {
+        let before = std::mem::take(&mut self.disks.attached);
+        for at in 0..self.disks.devices.len() {
+            if self.random.chance(self.settings.away) {
+                continue;
+            }
+            self.disks.attached.push(at);
+            if self.history.stale.remove(&at) {
+                let (capacity, page) = self.settings.devices[at];
+                self.disks.devices[at] = SimDevice::new(capacity, page);
+            }
+        }
+        if before != self.disks.attached || before.is_empty() {
+            // What stands on blocks of a directory that is away is dropped.
+            self.history.roomy_broken = true;
+            self.history.left_on_disk = None;
+            self.history.kept_namespaces.clear();
+            self.log.stats.away += 1;
+            let attached = self.disks.attached.clone();
+            self.note(|| format!("the engine has directories {attached:?}"));
+        }
+    }
+
     /// The operator changes the capacity of a directory.
     fn resize(&mut self) {
         if self.disks.devices.is_empty() {
@@ -201,11 +233,20 @@ impl World {
     }
 
     fn step(&mut self) -> Result<(), String> {
+        if self.random.chance(self.settings.hangs) && !self.disks.attached.is_empty() {
+            let device = self.random.index(self.disks.attached.len());
+            let hangs = self.disks.toggle(device);
+            self.log.stats.hangs += u64::from(hangs);
+            self.note(|| format!("device {device} hangs: {hangs}"));
+        }
         match self.random.below(100) {
             0..=19 => self.start_io(),
             20..=44 => self.end_io(),
             45..=54 => {
                 self.advance();
+                if self.settings.is_punctual() {
+                    self.start_io()?;
+                }
                 Ok(())
             }
             55 if !self.settings.faults.is_none() => {
@@ -243,16 +284,20 @@ impl World {
         }
     }
 
+    /// What the IO thread does: takes what has ended, and starts what the engine asks for.
     fn start_io(&mut self) -> Result<(), String> {
-        let mut requests = Vec::new();
-        let room = self.disks.room();
-        self.clock.last_poll_ns = self.clock.now_ns;
-        self.engine
-            .with(|engine| engine.next_io(room, &mut requests));
-        if requests.len() > room {
-            return Err(format!("{} requests for a room of {room}", requests.len()));
+        if self.settings.is_punctual() {
+            while self.complete_one() {}
         }
+        let mut requests = Vec::new();
+        let mut rooms = self.disks.rooms();
+        self.engine
+            .with(|engine| engine.next_io(&rooms[..], &mut requests));
         for request in requests {
+            let device = usize::from(request.device());
+            rooms[device] = rooms[device]
+                .checked_sub(1)
+                .ok_or_else(|| format!("more for device {device} than it has room for"))?;
             self.note(|| format!("start {}", brief(&request)));
             self.disks.submit(
                 request,
@@ -271,17 +316,9 @@ impl World {
             self.set_now(self.clock.now_ns.max(due));
         }
         for _ in 0..self.random.range(1, 3) {
-            let ended = self
-                .disks
-                .complete(self.clock.now_ns, &mut self.arena, &mut self.random);
-            let Some((request, completion)) = ended else {
+            if !self.complete_one() {
                 break;
-            };
-            if request.is_read() {
-                self.clock.last_read_ns = self.clock.now_ns;
             }
-            self.note(|| format!("end {}: {:?}", brief(&request), completion.result));
-            self.engine.with(|engine| engine.complete(completion));
         }
         let durable = |engine: &mut Engine| !engine.reset_pending() && !engine.reset_failed();
         if self.engine.with(durable) {
@@ -290,6 +327,19 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// Takes the end of an operation that is due, if there is one.
+    fn complete_one(&mut self) -> bool {
+        let ended = self
+            .disks
+            .complete(self.clock.now_ns, &mut self.arena, &mut self.random);
+        let Some((request, completion)) = ended else {
+            return false;
+        };
+        self.note(|| format!("end {}: {:?}", brief(&request), completion.result));
+        self.engine.with(|engine| engine.complete(completion));
+        true
     }
 
     fn check(&mut self) -> Result<(), String> {
@@ -312,7 +362,11 @@ impl World {
             + counters.refused_disk_full
             + counters.refused_admission
             + counters.refused_write_rate
+            + counters.refused_disk_behind
             > 0;
+        if self.settings.is_punctual() && counters.promotions_given_up > 0 {
+            return Err("a lookup was given up although its device delivers".to_owned());
+        }
         self.engine.uncounted(|engine| engine.check())?;
         let most = self.engine.most_work();
         self.log.stats.most_units = self.log.stats.most_units.max(most.units());
@@ -375,21 +429,44 @@ impl World {
         self.count_stored()
     }
 
-    /// No request waits for longer than the engine's limit, even if the disk answers no more.
+    /// Every request is answered when those that were answered leave, even if a device answers no more.
     fn answer_everybody(&mut self) -> Result<(), String> {
-        if self.settings.roomy {
-            return Ok(());
+        for session in 0..self.sessions.len() {
+            self.finish_transfers(session)?;
         }
-        for _ in 0..6 {
+        for _ in 0..ANSWER_ROUNDS {
+            let mut pending = 0;
             for session in 0..self.sessions.len() {
-                for request in 0..self.sessions[session].requests.len() {
-                    self.poll(session, request)?;
-                }
+                pending += self.answer_session(session)?;
             }
-            self.set_now(self.clock.now_ns + self.settings.engine.stall_ns + 1);
+            if pending == 0 {
+                return Ok(());
+            }
             self.start_io()?;
+            self.sum()?;
+            match self.disks.next_due_ns() {
+                Some(due) => self.set_now(self.clock.now_ns.max(due)),
+                None => self.set_now(self.clock.now_ns + self.settings.engine.stall_ns + 1),
+            }
+            while self.complete_one() {}
         }
-        Ok(())
+        Err("a request waits although everybody else has left".to_owned())
+    }
+
+    /// Asks for each request of a session, and finishes those that are answered. Returns how many are not.
+    fn answer_session(&mut self, session: usize) -> Result<usize, String> {
+        let mut at = 0;
+        while at < self.sessions[session].requests.len() {
+            let tokens = self.sessions[session].requests[at].tokens;
+            self.ask(session, at, (0, tokens))?;
+            self.finish_transfers(session)?;
+            if self.sessions[session].requests[at].asked_ns.is_none() {
+                self.discard(session, at);
+            } else {
+                at += 1;
+            }
+        }
+        Ok(at)
     }
 
     fn finish_transfers(&mut self, session: usize) -> Result<(), String> {
@@ -423,7 +500,7 @@ impl World {
         self.note_kept();
         let stored: usize = self.models.iter().map(|model| model.stored.len()).sum();
         let complete =
-            self.settings.roomy && !self.history.roomy_broken && !self.disks.devices.is_empty();
+            self.settings.roomy && !self.history.roomy_broken && !self.disks.attached.is_empty();
         self.log.stats.complete_stops += u64::from(complete);
         if complete && on_disk != stored as u64 {
             return Err(format!(

@@ -12,7 +12,7 @@ use undercroft_core::arena::{Arena, ArenaError};
 use undercroft_core::session::SessionToken;
 
 use crate::frame::{
-    ARENA_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES, Header, attach_request,
+    self, ARENA_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES, Header, attach_request,
     decode_arena_body,
 };
 use crate::peer::peer_uid;
@@ -66,20 +66,28 @@ pub enum AttachError {
     Arena(#[from] ArenaError),
 }
 
-/// The engine's arena, mapped in this process. As long as this value lives, the server counts the process as
-/// a worker that may copy.
+/// The engine's arena, mapped in this process. The server counts the process as a worker that may copy until
+/// [`let_go`], or until the process is gone.
 #[derive(Debug)]
 pub struct Attachment {
     /// The mapping.
     pub arena: Arena,
     /// Identity of the arena: another engine start has another one.
     pub arena_id: u64,
-    /// The end of this connection tells the server that the process is gone.
+    /// Tells the server that the process lives.
     pub connection: UnixStream,
 }
 
-/// Gets the arena from the engine's socket, for the session with this token (0 in the engine's own
-/// process). Waits at most five seconds for the answer.
+/// Tells the server that this process copies no more from or to the arena, and never will: what the worker's
+/// session keeps for it is given to others.
+pub fn let_go(mut connection: UnixStream) {
+    // A server that cannot be told waits until the process is gone.
+    if connection.set_nonblocking(true).is_ok() {
+        let _ = connection.write_all(&frame::let_go());
+    }
+}
+
+/// Gets the arena from the engine's socket, for the session with this token. Waits at most five seconds for the answer.
 pub fn attach(path: &Path, session: SessionToken) -> Result<Attachment, AttachError> {
     let os = |step| {
         move |source| AttachError::Os {

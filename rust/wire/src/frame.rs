@@ -34,8 +34,7 @@ pub const BODY_BYTES_MAX: u32 = 16 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// Worker to server: the token (u128) of its engine's session, 0 for the server's own process; asks
-    /// for the arena.
+    /// Worker to server: the token (u128) of its engine's session; asks for the arena.
     Attach = 1,
     /// Server to worker: size (u64) and id (u64) of the arena, with its descriptor.
     Arena = 2,
@@ -43,6 +42,8 @@ pub enum FrameKind {
     Request = 3,
     /// Server to client: a [`crate::protocol::ServerMessage`].
     Reply = 4,
+    /// Worker to server: this process copies no more. Without it, its slots are kept until the process is gone.
+    LetGo = 5,
 }
 
 /// A header that has been checked.
@@ -109,6 +110,7 @@ impl Header {
             2 => (FrameKind::Arena, exactly(ARENA_BODY_BYTES)),
             3 => (FrameKind::Request, message),
             4 => (FrameKind::Reply, message),
+            5 => (FrameKind::LetGo, 0..=0),
             other => return Err(FrameError::Kind(other)),
         };
         let body_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
@@ -147,6 +149,15 @@ pub fn attach_request(session: SessionToken) -> [u8; HEADER_BYTES + ATTACH_BODY_
     bytes
 }
 
+/// A worker's last word.
+pub fn let_go() -> [u8; HEADER_BYTES] {
+    let header = Header {
+        kind: FrameKind::LetGo,
+        body_bytes: 0,
+    };
+    header.encode()
+}
+
 /// The answer that announces the arena.
 pub fn arena_answer(size: u64, arena_id: u64) -> [u8; HEADER_BYTES + ARENA_BODY_BYTES] {
     let mut bytes = [0; HEADER_BYTES + ARENA_BODY_BYTES];
@@ -177,6 +188,7 @@ mod tests {
             (FrameKind::Arena, 16),
             (FrameKind::Request, 1),
             (FrameKind::Reply, BODY_BYTES_MAX),
+            (FrameKind::LetGo, 0),
         ] {
             let header = Header { kind, body_bytes };
             assert_eq!(Header::decode(&header.encode()), Ok(header));

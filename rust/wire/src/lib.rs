@@ -22,10 +22,11 @@ mod atomic {
     pub(crate) use std::sync::atomic::{AtomicU8, Ordering};
 }
 
-pub use arena_client::{AttachError, Attachment, attach};
+pub use arena_client::{AttachError, Attachment, attach, let_go};
 pub use client::{Client, ClientConfig, ConnectionState, Resolve};
 pub use client_state::SessionAddress;
 pub use connection::{ConnectError, is_served, server_status};
 pub use server::{Served, Server, ServerCounters, SocketLocation};
+pub use sessions::new_token;
 pub use socket_dir::{SOCKET_PATH_MAX, SocketError};
 pub use stats::{StatsSource, stats_json};

@@ -180,7 +180,7 @@ fn take(bytes: &[u8]) {
                 assert_eq!(ServerMessage::decode(said).unwrap(), reply);
             }
         }
-        FrameKind::Attach | FrameKind::Arena => {}
+        FrameKind::Attach | FrameKind::Arena | FrameKind::LetGo => {}
     }
 }
 
@@ -209,7 +209,7 @@ fn every_cut_of_a_frame_is_incomplete_or_malformed() {
             match header.kind {
                 FrameKind::Request => assert!(ClientMessage::decode(&body[..len]).is_err()),
                 FrameKind::Reply => assert!(ServerMessage::decode(&body[..len]).is_err()),
-                FrameKind::Attach | FrameKind::Arena => {}
+                FrameKind::Attach | FrameKind::Arena | FrameKind::LetGo => {}
             }
         }
     }

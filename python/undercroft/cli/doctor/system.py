@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 
 from undercroft.cli.doctor.check import Check
+from undercroft.config import UndercroftConfig
+from undercroft.engine import disks
 from undercroft.units import format_size
 
 # Smallest transfer that O_DIRECT takes on every common device.
@@ -20,7 +22,7 @@ DIRECT_BYTES = 4096
 LOW_MEMORY_BYTES = 4 << 30
 # The first with MADV_COLLAPSE for shared memory.
 LINUX_COLLAPSE = (6, 1)
-STORE_FILES = ("super", "table", "data")
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 
 
 def checks(disk_path: str | None) -> list[Check]:
@@ -30,7 +32,8 @@ def checks(disk_path: str | None) -> list[Check]:
         found += [io_uring(), memory()]
     if disk_path is not None:
         found.append(direct_io(Path(disk_path)))
-        found += store_files(Path(disk_path))
+        with contextlib.suppress(ImportError):
+            found += store(Path(disk_path))
     return found
 
 
@@ -143,15 +146,38 @@ def direct_io(path: Path) -> Check:
     return Check("disk path", "ok", f"O_DIRECT works on {where}")
 
 
-def store_files(path: Path) -> list[Check]:
-    """Whether the directory of a store has all of its files; no check where there is no store."""
-    missing = [name for name in STORE_FILES if not (path / name).is_file()]
-    if len(missing) == len(STORE_FILES):
-        return []
-    if not missing:
-        return [Check("disk store", "ok", f"{path} has all its files")]
-    advice = "The cache is lost when the engine that uses it ends. Stop the engine, delete the directory, start again."
-    return [Check("disk store", "fail", f"{path} lacks {', '.join(missing)}", advice)]
+def store(path: Path) -> list[Check]:
+    """What opening the directory as `undercroft serve` does would come to. Changes nothing."""
+    from undercroft import _core
+
+    config = UndercroftConfig.parse({"disk_path": str(path)})
+    options = {"disks": disks(config), "on_disk_error": config.on_disk_error, "share": True}
+    options["disk_on_other_version"] = config.disk_on_other_version
+    (found,) = _core.examine(options)
+    checks = []
+    if found["error"] is not None and not found["starts"]:
+        checks.append(Check("disk store", "fail", found["error"], "undercroft does not start with this directory."))
+    elif found["error"] is not None:
+        advice = "undercroft starts without this directory and tries it again later."
+        if "is in use by" in found["error"]:
+            advice = "vLLM uses the engine that has it open; `undercroft serve` does not start on it."
+        checks.append(Check("disk store", "warn", found["error"], advice))
+    elif found["notes"]:
+        advice = "See disk_capacity and disk_on_other_version."
+        checks.append(Check("disk store", "warn", "; ".join(found["notes"]), advice))
+    else:
+        kind = "a store that is kept" if found["is_kept"] else "room for a new store"
+        checks.append(Check("disk store", "ok", f"{path}: {kind}, {format_size(found['capacity'])} for blocks"))
+    if _filesystem(_existing(path)) in MEMORY_FILESYSTEMS:
+        advice = "Its blocks are host memory a second time: give host_memory more instead, and a disk_path on NVMe."
+        checks.append(Check("disk device", "warn", f"{path} is in memory", advice))
+    return checks
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest one above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def _no_direct_io(where: str, error: OSError) -> Check:

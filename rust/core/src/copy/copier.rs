@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use crate::arena::{Arena, OutOfBounds};
 
-use super::nontemporal;
+use super::{Routine, nontemporal};
 
 /// How much a thread copies before it looks for something more urgent, in bytes.
 const SLICE: u64 = 4 << 20;
@@ -147,12 +147,13 @@ impl CopierShared {
 
     /// Body of a thread: copies until the copier is dropped and nothing is left.
     fn run(&self) {
+        let routine = Routine::fastest();
         let mut state = self.state();
         loop {
             if let Some(slice) = state.take() {
                 drop(state);
                 for piece in &slice.pieces[slice.range.clone()] {
-                    self.copy(slice.direction, piece);
+                    self.copy(routine, slice.direction, piece);
                 }
                 nontemporal::fence();
                 state = self.state();
@@ -171,7 +172,7 @@ impl CopierShared {
         }
     }
 
-    fn copy(&self, direction: Direction, piece: &Piece) {
+    fn copy(&self, routine: Routine, direction: Direction, piece: &Piece) {
         // `submit` has checked the range; an error here cannot happen and copies nothing.
         let Ok(arena) = self.arena.pointer(piece.offset, piece.len) else {
             return;
@@ -183,7 +184,7 @@ impl CopierShared {
         };
         // SAFETY: the arena's side is valid by the check above, the device's by the contract of
         // `Copier::submit`, which also says that they do not overlap.
-        unsafe { nontemporal::copy(from.cast_const(), to, piece.len as usize) };
+        unsafe { nontemporal::copy(routine, from.cast_const(), to, piece.len as usize) };
     }
 }
 

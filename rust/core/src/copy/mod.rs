@@ -2,5 +2,7 @@
 
 mod copier;
 mod nontemporal;
+mod routine;
 
 pub use copier::{Copier, Direction, Ended, Piece};
+pub use routine::Routine;

@@ -6,23 +6,37 @@
 
 #![expect(unsafe_code, reason = "copies between raw addresses")]
 
+use super::Routine;
+
 /// Below this many bytes an ordinary copy is as fast.
 const STREAM_MIN: usize = 2048;
 
-/// Copies `len` bytes. The stores become visible to other threads in order only after [`fence`].
+/// Copies `len` bytes as `routine` says. The stores become visible to other threads in order only after [`fence`].
 ///
 /// # Safety
 ///
 /// `from` must be valid for reads and `to` for writes of `len` bytes; they must not overlap.
-pub(super) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+pub(super) unsafe fn copy(routine: Routine, from: *const u8, to: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len >= STREAM_MIN {
+    if let Some(ahead) = routine.ahead()
+        && len >= STREAM_MIN
+    {
         // SAFETY: the caller's contract.
-        unsafe { x86::copy(from, to, len) };
+        unsafe { x86::copy(from, to, len, ahead) };
         return;
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = routine;
     // SAFETY: the caller's contract.
     unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+}
+
+/// Copies `from` to `to`, which is as long, and orders the copy before whatever this thread stores next.
+pub(super) fn copy_slice(routine: Routine, from: &[u8], to: &mut [u8]) {
+    assert_eq!(from.len(), to.len(), "a copy has the length of its source");
+    // SAFETY: both are valid for the length, and two slices, one of them mutable, do not overlap.
+    unsafe { copy(routine, from.as_ptr(), to.as_mut_ptr(), from.len()) };
+    fence();
 }
 
 /// Orders all copies of this thread before whatever it stores next.
@@ -42,13 +56,10 @@ mod x86 {
 
     /// A cache line, in bytes.
     const LINE: usize = 64;
-    /// How far ahead of the copy the source is asked for, in bytes.
-    const AHEAD: usize = 16 * LINE;
-
     /// # Safety
     ///
-    /// As for [`super::copy`]; `len` must be at least [`LINE`].
-    pub(in crate::copy) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    /// As for [`super::copy`]; `len` must be at least [`LINE`]. The source is asked for `ahead` bytes ahead.
+    pub(in crate::copy) unsafe fn copy(from: *const u8, to: *mut u8, len: usize, ahead: usize) {
         let head = to.align_offset(LINE);
         let lines = (len - head) / LINE;
         let tail = head + lines * LINE;
@@ -56,7 +67,7 @@ mod x86 {
         unsafe { std::ptr::copy_nonoverlapping(from, to, head) };
         for at in (head..tail).step_by(LINE) {
             // SAFETY: `at + LINE <= tail <= len`, and `to + at` is aligned to a line.
-            unsafe { line(from.wrapping_add(at), to.wrapping_add(at)) };
+            unsafe { line(from.wrapping_add(at), to.wrapping_add(at), ahead) };
         }
         let (from, to) = (from.wrapping_add(tail), to.wrapping_add(tail));
         // SAFETY: what is left of both ranges from `tail <= len` on.
@@ -67,11 +78,11 @@ mod x86 {
     ///
     /// `from` must be valid for reads and `to` for writes of a line; `to` must be aligned to it.
     #[inline(always)]
-    unsafe fn line(from: *const u8, to: *mut u8) {
+    unsafe fn line(from: *const u8, to: *mut u8, ahead: usize) {
         let from: *const __m128i = from.cast();
         let to: *mut __m128i = to.cast();
         // SAFETY: a prefetch may name any address.
-        unsafe { _mm_prefetch::<_MM_HINT_NTA>(from.cast::<i8>().wrapping_add(AHEAD)) };
+        unsafe { _mm_prefetch::<_MM_HINT_NTA>(from.cast::<i8>().wrapping_add(ahead)) };
         for part in 0..LINE / size_of::<__m128i>() {
             // SAFETY: four parts make the line that the caller vouches for.
             let value = unsafe { _mm_loadu_si128(from.wrapping_add(part)) };
@@ -86,25 +97,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_exactly_the_range_at_any_alignment_and_length() {
+    fn every_routine_copies_exactly_the_range_at_any_alignment_and_length() {
+        Routine::ALL.into_iter().for_each(copies_exactly_the_range);
+    }
+
+    fn copies_exactly_the_range(routine: Routine) {
         let from: Vec<u8> = (0..STREAM_MIN * 3).map(|i| (i * 31 / 7) as u8).collect();
-        for from_skew in [0, 1, 15, 33] {
-            for to_skew in [0, 1, 16, 63] {
+        for from_skew in [0, 1, 15, 33, 63] {
+            for to_skew in [0, 1, 16, 31, 63] {
                 for len in [
                     0,
                     1,
                     63,
+                    64,
                     STREAM_MIN - 1,
                     STREAM_MIN,
                     STREAM_MIN + 1,
+                    STREAM_MIN + 63,
+                    STREAM_MIN + 64,
                     STREAM_MIN * 2 + 77,
                 ] {
                     let mut to = vec![0xEE_u8; STREAM_MIN * 3];
                     let source = &from[from_skew..from_skew + len];
                     let target = &mut to[to_skew..to_skew + len];
-                    // SAFETY: both slices are `len` bytes long, in different allocations.
-                    unsafe { copy(source.as_ptr(), target.as_mut_ptr(), len) };
-                    fence();
+                    copy_slice(routine, source, target);
                     assert_eq!(&to[to_skew..to_skew + len], source);
                     assert!(to[..to_skew].iter().all(|byte| *byte == 0xEE));
                     assert!(to[to_skew + len..].iter().all(|byte| *byte == 0xEE));

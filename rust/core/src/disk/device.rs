@@ -1,7 +1,7 @@
 //! One directory: its slots with their records, its policies and its health.
 
 use crate::policy::{Policy, TierPolicies};
-use crate::slots::{Class, Owner, SLOT_ALIGN, Slots};
+use crate::slots::{Class, Owner, PAGE_BYTES_MAX, SLOT_ALIGN, Slots};
 
 use super::format::PLACEHOLDERS_SHARE;
 use super::health::HealthMonitor;
@@ -10,6 +10,14 @@ use super::records::Records;
 
 /// Placeholder records that even the smallest directory may have.
 const PLACEHOLDERS_MIN: u64 = CAPACITY_MIN / SLOT_ALIGN / PLACEHOLDERS_SHARE;
+
+/// Longest time that a block of the table waits for others to be written with, in nanoseconds: so long, what the
+/// table says of a slot may be what was there before.
+const TABLE_DELAY_NS: u64 = 1_000_000_000;
+
+/// So many blocks of the table are written in each pause for nothing but the ticks of touches: 64 KiB/s.
+const TOUCHED_BLOCKS_MAX: usize = 16;
+const TOUCHED_PAUSE_NS: u64 = 1_000_000_000;
 
 /// Contents of a directory, as read when it was opened.
 #[derive(Debug)]
@@ -24,6 +32,18 @@ pub struct DeviceImage {
     pub table_bytes: Vec<u8>,
 }
 
+impl DeviceImage {
+    /// That of a directory that could not be opened yet.
+    pub fn absent() -> Self {
+        Self {
+            capacity: 0,
+            page_bytes: PAGE_BYTES_MAX,
+            super_bytes: Vec::new(),
+            table_bytes: Vec::new(),
+        }
+    }
+}
+
 /// One directory.
 ///
 /// Invariant: a slot is in use exactly while its record has an owner.
@@ -33,19 +53,35 @@ pub(crate) struct Disk {
     records: Records,
     pub(crate) policies: TierPolicies,
     pub(crate) health: HealthMonitor,
+    /// Since when a block of the table is to be written, as far as that was looked at.
+    dirty_since_ns: Option<u64>,
+    /// When touched records may be written again.
+    next_touched_ns: u64,
     /// Instance in each entry of the namespace table; 0 is empty.
     pub(crate) namespace_entries: Vec<u64>,
 }
 
 impl Disk {
     pub(crate) fn new(slots: Slots, policy: Policy, namespace_entries: Vec<u64>) -> Self {
+        let health = if slots.capacity() == 0 {
+            HealthMonitor::absent()
+        } else {
+            HealthMonitor::new()
+        };
         Self {
             slots,
             records: Records::default(),
             policies: TierPolicies::new(policy),
-            health: HealthMonitor::new(),
+            health,
+            dirty_since_ns: None,
+            next_touched_ns: 0,
             namespace_entries,
         }
+    }
+
+    /// Whether the directory could not be opened yet.
+    pub(crate) fn is_absent(&self) -> bool {
+        self.slots.capacity() == 0
     }
 
     pub(crate) fn slots(&self) -> &Slots {
@@ -136,6 +172,40 @@ impl Disk {
     pub(crate) fn mark_dirty(&mut self, class: Class, offset: u64) {
         let record = self.record_of(class, offset);
         self.records.mark_dirty(record);
+    }
+
+    /// Notes that a payload was used. Its record is written some time.
+    pub(crate) fn mark_touched(&mut self, class: Class, offset: u64) {
+        let record = self.record_of(class, offset);
+        self.records.mark_touched(record);
+    }
+
+    /// Whether records of payloads that were used are to be written some time.
+    pub(crate) fn has_touched(&self) -> bool {
+        self.records.has_touched()
+    }
+
+    /// Has some records of payloads that were used written, at a bounded rate.
+    pub(crate) fn write_some_touched(&mut self, now_ns: u64) {
+        if now_ns >= self.next_touched_ns && self.records.has_touched() {
+            self.next_touched_ns = now_ns + TOUCHED_PAUSE_NS;
+            self.records.write_touched(TOUCHED_BLOCKS_MAX);
+        }
+    }
+
+    /// Has all of them written: the engine ends.
+    pub(crate) fn write_all_touched(&mut self) {
+        self.records.write_touched(usize::MAX);
+    }
+
+    /// Whether a block of the table has waited long enough for others.
+    pub(crate) fn is_table_late(&mut self, now_ns: u64) -> bool {
+        if self.records.dirty_blocks() == 0 {
+            self.dirty_since_ns = None;
+            return false;
+        }
+        let since = *self.dirty_since_ns.get_or_insert(now_ns);
+        now_ns >= since + TABLE_DELAY_NS
     }
 
     /// Blocks of the table that are to be written.

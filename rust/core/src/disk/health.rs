@@ -23,6 +23,8 @@ pub enum Health {
         /// When to try again.
         until_ns: u64,
     },
+    /// Neither: operations in flight do not end. Used again as before when one of them ends.
+    Stalled,
     /// Neither, and empty: too many reads failed. Used again from the given time in nanoseconds, if a
     /// write succeeds then.
     Failed {
@@ -31,17 +33,21 @@ pub enum Health {
     },
 }
 
-/// Counts a directory's failures.
+/// Counts a directory's failures, and knows whether it answers.
 ///
-/// Invariant: a fault is known exactly while the health is not [`Health::Good`].
+/// Invariant: a fault is known exactly while writes are paused or the directory is given up; `health` is
+/// never [`Health::Stalled`].
 #[derive(Debug)]
 pub(crate) struct HealthMonitor {
+    /// By how operations end.
     health: Health,
     fault: Option<IoFault>,
     write_failures: u32,
     read_failures: u32,
     /// How often the directory was given up since a read succeeded last.
     given_up: u32,
+    stalled_reads: bool,
+    stalled_writes: bool,
 }
 
 impl HealthMonitor {
@@ -52,19 +58,60 @@ impl HealthMonitor {
             write_failures: 0,
             read_failures: 0,
             given_up: 0,
+            stalled_reads: false,
+            stalled_writes: false,
+        }
+    }
+
+    /// That of a directory that could not be opened: until it is, nothing is tried.
+    pub(super) fn absent() -> Self {
+        Self {
+            health: Health::Failed { until_ns: u64::MAX },
+            fault: Some(IoFault::Os(rustix::io::Errno::NODEV.raw_os_error())),
+            ..Self::new()
         }
     }
 
     /// The health, and the fault that caused it.
     pub(crate) fn report(&self) -> (Health, Option<IoFault>) {
+        if self.is_alive() && !self.answers() {
+            return (Health::Stalled, None);
+        }
         (self.health, self.fault)
+    }
+
+    /// Tells whether operations in flight do not end. Whether that is news.
+    pub(crate) fn set_stalled(&mut self, reads: bool, writes: bool) -> bool {
+        let before = (self.stalled_reads, self.stalled_writes);
+        (self.stalled_reads, self.stalled_writes) = (reads, writes);
+        before != (reads, writes)
+    }
+
+    /// An operation has ended: only what still does not end stays stalled. Whether that is news.
+    pub(crate) fn answered(&mut self, reads: bool, writes: bool) -> bool {
+        self.set_stalled(self.stalled_reads && reads, self.stalled_writes && writes)
+    }
+
+    /// Whether reads end. A device that holds writes up may go on reading.
+    pub(crate) fn answers_reads(&self) -> bool {
+        !self.stalled_reads
+    }
+
+    /// Whether reads and writes end.
+    pub(crate) fn answers(&self) -> bool {
+        !self.stalled_reads && !self.stalled_writes
     }
 
     /// Whether a write may be tried at `now_ns`.
     pub(crate) fn takes_writes(&self, now_ns: u64) -> bool {
+        self.answers() && !self.is_paused(now_ns)
+    }
+
+    /// Whether failures forbid writes at `now_ns`.
+    fn is_paused(&self, now_ns: u64) -> bool {
         match self.health {
-            Health::Good => true,
-            Health::NoWrites { until_ns } | Health::Failed { until_ns } => now_ns >= until_ns,
+            Health::NoWrites { until_ns } | Health::Failed { until_ns } => now_ns < until_ns,
+            Health::Good | Health::Stalled => false,
         }
     }
 
@@ -75,12 +122,12 @@ impl HealthMonitor {
 
     /// Whether the directory was given up, and is not to be tried again yet.
     pub(crate) fn is_given_up(&self, now_ns: u64) -> bool {
-        !self.is_alive() && !self.takes_writes(now_ns)
+        !self.is_alive() && self.is_paused(now_ns)
     }
 
     /// Counts a write that succeeded. A write that was in flight when writes were paused proves nothing.
     pub(crate) fn write_succeeded(&mut self, now_ns: u64) {
-        if self.takes_writes(now_ns) {
+        if !self.is_paused(now_ns) {
             self.write_failures = 0;
             self.health = Health::Good;
             self.fault = None;

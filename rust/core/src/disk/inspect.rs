@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use crate::checksum::checksum;
@@ -18,6 +19,8 @@ use super::open::Contents;
 /// A namespace and what its records say.
 #[derive(Clone, Debug)]
 pub struct NamespaceSummary {
+    /// Ties its records to it.
+    pub instance: u64,
     /// Description and groups.
     pub spec: NamespaceSpec,
     /// Payloads.
@@ -35,7 +38,7 @@ pub struct NamespaceSummary {
 pub struct Summary {
     /// By entry of the namespace table.
     pub namespaces: Vec<NamespaceSummary>,
-    /// Records that may be believed and whose slot no later record claims.
+    /// Records that may be believed and whose bytes no later record claims, by slot.
     pub records: Vec<Record>,
     /// Records that are torn or damaged.
     pub damaged: u64,
@@ -53,6 +56,7 @@ impl Summary {
             if let Some(entry) = entry.and_then(NamespaceEntry::decode) {
                 let (blocks, bytes, oldest_s, newest_s) = (0, 0, 0, 0);
                 let summary = NamespaceSummary {
+                    instance: entry.instance,
                     spec: entry.spec,
                     blocks,
                     bytes,
@@ -63,7 +67,7 @@ impl Summary {
             }
         }
         let mut damaged = 0;
-        let mut by_slot: BTreeMap<u32, Record> = BTreeMap::new();
+        let mut found = Vec::new();
         for bytes in contents.table_bytes.chunks_exact(RECORD_BYTES) {
             let Some(record) = Record::decode(bytes) else {
                 damaged += u64::from(!Record::is_blank(bytes));
@@ -72,14 +76,11 @@ impl Summary {
             if record.group == PLACEHOLDER {
                 continue;
             }
-            let end = u64::from(record.slot) * SLOT_ALIGN + u64::from(record.payload_bytes);
-            let later = by_slot
-                .get(&record.slot)
-                .is_none_or(|other| other.seq < record.seq);
-            if later && end <= contents.data_bytes && spaces.contains_key(&record.instance) {
-                by_slot.insert(record.slot, record);
+            if range(&record).end <= contents.data_bytes && spaces.contains_key(&record.instance) {
+                found.push(record);
             }
         }
+        let by_slot = latest(found);
         for record in by_slot.values() {
             if let Some(space) = spaces.get_mut(&record.instance) {
                 let first = space.blocks == 0 || record.written_s < space.oldest_s;
@@ -99,6 +100,43 @@ impl Summary {
             damaged,
         }
     }
+}
+
+/// The bytes of the data file that a record describes.
+fn range(record: &Record) -> Range<u64> {
+    let start = u64::from(record.slot) * SLOT_ALIGN;
+    start..start + u64::from(record.payload_bytes)
+}
+
+/// Of records that claim the same bytes, the latest.
+fn latest(mut records: Vec<Record>) -> BTreeMap<u64, Record> {
+    records.sort_unstable_by_key(|record| std::cmp::Reverse(record.seq));
+    let mut by_start: BTreeMap<u64, Record> = BTreeMap::new();
+    for record in records {
+        let Range { start, end } = range(&record);
+        let below = by_start.range(..end.max(start + 1)).next_back();
+        if below.is_none_or(|(_, other)| range(other).end <= start) {
+            by_start.insert(start, record);
+        }
+    }
+    by_start
+}
+
+/// Whether two records describe the same payload in the same place. Their sequence numbers may differ: a block of the
+/// table is written whole.
+pub fn is_same_payload(one: &Record, other: &Record) -> bool {
+    let payload = |record: &Record| {
+        let Record {
+            slot,
+            checksum,
+            instance,
+            group,
+            hash,
+            ..
+        } = *record;
+        (slot, checksum, instance, group, hash)
+    };
+    payload(one) == payload(other)
 }
 
 /// Whether a record's payload is what it says.

@@ -10,6 +10,7 @@ pub mod inspect;
 pub mod open;
 mod records;
 mod space;
+mod touched;
 
 pub use device::DeviceImage;
 pub(crate) use device::Disk;

@@ -79,6 +79,20 @@ pub struct Directory {
 }
 
 impl Directory {
+    /// Empties the store: for an engine that is running, and has not known it.
+    ///
+    /// # Errors
+    /// If that fails.
+    pub fn empty(mut self) -> Result<Self, StoreError> {
+        let superblock = read_superblock(&self.path)?;
+        files::create(&self.path, &superblock)?;
+        // It is another file than before.
+        self.files.superblock = open_for_io(&self.path, SUPER, false)?.0;
+        self.image.super_bytes = Vec::new();
+        self.image.table_bytes = Vec::new();
+        Ok(self)
+    }
+
     /// Splits off what keeps the directory locked.
     pub fn into_parts(self) -> (DeviceFiles, DeviceImage, DirectoryLock) {
         let files = [
@@ -357,6 +371,17 @@ pub fn read(path: &Path) -> Result<Contents, StoreError> {
             .len(),
         data,
     })
+}
+
+/// The process that has a directory open; 0 if it is not known which; `None` if no process has.
+///
+/// # Errors
+/// If its lock file cannot be read.
+pub fn used_by(path: &Path) -> Result<Option<u32>, StoreError> {
+    match files::lock_owner(path) {
+        Err(StoreError::InUse { pid, .. }) => Ok(Some(pid)),
+        free => free.map(|()| None),
+    }
 }
 
 /// The descriptions in the namespace table of a store, which may be in use. Reads neither records nor payloads.

@@ -8,6 +8,7 @@ use crate::slots::{Owner, OwnerCell};
 use crate::work;
 
 use super::format::{PLACEHOLDER, RECORDS_PER_BLOCK};
+use super::touched::TouchedBlocks;
 
 /// In place of a record that is not known yet, while a table is being read.
 const UNKNOWN: u32 = u32::MAX;
@@ -26,6 +27,8 @@ pub(super) struct Records {
     placeholders: HashMap<u32, u32>,
     free: BTreeSet<u32>,
     dirty_blocks: BTreeSet<u32>,
+    /// Blocks whose records have changed in nothing but the tick of the last touch.
+    touched: TouchedBlocks,
     blocks_in_flight: BTreeSet<u32>,
 }
 
@@ -70,6 +73,15 @@ impl Records {
         let records = self.of_page.remove(&page);
         let records = records.expect("a page in use has records");
         work::slots(records.len());
+        let mut last = None;
+        for &record in &records {
+            let block = record / RECORDS_PER_BLOCK as u32;
+            // Most records of a page follow each other.
+            if last.replace(block) != Some(block) {
+                // It may describe bytes of slots that are now of another size, and that their records outlive.
+                self.mark_dirty(record);
+            }
+        }
         self.free.extend(records);
     }
 
@@ -170,6 +182,26 @@ impl Records {
         self.dirty_blocks.insert(record / RECORDS_PER_BLOCK as u32);
     }
 
+    /// The payload of a record was used: its block is to be written some time.
+    pub(super) fn mark_touched(&mut self, record: u32) {
+        self.touched.insert(record / RECORDS_PER_BLOCK as u32);
+    }
+
+    /// Whether blocks are to be written some time.
+    pub(super) fn has_touched(&self) -> bool {
+        !self.touched.is_empty()
+    }
+
+    /// Has at most `most` blocks with touched records written.
+    pub(super) fn write_touched(&mut self, most: usize) {
+        for _ in 0..most {
+            let Some(block) = self.touched.take() else {
+                break;
+            };
+            self.dirty_blocks.insert(block);
+        }
+    }
+
     /// Blocks of the table that are to be written.
     pub(super) fn dirty_blocks(&self) -> usize {
         self.dirty_blocks.len()
@@ -181,6 +213,7 @@ impl Records {
         let mut blocks = self.dirty_blocks.iter().copied();
         let block = blocks.find(|block| !self.blocks_in_flight.contains(block))?;
         self.dirty_blocks.remove(&block);
+        self.touched.remove(block);
         self.blocks_in_flight.insert(block);
         Some(block)
     }

@@ -79,16 +79,22 @@ impl Engine {
         let forest = self.residency.forest();
         let mut relied_on = HashSet::new();
         if self.config.verify_host {
-            let leases = self.count_leases().unwrap_or_default();
-            for id in leases.pins.into_keys() {
-                relied_on.insert(id);
-                relied_on.extend(forest.ancestors(id));
-            }
+            let requests = self.sessions.requests.values();
+            let of_requests = requests.map(|request| request.lease);
+            let loads = self.sessions.transfers().filter_map(|(_, transfer)| {
+                let TransferKind::Load { lease, .. } = &transfer.kind else {
+                    return None;
+                };
+                Some(*lease)
+            });
+            let leases = of_requests.chain(loads).filter(|&lease| lease != NONE);
+            relied_on.extend(leases.flat_map(|lease| self.residency.needed_payloads(lease, 0)));
         }
         let mut found = Vec::new();
-        for id in forest.ids().filter(|id| !relied_on.contains(id)) {
+        for id in forest.ids().filter(|&id| !forest.node(id).is_detached()) {
             for (group, payload) in (0u8..).zip(forest.node(id).payloads()) {
                 let is_guarded = payload.host == HostState::Present
+                    && !relied_on.contains(&(id, group))
                     && self.residency.host_checksum(id, group).is_some();
                 if is_guarded {
                     let bytes = self.residency.payload_bytes(id, group);
@@ -124,12 +130,17 @@ impl Engine {
 
     /// Returns the payloads being read.
     fn check_operations(&self) -> Result<HashSet<(NodeId, u8)>, String> {
-        let (mut reads, mut writes) = (0, 0);
+        let mut counts = vec![(0, 0); self.residency.disks().len()];
         let (mut reading, mut writing) = (HashSet::new(), HashSet::new());
-        for operation in self.operations.iter() {
-            match *operation {
+        for &(device, operation) in self.operations.iter() {
+            // A checksum is no device's, and counts nothing.
+            let (reads, writes) = match device {
+                Some(device) => &mut counts[device.index()],
+                None => &mut (0, 0),
+            };
+            match operation {
                 Purpose::Read { node, group, .. } => {
-                    reads += 1;
+                    *reads += 1;
                     let state = self.residency.node(node).payload(group).host;
                     ensure!(
                         state == HostState::Reading,
@@ -141,7 +152,7 @@ impl Engine {
                     );
                 }
                 Purpose::Write { node, group, .. } => {
-                    writes += 1;
+                    *writes += 1;
                     let state = self.residency.node(node).payload(group).disk;
                     ensure!(
                         state == DiskState::Writing,
@@ -160,14 +171,19 @@ impl Engine {
                     );
                     reading.insert((node, group));
                 }
-                Purpose::Table { .. } | Purpose::Namespace { .. } => writes += 1,
+                Purpose::Table { .. } | Purpose::Namespace { .. } => *writes += 1,
             }
         }
-        let counted = (self.operations.reads(), self.operations.writes());
-        ensure!(
-            counted == (reads, writes),
-            "reads and writes in flight {counted:?}, operations {reads} and {writes}"
-        );
+        for (device, expected) in self.residency.devices().zip(counts) {
+            let counted = (
+                self.operations.reads(device),
+                self.operations.writes(device),
+            );
+            ensure!(
+                counted == expected,
+                "{device:?}: reads and writes in flight {counted:?}, operations {expected:?}"
+            );
+        }
         Ok(reading)
     }
 }

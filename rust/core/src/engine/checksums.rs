@@ -16,7 +16,7 @@ use crate::slots::slot_offset;
 use crate::work;
 
 use super::coordinator::Engine;
-use super::operations::{Operations, Purpose};
+use super::operations::Operations;
 use super::residency::Residency;
 
 /// Checksums that are computed at a time.
@@ -72,7 +72,7 @@ impl Checksums {
         residency.pin(node);
         let payload = residency.node(node).payload(group);
         self.started.push(ChecksumRequest {
-            token: operations.start(Purpose::Checksum { node, group }),
+            token: operations.start_checksum(node, group),
             arena_offset: slot_offset(payload.host_slot),
             payload_len: residency.payload_bytes(node, group),
         });

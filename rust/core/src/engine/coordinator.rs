@@ -13,9 +13,9 @@ use super::config::EngineConfig;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
 use super::parts::EngineParts;
-use super::promotions::Promotions;
+use super::promotions::{PromotionEnd, Promotions};
 use super::requests::RequestId;
-use super::residency::Residency;
+use super::residency::{Moves, Residency};
 use super::sessions::{SessionId, Sessions, TransferKey};
 use super::writeback::WriteBack;
 
@@ -34,6 +34,8 @@ pub struct Engine {
     pub(super) sessions: Sessions,
     pub(super) operations: Operations,
     pub(super) counters: Counters,
+    /// The health of a directory has changed since [`Engine::take_progress`].
+    pub(super) health_changed: bool,
 }
 
 /// The parts of an engine that promotions and write-back work on.
@@ -66,6 +68,7 @@ impl Engine {
             sessions: Sessions::default(),
             operations: Operations::default(),
             counters: Counters::default(),
+            health_changed: false,
             config,
         }
     }
@@ -75,12 +78,19 @@ impl Engine {
         self.now_ns = self.now_ns.max(now_ns);
     }
 
-    /// Tells how many IO operations can be in flight ([`IoEngine::depth`]). Reads and writes each take a
+    /// Tells how many IO operations each device can have in flight ([`IoEngine::depth`]). Reads and writes each take a
     /// part of them only.
     ///
     /// [`IoEngine::depth`]: crate::io::IoEngine::depth
     pub fn set_io_depth(&mut self, depth: usize) {
         self.operations.set_depth(depth);
+    }
+
+    /// Whether a promotion has ended, or a directory's health has changed, since this was called last: those
+    /// who wait should look again.
+    pub fn take_progress(&mut self) -> bool {
+        let ended = self.promotions.take_ended();
+        std::mem::take(&mut self.health_changed) || ended
     }
 
     /// The promotions, and the parts that they work on.
@@ -169,7 +179,7 @@ impl Engine {
     /// Ends a request's promotion and lease, and its share of the promotion budget.
     pub(super) fn release_hit(&mut self, id: RequestId) {
         let (promotions, mut parts) = self.promotions();
-        promotions.end(id, false, &mut parts);
+        promotions.end(id, PromotionEnd::Cancelled, &mut parts);
         let request = &mut parts.requests[id];
         request.move_lease(NONE, parts.residency);
         promotions.release(&mut request.promotions);
@@ -206,6 +216,11 @@ impl Engine {
     /// Counters since the start.
     pub fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// Pages that went from one size class to another, and what that did to the chains through them.
+    pub fn moves(&self) -> Moves {
+        self.residency.moves()
     }
 
     /// The gauges as of now. Costs a pass over sessions and disks, not over blocks.

@@ -1,7 +1,8 @@
 //! What the device is asked to do, and what follows when it has done it.
 
-use crate::forest::NodeId;
-use crate::io::{IoCompletion, IoFault, IoRequest};
+use crate::disk::Disk;
+use crate::forest::{DeviceIndex, NodeId};
+use crate::io::{IoCompletion, IoFault, IoRequest, IoRoom};
 
 use super::coordinator::Engine;
 use super::operations::Purpose;
@@ -9,10 +10,20 @@ use super::promotions::count_read;
 use super::writeback::table_write_ended;
 
 impl Engine {
-    /// Whether [`Engine::next_io`] has something to do: IO to start, given free depth, or the rest of a removal;
-    /// or [`Engine::next_checksums`].
+    /// Whether [`Engine::next_io`] has something to do: IO to start on a device that takes it, or the rest of a
+    /// removal; or [`Engine::next_checksums`].
     pub fn has_io(&self) -> bool {
-        self.has_rest() || self.has_device_io() || self.checksums.has_work()
+        let (operations, disks) = (&self.operations, self.residency.disks());
+        let reads = |device: DeviceIndex| {
+            let answers = disks[device.index()].health.answers_reads();
+            (operations.may_read(device) || !answers) && self.promotions.waits_for(Some(device))
+        };
+        self.has_rest()
+            || self.checksums.has_work()
+            || self.promotions.waits_for(None) && self.checksums.has_room()
+            || self.residency.devices().any(reads)
+            || self.has_writes()
+                && (self.residency.devices()).any(|device| operations.may_write(device))
     }
 
     /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
@@ -21,59 +32,95 @@ impl Engine {
         self.residency.has_removals() || self.writeback.has_rest()
     }
 
-    fn has_device_io(&self) -> bool {
-        self.promotions.has_reads()
-            || self.namespaces.has_writes(&self.residency)
-            || self.writeback.has_writes(&self.residency)
+    fn has_writes(&self) -> bool {
+        self.namespaces.has_writes(&self.residency) || self.writeback.has_writes(&self.residency)
     }
 
-    /// Whether nothing is in flight and nothing is queued to be written.
+    /// Whether nothing is in flight and nothing is queued to be written or read.
     pub fn is_quiet(&self) -> bool {
-        self.operations.is_empty() && !self.has_device_io()
+        self.operations.is_empty() && !self.promotions.has_reads() && !self.has_writes()
     }
 
-    /// Whether the device has reads. Whoever takes their ends then calls [`Engine::next_io`] from time to
-    /// time also if none ends: that is how the engine knows that the device answers no more.
-    pub fn reads(&self) -> bool {
-        self.operations.reads() > 0
+    /// How many devices there are.
+    pub fn device_count(&self) -> usize {
+        self.residency.disks().len()
     }
 
-    /// Appends IO requests to start now, at most `room` of them: reads before writes. All operations that
-    /// have ended have been taken ([`Engine::complete`]).
-    pub fn next_io(&mut self, room: usize, out: &mut Vec<IoRequest>) {
-        self.last_poll_ns = self.now_ns;
-        self.residency.continue_removals(self.config.removals);
-        let limit = out.len() + room;
-        let reads_limit = out.len() + self.operations.reads_room(room);
-        let (promotions, mut parts) = self.promotions();
-        promotions.next_reads(reads_limit, &mut parts, out);
-        self.next_writes(limit, out);
+    /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
+    pub fn has_touched(&self) -> bool {
+        self.residency.disks().iter().any(Disk::has_touched)
     }
 
-    fn next_writes(&mut self, limit: usize, out: &mut Vec<IoRequest>) {
-        self.namespaces.next_writes(
-            limit,
-            &self.residency,
-            &mut self.operations,
-            self.now_ns,
-            out,
-        );
-        // A device that writes much answers reads late.
-        let is_reading = self.operations.reads() > 0 || self.promotions.has_reads();
-        let mut most = self.operations.writes_max();
-        if is_reading {
-            most = most.min(self.config.writes_beside_reads);
+    /// Has the ages of all payloads written: the engine ends.
+    pub fn write_touched(&mut self) {
+        for device in self.residency.devices() {
+            self.residency.disk_mut(device).write_all_touched();
         }
+    }
+
+    /// Whether operations are in flight. Whoever takes their ends then calls [`Engine::next_io`] from time
+    /// to time also if none ends: that is how the engine knows that a device answers no more.
+    pub fn has_operations(&self) -> bool {
+        !self.operations.is_empty()
+    }
+
+    /// Appends IO requests to start now, on each device at most its `room`: reads before writes. All
+    /// operations that have ended have been taken ([`Engine::complete`]).
+    pub fn next_io<'a>(&mut self, room: impl Into<IoRoom<'a>>, out: &mut Vec<IoRequest>) {
+        self.last_poll_ns = self.now_ns;
+        self.residency.allow_searches();
+        self.residency.continue_removals(self.config.removals);
+        self.operations.set_room(room.into());
+        for device in self.residency.devices() {
+            self.look_at_device(device);
+        }
+        let (promotions, mut parts) = self.promotions();
+        promotions.next_reads(&mut parts, out);
+        self.next_writes(out);
+    }
+
+    /// Notes whether a device answers. One that does not gets nothing new, and nobody waits for it.
+    fn look_at_device(&mut self, device: DeviceIndex) {
+        let limit_ns = self.config.stall_ns;
+        let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);
+        // Where writes take all of the depth, no read can start.
+        let reads = reads || writes && !self.operations.has_room(device);
+        let health = &mut self.residency.disk_mut(device).health;
+        let answered = health.answers_reads();
+        self.health_changed |= health.set_stalled(reads, writes);
+        if reads && answered {
+            let reads = self.operations.reads_of(device);
+            let (promotions, mut parts) = self.promotions();
+            promotions.give_up_reads(&reads, &mut parts);
+        }
+    }
+
+    fn next_writes(&mut self, out: &mut Vec<IoRequest>) {
+        for device in self.residency.devices() {
+            // A device that writes much answers reads late.
+            let is_reading =
+                self.operations.reads(device) > 0 || self.promotions.waits_for(Some(device));
+            let most = is_reading.then_some(self.config.writes_beside_reads);
+            self.operations.limit_writes(device, most);
+        }
+        self.namespaces
+            .next_writes(&self.residency, &mut self.operations, self.now_ns, out);
         let (writeback, mut parts) = self.writeback();
-        writeback.next_writes(limit, most, &mut parts, out);
-        writeback.next_table_writes(limit, most, &mut parts, out);
+        writeback.next_writes(&mut parts, out);
+        writeback.next_table_writes(&mut parts, out);
     }
 
     /// Takes the end of an IO operation. An unknown token is ignored.
     pub fn complete(&mut self, completion: IoCompletion) {
-        let Some(operation) = self.operations.end(completion.token) else {
+        let Some((device, operation)) = self.operations.end(completion.token, self.now_ns) else {
             return;
         };
+        let limit_ns = self.config.stall_ns;
+        if let Some(device) = device {
+            let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);
+            let health = &mut self.residency.disk_mut(device).health;
+            self.health_changed |= health.answered(reads, writes);
+        }
         let result = completion.result;
         match operation {
             Purpose::Read {

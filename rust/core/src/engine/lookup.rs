@@ -5,10 +5,11 @@ use crate::forest::{NONE, NodeId, NsId};
 use crate::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
 
 use super::coordinator::Engine;
-use super::requests::{RequestId, RequestState};
+use super::promotions::{PromotionEnd, QueuePlace};
+use super::requests::{Promotion, RequestId, RequestState};
 use super::sessions::SessionId;
 
-/// Promotions that one lookup may start: payloads that are evicted or lost again and again are left alone.
+/// Promotions that one lookup may start before it is answered: payloads that are evicted or lost again and again are left alone.
 const PROMOTIONS_MAX: u32 = 3;
 
 /// A device that nobody polled for this many times the limit is held to be stalled.
@@ -52,7 +53,7 @@ impl Engine {
             Priority::Prefetch => {
                 // The last answer is void while the question is asked again.
                 state.promotions.reserved = false;
-                let answer = self.look_up_now(id, ns, request);
+                let answer = self.look_up_now(id, ns, request, true);
                 let session = self.sessions.get(session);
                 let leases = session.is_some_and(|session| session.leases_prefetches);
                 let state = &mut self.sessions.requests[id];
@@ -66,8 +67,7 @@ impl Engine {
     fn lookup_demanded(&mut self, id: RequestId, ns: NsId, request: &LookupRequest<'_>) -> Lookup {
         let now_ns = self.now_ns;
         let state = &mut self.sessions.requests[id];
-        self.promotions
-            .promote_to_demand(id, &mut state.promotions, now_ns);
+        self.promotions.promote_to_demand(id, &mut state.promotions);
         state.demanded_ns.get_or_insert(now_ns);
         let state = &self.sessions.requests[id];
         let hash_block_size = self.residency.hash_block_size(ns);
@@ -84,14 +84,18 @@ impl Engine {
             return self.pending(id);
         }
         let (promotions, mut parts) = self.promotions();
-        promotions.end(id, late, &mut parts);
-        if late {
-            // The answer is what is there now.
-            self.sessions.requests[id].promotions.started = PROMOTIONS_MAX;
-        }
-        let answer = self.look_up_now(id, ns, request);
+        let end = if late {
+            PromotionEnd::GivenUp
+        } else {
+            PromotionEnd::Cancelled
+        };
+        promotions.end(id, end, &mut parts);
+        // Of one that is late the answer is what is there now.
+        let answer = self.look_up_now(id, ns, request, !late);
         if !answer.is_pending() {
-            self.sessions.requests[id].demanded_ns = None;
+            let state = &mut self.sessions.requests[id];
+            state.demanded_ns = None;
+            state.promotions.tries = 0;
         }
         answer
     }
@@ -133,6 +137,16 @@ impl Engine {
         })
     }
 
+    /// Whether a request's promotion is under way, and a demanded lookup would say so.
+    pub fn is_promoting(&self, session: SessionId, request: &str) -> bool {
+        let ns = self.sessions.get(session).map(|session| session.ns);
+        let state = self.sessions.request(session, request);
+        ns.zip(state).is_some_and(|(ns, state)| {
+            let gain = self.promised(state, ns, 0);
+            state.promotions.active.is_some() && !state.failed && !self.is_late(state, gain)
+        })
+    }
+
     /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
     fn is_late(&self, state: &RequestState, gain: u32) -> bool {
         let demanded_ns = state.demanded_ns.unwrap_or(self.now_ns);
@@ -142,16 +156,29 @@ impl Engine {
             let since = self.now_ns - demanded_ns;
             u128::from(since) >= u128::from(wait.base_ns) + part
         });
-        let stalled = state.promotions.active.as_ref().is_some_and(|promotion| {
-            // A process that was held up itself has reads that ended meanwhile. But whoever polls may be
-            // held up for good, by the device.
-            let after = |stalls: u64| {
-                let stall_ns = self.config.stall_ns.saturating_mul(stalls);
-                promotion.progress_ns().saturating_add(stall_ns)
-            };
-            self.last_poll_ns >= after(1) || self.now_ns >= after(NO_POLL_STALLS)
-        });
-        waited || stalled
+        let promotion = state.promotions.active.as_ref();
+        waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
+    }
+
+    /// Whether a promotion waits in vain. One that waits for its turn does not, however long that takes.
+    fn is_stalled(&self, promotion: &Promotion) -> bool {
+        // A process that was held up itself has reads that ended meanwhile. But whoever polls may be held
+        // up for good, by a device.
+        let polled_ns = self.last_poll_ns.max(promotion.started_ns);
+        let stall_ns = self.config.stall_ns;
+        let after =
+            |since_ns: u64, stalls: u64| since_ns.saturating_add(stall_ns.saturating_mul(stalls));
+        if self.now_ns >= after(polled_ns, NO_POLL_STALLS) {
+            return true;
+        }
+        // Reads in flight end, or their device is known not to answer. A read that cannot start although
+        // its promotion has waits for memory: as long as others are read from its device.
+        let device = promotion.place.and_then(QueuePlace::device);
+        let (Some(device), Some(admitted_ns)) = (device, promotion.admitted_ns) else {
+            return false;
+        };
+        let since_ns = self.operations.read_progress_ns(device).max(admitted_ns);
+        self.last_poll_ns >= after(since_ns, 1)
     }
 
     /// The request's lookup is not needed any more. Idempotent.
@@ -182,20 +209,28 @@ impl Engine {
     }
 
     fn request_of(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Option<RequestId> {
-        if let Some(id) = self.sessions.request_id(session, request.request) {
-            let state = &mut self.sessions.requests[id];
-            state.wait = request.wait.or(state.wait);
-            return Some(id);
-        }
-        // Without a session there is no request, and no tick for it.
-        self.sessions.get(session)?;
-        let tick = self.residency.next_tick();
-        self.sessions
-            .add_request(session, request.request, request.wait, tick)
+        // A prefetch is usually the first lookup of its request, the others are not: one search suffices.
+        let known = match request.priority {
+            Priority::Demand => self.sessions.request_id(session, request.request),
+            Priority::Prefetch => None,
+        };
+        let id = known.or_else(|| {
+            let tick = || self.residency.next_tick();
+            self.sessions.request_or_add(session, request.request, tick)
+        })?;
+        let state = &mut self.sessions.requests[id];
+        state.wait = request.wait;
+        Some(id)
     }
 
-    /// Looks the request up as the index is now.
-    fn look_up_now(&mut self, id: RequestId, ns: NsId, request: &LookupRequest<'_>) -> Lookup {
+    /// Looks the request up as the index is now. Only if it `may_promote` a promotion is started.
+    fn look_up_now(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+        may_promote: bool,
+    ) -> Lookup {
         let state = &mut self.sessions.requests[id];
         let hash_block_size = self.residency.hash_block_size(ns);
         let span = Span {
@@ -223,7 +258,7 @@ impl Engine {
         let at = self.residency.forest().ancestor(deepest, anywhere);
         let in_host = self.residency.boundary(at, anywhere, span.local, true);
         let is_ready = in_host == anywhere && self.verified_end(id, at, span.local) == Some(at);
-        if !is_ready && self.start_promotion(id, at, span.local) {
+        if !is_ready && may_promote && self.start_promotion(id, at, span.local) {
             return self.pending(id);
         }
         if !span.is_worth(in_host) {
@@ -256,9 +291,10 @@ impl Engine {
     /// or it was tried too often.
     fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32) -> bool {
         let state = &mut self.sessions.requests[id];
-        if state.promotions.started >= PROMOTIONS_MAX {
+        if state.promotions.tries >= PROMOTIONS_MAX {
             return false;
         }
+        state.promotions.tries += 1;
         state.promotions.started += 1;
         let budget = self.promotions.budget_of(&state.promotions);
         let Some(plan) = self.residency.plan_promotion(target, local, budget) else {
@@ -300,7 +336,7 @@ impl Engine {
         self.residency.note_host_chain(node);
         self.residency.touch_hit(node);
         self.writeback
-            .offer_hit(node, &mut self.residency, &mut self.counters);
+            .offer_hit(node, &mut self.residency, self.now_ns, &mut self.counters);
         hit
     }
 }

@@ -26,6 +26,7 @@ mod coordinator;
 #[cfg(feature = "check")]
 mod ensure;
 mod io;
+mod late_disk;
 mod load;
 mod lookup;
 mod namespaces;
@@ -43,5 +44,6 @@ mod writeback;
 pub use config::EngineConfig;
 pub use coordinator::Engine;
 pub use recover::Recovery;
+pub use residency::Moves;
 pub use save::{Granted, Transfer};
 pub use sessions::SessionId;

@@ -1,9 +1,9 @@
-//! IO operations in flight.
+//! IO operations in flight, and how many more each device takes.
 
 use slotmap::{KeyData, SlotMap};
 
 use crate::forest::{DeviceIndex, NodeId};
-use crate::io::device_depth;
+use crate::io::{IoRoom, device_depth};
 
 slotmap::new_key_type! {
     struct OperationId;
@@ -36,14 +36,40 @@ pub(super) enum Purpose {
     },
 }
 
+/// The operations of one kind, reads or writes, that one device has in flight.
+#[derive(Clone, Copy, Debug, Default)]
+struct Flow {
+    in_flight: usize,
+    /// When the last of them ended, or the first of those in flight was started.
+    progress_ns: u64,
+}
+
+impl Flow {
+    /// Whether none has ended for `limit_ns`.
+    fn is_stalled(self, limit_ns: u64, now_ns: u64) -> bool {
+        self.in_flight > 0 && now_ns >= self.progress_ns.saturating_add(limit_ns)
+    }
+}
+
+/// What one device has in flight.
+#[derive(Clone, Copy, Debug, Default)]
+struct DeviceOperations {
+    reads: Flow,
+    writes: Flow,
+    /// How many operations its IO engine takes now.
+    room: usize,
+    /// How many writes may be in flight now, if fewer than the depth allows.
+    writes_max: Option<usize>,
+}
+
 /// The operations in flight, and how many more may start.
 ///
-/// Invariant: `reads` and `writes` count the operations of each kind.
+/// Invariant: each device's flows count its operations of each kind.
 #[derive(Debug, Default)]
 pub(super) struct Operations {
-    in_flight: SlotMap<OperationId, Purpose>,
-    reads: usize,
-    writes: usize,
+    /// With their devices; a checksum concerns none.
+    in_flight: SlotMap<OperationId, (Option<DeviceIndex>, Purpose)>,
+    devices: Vec<DeviceOperations>,
     /// See [`Engine::set_io_depth`](super::Engine::set_io_depth).
     depth: Option<usize>,
 }
@@ -53,66 +79,142 @@ impl Operations {
         self.depth = Some(depth);
     }
 
-    /// Notes an operation; its completion brings the token back.
-    pub(super) fn start(&mut self, purpose: Purpose) -> u64 {
-        if let Some(count) = self.count_of(purpose) {
-            *count += 1;
+    /// There are so many devices. Each may be asked for something until [`Operations::set_room`] says otherwise.
+    pub(super) fn set_devices(&mut self, count: usize) {
+        let device = DeviceOperations {
+            room: usize::MAX,
+            ..DeviceOperations::default()
+        };
+        self.devices.resize(count, device);
+    }
+
+    /// How many operations may be started now on each device.
+    pub(super) fn set_room(&mut self, room: IoRoom<'_>) {
+        for (index, device) in self.devices.iter_mut().enumerate() {
+            device.room = room.of(index);
         }
-        slotmap::Key::data(&self.in_flight.insert(purpose)).as_ffi()
+    }
+
+    /// Notes an operation; its completion brings the token back.
+    pub(super) fn start(&mut self, purpose: Purpose, device: DeviceIndex, now_ns: u64) -> u64 {
+        let of_device = &mut self.devices[device.index()];
+        of_device.room = of_device.room.saturating_sub(1);
+        let flow = of_device.flow(purpose);
+        if flow.in_flight == 0 {
+            flow.progress_ns = now_ns;
+        }
+        flow.in_flight += 1;
+        let id = self.in_flight.insert((Some(device), purpose));
+        slotmap::Key::data(&id).as_ffi()
+    }
+
+    /// As [`Operations::start`], of a checksum.
+    pub(super) fn start_checksum(&mut self, node: NodeId, group: u8) -> u64 {
+        let purpose = Purpose::Checksum { node, group };
+        slotmap::Key::data(&self.in_flight.insert((None, purpose))).as_ffi()
     }
 
     /// The operation of a token has ended. `None` if there is none, or no longer.
-    pub(super) fn end(&mut self, token: u64) -> Option<Purpose> {
+    pub(super) fn end(
+        &mut self,
+        token: u64,
+        now_ns: u64,
+    ) -> Option<(Option<DeviceIndex>, Purpose)> {
         let id = OperationId::from(KeyData::from_ffi(token));
-        let operation = self.in_flight.remove(id)?;
-        if let Some(count) = self.count_of(operation) {
-            let left = count.checked_sub(1);
-            *count = left.expect("every operation in flight is counted");
-        }
-        Some(operation)
+        let (device, purpose) = self.in_flight.remove(id)?;
+        let Some(at) = device else {
+            return Some((None, purpose));
+        };
+        let of_device = &mut self.devices[at.index()];
+        of_device.room = of_device.room.saturating_add(1);
+        let flow = of_device.flow(purpose);
+        let left = flow.in_flight.checked_sub(1);
+        flow.in_flight = left.expect("every operation in flight is counted");
+        flow.progress_ns = now_ns;
+        Some((device, purpose))
     }
 
-    /// The count that an operation is in. A checksum does not concern the device.
-    fn count_of(&mut self, purpose: Purpose) -> Option<&mut usize> {
-        match purpose {
-            Purpose::Read { .. } => Some(&mut self.reads),
-            Purpose::Checksum { .. } => None,
-            Purpose::Write { .. } | Purpose::Table { .. } | Purpose::Namespace { .. } => {
-                Some(&mut self.writes)
-            }
-        }
+    pub(super) fn reads(&self, device: DeviceIndex) -> usize {
+        self.devices[device.index()].reads.in_flight
     }
 
-    pub(super) fn reads(&self) -> usize {
-        self.reads
+    #[cfg(feature = "check")]
+    pub(super) fn writes(&self, device: DeviceIndex) -> usize {
+        self.devices[device.index()].writes.in_flight
     }
 
-    pub(super) fn writes(&self) -> usize {
-        self.writes
+    /// When a read of a device ended last, or the first of those in flight was started.
+    pub(super) fn read_progress_ns(&self, device: DeviceIndex) -> u64 {
+        self.devices[device.index()].reads.progress_ns
+    }
+
+    /// Whether no read, and whether no write, of a device has ended for `limit_ns`, although some are in
+    /// flight.
+    pub(super) fn stalled(&self, device: DeviceIndex, limit_ns: u64, now_ns: u64) -> (bool, bool) {
+        let of_device = &self.devices[device.index()];
+        (
+            of_device.reads.is_stalled(limit_ns, now_ns),
+            of_device.writes.is_stalled(limit_ns, now_ns),
+        )
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.in_flight.is_empty()
     }
 
-    /// How many reads may start while `room` operations may.
-    pub(super) fn reads_room(&self, room: usize) -> usize {
-        let Some(depth) = self.depth else {
-            return room;
-        };
-        // A payload that is read and being verified has left its room already.
-        let reads = depth.saturating_sub(room + self.writes);
-        device_depth(depth).saturating_sub(reads).min(room)
+    /// Whether a device takes any operation.
+    pub(super) fn has_room(&self, device: DeviceIndex) -> bool {
+        self.devices[device.index()].room > 0
     }
 
-    /// How many writes may be in flight.
-    pub(super) fn writes_max(&self) -> usize {
-        self.depth
-            .map_or(usize::MAX, |depth| 2 * device_depth(depth))
+    /// Whether one more read of a device may start.
+    pub(super) fn may_read(&self, device: DeviceIndex) -> bool {
+        let of_device = &self.devices[device.index()];
+        let Some(depth) = self.depth else {
+            return of_device.room > 0;
+        };
+        // A payload that is read and being verified has left its room already.
+        let moving = depth.saturating_sub(of_device.room);
+        let reads = moving.saturating_sub(of_device.writes.in_flight);
+        of_device.room > 0 && reads < device_depth(depth)
+    }
+
+    /// Allows a device `most` writes in flight, or as many as its depth does.
+    pub(super) fn limit_writes(&mut self, device: DeviceIndex, most: Option<usize>) {
+        self.devices[device.index()].writes_max = most;
+    }
+
+    /// Whether one more write to a device may start.
+    pub(super) fn may_write(&self, device: DeviceIndex) -> bool {
+        let of_device = &self.devices[device.index()];
+        let depth = self
+            .depth
+            .map_or(usize::MAX, |depth| 2 * device_depth(depth));
+        let most = of_device.writes_max.map_or(depth, |most| most.min(depth));
+        of_device.room > 0 && of_device.writes.in_flight < most
+    }
+
+    /// The payloads that are being read from a device.
+    pub(super) fn reads_of(&self, device: DeviceIndex) -> Vec<(NodeId, u8)> {
+        let operations = self.in_flight.values();
+        let reads = operations.filter_map(|&(of, purpose)| match purpose {
+            Purpose::Read { node, group, .. } if of == Some(device) => Some((node, group)),
+            _ => None,
+        });
+        reads.collect()
     }
 
     #[cfg(feature = "check")]
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Purpose> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &(Option<DeviceIndex>, Purpose)> {
         self.in_flight.values()
+    }
+}
+
+impl DeviceOperations {
+    fn flow(&mut self, purpose: Purpose) -> &mut Flow {
+        match purpose {
+            Purpose::Read { .. } => &mut self.reads,
+            _ => &mut self.writes,
+        }
     }
 }

@@ -21,3 +21,11 @@ pub(super) struct EngineParts<'a> {
     pub(super) counters: &'a mut Counters,
     pub(super) now_ns: u64,
 }
+
+impl EngineParts<'_> {
+    /// Whether any device takes one more write.
+    pub(super) fn any_takes_a_write(&self) -> bool {
+        let mut devices = self.residency.devices();
+        devices.any(|device| self.operations.may_write(device))
+    }
+}

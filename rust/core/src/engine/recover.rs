@@ -43,6 +43,7 @@ impl Engine {
                 .add_disk(image, self.config.policy, seed, instances.collect());
             entries.push(of_device);
         }
+        self.operations.set_devices(self.residency.disks().len());
         self.recover_namespaces(&entries, &mut recovery);
         let found = self.read_tables(&images, &mut recovery);
         // The tables may take gigabytes.

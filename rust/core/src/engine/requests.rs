@@ -5,6 +5,7 @@ use slotmap::SlotMap;
 use crate::forest::{NONE, NodeId};
 use crate::session::{Priority, PromotionWait, Tokens};
 
+use super::promotions::QueuePlace;
 use super::residency::Residency;
 
 slotmap::new_key_type! {
@@ -87,9 +88,17 @@ pub(super) struct Promotion {
     pub(super) is_cut: bool,
     /// Bytes that were on disk only when it started, less those that it has begun to read.
     pub(super) unread: u64,
+    /// Where it waits for its next read; `None` once all are issued.
+    pub(super) place: Option<QueuePlace>,
+    /// Bytes that the budget has reserved for its next reads; `None` until it has.
+    pub(super) reserved: Option<u64>,
+    /// The request holds bytes of an earlier promotion.
+    pub(super) continues: bool,
+    /// It was cut because a device did not answer.
+    pub(super) silent: bool,
     pub(super) started_ns: u64,
-    /// When it was started, or a read for it ended last.
-    pub(super) progress_ns: u64,
+    /// When the budget had room for all of it.
+    pub(super) admitted_ns: Option<u64>,
 }
 
 impl Promotion {
@@ -110,10 +119,6 @@ impl Promotion {
     #[cfg(feature = "check")]
     pub(super) fn reached(&self) -> NodeId {
         self.reached
-    }
-
-    pub(super) fn progress_ns(&self) -> u64 {
-        self.progress_ns
     }
 
     /// Gives up the payloads that it has not looked at yet.
@@ -138,9 +143,11 @@ pub(super) struct RequestPromotions {
     pub(super) active: Option<Promotion>,
     /// How many were started. Tells the waiters of one from those of another.
     pub(super) started: u32,
+    /// How many were started since the last answer.
+    pub(super) tries: u32,
     /// What the last promotion brought. The request's lease is that of the node.
     pub(super) verified: Option<Verified>,
-    /// Arena bytes held until they are loaded.
+    /// Arena bytes held until they are loaded, and reserved.
     pub(super) bytes: u64,
     /// Depths (exclusive, inclusive) that were brought from disk, for metrics.
     pub(super) from_disk: Option<(u32, u32)>,

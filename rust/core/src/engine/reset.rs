@@ -10,9 +10,10 @@ impl Engine {
     ///
     /// A reset usually follows a change of the session's weights, which the description of the namespace
     /// may not show. So the session goes on by itself, see [`Engine::make_private`].
-    pub fn reset(&mut self, session: SessionId) {
+    /// False if there is no such session.
+    pub fn reset(&mut self, session: SessionId) -> bool {
         let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
-            return;
+            return false;
         };
         // The weights may be others from now on: a hit of before must not be loaded.
         for request in self.sessions.requests_of(session) {
@@ -26,6 +27,7 @@ impl Engine {
         if !self.namespaces.is_private(new) {
             self.separate(session, new);
         }
+        true
     }
 
     /// From now on a session finds what it has saved itself, and nobody else finds that, nor does a

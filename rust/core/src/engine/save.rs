@@ -66,6 +66,7 @@ impl Engine {
         let Some(state) = self.sessions.get(session) else {
             return Granted::default();
         };
+        self.residency.allow_searches();
         // Blocks that this request has saved or found before are not counted as found again.
         let known = state.saved.get(save.request).copied().unwrap_or(0);
         let (ns, request) = (state.ns, state.requests.get(save.request).copied());

@@ -1,11 +1,12 @@
 //! Sessions, their requests' lookups, and the transfers of their workers.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use slotmap::SlotMap;
 
 use crate::forest::{NONE, NodeId, NsId};
-use crate::session::{PromotionWait, SessionSpec, Tokens};
+use crate::session::{SessionSpec, Tokens};
 
 use super::requests::{BlockOffers, RequestId, RequestPromotions, RequestState, Requests};
 
@@ -119,29 +120,29 @@ impl Sessions {
         Some(&self.requests[id])
     }
 
-    /// Adds a request to a session, which has none of that name. `None` if there is no such session.
-    pub(super) fn add_request(
+    /// A session's request of that name; it is added if there is none. `None` if there is no such session.
+    pub(super) fn request_or_add(
         &mut self,
         session: SessionId,
         request: &str,
-        wait: Option<PromotionWait>,
-        tick: u64,
+        tick: impl FnOnce() -> u64,
     ) -> Option<RequestId> {
         let state = self.sessions.get_mut(session)?;
-        let id = self.requests.insert(RequestState {
-            tick,
-            lease: NONE,
-            promotions: RequestPromotions::default(),
-            wait,
-            demanded_ns: None,
-            failed: false,
-            touched: false,
-            dropped_tokens: state.dropped_tokens,
-            shared: Tokens(0),
-            offers: BlockOffers::default(),
-        });
-        let before = state.requests.insert(request.into(), id);
-        assert!(before.is_none(), "a session has two requests of one name");
+        let id = match state.requests.entry(request.into()) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(unknown) => *unknown.insert(self.requests.insert(RequestState {
+                tick: tick(),
+                lease: NONE,
+                promotions: RequestPromotions::default(),
+                wait: None,
+                demanded_ns: None,
+                failed: false,
+                touched: false,
+                dropped_tokens: state.dropped_tokens,
+                shared: Tokens(0),
+                offers: BlockOffers::default(),
+            })),
+        };
         Some(id)
     }
 

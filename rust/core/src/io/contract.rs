@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::files::DeviceFiles;
 use super::waker::Waker;
 use crate::arena::Arena;
 
@@ -96,6 +97,15 @@ impl IoRequest {
         }
     }
 
+    /// Index of the device.
+    pub fn device(&self) -> u16 {
+        match self {
+            Self::ReadPayload { device, .. }
+            | Self::WritePayload { device, .. }
+            | Self::WriteMeta { device, .. } => *device,
+        }
+    }
+
     /// Whether it is a read, which goes before writes.
     pub fn is_read(&self) -> bool {
         matches!(self, Self::ReadPayload { .. })
@@ -146,32 +156,67 @@ pub trait IoEngine: Send + std::fmt::Debug {
     fn arena(&self) -> &Arc<Arena>;
     /// `"io_uring"`, `"thread_pool"`, ...; shown to the operator.
     fn name(&self) -> &'static str;
-    /// How many operations may be in flight.
+    /// How many operations each device may have in flight.
     fn depth(&self) -> usize;
-    /// Operations submitted and not yet completed.
+    /// Operations submitted and not yet completed, of all devices.
     fn in_flight(&self) -> usize;
-    /// How many operations may be submitted now. What the device has done and is still to be verified
-    /// need not count.
-    fn room(&self) -> usize {
-        self.depth().saturating_sub(self.in_flight())
-    }
-    /// Starts an operation. The caller does so only while there is `room()`.
+    /// How many operations of a device may be submitted now. What the device has done and is still to be
+    /// verified need not count.
+    fn room(&self, device: u16) -> usize;
+    /// Starts an operation. The caller does so only while its device has `room()`.
     fn submit(&mut self, request: IoRequest);
     /// Pushes completions to `out`. Blocks until there is at least one, [`Waker::wake`] was called,
     /// or `timeout` has passed (`None`: no limit; zero: only what is there already).
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
     /// A handle by which other threads end a `wait`.
     fn waker(&self) -> Waker;
+    /// Gives a device other files: one that had [`DeviceFiles::absent`], and so no operations.
+    ///
+    /// # Errors
+    /// If they cannot be used.
+    fn replace_files(&mut self, _device: u16, _files: DeviceFiles) -> std::io::Result<()> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
 }
 
-/// The [`IoEngine::depth`] with which the device has up to `device_depth` reads, or as many writes, at a
+/// How many operations may be started now on each device.
+#[derive(Clone, Copy, Debug)]
+pub enum IoRoom<'a> {
+    /// As many on every device.
+    Same(usize),
+    /// By the index of the device; none on others.
+    Each(&'a [usize]),
+}
+
+impl IoRoom<'_> {
+    pub(crate) fn of(self, device: usize) -> usize {
+        match self {
+            Self::Same(room) => room,
+            Self::Each(rooms) => rooms.get(device).copied().unwrap_or(0),
+        }
+    }
+}
+
+impl From<usize> for IoRoom<'_> {
+    fn from(room: usize) -> Self {
+        Self::Same(room)
+    }
+}
+
+impl<'a> From<&'a [usize]> for IoRoom<'a> {
+    fn from(rooms: &'a [usize]) -> Self {
+        Self::Each(rooms)
+    }
+}
+
+/// The [`IoEngine::depth`] with which a device has up to `device_depth` reads, or as many writes, at a
 /// time: as many writes again are ready to follow at once, and there is room for a quarter more, since
 /// a device may hold writes up for seconds and go on reading.
 pub(super) fn engine_depth(device_depth: usize) -> usize {
     2 * device_depth + device_depth.div_ceil(4)
 }
 
-/// How many reads, or writes, the device has at a time if its engine has this [`IoEngine::depth`].
+/// How many reads, or writes, a device has at a time if its engine has this [`IoEngine::depth`].
 pub(crate) fn device_depth(engine_depth: usize) -> usize {
     (engine_depth * 4 / 9).max(1)
 }

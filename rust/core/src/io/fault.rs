@@ -1,7 +1,7 @@
 //! Faults on purpose, for tests: below the retry logic of the real engines ([`Script`], [`Noise`]),
 //! and above it ([`FaultEngine`], a device that hangs or fails).
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use super::fault_hook::{Call, CallKind, FaultHook, Verdict};
-use super::{IoCompletion, IoEngine, IoFault, IoRequest, Waker};
+use super::{DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
 use crate::arena::Arena;
 
 /// Verdicts for calls in order, each for the next call of its kind; a call of another kind passes
@@ -154,6 +154,8 @@ impl FaultHook for Noise {
 pub struct FaultEngine<E> {
     inner: E,
     control: Arc<SharedFaults>,
+    /// The device of each operation in flight, by its token.
+    devices: HashMap<u64, u16>,
     held: Vec<IoCompletion>,
 }
 
@@ -167,9 +169,10 @@ pub struct FaultControl {
 #[derive(Debug, Default)]
 struct SharedFaults(Mutex<Faults>);
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Faults {
     hold: bool,
+    held_devices: BTreeSet<u16>,
     reads: Option<i32>,
     writes: Option<i32>,
 }
@@ -192,10 +195,18 @@ impl<E: IoEngine> FaultEngine<E> {
             Self {
                 inner,
                 control,
+                devices: HashMap::new(),
                 held: Vec::new(),
             },
             handle,
         )
+    }
+
+    /// Operations of a device that have ended and are held back.
+    fn held_of(&self, device: u16) -> usize {
+        let held = self.held.iter();
+        held.filter(|completion| self.devices.get(&completion.token) == Some(&device))
+            .count()
     }
 }
 
@@ -205,9 +216,17 @@ impl FaultControl {
         self.control.lock().hold = true;
     }
 
+    /// From now on no operation of one device completes.
+    pub fn hang_device(&self, device: u16) {
+        self.control.lock().held_devices.insert(device);
+    }
+
     /// What was held back completes, and all that follows.
     pub fn release(&self) {
-        self.control.lock().hold = false;
+        let mut faults = self.control.lock();
+        faults.hold = false;
+        faults.held_devices.clear();
+        drop(faults);
         self.waker.wake();
     }
 
@@ -231,6 +250,10 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
         self.inner.name()
     }
 
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        self.inner.replace_files(device, files)
+    }
+
     fn depth(&self) -> usize {
         self.inner.depth()
     }
@@ -239,8 +262,15 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
         self.inner.in_flight() + self.held.len()
     }
 
+    fn room(&self, device: u16) -> usize {
+        self.inner.room(device).saturating_sub(self.held_of(device))
+    }
+
     fn submit(&mut self, request: IoRequest) {
-        let faults = *self.control.lock();
+        let faults = self.control.lock().clone();
+        let held = self.held_of(request.device());
+        let is_full = held > 0 && self.room(request.device()) == 0;
+        self.devices.insert(request.token(), request.device());
         let fault = if request.is_read() {
             faults.reads
         } else {
@@ -257,7 +287,7 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
                 self.inner.waker().wake();
             }
             // What is held back counts, as it would in a real device.
-            None if self.in_flight() >= self.depth() => {
+            None if is_full => {
                 let result = Err(IoFault::Os(Errno::BUSY.raw_os_error()));
                 self.held.push(IoCompletion { token, result });
                 self.inner.waker().wake();
@@ -268,9 +298,17 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
 
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
         self.inner.wait(timeout, &mut self.held);
-        if !self.control.lock().hold {
-            out.append(&mut self.held);
-        }
+        let faults = self.control.lock().clone();
+        let devices = &mut self.devices;
+        out.extend(self.held.extract_if(.., |completion| {
+            let device = devices.get(&completion.token);
+            let is_held = device.is_some_and(|device| faults.held_devices.contains(device));
+            let ends = !faults.hold && !is_held;
+            if ends {
+                devices.remove(&completion.token);
+            }
+            ends
+        }));
     }
 
     fn waker(&self) -> Waker {

@@ -23,6 +23,21 @@ pub struct DeviceFiles {
 }
 
 impl DeviceFiles {
+    /// Those of a directory that could not be opened yet: whatever is asked of them fails.
+    ///
+    /// # Errors
+    /// If the process has no descriptors left.
+    pub fn absent() -> io::Result<Self> {
+        let open =
+            || rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        Ok(Self {
+            superblock: open()?,
+            table: open()?,
+            data: open()?,
+            o_direct: true,
+        })
+    }
+
     pub(super) fn get(&self, kind: FileKind) -> BorrowedFd<'_> {
         match kind {
             FileKind::Super => self.superblock.as_fd(),

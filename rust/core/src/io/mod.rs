@@ -24,7 +24,7 @@ mod waker;
 pub use checksums::ChecksumQueue;
 pub(crate) use contract::device_depth;
 pub use contract::{
-    ChecksumRequest, FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest,
+    ChecksumRequest, FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest, IoRoom,
 };
 pub use features::{IoEngineChoice, IoFeatures, open_io_engine, probe_io_uring};
 pub use files::{DeviceFiles, check_own_file, open_file};

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,40 +14,48 @@ use super::waker::Wake;
 use super::{DRAIN_LIMIT, DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
 use crate::arena::Arena;
 
-/// More threads than this gain nothing: a device is busy with fewer large transfers.
+/// More threads for a device than this gain nothing: it is busy with fewer large transfers.
 const THREADS_MAX: usize = 16;
 
-/// The thread-pool engine.
+/// The thread-pool engine. Each device has its own threads: one that hangs holds up no other.
 #[derive(Debug)]
 pub struct ThreadPool<I: FaultHook = Direct> {
     shared: Arc<PoolShared<I>>,
     threads: Vec<JoinHandle<()>>,
     depth: usize,
-    in_flight: usize,
 }
 
 #[derive(Debug)]
 struct PoolShared<I> {
     arena: Arc<Arena>,
-    devices: Vec<DeviceFiles>,
+    devices: RwLock<Vec<Arc<DeviceFiles>>>,
     fault_hook: I,
     state: Mutex<PoolState>,
-    work: Condvar,
+    /// There is work for a device, by its index.
+    work: Vec<Condvar>,
     done: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct PoolState {
-    reads: VecDeque<Operation>,
-    others: VecDeque<Operation>,
-    running: usize,
-    completions: Vec<IoCompletion>,
+    queues: Vec<DeviceQueue>,
+    /// What has ended, and the device; `None` for one that is not there.
+    completions: Vec<(Option<usize>, IoCompletion)>,
     woken: bool,
     stop: bool,
 }
 
+#[derive(Debug, Default)]
+struct DeviceQueue {
+    reads: VecDeque<Operation>,
+    others: VecDeque<Operation>,
+    running: usize,
+    /// Operations submitted and not yet handed over as completions.
+    in_flight: usize,
+}
+
 impl ThreadPool {
-    /// A pool for `depth` operations in flight.
+    /// A pool for `depth` operations in flight on each device.
     pub fn new(
         depth: usize,
         arena: Arc<Arena>,
@@ -65,27 +73,31 @@ impl<I: FaultHook> ThreadPool<I> {
         devices: Vec<DeviceFiles>,
         fault_hook: I,
     ) -> std::io::Result<Self> {
-        let depth = depth.max(1);
+        let (depth, count) = (depth.max(1), devices.len());
         let shared = Arc::new(PoolShared {
             arena,
-            devices,
+            devices: RwLock::new(devices.into_iter().map(Arc::new).collect()),
             fault_hook,
-            state: Mutex::default(),
-            work: Condvar::new(),
+            state: Mutex::new(PoolState {
+                queues: (0..count).map(|_| DeviceQueue::default()).collect(),
+                ..PoolState::default()
+            }),
+            work: (0..count).map(|_| Condvar::new()).collect(),
             done: Condvar::new(),
         });
         let mut pool = Self {
             shared,
             threads: Vec::new(),
             depth,
-            in_flight: 0,
         };
-        for index in 0..depth.min(THREADS_MAX) {
-            let shared = Arc::clone(&pool.shared);
-            let thread = std::thread::Builder::new()
-                .name(format!("undercroft-io-{index}"))
-                .spawn(move || shared.work())?;
-            pool.threads.push(thread);
+        for device in 0..count {
+            for index in 0..depth.min(THREADS_MAX) {
+                let shared = Arc::clone(&pool.shared);
+                let thread = std::thread::Builder::new()
+                    .name(format!("undercroft-io{device}-{index}"))
+                    .spawn(move || shared.work(device))?;
+                pool.threads.push(thread);
+            }
         }
         Ok(pool)
     }
@@ -105,28 +117,51 @@ impl<I: FaultHook> IoEngine for ThreadPool<I> {
     }
 
     fn in_flight(&self) -> usize {
-        self.in_flight
+        let state = self.shared.lock();
+        let nowhere = state.completions.iter().filter(|(of, _)| of.is_none());
+        let of_devices: usize = state.queues.iter().map(|queue| queue.in_flight).sum();
+        of_devices + nowhere.count()
+    }
+
+    fn room(&self, device: u16) -> usize {
+        let state = self.shared.lock();
+        let queue = state.queues.get(usize::from(device));
+        queue.map_or(0, |queue| self.depth.saturating_sub(queue.in_flight))
+    }
+
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        let devices = self.shared.devices.write();
+        let mut devices = devices.unwrap_or_else(PoisonError::into_inner);
+        devices[usize::from(device)] = Arc::new(files);
+        Ok(())
     }
 
     fn submit(&mut self, request: IoRequest) {
-        let token = request.token();
-        let operation = if self.in_flight < self.depth {
-            Operation::new(request, &self.shared.arena, self.shared.devices.len())
-        } else {
-            Err(IoFault::Os(Errno::BUSY.raw_os_error()))
-        };
-        self.in_flight += 1;
+        let (token, device) = (request.token(), usize::from(request.device()));
+        let operation = Operation::new(request, &self.shared.arena, self.shared.devices().len());
         let mut state = self.shared.lock();
-        match operation {
-            Ok(operation) if operation.is_read() => state.reads.push_back(operation),
-            Ok(operation) => state.others.push_back(operation),
-            Err(fault) => state.completions.push(IoCompletion {
-                token,
-                result: Err(fault),
-            }),
-        }
-        drop(state);
-        self.shared.work.notify_one();
+        let queue = state.queues.get_mut(device);
+        let has_room = queue.as_ref().is_none_or(|of| of.in_flight < self.depth);
+        let fault = match (operation, queue) {
+            (Ok(operation), Some(queue)) if has_room => {
+                queue.in_flight += 1;
+                if operation.is_read() {
+                    queue.reads.push_back(operation);
+                } else {
+                    queue.others.push_back(operation);
+                }
+                drop(state);
+                return self.shared.work[device].notify_one();
+            }
+            (Err(fault), _) if has_room => fault,
+            _ => IoFault::Os(Errno::BUSY.raw_os_error()),
+        };
+        let of = state.queues.get_mut(device).map(|queue| {
+            queue.in_flight += 1;
+            device
+        });
+        let result = Err(fault);
+        state.completions.push((of, IoCompletion { token, result }));
     }
 
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
@@ -151,8 +186,12 @@ impl<I: FaultHook> IoEngine for ThreadPool<I> {
                 };
         }
         state.woken = false;
-        self.in_flight -= state.completions.len();
-        out.append(&mut state.completions);
+        for (device, completion) in std::mem::take(&mut state.completions) {
+            if let Some(device) = device {
+                state.queues[device].in_flight -= 1;
+            }
+            out.push(completion);
+        }
     }
 
     fn waker(&self) -> Waker {
@@ -168,14 +207,14 @@ impl<I: FaultHook> Wake for PoolShared<I> {
 }
 
 impl<I: FaultHook> Drop for ThreadPool<I> {
-    /// Operations under way end first. If the device does not answer within `DRAIN_LIMIT`, their
+    /// Operations under way end first. If a device does not answer within `DRAIN_LIMIT`, their
     /// threads are left behind; they hold the arena and the files until it does.
     fn drop(&mut self) {
         let deadline = Instant::now() + DRAIN_LIMIT;
         let mut state = self.shared.lock();
         state.stop = true;
-        self.shared.work.notify_all();
-        while state.running > 0 {
+        self.shared.work.iter().for_each(Condvar::notify_all);
+        while state.queues.iter().any(|queue| queue.running > 0) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
@@ -199,33 +238,37 @@ impl<I: FaultHook> PoolShared<I> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The life of one thread.
-    fn work(&self) {
+    /// The life of one thread of a device.
+    fn work(&self, device: usize) {
         let mut state = self.lock();
         while !state.stop {
-            let Some(operation) = state.reads.pop_front().or_else(|| state.others.pop_front())
+            let queue = &mut state.queues[device];
+            let Some(operation) = queue.reads.pop_front().or_else(|| queue.others.pop_front())
             else {
-                state = self
-                    .work
+                state = self.work[device]
                     .wait(state)
                     .unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
-            state.running += 1;
+            queue.running += 1;
             drop(state);
             let result = self.carry_out(&operation);
             state = self.lock();
-            state.running -= 1;
-            state.completions.push(IoCompletion {
-                token: operation.token,
-                result,
-            });
+            state.queues[device].running -= 1;
+            let token = operation.token;
+            let completion = IoCompletion { token, result };
+            state.completions.push((Some(device), completion));
             self.done.notify_one();
         }
     }
 
+    fn devices(&self) -> RwLockReadGuard<'_, Vec<Arc<DeviceFiles>>> {
+        self.devices.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn carry_out(&self, operation: &Operation) -> Result<u64, IoFault> {
-        let file = self.devices[usize::from(operation.device)].get(operation.file);
+        let device = Arc::clone(&self.devices()[usize::from(operation.device)]);
+        let file = device.get(operation.file);
         let source = operation.source_checksum(&self.arena);
         let mut progress = Progress::new(operation.len);
         repeat(&mut progress, operation.is_read(), |done, len| {

@@ -118,6 +118,19 @@ impl Ring {
         Ok(ring)
     }
 
+    /// Registers files in place of those from `first` on, which no operation uses.
+    pub(super) fn replace_files(
+        &mut self,
+        first: usize,
+        files: &[BorrowedFd<'_>],
+    ) -> io::Result<()> {
+        let files: Vec<_> = files.iter().map(AsRawFd::as_raw_fd).collect();
+        let first = u32::try_from(first).expect("a ring has few files");
+        let replaced = self.ring.submitter().register_files_update(first, &files)?;
+        assert_eq!(replaced, files.len(), "all files are replaced or none");
+        Ok(())
+    }
+
     fn start_registering(&mut self) {
         let regions = self.arena.size().div_ceil(REGION).min(REGIONS_MAX);
         if self

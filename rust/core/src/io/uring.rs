@@ -18,8 +18,11 @@ use super::{
 };
 use crate::arena::Arena;
 
-/// Largest depth; operations are numbered with 16 bits.
+/// Largest depth of a device.
 const DEPTH_MAX: usize = 4096;
+
+/// Operations of all devices together; they are numbered with 16 bits, twice as many as the depth.
+const OPERATIONS_MAX: usize = 1 << 14;
 
 /// Entries in the kernel for each operation of the depth: room for the pieces of most payloads.
 const ENTRIES_PER_OPERATION: usize = 4;
@@ -44,6 +47,9 @@ const REFUSAL_PAUSE: Timespec = Timespec {
 /// In place of the number of a piece: the sync after the transfer.
 const SYNC: u16 = u16::MAX;
 
+/// The files of a device, in the order in which they are registered.
+const KINDS: [FileKind; 3] = [FileKind::Super, FileKind::Table, FileKind::Data];
+
 /// The io_uring engine.
 #[derive(Debug)]
 pub struct Uring<I: FaultHook = Direct> {
@@ -54,11 +60,12 @@ pub struct Uring<I: FaultHook = Direct> {
     fault_hook: I,
     depth: usize,
     in_flight: usize,
-    /// Twice the depth: what waits to be verified must not keep the device waiting.
+    /// Twice the depth for each device: what waits to be verified must not keep a device waiting.
     slots: Vec<Slot>,
     free: Vec<u16>,
+    /// By index of the device: one that hangs holds up no other.
+    lanes: Vec<Lane>,
     queues: Queues,
-    entries_max: usize,
     wake: ArmedWake,
     refusals: u32,
 }
@@ -70,13 +77,36 @@ struct ArmedWake {
     armed: bool,
 }
 
-/// What operations in flight wait for.
+/// What one device has, and what waits for it.
 #[derive(Debug)]
-struct Queues {
+struct Lane {
     /// Pieces that wait for room in the ring.
     ready: VecDeque<(u16, u16)>,
     /// Payload writes that wait for more of them, or for others to end.
     batch: Batch,
+    /// Its entries in the kernel.
+    entries: usize,
+    /// Operations whose transfers have not ended.
+    moving: usize,
+    /// Operations that have a slot.
+    slots: usize,
+}
+
+impl Lane {
+    fn new(depth: usize) -> Self {
+        Self {
+            ready: VecDeque::new(),
+            batch: Batch::new(device_depth(depth)),
+            entries: 0,
+            moving: 0,
+            slots: 0,
+        }
+    }
+}
+
+/// What operations in flight wait for.
+#[derive(Debug)]
+struct Queues {
     /// Writes whose checksums are to be computed, with the epochs of their slots, and how far that of
     /// the first one is. The source stays as it is until the write has been delivered, so the device does
     /// not wait for that.
@@ -123,20 +153,20 @@ pub(super) struct UringParts {
 }
 
 impl UringParts {
-    /// A ring with the files of all devices registered.
+    /// A ring with the files of all devices registered, for `depth` operations of each.
     pub(super) fn open(
         depth: usize,
         arena: &Arc<Arena>,
         devices: &[DeviceFiles],
     ) -> std::io::Result<Self> {
-        let depth = depth.clamp(1, DEPTH_MAX);
-        let kinds = [FileKind::Super, FileKind::Table, FileKind::Data];
+        let count = devices.len().max(1);
+        let depth = depth.clamp(1, DEPTH_MAX).min(OPERATIONS_MAX / count);
         let files: Vec<_> = devices
             .iter()
-            .flat_map(|device| kinds.map(|kind| device.get(kind)))
+            .flat_map(|device| KINDS.map(|kind| device.get(kind)))
             .collect();
         // One more entry for the waker.
-        let entries = (depth * ENTRIES_PER_OPERATION) as u32 + 1;
+        let entries = (count * depth * ENTRIES_PER_OPERATION) as u32 + 1;
         let ring = Ring::new(entries, &files, Arc::clone(arena), true)?;
         let wake = EventWake::new()?;
         Ok(Self { ring, wake, depth })
@@ -144,7 +174,8 @@ impl UringParts {
 }
 
 impl Uring {
-    /// A ring for `depth` operations in flight (at most 4096). Fails where the kernel does not allow
+    /// A ring for `depth` operations in flight on each device (at most 4096, and 16384 of all devices
+    /// together). Fails where the kernel does not allow
     /// io_uring or is too old.
     pub fn new(
         depth: usize,
@@ -175,6 +206,8 @@ impl<I: FaultHook> Uring<I> {
         fault_hook: I,
     ) -> Self {
         let UringParts { ring, wake, depth } = parts;
+        let count = devices.len();
+        let slots = 2 * depth * count;
         Self {
             ring,
             arena,
@@ -182,17 +215,16 @@ impl<I: FaultHook> Uring<I> {
             fault_hook,
             depth,
             in_flight: 0,
-            slots: (0..2 * depth).map(|_| Slot::default()).collect(),
-            free: (0..2 * depth as u16).rev().collect(),
+            slots: (0..slots).map(|_| Slot::default()).collect(),
+            // Twice OPERATIONS_MAX at most.
+            free: (0..slots as u16).rev().collect(),
+            lanes: (0..count).map(|_| Lane::new(depth)).collect(),
             queues: Queues {
-                ready: VecDeque::new(),
-                batch: Batch::new(device_depth(depth)),
                 unsummed: VecDeque::new(),
                 summing: Summing::default(),
                 ended: VecDeque::new(),
                 refused: Vec::new(),
             },
-            entries_max: depth * ENTRIES_PER_OPERATION,
             wake: ArmedWake {
                 event: Arc::new(wake),
                 armed: false,
@@ -223,14 +255,15 @@ impl<I: FaultHook> Uring<I> {
             .collect();
         let unfinished = pieces.len();
         let count = unfinished as u16;
+        let lane = &mut self.lanes[usize::from(operation.device)];
+        lane.moving += 1;
+        lane.slots += 1;
         if operation.is_payload_write() {
-            self.queues.batch.push(index, count, len);
+            lane.batch.push(index, count, len);
             let epoch = self.slots[usize::from(index)].epoch;
             self.queues.unsummed.push_back((epoch, index));
         } else {
-            self.queues
-                .ready
-                .extend((0..count).map(|piece| (index, piece)));
+            lane.ready.extend((0..count).map(|piece| (index, piece)));
         }
         let active = Active {
             operation,
@@ -243,17 +276,26 @@ impl<I: FaultHook> Uring<I> {
         self.slots[usize::from(index)].active = Some(active);
     }
 
-    /// Moves pieces to the ring while it has room.
+    /// Moves pieces of all devices to the ring.
     fn push_ready(&mut self) {
-        self.queues.batch.release(&mut self.queues.ready);
-        while self.ring.pending() < self.entries_max
-            && let Some((index, piece)) = self.queues.ready.pop_front()
+        for device in 0..self.lanes.len() {
+            self.push_ready_of(device);
+        }
+    }
+
+    /// Moves pieces of a device to the ring while it has room.
+    fn push_ready_of(&mut self, device: usize) {
+        let entries_max = self.depth * ENTRIES_PER_OPERATION;
+        let lane = &mut self.lanes[device];
+        lane.batch.release(&mut lane.ready);
+        while self.lanes[device].entries < entries_max
+            && let Some((index, piece)) = self.lanes[device].ready.pop_front()
         {
             if !self.ring.has_room() {
                 self.submit_queued();
             }
             if !self.ring.has_room() {
-                self.queues.ready.push_front((index, piece));
+                self.lanes[device].ready.push_front((index, piece));
                 return;
             }
             self.push(index, piece);
@@ -267,6 +309,7 @@ impl<I: FaultHook> Uring<I> {
         };
         let user_data = user_data(slot.epoch, index, number);
         let operation = &active.operation;
+        let lane = &mut self.lanes[usize::from(operation.device)];
         let file = file_index(operation);
         let mut call = Call {
             kind: CallKind::Sync,
@@ -281,7 +324,10 @@ impl<I: FaultHook> Uring<I> {
         }
         let Some(piece) = active.pieces.get_mut(usize::from(number)) else {
             match self.fault_hook.on_call(&call).issued(0) {
-                Ok(_) => self.ring.push_sync(file, user_data),
+                Ok(_) => {
+                    lane.entries += 1;
+                    self.ring.push_sync(file, user_data);
+                }
                 Err(errno) => self.advance(index, number, Err(errno)),
             }
             return;
@@ -312,6 +358,7 @@ impl<I: FaultHook> Uring<I> {
             buffer,
             len,
         };
+        lane.entries += 1;
         self.ring.push_transfer(transfer, user_data);
     }
 
@@ -324,11 +371,11 @@ impl<I: FaultHook> Uring<I> {
                 continue;
             }
             let (epoch, index, piece) = parts(user_data);
-            if self
-                .slots
-                .get(usize::from(index))
-                .is_some_and(|slot| slot.epoch == epoch)
+            let slot = self.slots.get(usize::from(index));
+            if let Some(slot) = slot.filter(|slot| slot.epoch == epoch)
+                && let Some(active) = &slot.active
             {
+                self.lanes[usize::from(active.operation.device)].entries -= 1;
                 self.advance(index, piece, outcome);
             }
         }
@@ -353,7 +400,10 @@ impl<I: FaultHook> Uring<I> {
             None => Progress::new(0).advance(outcome, reading),
         };
         match next {
-            Next::Again => self.queues.ready.push_back((index, number)),
+            Next::Again => {
+                let device = usize::from(active.operation.device);
+                self.lanes[device].ready.push_back((index, number));
+            }
             Next::Done => self.finish_piece(index),
             Next::Failed(fault) => {
                 active.fault.get_or_insert(fault);
@@ -370,14 +420,16 @@ impl<I: FaultHook> Uring<I> {
         if active.unfinished > 0 {
             return;
         }
+        let lane = &mut self.lanes[usize::from(active.operation.device)];
         if active.fault.is_none() && active.operation.syncs() && !active.synced {
             active.synced = true;
             active.unfinished = 1;
-            self.queues.ready.push_back((index, SYNC));
+            lane.ready.push_back((index, SYNC));
         } else {
             if active.operation.is_payload_write() {
-                self.queues.batch.ended(active.operation.len);
+                lane.batch.ended(active.operation.len);
             }
+            lane.moving -= 1;
             self.queues.ended.push_back(index);
         }
     }
@@ -424,6 +476,7 @@ impl<I: FaultHook> Uring<I> {
             };
             slot.epoch = slot.epoch.wrapping_add(1);
             self.free.push(index);
+            self.lanes[usize::from(operation.device)].slots -= 1;
             let result = match fault {
                 Some(fault) => Err(fault),
                 None => {
@@ -468,9 +521,12 @@ impl<I: FaultHook> Uring<I> {
             Some(&REFUSAL_PAUSE),
         );
         if let (Some(errno), true) = (outcome.err(), self.is_broken()) {
-            self.queues.batch.release_all(&mut self.queues.ready);
-            for (index, piece) in std::mem::take(&mut self.queues.ready) {
-                self.advance(index, piece, Err(errno));
+            for device in 0..self.lanes.len() {
+                let lane = &mut self.lanes[device];
+                lane.batch.release_all(&mut lane.ready);
+                for (index, piece) in std::mem::take(&mut lane.ready) {
+                    self.advance(index, piece, Err(errno));
+                }
             }
         }
     }
@@ -516,14 +572,26 @@ impl<I: FaultHook> IoEngine for Uring<I> {
         self.in_flight
     }
 
-    fn room(&self) -> usize {
-        let moving = self.in_flight - self.queues.ended.len() - self.queues.refused.len();
-        self.depth.saturating_sub(moving).min(self.free.len())
+    fn room(&self, device: u16) -> usize {
+        let lane = self.lanes.get(usize::from(device));
+        lane.map_or(0, |lane| {
+            let idle = self.depth.saturating_sub(lane.moving);
+            idle.min((2 * self.depth).saturating_sub(lane.slots))
+        })
+    }
+
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        let first = usize::from(device) * KINDS.len();
+        let new = KINDS.map(|kind| files.get(kind));
+        self.ring.replace_files(first, &new)?;
+        self.devices[usize::from(device)] = files;
+        Ok(())
     }
 
     fn submit(&mut self, request: IoRequest) {
-        let token = request.token();
-        let has_room = self.room() > 0;
+        let (token, device) = (request.token(), request.device());
+        let is_known = usize::from(device) < self.lanes.len();
+        let has_room = !is_known || self.room(device) > 0;
         self.in_flight += 1;
         let refusal = if self.is_broken() {
             Errno::IO
@@ -539,7 +607,7 @@ impl<I: FaultHook> IoEngine for Uring<I> {
         match (operation, index) {
             (Ok(operation), Some(index)) => {
                 self.start(index, operation);
-                self.push_ready();
+                self.push_ready_of(usize::from(device));
             }
             (outcome, index) => {
                 self.free.extend(index);

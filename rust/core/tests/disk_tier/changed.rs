@@ -49,8 +49,8 @@ impl Running {
     }
 
     /// Saves a prompt; the extents of its blocks.
-    fn save(&self, hashes: &Vec<BlockHash>) -> Vec<Extent> {
-        let request = SaveRequest::new("save", hashes, Tokens(LEN * HASH_BLOCK));
+    fn save(&self, hashes: &[BlockHash]) -> Vec<Extent> {
+        let request = SaveRequest::new("save", &hashes, Tokens(LEN * HASH_BLOCK));
         let granted = self
             .driver
             .enter(|engine| engine.begin_save(self.session, &request));
@@ -75,8 +75,8 @@ impl Running {
     }
 
     /// Blocks of the hit of a request, once it is answered.
-    fn hit(&self, name: &str, hashes: &Vec<BlockHash>) -> u32 {
-        let question = LookupRequest::new(name, hashes);
+    fn hit(&self, name: &str, hashes: &[BlockHash]) -> u32 {
+        let question = LookupRequest::new(name, &hashes);
         let mut tokens = None;
         let answered = self.driver.wait_until(PATIENCE, |engine| {
             tokens = engine.lookup(self.session, &question).tokens();

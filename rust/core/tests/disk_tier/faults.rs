@@ -277,14 +277,16 @@ fn a_device_that_answers_late_delays_one_answer_and_wastes_no_read() {
     assert_eq!(ask(&mut rig), None, "it may have answered by now");
     assert_eq!(rig.start_io(), 0);
     assert_eq!(ask(&mut rig), Some(Tokens(0)), "the request recomputes");
+    assert_eq!(rig.engine.health()[0].0, Health::Stalled);
     rig.engine.finish_request(session, "r");
-    // Nor for ever for a look: whoever looks may hang in the device, too.
-    assert_eq!(ask(&mut rig), None);
-    rig.pass(5 * stall_ns - 1);
-    assert_eq!(ask(&mut rig), None);
-    rig.pass(1);
-    assert_eq!(ask(&mut rig), Some(Tokens(0)));
+    assert_eq!(
+        ask(&mut rig),
+        Some(Tokens(0)),
+        "and the next one does at once"
+    );
     rig.engine.finish_request(session, "r");
+    let counters = rig.engine.counters();
+    assert_eq!((counters.promotions_given_up, counters.promotions), (1, 0));
     // Ten seconds later the answers come. Their slots were nobody else's meanwhile.
     rig.pass(10 * SECOND);
     control.release();
@@ -299,4 +301,28 @@ fn a_device_that_answers_late_delays_one_answer_and_wastes_no_read() {
     );
     assert_eq!(rig.engine.health()[0].0, Health::Good);
     assert_eq!(rig.engine.gauges().active_lookups, 0);
+}
+
+#[test]
+fn a_lookup_waits_no_longer_than_five_limits_for_a_look_at_the_device() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    Open::new(&dirs).plain().save(1, 10);
+    let open = Open::new(&dirs);
+    let stall_ns = open.config.stall_ns;
+    let mut rig = open.plain();
+    let hashes = Model::hashes(1, 10);
+    let session = rig.session(&MODEL);
+    let ask = |rig: &mut crate::rig::Rig| {
+        let question = LookupRequest::new("r", &hashes);
+        rig.engine.lookup(session, &question).tokens()
+    };
+    // Whoever looks may hang in the device, too.
+    assert_eq!(ask(&mut rig), None);
+    rig.pass(5 * stall_ns - 1);
+    assert_eq!(ask(&mut rig), None);
+    rig.pass(1);
+    assert_eq!(ask(&mut rig), Some(Tokens(0)));
+    assert_eq!(ask(&mut rig), None, "it may try again");
+    assert_eq!(rig.engine.counters().promotions_given_up, 1);
 }

@@ -8,6 +8,7 @@ mod child;
 mod crash;
 mod damage;
 mod faults;
+mod recency;
 mod rig;
 mod start;
 mod stores;

@@ -252,8 +252,9 @@ impl Rig {
     /// Hands the device what the engine wants to start now; how much that was.
     pub(crate) fn start_io(&mut self) -> usize {
         let mut requests = Vec::new();
-        let room = self.io.depth() - self.io.in_flight();
-        self.engine.next_io(room, &mut requests);
+        let devices = 0..self.engine.device_count() as u16;
+        let rooms: Vec<usize> = devices.map(|device| self.io.room(device)).collect();
+        self.engine.next_io(&rooms[..], &mut requests);
         let count = requests.len();
         requests
             .drain(..)

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use undercroft_core::arena::Arena;
+use undercroft_core::disk::Health;
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::driver::{Clock, Driver};
 use undercroft_core::engine::{Engine, EngineConfig, SessionId};
@@ -64,6 +65,15 @@ fn load(driver: &Driver, arena: &Arena, session: SessionId, prompt: u64) -> u32 
     found
 }
 
+/// Waits for another thread.
+fn until(mut condition: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::yield_now();
+    }
+}
+
 #[test]
 fn a_disk_that_answers_after_ten_seconds_holds_up_nobody() {
     let (_guard, store) = dir();
@@ -83,6 +93,7 @@ fn a_disk_that_answers_after_ten_seconds_holds_up_nobody() {
 
     device.hang();
     assert_eq!(ask(&driver, session, 1, false), None);
+    until(|| driver.read(|engine| engine.has_operations()) == Some(true));
     // Meanwhile others save, and are served from memory.
     let hashes = Model::hashes(2, 10);
     let save = |engine: &mut Engine| {
@@ -106,11 +117,9 @@ fn a_disk_that_answers_after_ten_seconds_holds_up_nobody() {
     assert_eq!(ask(&driver, session, 1, false), None);
     clock.pass(1);
     // Once the device was looked at.
-    let start = std::time::Instant::now();
-    while ask(&driver, session, 1, false).is_none() {
-        assert!(start.elapsed() < PATIENCE);
-        std::thread::yield_now();
-    }
+    until(|| ask(&driver, session, 1, false).is_some());
+    let health = || driver.read(|engine| engine.health()[0].0).unwrap();
+    assert_eq!(health(), Health::Stalled);
     assert_eq!(
         ask(&driver, session, 1, false),
         Some(Tokens(0)),
@@ -179,6 +188,9 @@ impl IoEngine for Broken {
     fn depth(&self) -> usize {
         self.0.depth()
     }
+    fn room(&self, device: u16) -> usize {
+        self.0.room(device)
+    }
     fn waker(&self) -> Waker {
         self.0.waker()
     }
@@ -215,6 +227,9 @@ impl IoEngine for Slow {
     }
     fn in_flight(&self) -> usize {
         self.queue.len()
+    }
+    fn room(&self, _device: u16) -> usize {
+        DEPTH - self.queue.len()
     }
     fn submit(&mut self, request: IoRequest) {
         self.queue.push_back(request.token());

@@ -2,49 +2,49 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
-mod bed;
+mod rig;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::checksum;
 use undercroft_core::io::fault::{FaultEngine, Noise, Rates, Script};
-use undercroft_core::io::fault_hook::{CallKind, Verdict};
+use undercroft_core::io::fault_hook::{Call, CallKind, FaultHook, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
 use undercroft_core::io::{DeviceFiles, FileKind, IoEngine, IoFault, IoRequest, probe_io_uring};
 
-use bed::{ARENA, Bench, DEPTH, Open, UNIT, meta, os, pattern, read, write};
+use rig::{ARENA, DEPTH, Open, PATIENCE, Rig, UNIT, device_in, meta, os, pattern, read, write};
 
 fn payloads_go_to_the_file_and_come_back(open: Open) {
-    let mut bench = Bench::new(open, Script::default());
+    let mut rig = Rig::new(open, Script::default());
     for (index, len) in [UNIT, 3 * UNIT, 1 << 20, (2 << 20) + UNIT]
         .into_iter()
         .enumerate()
     {
         let bytes = pattern(index as u64, len);
         let at = (index as u64) * (4 << 20);
-        bench.arena.write(0, &bytes).unwrap();
-        assert_eq!(bench.write(0, at, len as u32), Ok(checksum(&bytes)));
+        rig.arena.write(0, &bytes).unwrap();
+        assert_eq!(rig.write(0, at, len as u32), Ok(checksum(&bytes)));
         let mut stored = vec![0; len as usize];
-        bench.file("data").read_exact_at(&mut stored, at).unwrap();
+        rig.file("data").read_exact_at(&mut stored, at).unwrap();
         assert!(stored == bytes, "what is in the file, length {len}");
-        assert_eq!(bench.read(8 << 20, at, &bytes), Ok(checksum(&bytes)));
+        assert_eq!(rig.read(8 << 20, at, &bytes), Ok(checksum(&bytes)));
         assert!(
-            bench.arena.read(8 << 20, len).unwrap() == bytes,
+            rig.arena.read(8 << 20, len).unwrap() == bytes,
             "what was read, length {len}"
         );
     }
 }
 
 fn the_checksum_covers_the_payload_only(open: Open) {
-    let mut bench = Bench::new(open, Script::default());
+    let mut rig = Rig::new(open, Script::default());
     let mut bytes = pattern(1, 2 * UNIT);
-    bench.arena.write(0, &bytes).unwrap();
+    rig.arena.write(0, &bytes).unwrap();
     let payload_len = (UNIT + 10) as u32;
     let request = IoRequest::WritePayload {
         token: 1,
@@ -55,7 +55,7 @@ fn the_checksum_covers_the_payload_only(open: Open) {
         payload_len,
     };
     let sum = checksum(&bytes[..payload_len as usize]);
-    assert_eq!(bench.one(request), Ok(sum));
+    assert_eq!(rig.one(request), Ok(sum));
     let request = |token| IoRequest::ReadPayload {
         token,
         device: 0,
@@ -66,12 +66,12 @@ fn the_checksum_covers_the_payload_only(open: Open) {
         checksum: sum,
     };
     bytes[payload_len as usize] ^= 1;
-    bench.prepare(0, &bytes);
-    assert_eq!(bench.one(request(2)), Ok(sum), "the padding does not count");
+    rig.prepare(0, &bytes);
+    assert_eq!(rig.one(request(2)), Ok(sum), "the padding does not count");
     bytes[payload_len as usize - 1] ^= 0x80;
-    bench.prepare(0, &bytes);
+    rig.prepare(0, &bytes);
     assert_eq!(
-        bench.one(request(3)),
+        rig.one(request(3)),
         Err(IoFault::Corrupt),
         "the last byte does"
     );
@@ -79,11 +79,11 @@ fn the_checksum_covers_the_payload_only(open: Open) {
 
 fn metadata_is_written_and_synced(open: Open) {
     let script = Script::default();
-    let mut bench = Bench::new(open, script.clone());
+    let mut rig = Rig::new(open, script.clone());
     let bytes = pattern(5, 3 * UNIT);
-    assert_eq!(bench.one(meta(FileKind::Table, UNIT, &bytes, false)), Ok(0));
+    assert_eq!(rig.one(meta(FileKind::Table, UNIT, &bytes, false)), Ok(0));
     assert!(script.calls(CallKind::Sync).is_empty());
-    assert_eq!(bench.one(meta(FileKind::Super, 0, &bytes, true)), Ok(0));
+    assert_eq!(rig.one(meta(FileKind::Super, 0, &bytes, true)), Ok(0));
     let sync = script.calls(CallKind::Sync);
     assert_eq!(
         sync.iter().map(|call| call.file).collect::<Vec<_>>(),
@@ -91,7 +91,7 @@ fn metadata_is_written_and_synced(open: Open) {
     );
     for (name, at) in [("table", UNIT), ("super", 0)] {
         let mut stored = vec![0; bytes.len()];
-        bench.file(name).read_exact_at(&mut stored, at).unwrap();
+        rig.file(name).read_exact_at(&mut stored, at).unwrap();
         assert!(stored == bytes, "{name}");
     }
 }
@@ -99,13 +99,13 @@ fn metadata_is_written_and_synced(open: Open) {
 fn a_failed_sync_fails_the_write(open: Open) {
     let fail = Verdict::Fail(Errno::IO.raw_os_error());
     let script = Script::default().then(CallKind::Sync, [fail]);
-    let mut bench = Bench::new(open, script);
+    let mut rig = Rig::new(open, script);
     let bytes = pattern(5, UNIT);
     assert_eq!(
-        bench.one(meta(FileKind::Super, 0, &bytes, true)),
+        rig.one(meta(FileKind::Super, 0, &bytes, true)),
         os(Errno::IO)
     );
-    assert_eq!(bench.one(meta(FileKind::Super, 0, &bytes, true)), Ok(0));
+    assert_eq!(rig.one(meta(FileKind::Super, 0, &bytes, true)), Ok(0));
 }
 
 fn short_reads_are_continued(open: Open) {
@@ -118,11 +118,11 @@ fn short_reads_are_continued(open: Open) {
         Verdict::Short(7),
     ];
     let script = Script::default().then(CallKind::Read, verdicts);
-    let mut bench = Bench::new(open, script.clone());
+    let mut rig = Rig::new(open, script.clone());
     let bytes = pattern(2, 16 * UNIT);
-    bench.prepare(8 * UNIT, &bytes);
-    assert_eq!(bench.read(UNIT, 8 * UNIT, &bytes), Ok(checksum(&bytes)));
-    assert!(bench.arena.read(UNIT, 16 * UNIT).unwrap() == bytes);
+    rig.prepare(8 * UNIT, &bytes);
+    assert_eq!(rig.read(UNIT, 8 * UNIT, &bytes), Ok(checksum(&bytes)));
+    assert!(rig.arena.read(UNIT, 16 * UNIT).unwrap() == bytes);
     assert!(script.is_used_up());
     let calls: Vec<_> = script
         .calls(CallKind::Read)
@@ -145,18 +145,18 @@ fn short_writes_are_continued(open: Open) {
     ];
     for metadata in [false, true] {
         let script = Script::default().then(CallKind::Write, verdicts);
-        let mut bench = Bench::new(open, script.clone());
+        let mut rig = Rig::new(open, script.clone());
         let bytes = pattern(3, 16 * UNIT);
         let name = if metadata {
-            assert_eq!(bench.one(meta(FileKind::Table, 0, &bytes, false)), Ok(0));
+            assert_eq!(rig.one(meta(FileKind::Table, 0, &bytes, false)), Ok(0));
             "table"
         } else {
-            bench.arena.write(0, &bytes).unwrap();
-            assert_eq!(bench.write(0, 0, 16 * UNIT as u32), Ok(checksum(&bytes)));
+            rig.arena.write(0, &bytes).unwrap();
+            assert_eq!(rig.write(0, 0, 16 * UNIT as u32), Ok(checksum(&bytes)));
             "data"
         };
         assert!(script.is_used_up());
-        assert!(std::fs::read(bench.path(name)).unwrap() == bytes, "{name}");
+        assert!(std::fs::read(rig.path(name)).unwrap() == bytes, "{name}");
     }
 }
 
@@ -164,17 +164,17 @@ fn errors_are_reported_and_pass(open: Open) {
     for errno in [Errno::IO, Errno::NOSPC, Errno::ROFS] {
         for kind in [CallKind::Read, CallKind::Write] {
             let script = Script::default().then(kind, [Verdict::Fail(errno.raw_os_error())]);
-            let mut bench = Bench::new(open, script);
+            let mut rig = Rig::new(open, script);
             let bytes = pattern(4, 2 * UNIT);
-            bench.prepare(0, &bytes);
-            bench.arena.write(0, &bytes).unwrap();
-            let attempt = |bench: &mut Bench| match kind {
-                CallKind::Read => bench.read(4 * UNIT, 0, &bytes),
-                _ => bench.write(0, 0, 2 * UNIT as u32),
+            rig.prepare(0, &bytes);
+            rig.arena.write(0, &bytes).unwrap();
+            let attempt = |rig: &mut Rig| match kind {
+                CallKind::Read => rig.read(4 * UNIT, 0, &bytes),
+                _ => rig.write(0, 0, 2 * UNIT as u32),
             };
-            assert_eq!(attempt(&mut bench), os(errno));
+            assert_eq!(attempt(&mut rig), os(errno));
             assert_eq!(
-                attempt(&mut bench),
+                attempt(&mut rig),
                 Ok(checksum(&bytes)),
                 "the next one works"
             );
@@ -190,12 +190,12 @@ fn a_busy_device_is_asked_again(open: Open) {
         .then(CallKind::Read, busy())
         .then(CallKind::Write, busy())
         .then(CallKind::Sync, busy());
-    let mut bench = Bench::new(open, script.clone());
+    let mut rig = Rig::new(open, script.clone());
     let bytes = pattern(3, 8 * UNIT);
-    bench.arena.write(0, &bytes).unwrap();
-    assert_eq!(bench.write(0, 0, bytes.len() as u32), Ok(checksum(&bytes)));
-    assert_eq!(bench.read(1 << 20, 0, &bytes), Ok(checksum(&bytes)));
-    let written = bench.one(meta(FileKind::Super, 0, &bytes[..4096], true));
+    rig.arena.write(0, &bytes).unwrap();
+    assert_eq!(rig.write(0, 0, bytes.len() as u32), Ok(checksum(&bytes)));
+    assert_eq!(rig.read(1 << 20, 0, &bytes), Ok(checksum(&bytes)));
+    let written = rig.one(meta(FileKind::Super, 0, &bytes[..4096], true));
     assert_eq!(written, Ok(0));
     assert!(script.is_used_up());
     for (kind, operations) in [
@@ -213,20 +213,20 @@ fn a_busy_device_is_asked_again(open: Open) {
 
 fn endless_interruptions_end(open: Open) {
     let again = std::iter::repeat_n(Verdict::Fail(Errno::AGAIN.raw_os_error()), 1000);
-    let mut bench = Bench::new(open, Script::default().then(CallKind::Read, again));
+    let mut rig = Rig::new(open, Script::default().then(CallKind::Read, again));
     let bytes = pattern(4, UNIT);
-    bench.prepare(0, &bytes);
-    assert_eq!(bench.read(0, 0, &bytes), os(Errno::AGAIN));
+    rig.prepare(0, &bytes);
+    assert_eq!(rig.read(0, 0, &bytes), os(Errno::AGAIN));
 }
 
 fn the_end_of_the_file_is_truncated(open: Open) {
-    let mut bench = Bench::new(open, Script::default());
+    let mut rig = Rig::new(open, Script::default());
     let bytes = pattern(6, 4 * UNIT);
     for kept in [0, 1, 100, UNIT, UNIT + 1, 4 * UNIT - 1] {
-        bench.prepare(0, &bytes);
-        bench.file("data").set_len(kept).unwrap();
+        rig.prepare(0, &bytes);
+        rig.file("data").set_len(kept).unwrap();
         assert_eq!(
-            bench.read(0, 0, &bytes),
+            rig.read(0, 0, &bytes),
             Err(IoFault::Truncated),
             "{kept} bytes kept"
         );
@@ -240,18 +240,17 @@ fn a_flipped_bit_is_corrupt(open: Open) {
             at: at % (128 << 10),
             mask: 0x10,
         };
-        let mut bench = Bench::new(open, Script::default().then(CallKind::Read, [flip]));
+        let mut rig = Rig::new(open, Script::default().then(CallKind::Read, [flip]));
         let bytes = pattern(7, u64::from(len));
-        bench.prepare(0, &bytes);
-        assert_eq!(bench.read(0, 0, &bytes), Err(IoFault::Corrupt), "in memory");
-        assert_eq!(bench.read(0, 0, &bytes), Ok(checksum(&bytes)));
+        rig.prepare(0, &bytes);
+        assert_eq!(rig.read(0, 0, &bytes), Err(IoFault::Corrupt), "in memory");
+        assert_eq!(rig.read(0, 0, &bytes), Ok(checksum(&bytes)));
         let flipped = [bytes[at as usize] ^ 0x10];
-        bench
-            .file("data")
+        rig.file("data")
             .write_all_at(&flipped, u64::from(at))
             .unwrap();
         assert_eq!(
-            bench.read(0, 0, &bytes),
+            rig.read(0, 0, &bytes),
             Err(IoFault::Corrupt),
             "on disk, at {at}"
         );
@@ -260,7 +259,7 @@ fn a_flipped_bit_is_corrupt(open: Open) {
 
 fn impossible_requests_are_refused(open: Open) {
     let script = Script::default();
-    let mut bench = Bench::new(open, script.clone());
+    let mut rig = Rig::new(open, script.clone());
     let unit = UNIT as u32;
     let requests = [
         write(1, 1, 0, unit),
@@ -292,34 +291,33 @@ fn impossible_requests_are_refused(open: Open) {
         meta(FileKind::Table, 0, &[], true),
     ];
     for request in requests {
-        assert_eq!(bench.one(request.clone()), os(Errno::INVAL), "{request:?}");
+        assert_eq!(rig.one(request.clone()), os(Errno::INVAL), "{request:?}");
     }
     assert!(script.calls(CallKind::Write).is_empty() && script.calls(CallKind::Read).is_empty());
 }
 
 fn more_than_the_depth_is_refused(open: Open) {
-    let mut bench = Bench::new(open, Script::default());
-    assert_eq!(bench.engine.depth(), DEPTH);
+    let mut rig = Rig::new(open, Script::default());
+    assert_eq!(rig.engine.depth(), DEPTH);
     for token in 0..DEPTH as u64 + 3 {
-        bench
-            .engine
+        rig.engine
             .submit(write(token, 0, token * UNIT, UNIT as u32));
     }
-    assert_eq!(bench.engine.in_flight(), DEPTH + 3);
-    let mut completions = bench.drain();
+    assert_eq!(rig.engine.in_flight(), DEPTH + 3);
+    let mut completions = rig.drain();
     completions.sort_by_key(|completion| completion.token);
     assert_eq!(completions.len(), DEPTH + 3);
     for completion in completions {
         assert_eq!(completion.result.is_ok(), completion.token < DEPTH as u64);
     }
     assert!(
-        bench.write(0, 0, UNIT as u32).is_ok(),
+        rig.write(0, 0, UNIT as u32).is_ok(),
         "the places are free again"
     );
 }
 
 fn every_request_completes_once(open: Open) {
-    let mut bench = Bench::new(open, Script::default());
+    let mut rig = Rig::new(open, Script::default());
     let slot = 256 << 10;
     let bytes: Vec<_> = (0..DEPTH as u64)
         .map(|index| pattern(index, slot))
@@ -327,12 +325,11 @@ fn every_request_completes_once(open: Open) {
     for round in 0..20 {
         for (index, bytes) in bytes.iter().enumerate() {
             let (index, at) = (index as u64, index as u64 * slot);
-            bench.arena.write(at, bytes).unwrap();
-            bench
-                .engine
+            rig.arena.write(at, bytes).unwrap();
+            rig.engine
                 .submit(write(round * 1000 + index, at, at, slot as u32));
         }
-        let mut tokens: Vec<_> = bench
+        let mut tokens: Vec<_> = rig
             .drain()
             .iter()
             .map(|done| (done.token, done.result.is_ok()))
@@ -345,51 +342,49 @@ fn every_request_completes_once(open: Open) {
         for (index, bytes) in bytes.iter().enumerate() {
             let (index, at) = (index as u64, index as u64 * slot);
             let request = read(index, (4 << 20) + at, at, slot as u32, checksum(bytes));
-            bench.engine.submit(request);
+            rig.engine.submit(request);
         }
-        for done in bench.drain() {
+        for done in rig.drain() {
             assert_eq!(done.result, Ok(checksum(&bytes[done.token as usize])));
         }
     }
 }
 
 fn waiting_ends_by_timeout_and_by_waking(open: Open) {
-    let mut bench = Bench::new(open, Script::default());
+    let mut rig = Rig::new(open, Script::default());
     let mut out = Vec::new();
-    bench.engine.wait(Some(Duration::ZERO), &mut out);
-    bench.engine.wait(Some(Duration::from_millis(2)), &mut out);
-    let waker = bench.engine.waker();
+    rig.engine.wait(Some(Duration::ZERO), &mut out);
+    rig.engine.wait(Some(Duration::from_millis(2)), &mut out);
+    let waker = rig.engine.waker();
     // Before the wait: it is not lost. Several count as one.
     waker.wake();
     waker.wake();
-    bench.engine.wait(None, &mut out);
+    rig.engine.wait(None, &mut out);
     // During the wait, or before it, as the threads happen to run; many times, for lost wake-ups.
     for _ in 0..200 {
-        let waker = bench.engine.waker();
+        let waker = rig.engine.waker();
         let thread = std::thread::spawn(move || waker.wake());
-        bench.engine.wait(None, &mut out);
+        rig.engine.wait(None, &mut out);
         thread.join().unwrap();
     }
     assert!(out.is_empty());
     let bytes = pattern(1, UNIT);
-    bench.arena.write(0, &bytes).unwrap();
-    assert_eq!(bench.write(0, 0, UNIT as u32), Ok(checksum(&bytes)));
-    drop(bench);
+    rig.arena.write(0, &bytes).unwrap();
+    assert_eq!(rig.write(0, 0, UNIT as u32), Ok(checksum(&bytes)));
+    drop(rig);
     waker.wake();
 }
 
 fn dropping_waits_for_what_is_in_flight(open: Open) {
     for _ in 0..20 {
-        let mut bench = Bench::new(open, Script::default());
+        let mut rig = Rig::new(open, Script::default());
         for token in 0..DEPTH as u64 - 1 {
-            bench
-                .engine
+            rig.engine
                 .submit(write(token, 0, token * (1 << 20), 1 << 20));
         }
-        bench
-            .engine
+        rig.engine
             .submit(meta(FileKind::Super, 0, &[7; 4096], true));
-        let Bench { engine, arena, dir } = bench;
+        let Rig { engine, arena, dir } = rig;
         drop(engine);
         assert_eq!(
             Arc::strong_count(&arena),
@@ -414,23 +409,21 @@ fn noise_never_makes_wrong_bytes(
     let slot = 40 * UNIT;
     let mut outcomes = [0; 3];
     for seed in 0..20 {
-        let mut bench = Bench::with(|arena, device| open(arena, device, Noise::new(seed, rates)));
+        let mut rig = Rig::with(|arena, device| open(arena, device, Noise::new(seed, rates)));
         let bytes: Vec<_> = (0..DEPTH as u64)
             .map(|index| pattern(seed + index, slot))
             .collect();
         for (index, bytes) in bytes.iter().enumerate() {
             let at = index as u64 * slot;
-            bench.arena.write(at, bytes).unwrap();
-            bench
-                .engine
-                .submit(write(index as u64, at, at, slot as u32));
+            rig.arena.write(at, bytes).unwrap();
+            rig.engine.submit(write(index as u64, at, at, slot as u32));
         }
-        let written = bench.drain();
+        let written = rig.drain();
         for done in written.iter().filter(|done| done.result.is_ok()) {
             let (index, at) = (done.token as usize, done.token * slot);
             assert_eq!(done.result, Ok(checksum(&bytes[index])), "seed {seed}");
             let mut stored = vec![0; slot as usize];
-            bench.file("data").read_exact_at(&mut stored, at).unwrap();
+            rig.file("data").read_exact_at(&mut stored, at).unwrap();
             assert!(
                 stored == bytes[index],
                 "seed {seed}: a write that succeeded is in the file"
@@ -442,13 +435,13 @@ fn noise_never_makes_wrong_bytes(
                 slot as u32,
                 checksum(&bytes[index]),
             );
-            bench.engine.submit(request);
+            rig.engine.submit(request);
         }
-        for done in bench.drain() {
+        for done in rig.drain() {
             let (index, at) = (done.token as usize, done.token * slot);
             match done.result {
                 Ok(_) => {
-                    let found = bench.arena.read((8 << 20) + at, slot).unwrap();
+                    let found = rig.arena.read((8 << 20) + at, slot).unwrap();
                     assert!(found == bytes[index], "seed {seed}: wrong bytes");
                     outcomes[0] += 1;
                 }
@@ -493,7 +486,7 @@ fn noise_never_makes_wrong_bytes_thread_pool() {
 
 /// The device has no room, the file is not open for writing, or is gone from its directory.
 fn the_kernels_own_errors_come_through(open: Open) {
-    let mut bench = Bench::with(|arena, mut device| {
+    let mut rig = Rig::with(|arena, mut device| {
         device.data = File::options()
             .read(true)
             .write(true)
@@ -503,20 +496,16 @@ fn the_kernels_own_errors_come_through(open: Open) {
         device.table = File::open("/dev/null").unwrap().into();
         open(DEPTH, arena, vec![device], Script::default())
     });
-    assert_eq!(bench.write(0, 0, 1 << 20), os(Errno::NOSPC));
+    assert_eq!(rig.write(0, 0, 1 << 20), os(Errno::NOSPC));
     let zeros = vec![0; 4096];
+    assert_eq!(rig.read(0, 0, &zeros), Ok(checksum(&zeros)), "reads go on");
     assert_eq!(
-        bench.read(0, 0, &zeros),
-        Ok(checksum(&zeros)),
-        "reads go on"
-    );
-    assert_eq!(
-        bench.one(meta(FileKind::Table, 0, &zeros, true)),
+        rig.one(meta(FileKind::Table, 0, &zeros, true)),
         os(Errno::BADF)
     );
-    std::fs::remove_file(bench.path("super")).unwrap();
+    std::fs::remove_file(rig.path("super")).unwrap();
     assert_eq!(
-        bench.one(meta(FileKind::Super, 0, &zeros, true)),
+        rig.one(meta(FileKind::Super, 0, &zeros, true)),
         Ok(0),
         "the open file is used"
     );
@@ -525,7 +514,7 @@ fn the_kernels_own_errors_come_through(open: Open) {
 #[test]
 fn a_device_that_hangs_answers_when_it_is_released() {
     let mut control = None;
-    let mut bench = Bench::with(|arena, device| {
+    let mut rig = Rig::with(|arena, device| {
         let inner = ThreadPool::new(DEPTH, arena, vec![device]).unwrap();
         let (engine, handle) = FaultEngine::new(inner);
         control = Some(handle);
@@ -533,22 +522,97 @@ fn a_device_that_hangs_answers_when_it_is_released() {
     });
     let control = control.unwrap();
     control.hang();
-    bench.engine.submit(write(1, 0, 0, UNIT as u32));
+    rig.engine.submit(write(1, 0, 0, UNIT as u32));
     let mut out = Vec::new();
-    bench.engine.wait(Some(Duration::from_millis(5)), &mut out);
+    rig.engine.wait(Some(Duration::from_millis(5)), &mut out);
     assert!(out.is_empty());
-    assert_eq!(bench.engine.in_flight(), 1);
+    assert_eq!(rig.engine.in_flight(), 1);
     let handle = control.clone();
     let thread = std::thread::spawn(move || handle.release());
-    assert_eq!(bench.drain().len(), 1);
+    assert_eq!(rig.drain().len(), 1);
     thread.join().unwrap();
     control.fail_writes(Some(Errno::NOSPC.raw_os_error()));
     control.fail_reads(Some(Errno::IO.raw_os_error()));
-    assert_eq!(bench.write(0, 0, UNIT as u32), os(Errno::NOSPC));
-    assert_eq!(bench.read(0, 0, &[0; 4096]), os(Errno::IO));
+    assert_eq!(rig.write(0, 0, UNIT as u32), os(Errno::NOSPC));
+    assert_eq!(rig.read(0, 0, &[0; 4096]), os(Errno::IO));
     control.fail_writes(None);
     control.fail_reads(None);
-    assert!(bench.write(0, 0, UNIT as u32).is_ok());
+    assert!(rig.write(0, 0, UNIT as u32).is_ok());
+}
+
+/// A device that hangs, with as much to do as it takes; another one beside it.
+fn a_device_that_hangs_holds_up_no_other(engine: &mut dyn IoEngine) {
+    let depth = DEPTH;
+    for token in 0..depth as u64 {
+        let at = token * 4 * UNIT;
+        // Each is several entries of a ring.
+        engine.submit(read_of(0, token, at, 4 << 20));
+    }
+    assert_eq!((engine.room(0), engine.room(1)), (0, depth));
+    for round in 0..4 {
+        for token in 0..depth as u64 {
+            let token = 1000 + 100 * round + token;
+            engine.submit(read_of(1, token, 8 << 20, UNIT as u32));
+        }
+        assert_eq!(engine.room(1), 0);
+        let (mut out, start) = (Vec::new(), Instant::now());
+        while out.len() < depth {
+            engine.wait(Some(PATIENCE), &mut out);
+            assert!(start.elapsed() < PATIENCE, "the other one waits");
+        }
+        assert!(out.iter().all(|done| done.token >= 1000));
+        assert_eq!((engine.room(0), engine.room(1)), (0, depth));
+    }
+    assert_eq!(engine.in_flight(), depth);
+}
+
+fn read_of(device: u16, token: u64, arena_offset: u64, len: u32) -> IoRequest {
+    let mut request = read(token, arena_offset, 0, len, 0);
+    if let IoRequest::ReadPayload { device: of, .. } = &mut request {
+        *of = device;
+    }
+    request
+}
+
+/// Calls on device 0 do not return until the sender is gone.
+#[derive(Debug)]
+struct Hang(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl FaultHook for Hang {
+    fn on_call(&self, call: &Call) -> Verdict {
+        if call.device == 0 {
+            let _gone = self.0.lock().unwrap().recv();
+        }
+        Verdict::Pass
+    }
+}
+
+#[test]
+fn a_device_that_hangs_holds_up_no_other_thread_pool() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let devices = dirs.iter().map(|dir| device_in(dir.path())).collect();
+    let arena = Arc::new(Arena::create(ARENA).unwrap());
+    let (hangs, receiver) = std::sync::mpsc::channel();
+    let hook = Hang(std::sync::Mutex::new(receiver));
+    let mut engine = ThreadPool::with_fault_hook(DEPTH, arena, devices, hook).unwrap();
+    a_device_that_hangs_holds_up_no_other(&mut engine);
+    drop(hangs);
+}
+
+#[test]
+fn a_device_that_hangs_holds_up_no_other_io_uring() {
+    if !is_possible(true) {
+        return;
+    }
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let mut devices: Vec<DeviceFiles> = dirs.iter().map(|dir| device_in(dir.path())).collect();
+    // Nobody writes to the pipe: its reads do not end.
+    let (never_ready, writer) = rustix::pipe::pipe().unwrap();
+    devices[0].data = never_ready;
+    let arena = Arc::new(Arena::create(ARENA).unwrap());
+    let mut engine = Uring::new(DEPTH, arena, devices).unwrap();
+    a_device_that_hangs_holds_up_no_other(&mut engine);
+    drop(writer);
 }
 
 macro_rules! conformance {

@@ -2,6 +2,12 @@
 
 from typing import Any
 
+def checksum_gbps(block_bytes: int, blocks: int, rounds: int) -> float:
+    """How fast one thread compares payloads in the arena with their checksums, in 1e9 bytes/s.
+
+    Raises UndercroftError.
+    """
+
 def disk(directory: str, block_bytes: int, blocks: int, depth: int = 32, io_engine: str = "auto") -> dict[str, Any]:
     """The disk tier through the whole engine, against a bare O_DIRECT loop in the same run.
 

@@ -15,6 +15,7 @@ from undercroft.device.api import DeviceCopier
 from undercroft.device.cpu import CpuCopier
 from undercroft.device.layout import GroupCopy
 from undercroft.device.synthetic import synthetic_cache
+from undercroft_bench import _bench
 
 PAGE_ALIGN = 4096
 
@@ -25,7 +26,8 @@ def run_copy_bench(
     """Copy ``blocks`` blocks of ``block_bytes`` bytes, spread over ``layers`` layers, ``rounds`` times each way.
 
     Every round also copies as many bytes by one memcpy in the same direction. Speeds are medians in 1e9 bytes/s,
-    shares the medians of the rounds' own ratios. ``layout`` is one of `undercroft.device.layout.SUPPORTED_LAYOUTS`.
+    shares the medians of the rounds' own ratios. ``routine`` is what copies, ``checksum_gbps`` the speed at which one
+    thread compares blocks with their checksums. ``layout`` is one of `undercroft.device.layout.SUPPORTED_LAYOUTS`.
     """
     page = block_bytes // layers
     if page == 0:
@@ -59,12 +61,14 @@ def run_copy_bench(
     speeds = {f"{name}_gbps": round(total / statistics.median(times) / 1e9, 3) for name, times in seconds.items()}
     return {
         "device": "cpu",
+        "routine": copier.routine,
         "layout": layout,
         "block_bytes": page * layers,
         "blocks": blocks,
         "layers": layers,
         **speeds,
         **{f"{way}_share": round(statistics.median(ratios), 3) for way, ratios in shares.items()},
+        "checksum_gbps": round(_bench.checksum_gbps(page * layers, blocks, rounds), 3),
     }
 
 

@@ -24,7 +24,9 @@ impl ClientState {
         let (mut is_retry, mut shared) = (false, Tokens(0));
         if let Some(request) = self.requests.get(question.request) {
             shared = request.shared;
-            let covered = question.max <= request.max && question.computed >= request.computed;
+            let covered = question.max <= request.max
+                && question.computed >= request.computed
+                && question.wait == request.wait;
             let (waited, may_wait) = (request.waited, !request.is_retry);
             match &request.stage {
                 _ if !covered => {}
@@ -138,6 +140,7 @@ impl ClientState {
             last: None,
             computed: Tokens(0),
             max: Tokens(0),
+            wait: None,
             demanded: false,
             stage: Stage::Idle,
             waited: false,
@@ -186,6 +189,7 @@ impl ClientState {
         if let Some(request) = self.requests.get_mut(name) {
             request.version = version;
             (request.computed, request.max) = (question.computed, question.max);
+            request.wait = question.wait;
             request.demanded = question.priority == Priority::Demand;
             request.stage = Stage::Sent;
             (request.waited, request.is_retry) = (false, is_retry);

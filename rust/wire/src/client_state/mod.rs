@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{Extent, Lookup, SaveGrant, SessionToken, Tokens, TransferId};
+use undercroft_core::session::{
+    Extent, Lookup, PromotionWait, SaveGrant, SessionToken, Tokens, TransferId,
+};
 
 use crate::protocol::{ClientMessage, LeasedHit, LookupAnswer, ServerMessage};
 
@@ -76,6 +78,7 @@ struct ClientRequest {
     /// Of the last lookup.
     computed: Tokens,
     max: Tokens,
+    wait: Option<PromotionWait>,
     /// The server knows that the scheduler waits.
     demanded: bool,
     stage: Stage,

@@ -1,6 +1,5 @@
 //! The engine's side of the socket: one thread with one event loop serves clients (lookups, loads, saves)
-//! and hands the arena's descriptor to workers. The end of a worker's connection says that the worker is
-//! gone.
+//! and hands the arena's descriptor to workers. A worker is gone when it says so, or when its process is.
 //!
 //! The thread never waits for the disk: a pending lookup is answered when its promotion has ended. A
 //! malformed or misplaced frame ends its own connection and no other.
@@ -15,11 +14,13 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use undercroft_core::arena::Arena;
 use undercroft_core::driver::Driver;
+use undercroft_core::session::SessionToken;
 
 use crate::socket_dir::{self, SocketError};
 use crate::stats::StatsSource;
 use service::Service;
 
+mod leaving;
 mod service;
 
 /// Where a server listens.
@@ -40,6 +41,8 @@ pub struct Served {
     /// Identity of the arena: another engine start has another one. Workers compare it with that of the
     /// arena that they have mapped.
     pub arena_id: u64,
+    /// With this token the workers of the engine's own process attach; of others, those of a session.
+    pub own_token: SessionToken,
     /// The engine's configuration and the machine's features, for clients and for `undercroft status`.
     pub info: Box<dyn Fn() -> Value + Send>,
     /// Counters and gauges, for clients and for `undercroft status`.

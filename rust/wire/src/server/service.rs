@@ -2,7 +2,7 @@
 
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,8 +17,9 @@ use slotmap::SlotMap;
 use undercroft_core::arena::Arena;
 use undercroft_core::session::{SessionSpec, SessionToken};
 
+use super::leaving::{LeavingWorkers, process_of};
 use super::{Served, ServerControl};
-use crate::frame::{self, ATTACH_BODY_BYTES, FrameKind, arena_answer};
+use crate::frame::{self, ATTACH_BODY_BYTES, FrameKind, HEADER_BYTES, arena_answer};
 use crate::peer::peer_uid;
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::sessions::{ServedSessions, Violation};
@@ -64,6 +65,7 @@ pub(super) struct Service {
     served: Served,
     control: Arc<ServerControl>,
     connections: SlotMap<ConnectionId, Peer>,
+    leaving: LeavingWorkers,
     scratch: Vec<u8>,
     /// Accepting failed (out of descriptors, say): the listener is left alone for a while, since it
     /// stays readable.
@@ -78,7 +80,7 @@ pub(super) struct Service {
 enum Role {
     /// No frame has come yet.
     New,
-    /// Has the arena, for the session with this token (0: the server's own process).
+    /// Has the arena, for the session with this token.
     Worker(SessionToken),
     /// Has a session.
     Client(SessionToken),
@@ -88,6 +90,8 @@ enum Role {
 struct Peer {
     stream: UnixStream,
     role: Role,
+    /// The process of a worker, see [`process_of`].
+    process: Option<OwnedFd>,
     inbox: Vec<u8>,
     outbox: Vec<u8>,
 }
@@ -96,6 +100,8 @@ struct Peer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Closed,
+    /// A worker copies no more.
+    LetGo,
     Refused,
     Malformed,
 }
@@ -125,6 +131,7 @@ impl Service {
             served,
             control,
             connections: SlotMap::with_key(),
+            leaving: LeavingWorkers::default(),
             scratch: vec![0; 256 << 10],
             paused: false,
             answered_at: Instant::now(),
@@ -139,6 +146,9 @@ impl Service {
                 if let Err(end) = self.read(id) {
                     self.close(id, end);
                 }
+            }
+            for session in self.leaving.take_gone() {
+                self.sessions.worker_went(session);
             }
             self.answer_in_time();
             self.flush();
@@ -159,7 +169,7 @@ impl Service {
             _ if self.answers_due => Some(&CROWD_TIMEOUT),
             (true, _) => Some(&TICK),
             (false, true) => Some(&PAUSE),
-            (false, false) => None,
+            (false, false) => self.leaving.timeout(),
         };
         let mut ids = Vec::with_capacity(self.connections.len());
         let mut fds = Vec::with_capacity(self.connections.len() + 2);
@@ -173,6 +183,7 @@ impl Service {
             ids.push(id);
             fds.push(PollFd::new(&connection.stream, events));
         }
+        fds.extend(self.leaving.fds());
         loop {
             match poll(&mut fds, timeout) {
                 Err(Errno::INTR | Errno::AGAIN) => {}
@@ -216,6 +227,7 @@ impl Service {
         self.connections.insert(Peer {
             stream,
             role: Role::New,
+            process: None,
             inbox: Vec::new(),
             outbox: Vec::new(),
         });
@@ -237,11 +249,12 @@ impl Service {
                 Err(_) => return Err(End::Closed),
             };
             taken += bytes;
-            if matches!(connection.role, Role::Worker(_)) {
-                // A worker sends nothing after its first frame.
+            connection.inbox.extend_from_slice(&self.scratch[..bytes]);
+            let is_worker = matches!(connection.role, Role::Worker(_));
+            if is_worker && connection.inbox.len() > HEADER_BYTES {
+                // After its first frame a worker says no more than that it lets go.
                 return Err(End::Malformed);
             }
-            connection.inbox.extend_from_slice(&self.scratch[..bytes]);
             let mut inbox = std::mem::take(&mut connection.inbox);
             let mut at = 0;
             while let Some((header, body, len)) =
@@ -269,6 +282,7 @@ impl Service {
                 let token = token.map_err(|_| End::Malformed)?;
                 self.attach(id, SessionToken(u128::from_le_bytes(token)))
             }
+            (FrameKind::LetGo, Role::Worker(_)) => Err(End::LetGo),
             (FrameKind::Request, Role::New) => {
                 let message = ClientMessage::decode(body).map_err(|_| End::Malformed)?;
                 self.first_message(id, message)
@@ -283,12 +297,13 @@ impl Service {
 
     /// Hands the arena to a worker of the session with this token.
     fn attach(&mut self, id: ConnectionId, token: SessionToken) -> Result<(), End> {
-        let own_process = token == SessionToken::default();
+        let own_process = token == self.served.own_token;
         if !own_process && !self.sessions.worker_came(token) {
             return Err(End::Refused);
         }
         let peer = self.connections.get_mut(id).ok_or(End::Closed)?;
         peer.role = Role::Worker(token);
+        peer.process = process_of(&peer.stream);
         self.control.attached.fetch_add(1, Ordering::Relaxed);
         if hand_over(&peer.stream, &self.served.arena, self.served.arena_id) {
             Ok(())
@@ -366,7 +381,7 @@ impl Service {
             return;
         };
         match end {
-            End::Closed => {}
+            End::Closed | End::LetGo => {}
             End::Refused => drop(self.control.refused.fetch_add(1, Ordering::Relaxed)),
             End::Malformed => drop(self.control.malformed.fetch_add(1, Ordering::Relaxed)),
         }
@@ -374,7 +389,11 @@ impl Service {
             Role::New => {}
             Role::Worker(token) => {
                 self.control.attached.fetch_sub(1, Ordering::Relaxed);
-                self.sessions.worker_went(token);
+                if end == End::LetGo {
+                    self.sessions.worker_went(token);
+                } else if token != self.served.own_token {
+                    self.leaving.add(token, connection.process);
+                }
             }
             Role::Client(token) => self.sessions.client_went(token),
         }

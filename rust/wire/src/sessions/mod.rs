@@ -31,7 +31,8 @@ pub(crate) struct ServedSessions {
     lookups: u64,
 }
 
-fn new_token() -> SessionToken {
+/// A token that nobody can guess, and no other session has.
+pub fn new_token() -> SessionToken {
     use std::hash::{BuildHasher, RandomState};
     // The keys of a RandomState are secret and random: no token can be guessed.
     let half = || u128::from(RandomState::new().hash_one(std::process::id()));
@@ -80,7 +81,7 @@ impl ServedSessions {
         session.map(|session| session.workers += 1).is_some()
     }
 
-    /// A worker's process no longer copies.
+    /// A worker has let go of the arena, or its process is gone: it copies no more.
     pub(crate) fn worker_went(&mut self, token: SessionToken) {
         if let Some(session) = self.sessions.get_mut(&token) {
             session.workers -= 1;

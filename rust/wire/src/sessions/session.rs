@@ -27,6 +27,8 @@ struct ServedRequest {
     version: u32,
     computed: Tokens,
     max: Tokens,
+    /// Instead of the engine's `promotion_wait`.
+    wait: Option<PromotionWait>,
     priority: Priority,
 }
 
@@ -93,6 +95,7 @@ impl ServedSession {
                 version: 0,
                 computed: Tokens(0),
                 max: Tokens(0),
+                wait: None,
                 priority: Priority::Prefetch,
             });
         if hashes.append_to(&mut state.hashes) {
@@ -115,10 +118,11 @@ impl ServedSession {
         let state = self.request(request, message.hashes)?;
         state.version = version;
         (state.computed, state.max) = (message.computed, message.max);
+        state.wait = message.wait;
         if message.priority == Priority::Demand {
             state.priority = Priority::Demand;
         }
-        let answer = driver.enter(|engine| state.lookup(engine, id, message.wait));
+        let answer = driver.enter(|engine| state.lookup(engine, id));
         let answer = answer.unwrap_or(LookupAnswer::NOTHING);
         self.pending.retain(|&pending| pending != request);
         if answer.is_pending() {
@@ -248,7 +252,7 @@ impl ServedSession {
                     // Answered when the client has read the answers that are queued.
                     return true;
                 }
-                let answer = state.lookup(engine, id, None);
+                let answer = state.lookup(engine, id);
                 if answer.is_pending() {
                     return true;
                 }
@@ -287,16 +291,11 @@ impl ServedRequest {
     }
 
     /// The engine's answer, with the extents of a hit.
-    fn lookup(
-        &self,
-        engine: &mut Engine,
-        id: SessionId,
-        wait: Option<PromotionWait>,
-    ) -> LookupAnswer {
+    fn lookup(&self, engine: &mut Engine, id: SessionId) -> LookupAnswer {
         let question = LookupRequest::new(&self.name, &self.hashes)
             .computed(self.computed)
             .max(self.max)
-            .wait(wait)
+            .wait(self.wait)
             .priority(self.priority);
         match engine.lookup(id, &question) {
             Lookup::Pending { shared } => LookupAnswer::Pending { shared },

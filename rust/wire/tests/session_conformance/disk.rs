@@ -62,6 +62,59 @@ pub(crate) fn a_prompt_on_disk_is_pending_until_it_was_promoted(of: Implementati
     assert_eq!(reads, Some(7), "once");
 }
 
+pub(crate) fn a_wait_for_a_prefetch_ends_with_its_promotion(of: Implementation) {
+    let dir = saved(of, &[8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    let prompt = hashes(1, 8);
+    let question = LookupRequest::new("r", &prompt);
+    rig.device.hang();
+    assert!(session.lookup(&question.prefetch()).is_pending());
+    assert!(!session.wait("r", Duration::from_millis(20)));
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| session.wait("r", PATIENCE));
+        rig.device.release();
+        assert!(waits.join().unwrap());
+    });
+    assert_eq!(session.lookup(&question), hit(8, 8));
+}
+
+pub(crate) fn a_wait_ends_when_the_device_hangs(of: Implementation) {
+    let dir = saved(of, &[8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    let prompt = hashes(1, 8);
+    let question = LookupRequest::new("r", &prompt);
+    rig.device.hang();
+    assert!(session.lookup(&question).is_pending());
+    // No operation ends: the engine ends the promotion when it looks at the device.
+    assert!(session.wait("r", PATIENCE / 2));
+    assert_eq!(session.lookup(&question), miss(8));
+    let given_up = rig
+        .driver
+        .read(|engine| engine.counters().promotions_given_up);
+    assert_eq!(given_up, Some(1));
+    rig.device.release();
+}
+
+pub(crate) fn a_wait_ends_with_the_time_that_the_request_may_wait(of: Implementation) {
+    let dir = saved(of, &[8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    let prompt = hashes(1, 8);
+    let question = LookupRequest::new("r", &prompt).wait(Some(wait_ms(5)));
+    rig.device.hang();
+    assert!(session.lookup(&question).is_pending());
+    let start = std::time::Instant::now();
+    assert!(session.wait("r", PATIENCE));
+    assert!(
+        start.elapsed() < PATIENCE / 2,
+        "nobody tells that the time is over"
+    );
+    assert_eq!(answer(&*session, &question), miss(8));
+    rig.device.release();
+}
+
 pub(crate) fn a_promotion_that_takes_longer_than_its_wait_is_a_miss(of: Implementation) {
     let dir = saved(of, &[8]);
     let rig = SessionRig::with_disk(of, dir.path());

@@ -72,6 +72,9 @@ conformance_of_all! {
     }
     disk {
         a_prompt_on_disk_is_pending_until_it_was_promoted,
+        a_wait_for_a_prefetch_ends_with_its_promotion,
+        a_wait_ends_when_the_device_hangs,
+        a_wait_ends_with_the_time_that_the_request_may_wait,
         a_promotion_that_takes_longer_than_its_wait_is_a_miss,
         a_leased_prefetch_keeps_its_bytes_from_promotions_that_are_demanded,
     }
@@ -79,6 +82,7 @@ conformance_of_all! {
         nothing_of_before_a_reset_is_found_or_loaded,
         a_reset_leaves_other_sessions_the_bytes_of_their_hits,
         a_session_that_was_reset_shares_with_no_other,
+        a_closed_session_resets_nothing,
         a_reset_is_durable,
     }
 }

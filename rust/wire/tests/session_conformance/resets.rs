@@ -61,6 +61,15 @@ pub(crate) fn a_session_that_was_reset_shares_with_no_other(of: Implementation) 
     assert_eq!(look_up(&*other, "again", &hashes(2, 8)), hit(8, 8));
 }
 
+pub(crate) fn a_closed_session_resets_nothing(of: Implementation) {
+    let rig = SessionRig::new(of);
+    let (one, other) = (rig.open(full()), rig.open(full()));
+    rig.save(&*one, 1, 8);
+    one.close();
+    assert!(!one.reset(PATIENCE));
+    assert_eq!(look_up(&*other, "r", &hashes(1, 8)), hit(8, 8));
+}
+
 pub(crate) fn a_reset_is_durable(of: Implementation) {
     let dir = tempfile::tempdir().unwrap();
     for reset in [true, false] {

@@ -15,7 +15,8 @@ use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
-    Extent, Hit, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, SessionSpec, Tokens,
+    Extent, Hit, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, SessionSpec,
+    SessionToken, Tokens,
 };
 use undercroft_wire::{
     Client, ClientConfig, ConnectionState, Served, Server, SocketLocation, StatsSource,
@@ -179,6 +180,7 @@ impl SessionRig {
         let socket = dir.path().join("run/s.sock");
         let serve = || {
             let served = Served {
+                own_token: SessionToken(77),
                 driver: Arc::clone(&driver),
                 arena: Arc::clone(&arena),
                 arena_id: 1,

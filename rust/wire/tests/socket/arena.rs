@@ -12,7 +12,7 @@ use undercroft_core::session::SessionToken;
 use undercroft_wire::frame::{arena_answer, attach_request};
 use undercroft_wire::{AttachError, Server, attach};
 
-use crate::rig::{Rig, until};
+use crate::rig::{OWN_TOKEN, Rig, until};
 
 fn server() -> (tempfile::TempDir, Arc<Arena>, Server) {
     let root = tempfile::tempdir().unwrap();
@@ -34,13 +34,13 @@ fn is_closed(stream: &mut UnixStream) -> bool {
 #[test]
 fn a_worker_maps_the_arena_of_the_engine() {
     let (_root, arena, server) = server();
-    let worker = attach(server.path(), SessionToken(0)).unwrap();
+    let worker = attach(server.path(), OWN_TOKEN).unwrap();
     assert_eq!(worker.arena_id, 42);
     assert_eq!(worker.arena.size(), arena.size());
     worker.arena.write(8192, b"from the worker").unwrap();
     assert_eq!(arena.read(8192, 15).unwrap(), b"from the worker");
     until("attached", || server.counters().attached == 1);
-    let second = attach(server.path(), SessionToken(0)).unwrap();
+    let second = attach(server.path(), OWN_TOKEN).unwrap();
     until("both attached", || server.counters().attached == 2);
     drop(worker);
     until("one has gone", || server.counters().attached == 1);
@@ -52,21 +52,21 @@ fn a_worker_maps_the_arena_of_the_engine() {
 #[test]
 fn the_worker_keeps_the_memory_when_the_engine_is_gone() {
     let (_root, arena, server) = server();
-    let worker = attach(server.path(), SessionToken(0)).unwrap();
+    let worker = attach(server.path(), OWN_TOKEN).unwrap();
     arena.write(0, b"still here").unwrap();
     let path = server.path().to_owned();
     drop((server, arena));
     assert_eq!(worker.arena.read(0, 10).unwrap(), b"still here");
     assert!(!path.exists(), "the socket is removed");
-    let error = attach(&path, SessionToken(0)).unwrap_err();
+    let error = attach(&path, OWN_TOKEN).unwrap_err();
     assert!(error.to_string().contains("still running"), "{error}");
 }
 
 #[test]
 fn malformed_requests_are_closed_and_counted_and_harm_nobody() {
     let (_root, _arena, server) = server();
-    let worker = attach(server.path(), SessionToken(0)).unwrap();
-    let mut wrong_version = attach_request(SessionToken(0));
+    let worker = attach(server.path(), OWN_TOKEN).unwrap();
+    let mut wrong_version = attach_request(OWN_TOKEN);
     wrong_version[4] = 99;
     let mut answer_instead = [0; 28];
     answer_instead.copy_from_slice(&arena_answer(1, 1));
@@ -86,20 +86,19 @@ fn malformed_requests_are_closed_and_counted_and_harm_nobody() {
     }
     // Half a request, and one byte too many after a whole one.
     let mut half = UnixStream::connect(server.path()).unwrap();
-    half.write_all(&attach_request(SessionToken(0))[..5])
-        .unwrap();
+    half.write_all(&attach_request(OWN_TOKEN)[..5]).unwrap();
     drop(half);
     until("half a request is counted", || {
         server.counters().malformed == 5
     });
-    let mut chatty = attach(server.path(), SessionToken(0)).unwrap();
-    chatty.connection.write_all(b"x").unwrap();
+    let mut chatty = attach(server.path(), OWN_TOKEN).unwrap();
+    chatty.connection.write_all(&[0; 13]).unwrap();
     assert!(is_closed(&mut chatty.connection));
     until("chatter is counted", || server.counters().malformed == 6);
     until("and no longer attached", || server.counters().attached == 1);
     drop(UnixStream::connect(server.path()).unwrap());
     assert!(
-        attach(server.path(), SessionToken(0)).is_ok(),
+        attach(server.path(), OWN_TOKEN).is_ok(),
         "others are served"
     );
     assert_eq!(
@@ -111,10 +110,21 @@ fn malformed_requests_are_closed_and_counted_and_harm_nobody() {
 }
 
 #[test]
+fn a_process_without_a_token_does_not_get_the_arena() {
+    let (_root, _arena, server) = server();
+    for token in [0, 1, OWN_TOKEN.0 + 1, u128::MAX] {
+        let error = attach(server.path(), SessionToken(token)).unwrap_err();
+        assert!(matches!(error, AttachError::Incomplete { .. }), "{error}");
+    }
+    until("counted", || server.counters().refused == 4);
+    assert_eq!(server.counters().attached, 0);
+}
+
+#[test]
 fn a_request_may_come_byte_by_byte() {
     let (_root, _arena, server) = server();
     let mut stream = UnixStream::connect(server.path()).unwrap();
-    for byte in attach_request(SessionToken(0)) {
+    for byte in attach_request(OWN_TOKEN) {
         stream.write_all(&[byte]).unwrap();
     }
     let mut answer = [0; 28];
@@ -137,7 +147,7 @@ fn connections_are_bounded() {
     });
     drop(streams);
     until("there is room again", || {
-        attach(server.path(), SessionToken(0)).is_ok()
+        attach(server.path(), OWN_TOKEN).is_ok()
     });
 }
 
@@ -176,7 +186,7 @@ fn answers_that_are_wrong_are_named() {
     for (answer, expected) in cases {
         let dir = tempfile::tempdir().unwrap();
         let (path, thread) = answering(dir.path(), answer);
-        let error = attach(&path, SessionToken(0)).unwrap_err();
+        let error = attach(&path, OWN_TOKEN).unwrap_err();
         assert!(!matches!(error, AttachError::Os { .. }), "{error}");
         assert!(error.to_string().contains(expected), "{error}");
         thread.join().unwrap();

@@ -2,11 +2,11 @@
 
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{Session, Tokens};
+use undercroft_core::session::{Session, SessionToken, Tokens};
 use undercroft_wire::protocol::{
     ClientMessage, LeasedHit, LookupAnswer, SaveMessage, ServerMessage,
 };
-use undercroft_wire::{AttachError, Client, attach};
+use undercroft_wire::{AttachError, Client, attach, let_go};
 
 use crate::raw::{Raw, joined, register, run};
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};
@@ -76,17 +76,61 @@ fn what_workers_may_still_copy_is_kept_until_all_of_them_are_gone() {
     drop(raw);
     until("the client has gone", || rig.in_use()[0] == 0);
     let [first, second] = workers;
-    drop(first);
+    let_go(first.connection);
     until("one worker is left", || rig.server.counters().attached == 1);
     let [_, loads, saves, pinned] = rig.in_use();
     assert_eq!((loads, saves), (1, 1));
     assert!(pinned > 0);
-    drop(second);
+    let_go(second.connection);
     until("all is freed", || rig.in_use() == [0; 4]);
     assert_eq!(
         rig.driver.enter(|engine| engine.counters().saved_blocks),
         Some(4)
     );
+}
+
+const SOCKET: &str = "UNDERCROFT_TEST_SOCKET";
+const TOKEN: &str = "UNDERCROFT_TEST_TOKEN";
+
+/// A worker's process whose connection ends before the process does, as when it is killed.
+#[test]
+#[ignore = "the body of a process of its own"]
+fn a_worker_that_loses_its_socket_first() {
+    let (Ok(socket), Ok(token)) = (std::env::var(SOCKET), std::env::var(TOKEN)) else {
+        return;
+    };
+    let token = SessionToken(token.parse().unwrap());
+    let worker = attach(std::path::Path::new(&socket), token).unwrap();
+    drop(worker.connection);
+    // Its memory stays mapped until it is killed.
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
+#[test]
+fn what_a_worker_may_still_copy_is_kept_until_its_process_is_gone() {
+    let (_dir, socket, rig) = rig();
+    let (mut raw, token) = Raw::registered(&socket);
+    assert_eq!(raw.save(8, 80, &hashes(2, 3)), 3);
+    let mut worker = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["lifetimes::a_worker_that_loses_its_socket_first"])
+        .args(["--exact", "--ignored"])
+        .envs([(SOCKET, socket.as_os_str())])
+        .env(TOKEN, token.0.to_string())
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    // The session knows of a worker that is no longer connected.
+    until("the worker's connection has ended", || {
+        Raw::workers(&socket) == 1 && rig.server.counters().attached == 0
+    });
+    drop(raw);
+    let (mut other, _) = Raw::registered(&socket);
+    assert!(other.is_served());
+    assert_eq!(rig.in_use()[2], 1, "its slots are nobody else's");
+    worker.kill().unwrap();
+    worker.wait().unwrap();
+    until("all is freed", || rig.in_use() == [0; 4]);
 }
 
 #[test]
@@ -119,7 +163,7 @@ fn what_a_client_was_told_stays_for_its_workers_although_we_have_not_heard_of_th
         let at = offset.get().unwrap();
         assert_eq!(rig.arena.read(at, 8).unwrap(), [index; 8]);
     }
-    drop(worker);
+    let_go(worker.connection);
     until("its session has ended", || rig.sessions() == 2);
 }
 

@@ -74,6 +74,20 @@ impl Raw {
         }
     }
 
+    /// Workers of all sessions, also those whose connection has ended.
+    pub(crate) fn workers(socket: &Path) -> u64 {
+        let mut raw = Self::connect(socket);
+        raw.say(&ClientMessage::Status);
+        let Some(ServerMessage::Status { json }) = raw.hear() else {
+            return 0;
+        };
+        let status: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let sessions = status["sessions"].as_array().unwrap().iter();
+        sessions
+            .map(|session| session["workers"].as_u64().unwrap())
+            .sum()
+    }
+
     /// Whether the server is still there for this client.
     pub(crate) fn is_served(&mut self) -> bool {
         self.say(&ClientMessage::Ping);

@@ -11,11 +11,13 @@ use undercroft_core::engine::{Engine, EngineConfig};
 use undercroft_core::io::{IoEngineChoice, open_io_engine};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, Save, SaveRequest, Session, Tokens};
+use undercroft_core::session::{LookupRequest, Save, SaveRequest, Session, SessionToken, Tokens};
 use undercroft_wire::{Client, ClientConfig, Served, Server, SocketLocation};
 
 pub(crate) const PAYLOAD: u32 = 4096;
 pub(crate) const TOKENS: u32 = 16;
+/// Of the workers of the server's own process.
+pub(crate) const OWN_TOKEN: SessionToken = SessionToken(77);
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Waits for another thread to have done something.
@@ -60,6 +62,7 @@ impl Rig {
             driver: Arc::clone(&driver),
             arena: Arc::clone(&arena),
             arena_id,
+            own_token: OWN_TOKEN,
             info: Box::new(|| serde_json::json!({})),
             stats: undercroft_wire::StatsSource::new(move || {
                 let taken = of_stats.enter(|engine| (*engine.counters(), engine.gauges()));

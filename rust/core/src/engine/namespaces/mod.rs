@@ -2,6 +2,7 @@
 
 use std::collections::{HashSet, VecDeque};
 
+use crate::disk::Disk;
 use crate::disk::format::{BLOCK_BYTES, NAMESPACE_BYTES, NamespaceEntry, namespace_offset};
 use crate::error::RegisterError;
 use crate::forest::{DeviceIndex, NsId};
@@ -67,6 +68,8 @@ pub(super) struct Namespaces {
     /// See [`EngineConfig::namespace_entries_max`].
     entries_max: usize,
     random: u64,
+    /// A namespace was reset while a directory could not be opened.
+    reset_beyond_reach: bool,
 }
 
 impl Namespaces {
@@ -79,6 +82,7 @@ impl Namespaces {
             shared_max: config.namespaces_max,
             entries_max: config.namespace_entries_max,
             random: config.seed ^ 0x5DEE_CE66_D1CE_4E5B,
+            reset_beyond_reach: false,
         }
     }
 
@@ -301,6 +305,10 @@ impl Namespaces {
             .encode()
             .expect("register refuses a description that does not fit an entry");
         for device in residency.devices() {
+            // One that could not be opened yet gets the entries when it is.
+            if residency.disk_mut(device).is_absent() {
+                continue;
+            }
             let entries = &mut residency.disk_mut(device).namespace_entries;
             if entries.contains(&instance) {
                 continue;
@@ -348,9 +356,16 @@ impl Namespaces {
         state.private = is_private;
         state.last_use = last_use;
         if !is_private {
+            // What lies on an absent directory from before cannot be ended now.
+            self.reset_beyond_reach |= residency.disks().iter().any(Disk::is_absent);
             self.enter_again(residency);
         }
         new
+    }
+
+    /// A directory is there that was absent. Nothing is left on it of lives that have ended meanwhile.
+    pub(super) fn note_reach(&mut self, residency: &Residency) {
+        self.reset_beyond_reach &= residency.disks().iter().any(Disk::is_absent);
     }
 
     /// Empties an entry of a namespace table, durably: its namespace's life on the directory ends.
@@ -392,7 +407,7 @@ impl Namespaces {
 
     /// Whether a reset could not be made durable.
     pub(super) fn reset_failed(&self) -> bool {
-        self.clearing().any(|write| write.failed)
+        self.reset_beyond_reach || self.clearing().any(|write| write.failed)
     }
 
     fn clearing(&self) -> impl Iterator<Item = &EntryWrite> {
@@ -410,19 +425,20 @@ impl Namespaces {
     /// Appends writes of the namespace table.
     pub(super) fn next_writes(
         &mut self,
-        limit: usize,
         residency: &Residency,
         operations: &mut Operations,
         now_ns: u64,
         out: &mut Vec<IoRequest>,
     ) {
         let mut at = 0;
-        while out.len() < limit && at < self.entry_writes.len() {
+        while at < self.entry_writes.len() {
             let write = &self.entry_writes[at];
             let disk = &residency.disks()[write.device.index()];
             let same = |other: &EntryWrite| write.is_same_entry(other);
             let waits = self.in_flight.iter().any(same)
                 || self.entry_writes.iter().take(at).any(same)
+                || !operations.has_room(write.device)
+                || !disk.health.answers()
                 || write.failed && !disk.health.takes_writes(now_ns);
             if waits {
                 at += 1;
@@ -432,10 +448,11 @@ impl Namespaces {
                 .entry_writes
                 .remove(at)
                 .expect("`at` is below the length");
-            let token = operations.start(Purpose::Namespace {
+            let purpose = Purpose::Namespace {
                 device: write.device,
                 index: write.index,
-            });
+            };
+            let token = operations.start(purpose, write.device, now_ns);
             out.push(IoRequest::WriteMeta {
                 token,
                 device: write.device.number(),

@@ -16,6 +16,8 @@ pub(in crate::engine) enum DiskRefusal {
     Admission,
     /// Everything on disk is in use.
     Full,
+    /// Pages of other size classes are being looked at: to be asked again in the next entry.
+    Searching,
     /// No directory takes writes.
     Degraded,
 }
@@ -58,20 +60,22 @@ impl Residency {
     }
 
     /// A slot on disk for a payload, and where: on another directory if everything on the chosen one is in
-    /// use. `admitted` payloads are not weighed by the policy. The required ancestor is not evicted for it.
+    /// use. Only directories that have room for a write are asked. `admitted` payloads are not weighed by the
+    /// policy. The required ancestor is not evicted for it.
     pub(in crate::engine) fn reserve_disk(
         &mut self,
         id: NodeId,
         group: u8,
         admitted: bool,
         now_ns: u64,
+        has_room: impl Fn(DeviceIndex) -> bool,
         counters: &mut Counters,
     ) -> Result<(DeviceIndex, u64), DiskRefusal> {
         let ancestor = self.required_ancestor(id);
         if ancestor != NONE {
             self.pin(ancestor);
         }
-        let reserved = self.reserve_on_any(id, group, admitted, now_ns, counters);
+        let reserved = self.reserve_on_any(id, group, admitted, now_ns, has_room, counters);
         if ancestor != NONE {
             self.unpin(ancestor);
         }
@@ -84,13 +88,16 @@ impl Residency {
         group: u8,
         admitted: bool,
         now_ns: u64,
+        has_room: impl Fn(DeviceIndex) -> bool,
         counters: &mut Counters,
     ) -> Result<(DeviceIndex, u64), DiskRefusal> {
         let chosen = self.choose_disk(id, now_ns).ok_or(DiskRefusal::Degraded)?;
         let bound = self.node(id).tiers.slots[Tier::Disk as usize] > 0;
         let others = self.devices().filter(|&device| device != chosen && !bound);
         for device in std::iter::once(chosen).chain(others) {
-            if !self.disks[device.index()].health.takes_writes(now_ns) {
+            let takes = self.disks[device.index()].health.takes_writes(now_ns);
+            let class = self.class_on_disk(self.node(id).ns, device, usize::from(group));
+            if !takes || class.is_none() || !has_room(device) {
                 continue;
             }
             let region = Region::Disk(device);
@@ -102,6 +109,10 @@ impl Residency {
                 return Ok((device, offset));
             }
         }
+        let mut devices = self.devices();
+        if devices.any(|device| self.is_searching(Region::Disk(device))) {
+            return Err(DiskRefusal::Searching);
+        }
         Err(DiskRefusal::Full)
     }
 
@@ -110,7 +121,7 @@ impl Residency {
     ///
     /// A block is of use only together with its ancestors. So branches spread over the directories, and
     /// each stays on one: a directory that fails takes few blocks with it that lie on others.
-    fn choose_disk(&self, id: NodeId, now_ns: u64) -> Option<DeviceIndex> {
+    pub(in crate::engine) fn choose_disk(&self, id: NodeId, now_ns: u64) -> Option<DeviceIndex> {
         let node = self.node(id);
         let takes = |disk: &Disk| disk.health.takes_writes(now_ns);
         if node.tiers.slots[Tier::Disk as usize] > 0 {

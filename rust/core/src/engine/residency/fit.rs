@@ -1,13 +1,14 @@
 //! Namespaces of the index: whether their payloads fit, and which slots they take.
 
-use crate::disk::capacity_for_payload;
+use crate::disk::{DeviceImage, Disk, capacity_for_payload};
 use crate::error::RegisterError;
 use crate::forest::{DeviceIndex, NodeId, NsId};
-use crate::namespace::{GroupKind, NamespaceSpec};
-use crate::slots::{Class, region_for};
+use crate::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use crate::policy::PolicyKind;
+use crate::slots::{Class, Slots, region_for};
 
 use super::geometry::{Geometry, Region};
-use super::state::Residency;
+use super::state::{Residency, new_policy};
 
 impl Residency {
     /// Whether every payload of a namespace fits a page of every region, and where it lies.
@@ -45,7 +46,7 @@ impl Residency {
             for (disk, classes) in self.disks.iter_mut().zip(&mut disk_class) {
                 let class = disk.class_for(payload_bytes);
                 // A directory that could not be opened yet has no pages, and takes nothing.
-                if class.is_none() && disk.slots().capacity() > 0 {
+                if class.is_none() && !disk.is_absent() {
                     let page_bytes = disk.slots().page_bytes();
                     let needed = capacity_for_payload(payload_bytes);
                     return Err(too_large(
@@ -63,6 +64,29 @@ impl Residency {
             host_class,
             disk_class,
         })
+    }
+
+    /// Gives a directory that was absent its slots. What has payloads that do not fit its pages is not
+    /// written there.
+    pub(in crate::engine) fn open_disk(
+        &mut self,
+        device: DeviceIndex,
+        image: &DeviceImage,
+        kind: PolicyKind,
+        seed: u64,
+    ) {
+        let disk = &mut self.disks[device.index()];
+        assert!(disk.is_absent(), "directory {device:?} is opened once");
+        let slots = Slots::new(image.capacity, image.page_bytes);
+        *disk = Disk::new(slots, new_policy(kind, image.capacity, seed), Vec::new());
+        for geometry in &mut self.geometry {
+            let groups = geometry.spec.groups.iter();
+            let class = |group: &GroupSpec| match group.kind {
+                GroupKind::Ignored => None,
+                _ => disk.class_for(u64::from(group.payload_bytes)),
+            };
+            geometry.disk_class[device.index()] = groups.map(class).collect();
+        }
     }
 
     /// Adds a namespace.

@@ -1,6 +1,6 @@
 //! What a hit needs, and where it lies.
 
-use crate::forest::{HostState, NONE, NodeId, Tier};
+use crate::forest::{DeviceIndex, HostState, NONE, NodeId, Tier};
 use crate::resolve::resolve;
 use crate::session::{ArenaOffset, Extent};
 use crate::slots::slot_offset;
@@ -21,11 +21,13 @@ pub(in crate::engine) struct PromotionPlan {
     pub(in crate::engine) payloads: Vec<(NodeId, u8)>,
     /// Slot bytes of those that are not in the arena.
     pub(in crate::engine) unread: u64,
+    /// Directory of the first of those that are not in the arena, if there are any.
+    pub(in crate::engine) device: Option<DeviceIndex>,
 }
 
 impl Residency {
     /// The deepest boundary at or below `limit` on the chain of `deepest`, counting payloads in the arena
-    /// only, or in any tier.
+    /// only, or those on directories that answer, too.
     pub(in crate::engine) fn boundary(
         &self,
         deepest: NodeId,
@@ -35,9 +37,11 @@ impl Residency {
     ) -> u32 {
         let top = self.forest.ancestor(deepest, limit);
         let reach = if host_only {
-            self.host_reach(top, local)
-        } else {
+            self.host_reach(top, local, |_| false)
+        } else if self.disks().iter().all(|disk| disk.health.answers_reads()) {
             limit
+        } else {
+            self.host_reach(top, local, |device| self.answers_reads(device))
         };
         let mut chain = Chain {
             residency: self,
@@ -51,8 +55,13 @@ impl Residency {
         })
     }
 
-    /// How far, from `local` towards `top`, every required payload is in the arena.
-    fn host_reach(&self, top: NodeId, local: u32) -> u32 {
+    fn answers_reads(&self, device: DeviceIndex) -> bool {
+        self.disks()[device.index()].health.answers_reads()
+    }
+
+    /// How far, from `local` towards `top`, every required payload is in the arena, or on a directory that
+    /// `counts`.
+    fn host_reach(&self, top: NodeId, local: u32, counts: impl Fn(DeviceIndex) -> bool) -> u32 {
         let mut reach = self.node(top).depth;
         let mut at = top;
         while at != NONE {
@@ -62,7 +71,7 @@ impl Residency {
             if node.depth <= local || node.is_host_chain() {
                 break;
             }
-            if !self.is_in_host(at) {
+            if !counts(node.device) && !self.is_in_host(at) {
                 reach = node.depth - 1;
             }
             at = node.parent();
@@ -96,12 +105,16 @@ impl Residency {
             // A window or a state at the new end may be more than what was left out.
             room -= room / 16;
         }
+        let mut reads = payloads.iter();
+        let first =
+            reads.find(|&&(id, group)| !self.node(id).payload(group).is_readable(Tier::Host));
         Some(PromotionPlan {
             target: self.forest.ancestor(target, boundary),
             boundary,
             local,
-            payloads,
             unread,
+            device: first.map(|&(id, _)| self.node(id).device),
+            payloads,
         })
     }
 
@@ -230,7 +243,11 @@ impl Chain<'_> {
             work::node();
             self.nodes.push(self.residency.node(last).parent());
         }
-        let payload = self.residency.node(self.nodes[index]).payloads()[group];
-        payload.is_readable(Tier::Host) || !self.host_only && payload.is_readable(Tier::Disk)
+        let node = self.residency.node(self.nodes[index]);
+        let payload = node.payloads()[group];
+        payload.is_readable(Tier::Host)
+            || !self.host_only
+                && payload.is_readable(Tier::Disk)
+                && self.residency.answers_reads(node.device)
     }
 }

@@ -1,7 +1,8 @@
 //! Leases keep payloads where they are; touches tell the policies what was used.
 
-use crate::forest::{NONE, NodeId, Tier};
+use crate::forest::{DiskState, NONE, NodeId, Tier};
 use crate::namespace::GroupKind;
+use crate::slots::slot_offset;
 use crate::work;
 
 use super::state::Residency;
@@ -94,6 +95,23 @@ impl Residency {
             self.withdraw(id);
             self.forest.node_mut(id).touch.last = self.tick;
             self.refresh(id);
+            self.note_touch(id);
+        }
+    }
+
+    /// Has the records of a node's payloads on disk tell of its last touch, some time.
+    fn note_touch(&mut self, id: NodeId) {
+        if self.node(id).tiers.slots[Tier::Disk as usize] == 0 {
+            return;
+        }
+        let region = self.region(id, Tier::Disk);
+        for group in self.node(id).groups() {
+            let payload = *self.node(id).payload(group);
+            if payload.disk == DiskState::Present {
+                let (class, device) = (self.class(id, region, group), self.node(id).device);
+                let offset = slot_offset(payload.disk_slot);
+                self.disk_mut(device).mark_touched(class, offset);
+            }
         }
     }
 
@@ -117,5 +135,6 @@ impl Residency {
         touch.hit_class = hit_class;
         touch.last = tick;
         self.refresh(id);
+        self.note_touch(id);
     }
 }

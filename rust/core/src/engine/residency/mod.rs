@@ -29,4 +29,5 @@ pub(super) use disk_slots::DiskRefusal;
 pub(super) use geometry::Region;
 pub(super) use hits::PromotionPlan;
 pub(super) use recovery::FoundRecord;
+pub use runs::Moves;
 pub(super) use state::Residency;

@@ -175,9 +175,12 @@ impl Residency {
     pub(super) fn make_gap(&mut self, id: NodeId) {
         let node = self.forest.node_mut(id);
         node.is_gap = true;
+        self.moves.gaps += 1;
+        let node = self.forest.node_mut(id);
         self.disk_gaps |= node.tiers.active_children[Tier::Disk as usize] > 0;
         let mut stack = vec![id];
         while let Some(id) = stack.pop() {
+            work::node();
             let node = self.forest.node_mut(id);
             if node.is_visible() {
                 node.reach = Reach::Hidden;

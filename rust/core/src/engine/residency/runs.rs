@@ -10,6 +10,7 @@ use crate::forest::{DiskState, HostState, NodeId, Tier};
 use crate::metrics::Counters;
 use crate::policy::Leaf;
 use crate::slots::{Class, Owner, Run, slot_offset};
+use crate::work;
 
 use super::geometry::Region;
 use super::slots::Loss;
@@ -19,10 +20,12 @@ use super::state::Residency;
 const CANDIDATES: usize = 6;
 /// Runs that a search looks at beside these: in time, the whole region.
 const OTHER_RUNS: u64 = 8;
-/// Nodes that a search looks at: bounds its work.
+/// Nodes that the searches of one entry look at, for each region: bounds their work.
 const VISITS_MAX: u32 = 4096;
-/// Nodes that it looks at for one run.
-const RUN_VISITS_MAX: u32 = 1024;
+/// Nodes that it looks at for one run: so many runs are looked at, or few that much stands on.
+const RUN_VISITS: [u32; 4] = [2048, 512, VISITS_MAX, 1024];
+/// Searches in vain after which a payload is refused: until then it waits for the next one.
+const VAIN_MAX: usize = 16;
 
 /// How far a region was searched.
 #[derive(Clone, Copy, Debug, Default)]
@@ -31,6 +34,21 @@ pub(super) struct RunSearch {
     next: u64,
     /// Slots of the tier that had been freed when no run was worth it.
     in_vain: Option<u64>,
+    /// Searches in vain, one after the other.
+    vain: usize,
+    /// Nodes that the present entry may still look at.
+    visits: u32,
+}
+
+/// What the size classes have done to each other since the start.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Moves {
+    /// Runs of pages that another class got.
+    pub runs: u64,
+    /// Payloads evicted from runs while others stood on them.
+    pub gaps: u64,
+    /// Of these, those that were saved again.
+    pub filled_gaps: u64,
 }
 
 /// What evicting a run would lose, while it is being added up.
@@ -51,6 +69,26 @@ impl Residency {
         }
     }
 
+    pub(in crate::engine) fn moves(&self) -> Moves {
+        self.moves
+    }
+
+    /// An entry of the engine begins that may need room: each region may be searched again.
+    pub(in crate::engine) fn allow_searches(&mut self) {
+        self.searches
+            .iter_mut()
+            .for_each(|search| search.visits = VISITS_MAX);
+    }
+
+    /// Whether a region has no room because the search for a run goes on in the next entry.
+    pub(super) fn is_searching(&self, region: Region) -> bool {
+        let search = match region {
+            Region::Host => &self.searches[0],
+            Region::Disk(device) => &self.searches[1 + device.index()],
+        };
+        search.visits == 0 && search.vain < VAIN_MAX
+    }
+
     /// The run of other classes' pages whose eviction loses least, of those that a search looks at: nothing
     /// there is in use, and it is worth less than the same bytes of `own`, the class's own next candidate.
     pub(super) fn cheapest_run(
@@ -64,11 +102,12 @@ impl Residency {
         }
         let own_worth = own.map_or(f64::INFINITY, |own| self.worth(own.last));
         let mut best: Option<(f64, Run)> = None;
-        let mut visits = VISITS_MAX;
+        let mut visits = self.search_mut(region).visits;
+        let run_visits = RUN_VISITS[self.search_mut(region).vain % RUN_VISITS.len()];
         for run in self.runs_to_look_at(region, class) {
             let bytes = self.slots(region).run_bytes(run) as f64;
             let most = best.map_or(own_worth, |(least, _)| least) * bytes;
-            let allowed = visits.min(RUN_VISITS_MAX);
+            let allowed = visits.min(run_visits);
             let mut losses = RunLoss {
                 loss: 0.0,
                 visits: allowed,
@@ -81,52 +120,55 @@ impl Residency {
             }
         }
         let freed = self.freed[region.tier() as usize];
-        self.search_mut(region).in_vain = best.is_none().then_some(freed);
+        let search = self.search_mut(region);
+        search.visits = if best.is_none() { 0 } else { visits };
+        search.in_vain = best.is_none().then_some(freed);
+        search.vain = if best.is_none() { search.vain + 1 } else { 0 };
         best.map(|(_, run)| run)
     }
 
     /// Whether another class may have a run that is worth less than `own`. After a search in vain, as many
     /// slots are freed as a page has before the next one.
     fn is_worth_a_search(&mut self, region: Region, class: Class, own: Option<Leaf>) -> bool {
-        let others = |slots: &crate::slots::Slots| {
-            let classes = slots.classes().filter(|&other| other != class);
-            classes
-                .filter(|&other| slots.used(other) > 0)
-                .collect::<Vec<Class>>()
-        };
-        let others = others(self.slots(region));
-        let Some(own) = own else {
-            return !others.is_empty();
-        };
-        let older = |leaf: Leaf| leaf.last < own.last;
-        if !others
-            .into_iter()
-            .any(|other| self.victim(region, other).is_some_and(older))
-        {
+        let slots = self.slots(region);
+        let others = slots.classes().filter(|&other| other != class);
+        let others: Vec<Class> = others.filter(|&other| slots.used(other) > 0).collect();
+        let pause = slots.slots_per_page(class) as u64;
+        let freed = self.freed[region.tier() as usize];
+        let search = *self.search_mut(region);
+        if others.is_empty() || search.visits == 0 {
             return false;
         }
-        let pause = self.slots(region).slots_per_page(class) as u64;
-        let freed = self.freed[region.tier() as usize];
-        let in_vain = self.search_mut(region).in_vain;
-        in_vain.is_none_or(|then| freed >= then + pause)
+        let Some(own) = own else { return true };
+        if search.in_vain.is_some_and(|then| freed < then + pause) {
+            return false;
+        }
+        let mut victims = others
+            .into_iter()
+            .filter_map(|other| self.victim(region, other));
+        victims.any(|leaf| leaf.last < own.last)
     }
 
-    /// Those around the other classes' next candidates, and some more in turn.
+    /// Some in turn, and those around the other classes' next candidates.
     fn runs_to_look_at(&mut self, region: Region, class: Class) -> Vec<Run> {
-        let mut runs = Vec::new();
+        let next = self.search_mut(region).next;
+        self.search_mut(region).next = next + OTHER_RUNS;
         let others = self.slots(region).classes();
+        let mut around = Vec::new();
         for other in others.filter(|&other| other != class) {
             for leaf in self.policies(region).victims(other, CANDIDATES) {
                 let offset = self.slot_in(region, leaf.node, other);
-                runs.extend(offset.map(|offset| self.slots(region).run_at(offset, class)));
+                around.extend(offset.map(|offset| self.slots(region).run_at(offset, class)));
             }
         }
-        let next = self.search_mut(region).next;
-        self.search_mut(region).next = next + OTHER_RUNS;
+        let mut around = around.into_iter();
+        let mut runs = Vec::new();
+        // In turns: neither kind uses up what may be looked at.
         for number in next..next + OTHER_RUNS {
             runs.push(self.slots(region).run_number(number, class));
+            runs.extend(around.next());
         }
-        runs.dedup();
+        runs.extend(around);
         runs
     }
 
@@ -217,6 +259,7 @@ impl Residency {
                 continue;
             }
             losses.visits = losses.visits.checked_sub(1)?;
+            work::node();
             if self.is_used(id) {
                 return None;
             }
@@ -262,6 +305,7 @@ impl Residency {
             .map(|owner| (owner, self.node(owner.node).epoch))
             .collect();
         // Children first: a node without children and payloads goes.
+        self.moves.runs += 1;
         payloads.sort_by_key(|(owner, _)| std::cmp::Reverse(self.node(owner.node).depth));
         for (owner, epoch) in payloads {
             if self.forest.is_live(owner.node, epoch) {
@@ -279,6 +323,7 @@ impl Residency {
         if !self.node(id).payload(group).has_slot(tier) {
             return;
         }
+        work::eviction();
         match tier {
             Tier::Host => {
                 counters.host_evictions += 1;

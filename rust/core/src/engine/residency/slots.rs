@@ -80,8 +80,9 @@ impl Residency {
         if node.is_detached() {
             return;
         }
-        if self.is_complete(id) {
+        if self.node(id).is_gap && self.is_complete(id) {
             self.forest.node_mut(id).is_gap = false;
+            self.moves.filled_gaps += 1;
         }
         self.propagate_visible(id, became_visible);
     }

@@ -11,7 +11,7 @@ use crate::slots::{Slots, page_bytes_for};
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
 use super::removal::Removals;
-use super::runs::RunSearch;
+use super::runs::{Moves, RunSearch};
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -54,6 +54,7 @@ pub(in crate::engine) struct Residency {
     /// How far each region was searched for pages that another size class may take: the arena, then the
     /// directories.
     pub(super) searches: Vec<RunSearch>,
+    pub(super) moves: Moves,
     /// A payload on disk went although others stand on it there.
     pub(super) disk_gaps: bool,
 }
@@ -73,6 +74,7 @@ impl Residency {
             removals: Removals::default(),
             is_rise_cut: false,
             searches: vec![RunSearch::default()],
+            moves: Moves::default(),
             disk_gaps: false,
         }
     }
@@ -158,6 +160,12 @@ impl Residency {
     pub(in crate::engine) fn any_disk_takes_writes(&self, now_ns: u64) -> bool {
         let mut disks = self.disks.iter();
         disks.any(|disk| disk.health.takes_writes(now_ns))
+    }
+
+    /// Whether no directory takes writes, and one that does not answer may later.
+    pub(in crate::engine) fn waits_for_an_answer(&self, now_ns: u64) -> bool {
+        let is_silent = |disk: &Disk| disk.health.is_alive() && !disk.health.answers();
+        !self.any_disk_takes_writes(now_ns) && self.disks.iter().any(is_silent)
     }
 
     /// Whether the policy of the arena accounts for every block of a hit, not only for the deepest.

@@ -20,6 +20,9 @@ const WRITES_LOOKED_AT: usize = 128;
 /// Blocks that second-touch admission remembers, at about 15 bytes each.
 const DOORKEEPER_BLOCKS: usize = 2 << 20;
 
+/// Queued payloads that one pass leaves where they are, or postpones, in search of those that can start.
+const SCAN_MAX: usize = 16;
+
 /// A payload in the write queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct QueuedWrite {
@@ -49,8 +52,12 @@ pub(in crate::engine) struct WriteBack {
     doorkeeper: Option<Doorkeeper>,
     /// The last entry stopped before the end of the queue, though more could have been started.
     has_rest: bool,
+    /// The first payload of the queue has no slot yet: nothing more is started in this turn.
+    waits_for_room: bool,
     /// Sequence number of the last table block that was written.
     pub(super) record_seq: u64,
+    /// The write rate kept the next write from starting.
+    is_held_by_rate: bool,
 }
 
 impl WriteBack {
@@ -64,7 +71,9 @@ impl WriteBack {
                 .second_touch
                 .then(|| Doorkeeper::new(DOORKEEPER_BLOCKS)),
             has_rest: false,
+            waits_for_room: false,
             record_seq: 0,
+            is_held_by_rate: false,
         }
     }
 
@@ -108,15 +117,18 @@ impl WriteBack {
         }
     }
 
-    /// A chain down to `id` was hit: the payloads that were not admitted to disk before are offered again.
+    /// A chain down to `id` was hit: the payloads that were refused or not admitted before are offered
+    /// again.
     pub(in crate::engine) fn offer_hit(
         &mut self,
         id: NodeId,
         residency: &mut Residency,
+        now_ns: u64,
         counters: &mut Counters,
     ) {
-        let weighs = self.doorkeeper.is_some() || residency.touches_every_block();
-        if residency.disks().is_empty() || !weighs {
+        let slot = residency.slot_bytes(id, 0);
+        let is_full = residency.queued_bytes() + slot > residency.host().capacity() / 2;
+        if is_full || !residency.any_disk_takes_writes(now_ns) {
             return;
         }
         let mut chain = Vec::new();
@@ -150,7 +162,11 @@ impl WriteBack {
             let slot = residency.slot_bytes(id, group);
             // Queued payloads cannot be evicted: half of the arena is left to others.
             if residency.queued_bytes() + slot > residency.host().capacity() / 2 {
-                counters.refused_write_rate += 1;
+                if self.is_held_by_rate {
+                    counters.refused_write_rate += 1;
+                } else {
+                    counters.refused_disk_behind += 1;
+                }
                 self.orphaned.note(id, residency);
                 continue;
             }
@@ -189,6 +205,12 @@ impl WriteBack {
         self.queue.push_back(write);
     }
 
+    /// A payload's turn comes again, before all others.
+    pub(super) fn wait_for_room(&mut self, write: QueuedWrite) {
+        self.queue.push_front(write);
+        self.waits_for_room = true;
+    }
+
     /// Whether nothing is queued.
     pub(in crate::engine) fn is_idle(&self) -> bool {
         self.queue.is_empty()
@@ -208,11 +230,9 @@ impl WriteBack {
             || residency.disks().iter().any(has_dirty_blocks)
     }
 
-    /// Appends payload writes to start now, so that at most `most` writes are in flight.
+    /// Appends payload writes to start now.
     pub(in crate::engine) fn next_writes(
         &mut self,
-        limit: usize,
-        most: usize,
         parts: &mut EngineParts<'_>,
         out: &mut Vec<IoRequest>,
     ) {
@@ -224,11 +244,23 @@ impl WriteBack {
             .map_or(0, |write| payload_bytes(write, parts.residency));
         self.budget.refill(next_bytes, parts.now_ns);
         self.has_rest = false;
-        let mut looked_at = 0;
-        while out.len() < limit && parts.operations.writes() < most {
-            let Some(&write) = self.queue.front() else {
-                break;
-            };
+        self.waits_for_room = false;
+        self.is_held_by_rate = false;
+        if parts.residency.waits_for_an_answer(parts.now_ns) {
+            return;
+        }
+        let (mut at, mut in_vain, mut looked_at) = (0, 0, 0);
+        while in_vain < SCAN_MAX
+            && at < self.queue.len()
+            && parts.any_takes_a_write()
+            && !self.waits_for_room
+        {
+            let (write, queued) = (self.queue[at], self.queue.len());
+            if waits_for_device(&write, parts) {
+                at += 1;
+                in_vain += 1;
+                continue;
+            }
             // Writes that are refused start nothing: a disk that fails may refuse the whole queue.
             if looked_at == WRITES_LOOKED_AT {
                 self.has_rest = true;
@@ -237,13 +269,17 @@ impl WriteBack {
             looked_at += 1;
             let bytes = payload_bytes(&write, parts.residency);
             if !self.budget.allows(bytes) {
+                self.is_held_by_rate = true;
                 break;
             }
             work::queued();
-            self.queue.pop_front();
+            self.queue.remove(at);
             if let Some(request) = self.start_write(write, parts) {
                 self.budget.spend(bytes);
                 out.push(request);
+            } else if self.queue.len() >= queued {
+                // Its ancestor goes first, and may be among those that wait.
+                in_vain += usize::from(at > 0);
             }
         }
     }
@@ -254,6 +290,16 @@ impl WriteBack {
         let writes = self.queue.iter();
         writes.map(|write| (write.node, write.epoch, write.group))
     }
+}
+
+/// Whether the directory of a queued payload has no room for a write.
+fn waits_for_device(write: &QueuedWrite, parts: &EngineParts<'_>) -> bool {
+    let (id, residency) = (write.node, &*parts.residency);
+    let is_live = residency.forest().is_live(id, write.epoch) && !residency.node(id).is_detached();
+    let device = is_live.then(|| residency.choose_disk(id, parts.now_ns));
+    device
+        .flatten()
+        .is_some_and(|device| !parts.operations.may_write(device))
 }
 
 /// Makes an entry of the queue; the caller puts it there.

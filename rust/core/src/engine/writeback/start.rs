@@ -37,12 +37,16 @@ impl WriteBack {
             self.refuse(id, group, WriteRefusal::Ancestor, parts);
             return None;
         }
-        if ancestor != NONE && residency.is_queued(ancestor) {
-            // A restart finds `id` only with its ancestor: the ancestor goes first.
+        let is_optional = !residency.node(id).requires(group);
+        if ancestor != NONE && residency.is_queued(ancestor)
+            || is_optional && residency.is_queued(id)
+        {
+            // A restart finds `id` only with its ancestor: the ancestor goes first. An optional payload is of
+            // use only with the required ones.
             self.postpone(write);
             return None;
         }
-        if !residency.node(id).requires(group) && !residency.is_on_disk(id) {
+        if is_optional && !residency.is_on_disk(id) {
             // Alone, an optional payload is of no use after a restart.
             self.refuse(id, group, WriteRefusal::Ancestor, parts);
             return None;
@@ -53,10 +57,17 @@ impl WriteBack {
             self.write_ancestor_first(write, (ancestor, missing), parts);
             return None;
         }
+        let operations = &*parts.operations;
+        let has_room = |device| operations.may_write(device);
+        let (now_ns, counters) = (parts.now_ns, &mut *parts.counters);
         let reserved =
-            residency.reserve_disk(id, group, write.admitted, parts.now_ns, parts.counters);
+            residency.reserve_disk(id, group, write.admitted, now_ns, has_room, counters);
         match reserved {
             Ok((device, offset)) => Some(write_request(id, group, device, offset, parts)),
+            Err(DiskRefusal::Searching) => {
+                self.wait_for_room(write);
+                None
+            }
             Err(why) => {
                 if write.admitted && why == DiskRefusal::Full {
                     self.orphaned.found_no_room(residency);
@@ -152,7 +163,7 @@ fn count_refusal(why: WriteRefusal, counters: &mut Counters) {
         WriteRefusal::Disk(DiskRefusal::Admission) => counters.refused_admission += 1,
         WriteRefusal::Disk(DiskRefusal::Full) => counters.refused_disk_full += 1,
         WriteRefusal::Disk(DiskRefusal::Degraded) => counters.refused_disk_degraded += 1,
-        WriteRefusal::Ancestor => {}
+        WriteRefusal::Disk(DiskRefusal::Searching) | WriteRefusal::Ancestor => {}
     }
 }
 
@@ -163,11 +174,12 @@ fn write_request(
     offset: u64,
     parts: &mut EngineParts<'_>,
 ) -> IoRequest {
-    let token = parts.operations.start(Purpose::Write {
+    let write = Purpose::Write {
         node: id,
         group,
         started_ns: parts.now_ns,
-    });
+    };
+    let token = parts.operations.start(write, device, parts.now_ns);
     let residency = &mut *parts.residency;
     residency.write_started(id, group, device, offset);
     residency.add_placeholders(id, device);

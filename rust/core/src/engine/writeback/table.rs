@@ -12,7 +12,7 @@ use super::super::parts::EngineParts;
 use super::super::residency::Residency;
 use super::queue::WriteBack;
 
-/// Blocks of the table are written together: when so many wait, or nothing else does.
+/// Blocks of the table are written together: when so many wait, one has waited for a second, or nothing else waits.
 const DIRTY_BLOCKS_MAX: usize = 8;
 
 impl WriteBack {
@@ -21,18 +21,18 @@ impl WriteBack {
         self.record_seq = self.record_seq.max(seq);
     }
 
-    /// Appends writes of the tables, so that at most `most` writes are in flight.
+    /// Appends writes of the tables to start now.
     pub(in crate::engine) fn next_table_writes(
         &mut self,
-        limit: usize,
-        most: usize,
         parts: &mut EngineParts<'_>,
         out: &mut Vec<IoRequest>,
     ) {
         for device in parts.residency.devices() {
-            while out.len() < limit && parts.operations.writes() < most {
+            while parts.operations.may_write(device) {
                 let disk = parts.residency.disk_mut(device);
-                let waits = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.is_idle();
+                disk.write_some_touched(parts.now_ns);
+                let is_late = disk.is_table_late(parts.now_ns);
+                let waits = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.is_idle() && !is_late;
                 if waits || !disk.health.takes_writes(parts.now_ns) {
                     break;
                 }
@@ -50,8 +50,9 @@ impl WriteBack {
                 };
                 let bytes = encoder.encode(device, block);
                 let operation = Purpose::Table { device, block };
+                let token = parts.operations.start(operation, device, parts.now_ns);
                 out.push(IoRequest::WriteMeta {
-                    token: parts.operations.start(operation),
+                    token,
                     device: device.number(),
                     file: FileKind::Table,
                     file_offset: u64::from(block) * BLOCK_BYTES as u64,

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,13 +23,13 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) type Open = fn(usize, Arc<Arena>, Vec<DeviceFiles>, Script) -> Box<dyn IoEngine>;
 
 /// An engine over one device in a directory of its own.
-pub(crate) struct Bench {
+pub(crate) struct Rig {
     pub(crate) engine: Box<dyn IoEngine>,
     pub(crate) arena: Arc<Arena>,
     pub(crate) dir: tempfile::TempDir,
 }
 
-impl Bench {
+impl Rig {
     pub(crate) fn new(open: Open, script: Script) -> Self {
         Self::with(|arena, device| open(DEPTH, arena, vec![device], script))
     }
@@ -37,15 +37,7 @@ impl Bench {
     pub(crate) fn with(open: impl FnOnce(Arc<Arena>, DeviceFiles) -> Box<dyn IoEngine>) -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let arena = Arc::new(Arena::create(ARENA).unwrap());
-        let file = |name: &str| open_file(&dir.path().join(name), true).unwrap();
-        let (data, o_direct) = file("data");
-        let device = DeviceFiles {
-            superblock: file("super").0,
-            table: file("table").0,
-            data,
-            o_direct,
-        };
-        let engine = open(Arc::clone(&arena), device);
+        let engine = open(Arc::clone(&arena), device_in(dir.path()));
         Self { engine, arena, dir }
     }
 
@@ -106,6 +98,18 @@ impl Bench {
     /// Puts bytes into the data file behind the engine's back.
     pub(crate) fn prepare(&self, file_offset: u64, bytes: &[u8]) {
         self.file("data").write_all_at(bytes, file_offset).unwrap();
+    }
+}
+
+/// The files of a device in a directory.
+pub(crate) fn device_in(dir: &Path) -> DeviceFiles {
+    let file = |name: &str| open_file(&dir.join(name), true).unwrap();
+    let (data, o_direct) = file("data");
+    DeviceFiles {
+        superblock: file("super").0,
+        table: file("table").0,
+        data,
+        o_direct,
     }
 }
 

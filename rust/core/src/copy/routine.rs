@@ -1,0 +1,118 @@
+//! Which routine copies: the one that a measurement on this processor shows to be the fastest.
+//!
+//! Stores past the caches save reading each line before it is overwritten, which is worth a fifth on some
+//! processors. On others one core stores past its caches more slowly than libc's memcpy copies, and how far
+//! ahead the source is best asked for differs, too.
+
+use std::sync::OnceLock;
+use std::time::Instant;
+
+use super::nontemporal::copy_slice;
+
+/// What is copied to measure a routine, in bytes: with its copy more than a core's share of the caches.
+const MEASURED: usize = 32 << 20;
+
+/// In pieces of this many bytes, as pages of a KV cache are.
+const PIECE: usize = 256 << 10;
+
+/// Every routine is measured so often, in turns.
+const ROUNDS: usize = 3;
+
+/// A way to copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Routine {
+    /// Stores past the caches; the source is asked for 1 KiB ahead.
+    StreamNear,
+    /// Stores past the caches; the source is asked for 4 KiB ahead.
+    StreamFar,
+    /// libc's memcpy.
+    Memcpy,
+}
+
+impl Routine {
+    /// All routines. Of two that are as fast, the earlier one is chosen: it leaves the caches alone.
+    pub const ALL: [Self; 3] = [Self::StreamNear, Self::StreamFar, Self::Memcpy];
+
+    /// Its name, for benchmarks and logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::StreamNear => "streaming, 1 KiB ahead",
+            Self::StreamFar => "streaming, 4 KiB ahead",
+            Self::Memcpy => "memcpy",
+        }
+    }
+
+    /// How far ahead of the copy the source is asked for, in bytes; `None` for a copy through the caches.
+    pub(super) fn ahead(self) -> Option<usize> {
+        match self {
+            Self::StreamNear => Some(1 << 10),
+            Self::StreamFar => Some(4 << 10),
+            Self::Memcpy => None,
+        }
+    }
+
+    /// The fastest one here. The first call measures, which takes some tens of milliseconds and 64 MiB of memory for
+    /// so long; others wait for it.
+    pub fn fastest() -> Self {
+        static FASTEST: OnceLock<Routine> = OnceLock::new();
+        *FASTEST.get_or_init(|| choose(&measure()))
+    }
+}
+
+/// Seconds that each routine took in each round.
+type Measured = [(Routine, [f64; ROUNDS]); Routine::ALL.len()];
+
+/// The routine whose best round was the shortest: whatever disturbs a round makes it longer.
+fn choose(measured: &Measured) -> Routine {
+    let best = |rounds: &[f64; ROUNDS]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
+    let fastest = measured
+        .iter()
+        .min_by(|(_, one), (_, other)| best(one).total_cmp(&best(other)));
+    fastest.map_or(Routine::Memcpy, |(routine, _)| *routine)
+}
+
+fn measure() -> Measured {
+    // Not zeros: all of those would lie behind one page.
+    let from = vec![1_u8; MEASURED];
+    let mut to = vec![2_u8; MEASURED];
+    let mut measured = Routine::ALL.map(|routine| (routine, [0.0; ROUNDS]));
+    for round in 0..ROUNDS {
+        for (routine, rounds) in &mut measured {
+            let start = Instant::now();
+            for (from, to) in from.chunks(PIECE).zip(to.chunks_mut(PIECE)) {
+                copy_slice(*routine, from, to);
+            }
+            rounds[round] = start.elapsed().as_secs_f64();
+        }
+    }
+    measured
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(near: [f64; 3], far: [f64; 3], memcpy: [f64; 3]) -> Routine {
+        let [first, second, third] = Routine::ALL;
+        choose(&[(first, near), (second, far), (third, memcpy)])
+    }
+
+    #[test]
+    fn the_shortest_round_decides() {
+        let (fast, slow) = ([1.0, 9.0, 9.0], [2.0; 3]);
+        assert_eq!(of(fast, slow, slow), Routine::StreamNear);
+        assert_eq!(of(slow, fast, slow), Routine::StreamFar);
+        assert_eq!(of(slow, slow, fast), Routine::Memcpy);
+    }
+
+    #[test]
+    fn of_two_that_are_as_fast_the_one_is_chosen_that_leaves_the_caches_alone() {
+        assert_eq!(of([1.0; 3], [1.0; 3], [1.0; 3]), Routine::StreamNear);
+        assert_eq!(of([2.0; 3], [1.0; 3], [1.0; 3]), Routine::StreamFar);
+    }
+
+    #[test]
+    fn the_choice_is_made_once() {
+        assert_eq!(Routine::fastest(), Routine::fastest());
+    }
+}

@@ -1,0 +1,157 @@
+//! How many bytes of the arena promotions may hold until they are loaded.
+
+use super::super::requests::{Promotion, RequestId, RequestPromotions};
+
+/// The bytes that promotions hold or have reserved.
+///
+/// A promotion starts when all of its bytes fit, so that those that have started never wait for one
+/// another. One demanded promotion at a time may start with a part, so that the device is not idle. A
+/// request that holds bytes of an earlier promotion may exceed the budget by those of the next.
+///
+/// Invariants: `held` sums the requests' `bytes`, `prefetched` those of the requests that the scheduler has
+/// not asked for, `reserved` the bytes among them that are still to be read.
+#[derive(Debug)]
+pub(super) struct PromotionBudget {
+    most: u64,
+    held: u64,
+    prefetched: u64,
+    reserved: u64,
+    /// The promotion that has started with a part of its bytes.
+    partial: Option<RequestId>,
+}
+
+impl PromotionBudget {
+    pub(super) fn new(most: u64) -> Self {
+        Self {
+            most,
+            held: 0,
+            prefetched: 0,
+            reserved: 0,
+            partial: None,
+        }
+    }
+
+    /// Bytes that one more promotion of a request may bring.
+    pub(super) fn of(&self, request: &RequestPromotions) -> u64 {
+        self.most.saturating_sub(request.bytes)
+    }
+
+    /// Bytes in the arena.
+    pub(super) fn promoted_bytes(&self) -> u64 {
+        self.held - self.reserved
+    }
+
+    /// Whether others than this request hold so much that it does not get `bytes`.
+    pub(super) fn lacks(&self, request: &RequestPromotions, bytes: u64) -> bool {
+        self.held > request.bytes && self.held + bytes > self.most
+    }
+
+    /// Whether a promotion may start, which needs `rest` bytes, and `slot` of them now. Notes it if so.
+    pub(super) fn admit(
+        &mut self,
+        id: RequestId,
+        request: &mut RequestPromotions,
+        slot: u64,
+    ) -> bool {
+        let promotion = request.active.as_ref();
+        let (rest, continues) = promotion.map_or((0, false), |of| (of.unread, of.continues));
+        let fits = if continues {
+            // Nobody waits for the budget while he holds a part of it: the plan is within the budget, but
+            // others may hold the rest.
+            true
+        } else if request.demanded {
+            !self.lacks(request, rest)
+        } else {
+            let alone = self.prefetched <= request.bytes && self.held <= request.bytes;
+            let within = self.prefetched + rest <= self.most / 2 && self.held + rest <= self.most;
+            alone || within
+        };
+        if fits {
+            self.release_part(id);
+            self.reserve(request, rest);
+            return true;
+        }
+        let may_be_partial = request.demanded && self.partial.is_none_or(|of| of == id);
+        if may_be_partial && !self.lacks(request, slot) {
+            self.partial = Some(id);
+            return true;
+        }
+        false
+    }
+
+    fn reserve(&mut self, request: &mut RequestPromotions, bytes: u64) {
+        self.reserved += bytes;
+        self.add(request, bytes);
+        if let Some(promotion) = &mut request.active {
+            promotion.reserved = Some(bytes);
+        }
+    }
+
+    /// A slot of the arena was taken for a request.
+    pub(super) fn take(&mut self, request: &mut RequestPromotions, slot: u64) {
+        let promotion = request.active.as_mut();
+        let reserved = promotion.and_then(|promotion| promotion.reserved.as_mut());
+        // A payload that was in the arena at the start may have been evicted: it was not counted.
+        let from_reserved = reserved.as_ref().map_or(0, |left| slot.min(**left));
+        if let Some(left) = reserved {
+            *left -= from_reserved;
+        }
+        self.reserved -= from_reserved;
+        self.add(request, slot - from_reserved);
+    }
+
+    fn add(&mut self, request: &mut RequestPromotions, bytes: u64) {
+        request.bytes += bytes;
+        self.held += bytes;
+        if !request.demanded {
+            self.prefetched += bytes;
+        }
+    }
+
+    /// The scheduler has asked for a request.
+    pub(super) fn demanded(&mut self, request: &RequestPromotions) {
+        let left = self.prefetched.checked_sub(request.bytes);
+        self.prefetched = left.expect("`prefetched` counts every prefetch");
+    }
+
+    /// A promotion has ended: what it has not read is free.
+    pub(super) fn ended(
+        &mut self,
+        id: RequestId,
+        promotion: &Promotion,
+        request: &mut RequestPromotions,
+    ) {
+        self.release_part(id);
+        let unread = promotion.reserved.unwrap_or(0);
+        self.reserved -= unread;
+        self.subtract(request, unread);
+    }
+
+    fn release_part(&mut self, id: RequestId) {
+        if self.partial == Some(id) {
+            self.partial = None;
+        }
+    }
+
+    /// Frees all that a request without a promotion holds.
+    pub(super) fn release(&mut self, request: &mut RequestPromotions) {
+        assert!(request.active.is_none(), "its promotion goes on");
+        self.subtract(request, request.bytes);
+    }
+
+    fn subtract(&mut self, request: &mut RequestPromotions, bytes: u64) {
+        request.bytes -= bytes;
+        let left = self.held.checked_sub(bytes);
+        self.held = left.expect("`held` counts every request");
+        if !request.demanded {
+            let left = self.prefetched.checked_sub(bytes);
+            self.prefetched = left.expect("`prefetched` counts every prefetch");
+        }
+    }
+
+    /// Bytes held, those of prefetches, and those reserved.
+    #[cfg(feature = "check")]
+    pub(super) fn counted(&self) -> (u64, u64, u64) {
+        (self.held, self.prefetched, self.reserved)
+    }
+}

@@ -1,0 +1,263 @@
+//! Promotions: payloads move from disk into the arena, front to back, for requests in the order of
+//! arrival. A payload is read once, however many requests wait for it.
+
+mod budget;
+#[cfg(feature = "check")]
+mod check;
+mod read_queues;
+mod reads;
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::forest::{DeviceIndex, NONE, NodeId};
+use crate::metrics::Counters;
+use crate::session::Priority;
+use crate::work;
+
+use super::parts::EngineParts;
+use super::requests::{Promotion, RequestId, RequestPromotions, Requests, Verified};
+use super::residency::PromotionPlan;
+use budget::PromotionBudget;
+use read_queues::ReadQueues;
+
+pub(super) use read_queues::QueuePlace;
+pub(super) use reads::slot_len;
+
+/// Who waits for a read: a request, and which of its promotions.
+type Waiter = (RequestId, u32);
+
+/// How a promotion ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PromotionEnd {
+    /// All of its reads have ended.
+    Finished,
+    /// Nobody needs it any more.
+    Cancelled,
+    /// The device did not answer, or the request may wait no longer.
+    GivenUp,
+}
+
+impl PromotionEnd {
+    /// Of a promotion without reads to wait for; `silent`: a device did not answer.
+    fn of_issued(silent: bool) -> Self {
+        if silent {
+            Self::GivenUp
+        } else {
+            Self::Finished
+        }
+    }
+}
+
+/// The promotions of all requests.
+///
+/// Invariants:
+/// - the budget counts what requests hold;
+/// - a promotion that is not issued in full has one place in the read queues, of its priority and of the
+///   device that it waits for;
+/// - a payload with waiters is being read, and a promotion's `waiting` counts its entries among them;
+/// - a promotion under way leases the deepest payload that it has reached.
+#[derive(Debug)]
+pub(super) struct Promotions {
+    budget: PromotionBudget,
+    read_queues: ReadQueues,
+    /// Who waits for a payload being read.
+    waiters: HashMap<(NodeId, u8), Vec<Waiter>>,
+    /// Prefetches that are done, latest last.
+    prefetched: VecDeque<RequestId>,
+    /// A promotion has ended since this was asked last.
+    ended: bool,
+}
+
+impl Promotions {
+    pub(super) fn new(budget_bytes: u64) -> Self {
+        Self {
+            budget: PromotionBudget::new(budget_bytes),
+            read_queues: ReadQueues::default(),
+            waiters: HashMap::new(),
+            prefetched: VecDeque::new(),
+            ended: false,
+        }
+    }
+
+    /// Bytes that one more promotion of a request may bring.
+    pub(super) fn budget_of(&self, request: &RequestPromotions) -> u64 {
+        self.budget.of(request)
+    }
+
+    /// Bytes held in the arena until they are loaded.
+    pub(super) fn promoted_bytes(&self) -> u64 {
+        self.budget.promoted_bytes()
+    }
+
+    /// Whether any request has reads to start.
+    pub(super) fn has_reads(&self) -> bool {
+        !self.read_queues.is_empty()
+    }
+
+    /// Whether any request waits to read from a device, or for checksums.
+    pub(super) fn waits_for(&self, device: Option<DeviceIndex>) -> bool {
+        self.read_queues.waits_for(device)
+    }
+
+    /// Whether a promotion has ended since this was called last.
+    pub(super) fn take_ended(&mut self) -> bool {
+        std::mem::take(&mut self.ended)
+    }
+
+    /// Starts a promotion; the request leases the plan's target.
+    pub(super) fn start(
+        &mut self,
+        id: RequestId,
+        request: &mut RequestPromotions,
+        plan: PromotionPlan,
+        now_ns: u64,
+    ) {
+        assert!(
+            request.active.is_none(),
+            "a request has two promotions at once"
+        );
+        let priority = request.priority();
+        let place = self.read_queues.new_place(priority, plan.device);
+        self.read_queues.insert(place, id);
+        request.active = Some(Promotion {
+            payloads: plan.payloads,
+            next: 0,
+            waiting: 0,
+            reached: NONE,
+            boundary: plan.boundary,
+            goal: Verified {
+                node: plan.target,
+                local: plan.local,
+            },
+            is_cut: false,
+            unread: plan.unread,
+            place: Some(place),
+            reserved: None,
+            continues: request.bytes > 0,
+            silent: false,
+            started_ns: now_ns,
+            admitted_ns: None,
+        });
+    }
+
+    /// The scheduler waits for this request: its reads go before those of prefetches.
+    pub(super) fn promote_to_demand(&mut self, id: RequestId, request: &mut RequestPromotions) {
+        if request.demanded {
+            return;
+        }
+        self.budget.demanded(request);
+        request.demanded = true;
+        let place = request.active.as_mut().and_then(|of| of.place.as_mut());
+        if let Some(place) = place {
+            self.read_queues.remove(*place);
+            *place = self.read_queues.new_place(Priority::Demand, place.device());
+            self.read_queues.insert(*place, id);
+        }
+    }
+
+    /// Frees a request's share of the budget.
+    pub(super) fn release(&mut self, request: &mut RequestPromotions) {
+        self.budget.release(request);
+    }
+
+    /// Ends a request's promotion. Reads in flight go on and serve whoever comes next; reads that were not
+    /// issued are not made.
+    pub(super) fn end(&mut self, id: RequestId, how: PromotionEnd, parts: &mut EngineParts<'_>) {
+        let request = &mut parts.requests[id].promotions;
+        let Some(promotion) = request.active.take() else {
+            return;
+        };
+        self.ended = true;
+        if let Some(place) = promotion.place {
+            self.read_queues.remove(place);
+        }
+        self.budget.ended(id, &promotion, request);
+        if promotion.reached != NONE {
+            parts.residency.unpin(promotion.reached);
+        }
+        match how {
+            PromotionEnd::Finished => {
+                let is_complete = promotion.is_complete();
+                parts.requests[id].promotions.verified = is_complete.then_some(promotion.goal);
+                parts.counters.promotions += 1;
+                parts.counters.promotion_ns += parts.now_ns - promotion.started_ns;
+            }
+            PromotionEnd::Cancelled => {
+                parts.counters.promotions_cancelled += 1;
+                return;
+            }
+            PromotionEnd::GivenUp => parts.counters.promotions_given_up += 1,
+        }
+        if !parts.requests[id].promotions.demanded {
+            if self.prefetched.len() > 2 * parts.requests.len() {
+                let requests = &parts.requests;
+                self.prefetched.retain(|&id| requests.contains_key(id));
+            }
+            self.prefetched.push_back(id);
+        }
+    }
+
+    /// Reads in flight do not end: gives up the promotions that wait for them. Once they end they serve
+    /// whoever comes next.
+    pub(super) fn give_up_reads(&mut self, reads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
+        for read in reads {
+            for (id, started) in self.waiters.remove(read).unwrap_or_default() {
+                work::queued();
+                let request = parts.requests.get(id);
+                if request.is_some_and(|request| request.promotions.started == started) {
+                    self.end(id, PromotionEnd::GivenUp, parts);
+                }
+            }
+        }
+    }
+
+    /// A payload's read, or its checksum, has ended: tells those who wait for it.
+    pub(super) fn read_ended(
+        &mut self,
+        node: NodeId,
+        group: u8,
+        ok: bool,
+        parts: &mut EngineParts<'_>,
+    ) {
+        for (id, started) in self.waiters.remove(&(node, group)).unwrap_or_default() {
+            work::queued();
+            let Some(request) = parts.requests.get_mut(id) else {
+                continue;
+            };
+            if request.promotions.started != started {
+                continue;
+            }
+            let Some(promotion) = &mut request.promotions.active else {
+                continue;
+            };
+            let left = promotion.waiting.checked_sub(1);
+            promotion.waiting = left.expect("a promotion counts the reads that it waits for");
+            if !ok {
+                promotion.cut();
+            }
+            if promotion.waiting == 0 && promotion.is_issued() {
+                let silent = promotion.silent;
+                self.end(id, PromotionEnd::of_issued(silent), parts);
+            }
+        }
+    }
+
+    /// Bytes that requests wait for and that are not being read yet. Bytes that others have read meanwhile
+    /// count until a request's own turn has passed them.
+    pub(super) fn queue_bytes(requests: &Requests) -> u64 {
+        let promotions = requests.values();
+        promotions
+            .filter_map(|request| request.promotions.active.as_ref())
+            .filter(|promotion| !promotion.is_issued())
+            .map(|promotion| promotion.unread)
+            .sum()
+    }
+}
+
+/// A payload was read from disk.
+pub(super) fn count_read(payload_bytes: u32, started_ns: u64, parts: &mut EngineParts<'_>) {
+    let counters: &mut Counters = parts.counters;
+    counters.disk_reads += 1;
+    counters.disk_read_bytes += u64::from(payload_bytes);
+    counters.disk_read_ns += parts.now_ns - started_ns;
+}

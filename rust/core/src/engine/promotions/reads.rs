@@ -1,0 +1,275 @@
+//! Which reads start, and for whom: front to back, for requests in the order of arrival.
+
+use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId};
+use crate::io::IoRequest;
+use crate::session::Priority;
+use crate::slots::slot_offset;
+use crate::work;
+
+use super::super::operations::Purpose;
+use super::super::parts::EngineParts;
+use super::super::requests::RequestId;
+use super::super::residency::Residency;
+use super::read_queues::QueuePlace;
+use super::{PromotionEnd, Promotions};
+
+/// Requests looked at for reads in one pass: bounds its work.
+const SCAN_MAX: usize = 64;
+
+/// The rest of a request's reads.
+#[derive(Debug)]
+enum Issued {
+    /// No read is left to start.
+    All,
+    /// The next one waits for a device, or for checksums.
+    Waits(Option<DeviceIndex>),
+}
+
+/// Index of the queue of a device, or of those who wait for checksums.
+fn queue_index(device: Option<DeviceIndex>, parts: &EngineParts<'_>) -> usize {
+    device.map_or(parts.residency.disks().len(), DeviceIndex::index)
+}
+
+impl Promotions {
+    /// Appends reads to start now.
+    pub(in crate::engine) fn next_reads(
+        &mut self,
+        parts: &mut EngineParts<'_>,
+        out: &mut Vec<IoRequest>,
+    ) {
+        if self.read_queues.is_empty() {
+            return;
+        }
+        let mut admits = true;
+        for priority in [Priority::Demand, Priority::Prefetch] {
+            // By device; the last is of those that wait for checksums.
+            let mut looked_at = vec![0; parts.residency.disks().len() + 1];
+            for _ in 0..SCAN_MAX {
+                let next = self.next_of(priority, &looked_at, parts);
+                let Some((order, device, id)) = next else {
+                    break;
+                };
+                looked_at[queue_index(device, parts)] = order;
+                let place = self.leave_queue(id, parts);
+                if let Issued::Waits(device) = self.issue(id, &mut admits, parts, out) {
+                    let place = place.at(device);
+                    self.read_queues.insert(place, id);
+                    let promotion = parts.requests[id].promotions.active.as_mut();
+                    promotion.expect("it goes on").place = Some(place);
+                }
+            }
+        }
+    }
+
+    /// The first request of a priority, behind those `looked_at`, whose device takes a read, or answers
+    /// none.
+    fn next_of(
+        &self,
+        priority: Priority,
+        looked_at: &[u64],
+        parts: &EngineParts<'_>,
+    ) -> Option<(u64, Option<DeviceIndex>, RequestId)> {
+        let disks = parts.residency.disks();
+        let devices = parts.residency.devices().filter(|&device| {
+            parts.operations.may_read(device) || !disks[device.index()].health.answers_reads()
+        });
+        let may_sum = parts.checksums.has_room().then_some(None);
+        let queues = devices.map(Some).chain(may_sum);
+        let firsts = queues.filter_map(|device| {
+            let after = looked_at[queue_index(device, parts)];
+            let (order, id) = self.read_queues.first(priority, device, after)?;
+            Some((order, device, id))
+        });
+        firsts.min_by_key(|&(order, ..)| order)
+    }
+
+    fn leave_queue(&mut self, id: RequestId, parts: &mut EngineParts<'_>) -> QueuePlace {
+        let promotion = parts.requests[id].promotions.active.as_mut();
+        let place = promotion.and_then(|promotion| promotion.place.take());
+        let place = place.expect("a request in a queue has a promotion that knows its place");
+        self.read_queues.remove(place);
+        place
+    }
+
+    /// Issues a request's reads, and comparisons of checksums, as far as depth, memory and budget go.
+    fn issue(
+        &mut self,
+        id: RequestId,
+        admits: &mut bool,
+        parts: &mut EngineParts<'_>,
+        out: &mut Vec<IoRequest>,
+    ) -> Issued {
+        loop {
+            work::queued();
+            let Some(promotion) = parts.requests[id].promotions.active.as_mut() else {
+                return Issued::All;
+            };
+            let Some(&(node, group)) = promotion.payloads.get(promotion.next) else {
+                if promotion.waiting == 0 {
+                    let silent = promotion.silent;
+                    self.end(id, PromotionEnd::of_issued(silent), parts);
+                }
+                return Issued::All;
+            };
+            let state = parts.residency.node(node);
+            let (payload, device) = (state.payload(group), state.device);
+            let is_lost = state.is_detached()
+                || payload.host == HostState::Empty && parts.residency.is_being_given_up(device)
+                || payload.host == HostState::Filling
+                || payload.host == HostState::Empty && payload.disk != DiskState::Present;
+            let is_silent = !is_lost
+                && payload.host != HostState::Present
+                && !parts.residency.disks()[device.index()]
+                    .health
+                    .answers_reads();
+            if is_lost || is_silent {
+                // Others were faster, it was evicted, or its device hangs: the hit ends before it.
+                promotion.silent |= is_silent;
+                promotion.cut();
+                continue;
+            }
+            if payload.host == HostState::Empty {
+                let starts = parts.operations.may_read(device)
+                    && self.admit(id, (node, group), admits, parts)
+                    && parts.residency.reserve_host(
+                        node,
+                        group,
+                        HostState::Reading,
+                        parts.counters,
+                    );
+                if !starts {
+                    return Issued::Waits(Some(device));
+                }
+                self.charge(id, node, group, parts);
+                out.push(read_request(node, group, parts));
+            } else if parts.config.verify_host && payload.host == HostState::Present {
+                if !parts.checksums.has_room() {
+                    return Issued::Waits(None);
+                }
+                let (residency, operations) = (&mut *parts.residency, &mut *parts.operations);
+                parts.checksums.start(node, group, residency, operations);
+            }
+            self.pass(id, node, group, parts);
+        }
+    }
+
+    /// A request's promotion has a payload in the arena, or being read, and goes on to the next.
+    fn pass(&mut self, id: RequestId, node: NodeId, group: u8, parts: &mut EngineParts<'_>) {
+        let request = &mut parts.requests[id].promotions;
+        let started = request.started;
+        let promotion = request.active.as_mut().expect("its reads are issued");
+        let before = std::mem::replace(&mut promotion.reached, node);
+        promotion.next += 1;
+        let is_read = parts.residency.node(node).payload(group).host == HostState::Reading;
+        let is_compared = parts.config.verify_host && parts.checksums.is_in_flight(node, group);
+        if is_read || is_compared {
+            promotion.waiting += 1;
+            let waiters = self.waiters.entry((node, group)).or_default();
+            waiters.push((id, started));
+        }
+        if before != node {
+            parts.residency.pin(node);
+            if before != NONE {
+                parts.residency.unpin(before);
+            }
+        }
+    }
+
+    /// Whether the budget lets a promotion start, or go on with a payload. Of those that it does not let
+    /// start, none overtakes another in a pass.
+    fn admit(
+        &mut self,
+        id: RequestId,
+        (node, group): (NodeId, u8),
+        admits: &mut bool,
+        parts: &mut EngineParts<'_>,
+    ) -> bool {
+        let request = &parts.requests[id].promotions;
+        let promotion = request.active.as_ref().expect("its reads are issued");
+        let (rest, continues) = (promotion.unread, promotion.continues);
+        if promotion.reserved.is_some() {
+            return true;
+        }
+        if !*admits && !continues {
+            return false;
+        }
+        if request.demanded && !continues {
+            self.evict_prefetches(id, rest, parts);
+        }
+        let slot = parts.residency.slot_bytes(node, group);
+        let now_ns = parts.now_ns;
+        let request = &mut parts.requests[id].promotions;
+        let is_admitted = self.budget.admit(id, request, slot);
+        *admits &= is_admitted;
+        let promotion = request.active.as_mut().expect("it goes on");
+        if promotion.reserved.is_some() {
+            promotion.admitted_ns = Some(now_ns);
+        }
+        is_admitted
+    }
+
+    /// Frees the budget for a demand of `bytes`: payloads of prefetches that are done stay in the arena,
+    /// but may be evicted.
+    fn evict_prefetches(&mut self, id: RequestId, bytes: u64, parts: &mut EngineParts<'_>) {
+        while self.budget.lacks(&parts.requests[id].promotions, bytes)
+            && let Some(other) = self.prefetched.pop_back()
+        {
+            let Some(state) = parts.requests.get_mut(other) else {
+                continue;
+            };
+            let of = &state.promotions;
+            if !of.demanded && !of.reserved && of.active.is_none() {
+                state.move_lease(NONE, parts.residency);
+                self.release(&mut state.promotions);
+            }
+        }
+    }
+
+    /// Counts the bytes of a payload that is read for a request.
+    fn charge(&mut self, id: RequestId, node: NodeId, group: u8, parts: &mut EngineParts<'_>) {
+        let slot = parts.residency.slot_bytes(node, group);
+        let depth = parts.residency.node(node).depth;
+        let request = &mut parts.requests[id].promotions;
+        request.from_disk = Some(match request.from_disk {
+            None => (depth - 1, depth),
+            Some((after, to)) => (after.min(depth - 1), to.max(depth)),
+        });
+        self.budget.take(request, slot);
+        if let Some(promotion) = &mut request.active {
+            promotion.unread = promotion.unread.saturating_sub(slot);
+        }
+    }
+}
+
+fn read_request(node: NodeId, group: u8, parts: &mut EngineParts<'_>) -> IoRequest {
+    let read = Purpose::Read {
+        node,
+        group,
+        started_ns: parts.now_ns,
+    };
+    let device = parts.residency.node(node).device;
+    let token = parts.operations.start(read, device, parts.now_ns);
+    let residency = &*parts.residency;
+    let state = residency.node(node);
+    let payload = state.payload(group);
+    assert_eq!(
+        (payload.host, payload.disk),
+        (HostState::Reading, DiskState::Present),
+        "node {node} group {group} is read from disk into its slot"
+    );
+    IoRequest::ReadPayload {
+        token,
+        device: state.device.number(),
+        file_offset: slot_offset(payload.disk_slot),
+        arena_offset: slot_offset(payload.host_slot),
+        len: slot_len(residency, node, group),
+        payload_len: residency.payload_bytes(node, group),
+        checksum: payload.checksum,
+    }
+}
+
+/// Bytes of a payload's slot, as an IO request carries them.
+pub(in crate::engine) fn slot_len(residency: &Residency, node: NodeId, group: u8) -> u32 {
+    let bytes = residency.slot_bytes(node, group);
+    u32::try_from(bytes).expect("a slot is no larger than a page")
+}

@@ -1,0 +1,135 @@
+//! Directories that could not be opened are tried again, on a thread of their own.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use undercroft_core::disk::open::open;
+use undercroft_core::driver::Driver;
+
+use crate::directories::{DirectoryState, OpenDirectory};
+use crate::running::random;
+
+/// Pause before directories are tried again; doubled each time, up to [`PAUSE_MAX`].
+const PAUSE_MIN: Duration = Duration::from_secs(30);
+const PAUSE_MAX: Duration = Duration::from_secs(3600);
+
+/// The directories of an engine, whoever looks at them.
+#[derive(Debug, Default)]
+pub(crate) struct SharedDirectories {
+    state: Mutex<State>,
+    stopping: Condvar,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    /// Empty once the engine is stopped.
+    pub(crate) directories: Vec<DirectoryState>,
+    /// Where the engine is shared.
+    pub(crate) socket: Option<PathBuf>,
+    pub(crate) stopped: bool,
+}
+
+impl SharedDirectories {
+    pub(crate) fn new(directories: Vec<DirectoryState>) -> Self {
+        let state = State {
+            directories,
+            ..State::default()
+        };
+        Self {
+            state: Mutex::new(state),
+            stopping: Condvar::new(),
+        }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing is left half done under the lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Unlocks the directories; none is opened any more.
+    pub(crate) fn close(&self) {
+        let mut state = self.lock();
+        state.stopped = true;
+        state.directories.clear();
+        self.stopping.notify_all();
+    }
+
+    /// Waits; false if the directories are closed.
+    fn pause(&self, pause: Duration) -> bool {
+        let state = self.lock();
+        let waited = self
+            .stopping
+            .wait_timeout_while(state, pause, |state| !state.stopped);
+        !waited.unwrap_or_else(PoisonError::into_inner).0.stopped
+    }
+}
+
+/// Starts the thread, if there is a directory for it.
+pub(crate) fn start(
+    directories: &Arc<SharedDirectories>,
+    driver: &Arc<Driver>,
+    pause: Option<Duration>,
+) -> std::io::Result<Option<JoinHandle<()>>> {
+    let is_open = |state: &DirectoryState| matches!(state, DirectoryState::Open(_));
+    if directories.lock().directories.iter().all(is_open) {
+        return Ok(None);
+    }
+    let (directories, driver) = (Arc::clone(directories), Arc::clone(driver));
+    let thread = std::thread::Builder::new()
+        .name("undercroft-retry".to_owned())
+        .spawn(move || {
+            let mut pause = pause.unwrap_or(PAUSE_MIN);
+            while directories.pause(pause) {
+                if try_again(&directories, &driver) {
+                    return;
+                }
+                pause = (2 * pause).min(PAUSE_MAX);
+            }
+        })?;
+    Ok(Some(thread))
+}
+
+/// Tries to open what is not open: whether all is open now.
+fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
+    let waiting: Vec<_> = {
+        let state = shared.lock();
+        let pairs = (0u16..).zip(&state.directories);
+        pairs
+            .filter_map(|(index, directory)| match directory {
+                DirectoryState::Open(_) => None,
+                DirectoryState::Unavailable(one) => Some((index, one.path.clone(), one.options)),
+            })
+            .collect()
+    };
+    let mut all = true;
+    for (index, path, options) in waiting {
+        let at = usize::from(index);
+        // Not under the lock: a disk that fails may take its time.
+        match open(&path, options, random()).and_then(|directory| directory.empty()) {
+            Err(error) => {
+                all = false;
+                if let Some(DirectoryState::Unavailable(one)) =
+                    shared.lock().directories.get_mut(at)
+                {
+                    one.reason = error.to_string();
+                }
+            }
+            Ok(directory) => {
+                let (files, image, directory) = OpenDirectory::of(directory);
+                let mut state = shared.lock();
+                if state.stopped {
+                    return true;
+                }
+                if let Some(socket) = &state.socket {
+                    // Where that fails, others do not find the engine, and say so.
+                    let _ = directory.lock.publish(socket);
+                }
+                state.directories[at] = DirectoryState::Open(directory);
+                driver.open_device(index, files, image);
+            }
+        }
+    }
+    all
+}

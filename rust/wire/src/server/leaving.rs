@@ -1,0 +1,138 @@
+//! Workers whose connection has ended without a word. A process that is killed closes its descriptors one by
+//! one, the highest first, while its device may still copy. So such a worker counts until its process is gone.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use undercroft_core::session::SessionToken;
+
+/// How long a worker counts whose process cannot be watched: one of another PID namespace, before Linux 6.5.
+const UNWATCHED: Duration = Duration::from_secs(10);
+
+/// How often it is looked whether that time has passed.
+const LOOK: Timespec = Timespec {
+    tv_sec: 1,
+    tv_nsec: 0,
+};
+
+/// The process of a worker, as a descriptor that is readable once all of the process is gone; `None` if it
+/// cannot be watched.
+pub(super) fn process_of(worker: &UnixStream) -> Option<OwnedFd> {
+    if let Ok(process) = getsockopt(worker, PeerPidfd) {
+        return Some(process);
+    }
+    let credentials = getsockopt(worker, PeerCredentials).ok()?;
+    let process = pidfd_open(Pid::from_raw(credentials.pid())?, PidfdFlags::empty()).ok()?;
+    // The number may be another process's by now, unless the worker was there still after it was looked up.
+    is_connected(worker).then_some(process)
+}
+
+fn is_connected(worker: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(worker, PollFlags::empty())];
+    poll(&mut fds, Some(&Timespec::default())) == Ok(0)
+}
+
+#[derive(Debug)]
+struct LeavingWorker {
+    session: SessionToken,
+    process: Option<OwnedFd>,
+    since: Instant,
+}
+
+impl LeavingWorker {
+    fn is_gone(&self) -> bool {
+        match &self.process {
+            Some(process) => {
+                let mut fds = [PollFd::new(process, PollFlags::IN)];
+                poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+            }
+            None => self.since.elapsed() >= UNWATCHED,
+        }
+    }
+}
+
+/// The workers that are leaving.
+#[derive(Debug, Default)]
+pub(super) struct LeavingWorkers(Vec<LeavingWorker>);
+
+impl LeavingWorkers {
+    /// A worker's connection has ended.
+    pub(super) fn add(&mut self, session: SessionToken, process: Option<OwnedFd>) {
+        self.0.push(LeavingWorker {
+            session,
+            process,
+            since: Instant::now(),
+        });
+    }
+
+    /// What to wait for: readable once a worker is gone.
+    pub(super) fn fds(&self) -> impl Iterator<Item = PollFd<'_>> {
+        let processes = self.0.iter().filter_map(|worker| worker.process.as_ref());
+        processes.map(|process| PollFd::new(process, PollFlags::IN))
+    }
+
+    /// How long to wait for them at most.
+    pub(super) fn timeout(&self) -> Option<&'static Timespec> {
+        let is_unwatched = |worker: &LeavingWorker| worker.process.is_none();
+        self.0.iter().any(is_unwatched).then_some(&LOOK)
+    }
+
+    /// The sessions of the workers that are gone, each as often as it had such a worker.
+    pub(super) fn take_gone(&mut self) -> Vec<SessionToken> {
+        let gone = self.0.extract_if(.., |worker| worker.is_gone());
+        gone.map(|worker| worker.session).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_lives_is_waited_for_and_one_that_is_gone_is_not() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        let mut leaving = LeavingWorkers::default();
+        leaving.add(
+            SessionToken(7),
+            Some(pidfd_open(pid, PidfdFlags::empty()).unwrap()),
+        );
+        assert_eq!(leaving.take_gone(), []);
+        assert!(leaving.timeout().is_none());
+        drop(child.stdin.take());
+        let mut fds: Vec<_> = leaving.fds().collect();
+        poll(&mut fds, None).unwrap();
+        assert_eq!(leaving.take_gone(), [SessionToken(7)]);
+        assert_eq!(leaving.fds().count(), 0);
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_watched_counts_for_seconds() {
+        let mut leaving = LeavingWorkers::default();
+        leaving.add(SessionToken(7), None);
+        assert_eq!(leaving.take_gone(), []);
+        assert!(leaving.timeout().is_some());
+        leaving.0[0].since -= UNWATCHED;
+        assert_eq!(leaving.take_gone(), [SessionToken(7)]);
+    }
+
+    #[test]
+    fn the_process_at_the_other_end_is_the_one_that_connected() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut leaving = LeavingWorkers::default();
+        leaving.add(SessionToken(1), process_of(&ours));
+        assert!(leaving.0[0].process.is_some());
+        assert_eq!(leaving.take_gone(), [], "this process lives");
+        assert!(is_connected(&ours));
+        drop(theirs);
+        assert!(!is_connected(&ours));
+    }
+}
