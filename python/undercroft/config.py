@@ -203,7 +203,8 @@ class UndercroftConfig:
     # fmt: off
     host_memory: Annotated[Amount, Option(
         "size or share", "25%", _SHARE_FORMAT + " above 0%",
-        "Size of the host tier. A percentage is taken of the memory available at start.",
+        "Size of the host tier of one vLLM, all of its ranks on this machine together: data-parallel ranks take equal "
+        "parts, or share the whole if there is a disk_path. A percentage is taken of the memory available at start.",
         _positive_amount, str, "engine",
     )]
     disk_path: Annotated[tuple[str, ...], Option(
@@ -317,6 +318,12 @@ class UndercroftConfig:
         "text", "", "any text",
         "Keeps caches apart that look the same, e.g. of weights changed in place.",
         _text, str,
+    )]
+    reset_with_prefix_cache: Annotated[bool, Option(
+        "true or false", False, "true or false",
+        "Empty the cache with each reset of vLLM's prefix cache, also where vLLM asks for its own only, and at each "
+        "sleep. If false, only after collective_rpc, which updates weights.",
+        _bool, _text_bool,
     )]
     weights: Annotated[str, Option(
         "text", "sampled", '"sampled" or "full"',

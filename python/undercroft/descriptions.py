@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from undercroft.connector.releases import FORMAT, RELEASES, Schemes
+
 _SHOWN_MAX = 60
 """Characters of a value that a difference shows."""
 _FILES_MAX = 3
@@ -46,6 +48,28 @@ def summary(description: dict[str, Any]) -> tuple[str, str, str, str, str]:
         str(hashing.get("block_tokens", "?")),
         f"hashes {hashing.get('scheme', '?')}, pages {str(pages).removeprefix('vllm ')}",
     )
+
+
+def found_now(description: dict[str, Any], release: str | None, weights: frozenset[str] | None) -> str:
+    """Whether a vLLM of ``release`` finds a namespace if its settings are the same: "yes", "no: why", or "?".
+
+    ``weights``: sampled digests of a model's weights, one of which is to match; None if no model is to be compared.
+    """
+    hashing = _object(description.get("hash"))
+    if not hashing or release is None:
+        return "?"
+    here = RELEASES.get(release, Schemes(f"vllm {release}", f"vllm {release}"))
+    if description.get("format", FORMAT) != FORMAT:
+        return "no: format"
+    if hashing.get("scheme") != here.block_hash:
+        return "no: block hashes"
+    if description.get("pages") not in (here.page, f"vllm {release}"):
+        return "no: pages"
+    theirs = _of_model(description, "weights")
+    if weights is None or theirs in weights:
+        return "yes"
+    # Vouched for, known by name, or hashed in full: no sampled digest to compare.
+    return "no: weights" if isinstance(theirs, str) and ":" not in theirs else "?"
 
 
 FilesOf = Callable[[str, str], list[str]]

@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from undercroft.config import UndercroftConfig
 
 
-def open_engine(config: UndercroftConfig, socket: str | None = None) -> Engine:
+def open_engine(config: UndercroftConfig, socket: str | None = None, ranks: int = 1) -> Engine:
     """The server's engine if one is configured, else one in this process, or that of the owner of the directories.
 
-    With ``socket`` the engine is this process's own in any case, and listens there. Raises ConfigError or StoreError.
+    With ``socket`` the engine is this process's own in any case, and listens there. ``ranks``: data-parallel ranks of
+    this vLLM on this machine. Raises ConfigError or StoreError.
     """
     from undercroft import _core
 
-    return _core.Engine(engine_options(config, socket))
+    return _core.Engine(engine_options(config, socket, ranks))
 
 
-def engine_options(config: UndercroftConfig, socket: str | None = None) -> dict[str, Any]:
+def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: int = 1) -> dict[str, Any]:
     """The options as `_core.Engine` takes them: by their names, but sizes in bytes. Raises ConfigError."""
     scopes = ("engine", "session") if socket is None else ("engine",)
     given = {option.name: getattr(config, option.name) for option in OPTIONS if option.scope in scopes}
@@ -32,7 +33,7 @@ def engine_options(config: UndercroftConfig, socket: str | None = None) -> dict[
         del given[name]
     if given.get("server"):
         return given
-    sizes = resolve_sizes(config)
+    sizes = resolve_sizes(config, ranks)
     return given | {
         "host_memory": sizes.host_memory,
         "promotion_memory": sizes.promotion_memory,

@@ -15,7 +15,10 @@ def register() -> None:
         from undercroft import registration, vllm_patches
 
         vllm_patches.reject_requests()
-        vllm_patches.recompute_failed_loads_of_children(registration.is_ours)
+        vllm_patches.recompute_own_failed_loads(registration.ours_in)
+        vllm_patches.judge_all_hits(registration.ours_in)
+        vllm_patches.count_ranks()
+        vllm_patches.watch_weights(registration.ours_in)
         registration.register_name()
     except Exception as error:
         logger.error(

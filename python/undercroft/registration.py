@@ -16,8 +16,8 @@ def register_name() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
 
 
-def is_ours(connector: Any) -> bool:
-    """Whether a connector is undercroft's, or a MultiConnector with undercroft's as a child."""
+def ours_in(connector: Any) -> list[Any]:
+    """Undercroft's connectors: the given one, or those inside it if it is a MultiConnector."""
     if getattr(connector, "is_undercroft", False):
-        return True
-    return any(is_ours(child) for child in getattr(connector, "_connectors", ()))
+        return [connector]
+    return [one for child in getattr(connector, "_connectors", ()) for one in ours_in(child)]

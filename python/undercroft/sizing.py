@@ -19,8 +19,12 @@ class Sizes:
     promotion_memory: int
 
 
-def resolve_sizes(config: UndercroftConfig) -> Sizes:
-    """The engine's sizes on this machine. Raises ConfigError for a size that is impossible here."""
+def resolve_sizes(config: UndercroftConfig, ranks: int = 1) -> Sizes:
+    """The engine's sizes on this machine. Raises ConfigError for a size that is impossible here.
+
+    ``ranks``: data-parallel ranks on this machine. With a disk they use one engine, and otherwise have one each, of an
+    equal part of the memory.
+    """
     from undercroft import _core
 
     available = _core.available_memory()
@@ -30,12 +34,15 @@ def resolve_sizes(config: UndercroftConfig) -> Sizes:
             f"undercroft: host_memory = {config.host_memory} is more than the {format_size(available)} of memory "
             'available to this process. Choose less, or a percentage such as "25%".'
         )
+    parts = 1 if config.disk_path else ranks
+    host //= parts
     if host < _MIN_HOST_MEMORY:
+        each = f" for each of {parts} data-parallel ranks" if parts > 1 else ""
         raise ConfigError(
-            f"undercroft: host_memory = {config.host_memory} is {format_size(host)}; "
+            f"undercroft: host_memory = {config.host_memory} is {format_size(host)}{each}; "
             f"at least {format_size(_MIN_HOST_MEMORY)} are needed."
         )
-    promotion = config.promotion_memory.of(host)
+    promotion = config.promotion_memory.of(host * parts) // parts
     if promotion > host:
         raise ConfigError(
             f"undercroft: promotion_memory = {config.promotion_memory} is more than host_memory "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from undercroft.connector import adapters
 from undercroft.connector.adapters import Adapters
 
 
@@ -64,3 +66,29 @@ def test_the_key_of_a_request_is_that_of_its_adapter(files: Path) -> None:
     ours = Adapters()
     request = SimpleNamespace(lora_request=adapter(files))
     assert ours.of_request(request) == ours.key(adapter(files))
+
+
+def test_requests_look_at_the_files_once_a_second(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, looks, now = Adapters(), [], [100.0]
+    digest = adapters.weights_digest
+    monkeypatch.setattr(adapters, "weights_digest", lambda *args: (looks.append(args), digest(*args))[1])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    request = SimpleNamespace(lora_request=adapter(files))
+    keys = {ours.of_request(request) for _ in range(1000)}
+    assert (len(keys), len(looks)) == (1, 1)
+    (files / "adapter_model.safetensors").write_text("other")
+    now[0] += 0.99
+    assert {ours.of_request(request)} == keys
+    now[0] += 0.02
+    assert not keys & {ours.of_request(request)}
+    assert len(looks) == 2
+
+
+def test_an_adapter_that_is_about_to_be_loaded_is_looked_at_at_once(files: Path) -> None:
+    ours = Adapters()
+    request = SimpleNamespace(lora_request=adapter(files))
+    before = ours.of_request(request)
+    (files / "adapter_model.safetensors").write_text("other")
+    after = ours.key(adapter(files))
+    assert after not in (before, Adapters().key(adapter(files)))
+    assert ours.of_request(request) == after

@@ -283,6 +283,36 @@ def test_inspect_drops_one_namespace(capsys: pytest.CaptureFixture[str], tmp_pat
         assert why in capsys.readouterr().err
 
 
+def test_inspect_says_when_and_whether_a_namespace_is_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, store = tmp_path / "model", tmp_path / "store"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    from undercroft.connector.weights import Digests, weights_digest
+
+    engine = _opened(store)
+    for pages, weights in ((2, weights_digest(model, Digests(), "sampled")), (2, "other"), ("vllm 0.1", "other")):
+        text = json.dumps({"model": {"weights": weights}, "hash": {"scheme": 1}, "pages": pages})
+        engine.register(text, [Group("full", 16, 8192)], 16)
+    assert engine.flush()
+    engine.close()
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.32.1")
+
+    def found(*arguments: str) -> list[str]:
+        _, shown = run_json(capsys, "inspect", str(store), *arguments)
+        assert all(space["last_use_s"] < 100 and space["newest_s"] is None for space in shown["namespaces"])
+        return sorted(space["found"] for space in shown["namespaces"])
+
+    assert found() == ["no: pages", "yes", "yes"]
+    assert found("--model", str(model)) == ["no: pages", "no: weights", "yes"]
+    assert main.main(["inspect", str(store)]) == 0
+    header = capsys.readouterr().out.splitlines()[3].split("  ")
+    assert [name.strip() for name in header if name.strip()][-2:] == ["last use", "found"]
+    assert main.main(["inspect", str(store), "--model", str(store)]) == 1
+    assert "no weights are there" in capsys.readouterr().err
+
+
 def test_inspect_compares_namespaces_and_names_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ BAD = {
     "on_disk_error": ["ignore", False],
     "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
+    "reset_with_prefix_cache": [1, "no", None],
     "verify_host": [1, "yes", None],
     "io_engine": ["uring", None],
     "io_depth": [0, 1025, 3.0, "32", True],
@@ -206,6 +207,19 @@ def test_option_table_lists_every_option_with_a_valid_default():
         assert f"| `{option.name}` |" in table
         option.parse(json.loads(json.dumps(option.default)))
     assert len(table.splitlines()) == len(OPTIONS) + 2
+
+
+def test_data_parallel_ranks_have_one_host_memory(tmp_path: Path):
+    config = parse({"host_memory": "64MiB", "promotion_memory": "32MiB"})
+    for ranks in (1, 2, 4):
+        sizes = resolve_sizes(config, ranks)
+        assert (sizes.host_memory * ranks, sizes.promotion_memory * ranks) == (64 << 20, 32 << 20)
+    assert resolve_sizes(parse({"host_memory": "64MiB"}), 2).promotion_memory == 16 << 20
+    with pytest.raises(ConfigError, match="8 MiB for each of 8 data-parallel ranks"):
+        resolve_sizes(config, 8)
+    # They share one engine.
+    shared = parse({"host_memory": "64MiB", "disk_path": str(tmp_path)})
+    assert resolve_sizes(shared, 8).host_memory == 64 << 20
 
 
 def test_resolve_sizes(tmp_path: Path):

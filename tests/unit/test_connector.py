@@ -23,7 +23,7 @@ from undercroft.engine import start_line
 @pytest.fixture
 def engine(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(module, "open_engine", lambda config: engine)
+    monkeypatch.setattr(module, "open_engine", lambda config, ranks: engine)
     return engine
 
 
@@ -113,7 +113,7 @@ class Broken:
 @pytest.mark.parametrize("hook", CALLS)
 def test_no_error_leaves_a_hook(engine, hook, caplog):
     connector = make()
-    connector._scheduler = connector._engine_stats = connector._engine = Broken()
+    connector._scheduler = connector._resets = connector._engine_stats = connector._engine = Broken()
     for _ in range(3):
         assert getattr(connector, hook)(*CALLS[hook]) == ANSWERS.get(hook)
     assert connector._counts.collect()["counters"]["hook_errors"] == 3
@@ -232,10 +232,11 @@ def test_plugin_registers_once():
 
 def test_child_of_a_multi_connector_is_found(engine):
     connector = make()
-    assert registration.is_ours(connector)
-    assert registration.is_ours(SimpleNamespace(_connectors=[SimpleNamespace(), connector]))
-    assert not registration.is_ours(SimpleNamespace(_connectors=[]))
-    assert not registration.is_ours(None)
+    assert registration.ours_in(connector) == [connector]
+    inner = SimpleNamespace(_connectors=[SimpleNamespace(), connector])
+    assert registration.ours_in(SimpleNamespace(_connectors=[SimpleNamespace(), inner])) == [connector]
+    assert registration.ours_in(SimpleNamespace(_connectors=[])) == []
+    assert registration.ours_in(None) == []
 
 
 def test_it_is_known_by_its_name_also_where_no_plugin_was_loaded(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import vllm.config
-from vllm.config import SpeculativeConfig
+from vllm.config import LoRAConfig, MultiModalConfig, SpeculativeConfig
 
 from undercroft.connector.described_fields import TABLES
 from undercroft.connector.namespace import _READS_RUN_SETTINGS, _fields, unclassified
@@ -117,6 +117,19 @@ def test_fields_of_the_usual_value_are_left_out_and_others_are_not():
     }
     for name in ("AttentionConfig", "MultiModalConfig", "LoRAConfig", "KernelConfig", "MambaConfig"):
         assert _fields(name, getattr(vllm.config, name)()) == {}, name
+
+
+def test_modules_that_adapters_change_are_described():
+    """An adapter's own weights are in the block's hash, not which modules vLLM applies them to."""
+    described = _fields("LoRAConfig", LoRAConfig(target_modules=["q_proj"], lora_dtype="bfloat16"))
+    assert described == {"target_modules": ["q_proj"], "lora_dtype": "bfloat16"}
+
+
+def test_precision_of_the_multimodal_encoder_is_described():
+    """The text's KV depends on what the encoder made of a picture."""
+    assert _fields("MultiModalConfig", MultiModalConfig(mm_encoder_attn_dtype="fp8")) == {
+        "mm_encoder_attn_dtype": "fp8"
+    }
 
 
 def test_models_that_read_settings_of_the_run_are_known():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from undercroft.descriptions import differences, parsed, summary, why_not_reused
+from undercroft.descriptions import differences, found_now, parsed, summary, why_not_reused
 
 
 def described(**changes) -> str:
@@ -37,3 +37,24 @@ def test_nearest_identity_of_the_same_model_is_named() -> None:
     assert why_not_reused(ours, [far, near, ours]) is None
     assert why_not_reused(ours, [stranger, "no object", "[]"]) is None
     assert why_not_reused(ours, []) is None
+
+
+def test_files_that_differ_are_named_as_far_as_they_are_known() -> None:
+    other = described(model={"weights": "other"})
+    names = [f"model-{part}.safetensors" for part in range(1, 6)]
+    assert why_not_reused(other, [described()], lambda *_: names[:1]) == "model.weights differs (model-1.safetensors)"
+    [text] = differences(parsed(described()), parsed(other), lambda *_: names)
+    assert text.endswith("(model-1.safetensors, model-2.safetensors, model-3.safetensors and 2 more)")
+
+
+def test_found_now_says_what_stands_in_the_way() -> None:
+    ours = parsed(described())
+    assert found_now(ours, "0.32", None) == found_now(ours, "0.33", frozenset(["12345678abc"])) == "yes"
+    assert found_now(ours, "0.32", frozenset(["other"])) == "no: weights"
+    assert found_now(ours, "9.9", None) == "no: block hashes"
+    assert found_now(ours, None, None) == found_now({"model": "x"}, "0.32", None) == "?"
+    packed = parsed(described(pages="vllm 0.32"))
+    assert (found_now(packed, "0.32", None), found_now(packed, "0.33", None)) == ("yes", "no: pages")
+    assert found_now(parsed(described(format=1)), "0.32", None) == "no: format"
+    whole = parsed(described(model={"weights": "full:1"}))
+    assert found_now(whole, "0.32", frozenset(["other"])) == "?"

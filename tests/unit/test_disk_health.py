@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from undercroft.connector.health import DiskHealth
+from undercroft.connector.health import DiskHealth, NamespaceHealth
 from undercroft.log import logger
 
 
@@ -65,3 +65,19 @@ def test_each_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert all(words in line for words, line in zip(expected, said, strict=True)), said
     assert "No space left" in said[0]
     assert "/a" in said[0]
+
+
+def test_namespaces_without_an_entry_are_said_once_if_that_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    health = NamespaceHealth()
+    logger.addHandler(caplog.handler)
+    try:
+        # A reset, which is durable a moment later.
+        for volatile in (0, 1, 0, 1, 0):
+            health.check(volatile)
+        assert caplog.records == []
+        for volatile in (2, 2, 2, 3, 3, 0, 1, 1):
+            health.check(volatile)
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = dict.fromkeys(record.getMessage() for record in caplog.records)
+    assert [text.partition(" namespaces")[0].rpartition(" ")[2] for text in said] == ["2", "3", "1"]

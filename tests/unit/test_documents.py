@@ -55,6 +55,7 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
 }
 FOREIGN_FLAGS = {
     "--block-size",
+    "--data-parallel-rank",
     "--data-parallel-size",
     "--enable-prompt-tokens-details",
     "--enable-return-routed-experts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import logging
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.core import kv_cache_utils
@@ -50,15 +54,20 @@ MAY_IMPORT_VLLM = {
 schemes.py the names that tell how a version makes hashes and lays out pages."""
 
 CLASS_PLACES: list[tuple[Any, str]] = [
-    (Scheduler, "__init__"),
     (Scheduler, "update_from_output"),
     (InputProcessor, "__init__"),
     (InputProcessor, "process_inputs"),
     (OutputProcessor, "process_outputs"),
     (CompletionRequest, "to_sampling_params"),
     (ChatCompletionRequest, "to_sampling_params"),
+    (Scheduler, "_handle_failed_recving"),
+    (MultiConnector, "get_num_new_matched_tokens"),
     (kv_cache_utils, "_gen_lora_extra_hash_keys"),
     (EngineCore, "add_lora"),
+    (EngineArgs, "create_engine_config"),
+    (Scheduler, "reset_prefix_cache"),
+    (EngineCore, "sleep"),
+    (EngineCore, "collective_rpc"),
 ]
 BY_NAME = {patch.name.upper(): patch for patch in PATCHES}
 
@@ -201,6 +210,7 @@ CHANGES = {
     "another signature": (OutputProcessor, "process_outputs", lambda self, batch: None, "HIT_THRESHOLD"),
     "no method": (Scheduler, "finish_requests", None, "HIT_THRESHOLD"),
     "no attribute": (Scheduler, "__init__", lambda self: None, "MULTI_CONNECTOR_POLICY"),
+    "no level": (EngineCore, "sleep", lambda self: None, "WEIGHT_CHANGES"),
     "another hash": (kv_cache_utils, "_gen_lora_extra_hash_keys", lambda one, other: [], "ADAPTER_WEIGHTS"),
     "another loading": (EngineCore, "add_lora", lambda self, name: True, "ADAPTER_WEIGHTS"),
     "no function": (kv_cache_utils, "_gen_lora_extra_hash_keys", None, "ADAPTER_WEIGHTS"),
@@ -222,8 +232,9 @@ def test_a_vllm_with_other_internals_is_left_as_it_is(monkeypatch: pytest.Monkey
     assert vllm_patches.problem(BY_NAME[patch]) is not None
     assert getattr(owner, name) is instead
     together = {
-        "HIT_THRESHOLD": [place for place in CLASS_PLACES if place[1] not in ("__init__", "add_lora")][:5],
-        "MULTI_CONNECTOR_POLICY": [(Scheduler, "__init__")],
+        "HIT_THRESHOLD": CLASS_PLACES[:6],
+        "MULTI_CONNECTOR_POLICY": [(Scheduler, "_handle_failed_recving")],
+        "WEIGHT_CHANGES": [(Scheduler, "reset_prefix_cache"), (EngineCore, "collective_rpc")],
         "ADAPTER_WEIGHTS": [(kv_cache_utils, "_gen_lora_extra_hash_keys"), (EngineCore, "add_lora")],
     }
     assert not any(is_patched(*place) for place in together[patch] if getattr(*place) is not None)
@@ -248,12 +259,15 @@ def fail(*_: object) -> Any:
 
 @pytest.mark.usefixtures("unpatched")
 def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(self: Any) -> None:
-        self.connector, self.recompute_kv_load_failures, self.requests = object(), False, {}
+    scheduler: Any = object.__new__(Scheduler)
+    scheduler.connector, scheduler.recompute_kv_load_failures, scheduler.requests = object(), False, {}
+    assert vllm_patches.recompute_own_failed_loads(fail)
+    assert scheduler._handle_failed_recving({"r"}) == set()
 
-    monkeypatch.setattr(Scheduler, "__init__", init)
-    assert vllm_patches.recompute_failed_loads_of_children(fail)
-    assert Scheduler().recompute_kv_load_failures is False
+    multi: Any = object.__new__(MultiConnector)
+    multi._connectors = []
+    assert vllm_patches.judge_all_hits(fail)
+    assert multi.get_num_new_matched_tokens(object(), 0) == (0, False)
 
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda request: [("lora", "name")])
     monkeypatch.setattr(EngineCore, "add_lora", lambda self, lora_request: True)
@@ -275,6 +289,21 @@ def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(InputProcessor, "__init__", lambda self, vllm_config: None)
     assert vllm_patches.reject_requests()
     InputProcessor(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="nobody's")))
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_an_independent_rank_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(self: EngineArgs) -> Any:
+        parallel = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2)
+        return SimpleNamespace(parallel_config=parallel)
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", create)
+    assert vllm_patches.count_ranks()
+    config = pickle.loads(pickle.dumps(EngineArgs.create_engine_config(object.__new__(EngineArgs))))
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert config.parallel_config.data_parallel_size_local == 1
+    assert vllm_patches.ranks_of(config) == 2
+    assert vllm_patches.ranks_of(SimpleNamespace(parallel_config=ParallelConfig())) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("unpatched")
@@ -310,7 +339,8 @@ def test_the_places_of_instances_exist() -> None:
         "Request.shared_prefix_boundary",
         "Request._undercroft_adapter",
         "RequestState.__class__",
-        "Scheduler.recompute_kv_load_failures",
+        "MultiConnector._undercroft_judge",
+        "ParallelConfig._undercroft_ranks",
         "Scheduler._undercroft_take_threshold_rejects",
         "InputProcessor._undercroft_threshold",
     }

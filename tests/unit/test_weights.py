@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
+import types
 import zipfile
 from pathlib import Path
 
@@ -235,3 +237,48 @@ def test_a_hundred_gigabytes_cost_a_second_once(tmp_path: Path) -> None:
     # What is asked for is 1 s and 10 ms; a busy machine gets some more.
     assert sampled < 5
     assert again < 0.1
+
+
+def test_which_file_differs_is_remembered_over_restarts(model: Path, tmp_path: Path) -> None:
+    write_safetensors(model / "more.safetensors", 1, 16)
+    kept = tmp_path / "cache" / "weights.json"
+    digests = Digests(kept)
+    before = weights_digest(model, digests, "sampled")
+    digests.save()
+    flip(model / "more.safetensors", -1)
+    digests = Digests(kept)
+    after = weights_digest(model, digests, "sampled")
+    digests.save()
+    assert (
+        digests.differing_files(before, after) == Digests(kept).differing_files(before, after) == ["more.safetensors"]
+    )
+    assert Digests(kept).differing_files(before, "never seen") == []
+    assert Digests(None).differing_files(before, after) == []
+
+
+def test_only_as_many_models_are_remembered(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "weights.json"
+    digests = Digests(kept)
+    weights_digest(model, digests, "sampled")
+    for number in range(100):
+        digests.note_model(str(number), {"a": str(number)})
+    digests.save()
+    assert len(json.loads(kept.read_text())["models"]) == 64
+    assert Digests(kept).differing_files("98", "99") == ["a"]
+
+
+def test_modelscope_is_not_taken_for_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both hubs have repositories of one name, with weights of their own."""
+    fetched = types.SimpleNamespace(snapshot_download=lambda **how: str(tmp_path / how["model_id"]))
+    import huggingface_hub
+
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda *_args, **_how: str(tmp_path / "hf" / "config.json")
+    )
+    assert model_place("org/name", None) == tmp_path / "hf"
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    assert model_place("org/name", None) is None
+    for name in ("modelscope", "modelscope.hub", "modelscope.hub.snapshot_download"):
+        monkeypatch.setitem(sys.modules, name, fetched)
+    assert model_place("org/name", None) == tmp_path / "org" / "name"

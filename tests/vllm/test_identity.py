@@ -76,7 +76,7 @@ def test_a_start_says_why_the_cache_is_cold(
         lines.append([line for line in said if "cache not reused" in line])
         said.clear()
     assert lines[:2] == [[], []]
-    assert lines[2] == ["undercroft: cache not reused: model.weights differs (docs/identity.md)"]
+    assert lines[2] == ["undercroft: cache not reused: model.weights differs (model.safetensors) (docs/identity.md)"]
     [line] = lines[3]
     assert "model.dtype torch.float32, here torch.bfloat16" in line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -31,6 +32,11 @@ def options(tmp_path: Path) -> dict[str, Any]:
         "server_timeout_ms": 10_000,  # two cores for all of this
         "lookup_spin_us": 100_000,
     }
+
+
+def sizes_at_start(log: Path) -> list[str]:
+    """The host memory that each engine reported as it started."""
+    return re.findall(r"host memory ([\d.]+ \w+)", log.read_text())
 
 
 def ask(client: Client, ids: list[int], **headers: str) -> tuple[list[int], int]:
@@ -81,8 +87,23 @@ def test_data_parallel_ranks_share_one_cache(
     expected = [reference(ids, TOKENS) for ids in PROMPTS]
     ranks = ("--data-parallel-size", "2", *SMALL)
     with start_server(llama_with_tokenizer, tmp_path / "server.log", options(tmp_path), *ranks) as client:
+        assert sizes_at_start(tmp_path / "server.log") == ["64 MiB", "64 MiB"], "the second is the first one's"
+        assert "shared with the engine at" in (tmp_path / "server.log").read_text()
         for number, ids in enumerate(PROMPTS[:2]):
             one, other = {"X-data-parallel-rank": str(number)}, {"X-data-parallel-rank": str(1 - number)}
             assert ask(client, ids, **one) == (expected[number], 0)
             wait_until_on_disk(tmp_path / "cache", (number + 1) * HIT // BLOCK)
             assert ask(client, ids, **other) == (expected[number], HIT)
+
+
+def test_data_parallel_ranks_without_a_disk_divide_the_memory(
+    llama_with_tokenizer: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")
+    expected = reference(PROMPTS[0], TOKENS)
+    ranks = ("--data-parallel-size", "2", *SMALL)
+    with start_server(llama_with_tokenizer, tmp_path / "server.log", {"host_memory": "64MiB"}, *ranks) as client:
+        assert sizes_at_start(tmp_path / "server.log") == ["32 MiB", "32 MiB"]
+        assert ask(client, PROMPTS[0], **{"X-data-parallel-rank": "0"}) == (expected, 0)
+        client.reset_device()
+        assert ask(client, PROMPTS[0], **{"X-data-parallel-rank": "0"}) == (expected, HIT)

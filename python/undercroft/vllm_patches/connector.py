@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from undercroft.log import logger
-from undercroft.vllm_patches.checks import needs, sets, takes
+from undercroft.vllm_patches.checks import needs, takes
 from undercroft.vllm_patches.table import (
     ADAPTER_WEIGHTS,
     LOAD_FAILURE_POLICY,
     LOCAL_HITS,
-    MULTI_CONNECTOR_POLICY,
     PREFIX_CACHE_RESET,
     SHARED_PREFIX,
     failed,
@@ -36,27 +35,6 @@ def recompute_failed_loads(kv_transfer_config: KVTransferConfig) -> None:
     if kv_transfer_config.kv_load_failure_policy != "recompute":
         kv_transfer_config.kv_load_failure_policy = "recompute"
         logger.info('undercroft: set kv_load_failure_policy to "recompute": a failed load counts as a miss.')
-
-
-@guarded(MULTI_CONNECTOR_POLICY)
-def recompute_failed_loads_of_children(is_ours: Callable[[Any], bool]) -> None:
-    """Let every scheduler whose connector ``is_ours`` recompute what failed to load; for every process, once."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    sets(Scheduler, "connector", "recompute_kv_load_failures")
-
-    def wrap(original: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            try:
-                if is_ours(self.connector):
-                    self.recompute_kv_load_failures = True
-            except Exception as error:  # A scheduler of another kind must start all the same.
-                failed(MULTI_CONNECTOR_POLICY, error)
-
-        return init
-
-    replace((Scheduler, "__init__", wrap))
 
 
 @guarded(ADAPTER_WEIGHTS)

@@ -56,11 +56,21 @@ HIT_THRESHOLD = Patch(
 )
 MULTI_CONNECTOR_POLICY = Patch(
     "multi_connector_policy",
-    ("Scheduler.__init__", "Scheduler.recompute_kv_load_failures"),
-    "the class, in every process; the attribute only where undercroft is the connector or a child of it",
-    "As a child of MultiConnector, undercroft cannot set the load failure policy for itself.",
+    ("Scheduler._handle_failed_recving",),
+    "the class, in every process",
+    "As a child of MultiConnector, undercroft cannot set the load failure policy for itself. Its own failed loads are "
+    "recomputed, and those of the other children are treated as configured.",
     "0.31 to 0.33",
     'A failed load fails its request, unless `kv_load_failure_policy` is set to "recompute" for MultiConnector.',
+)
+MULTI_CONNECTOR_HITS = Patch(
+    "multi_connector_hits",
+    ("MultiConnector.get_num_new_matched_tokens", "MultiConnector._undercroft_judge"),
+    "the class, in every process",
+    "The hit threshold must count what the other children of MultiConnector can load, and undercroft must not load "
+    "what they bring. A child sees neither its siblings nor their answers.",
+    "0.31 to 0.33",
+    "Inside MultiConnector, the hit threshold counts the device's and undercroft's hits only.",
 )
 LOAD_FAILURE_POLICY = Patch(
     "load_failure_policy",
@@ -97,6 +107,23 @@ PREFIX_CACHE_RESET = Patch(
     "0.31 to 0.33",
     "A reset of vLLM's prefix cache is refused while saves are running.",
 )
+WEIGHT_CHANGES = Patch(
+    "weight_changes",
+    ("Scheduler.reset_prefix_cache", "EngineCore.sleep", "EngineCore.collective_rpc"),
+    "the classes, in every process",
+    "vLLM tells a connector neither of weight updates nor of a reset of its own prefix cache only, and resets it at "
+    "each sleep. The wrappers tell undercroft of all three.",
+    "0.31 to 0.33",
+    "A reset without the connector never empties the cache; each sleep does. `reset_with_prefix_cache` has no effect.",
+)
+RANKS = Patch(
+    "ranks",
+    ("EngineArgs.create_engine_config", "ParallelConfig._undercroft_ranks"),
+    "the class, in every process; the attribute in vLLMs with data parallelism",
+    "vLLM hides from each rank of a model without experts how many ranks there are. They have one host memory.",
+    "0.31 to 0.33",
+    "Without a disk, each data-parallel rank of a model without experts takes all of `host_memory`.",
+)
 SHARED_PREFIX = Patch(
     "shared_prefix",
     ("Request.shared_prefix_boundary",),
@@ -110,10 +137,13 @@ SHARED_PREFIX = Patch(
 PATCHES = (
     HIT_THRESHOLD,
     MULTI_CONNECTOR_POLICY,
+    MULTI_CONNECTOR_HITS,
     LOAD_FAILURE_POLICY,
     ADAPTER_WEIGHTS,
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
+    WEIGHT_CHANGES,
+    RANKS,
     SHARED_PREFIX,
 )
 

@@ -54,14 +54,18 @@ impl Machine {
 
     fn engine_with(&mut self, config: EngineConfig) -> Engine {
         let mut engine = Engine::new(config);
-        engine.attach_disks(vec![DeviceImage {
+        engine.attach_disks(vec![self.image()]);
+        self.arena.fill(0);
+        engine
+    }
+
+    fn image(&self) -> DeviceImage {
+        DeviceImage {
             capacity: DATA_BYTES as u64,
             page_bytes: PAGE_BYTES,
             super_bytes: self.super_file.clone(),
             table_bytes: self.table.clone(),
-        }]);
-        self.arena.fill(0);
-        engine
+        }
     }
 
     fn run(&mut self, engine: &mut Engine) {
@@ -248,6 +252,46 @@ fn a_chain_survives_a_restart() {
         (gauges.active_lookups, gauges.loads, gauges.saves),
         (0, 0, 0)
     );
+}
+
+#[test]
+fn namespaces_are_counted_while_they_have_nodes() {
+    let mut machine = Machine::new();
+    let mut engine = machine.engine(1);
+    let session = engine.open_session(spec()).unwrap();
+    assert_eq!(engine.gauges().namespaces, 0);
+    save(&mut machine, &mut engine, session, &chain(6));
+    assert_eq!(engine.gauges().namespaces, 1);
+    engine.reset(session);
+    machine.run(&mut engine);
+    assert_eq!(engine.gauges().namespaces, 0);
+    // The session has its own from now on, beside the one of the description.
+    save(&mut machine, &mut engine, session, &chain(6));
+    let other = engine.open_session(spec()).unwrap();
+    save(&mut machine, &mut engine, other, &chain(6));
+    assert_eq!(engine.gauges().namespaces, 2);
+    engine.close_session(session);
+    machine.run(&mut engine);
+    assert_eq!(engine.gauges().namespaces, 1);
+}
+
+#[test]
+fn for_a_directory_that_is_absent_no_namespace_makes_room() {
+    let mut engine = Engine::new(EngineConfig {
+        namespace_entries_max: 2,
+        ..EngineConfig::new(HOST_BYTES as u64)
+    });
+    engine.attach_disks(vec![Machine::new().image(), DeviceImage::absent()]);
+    for name in ["one", "two", "one"] {
+        let description = name.to_owned();
+        let spec = NamespaceSpec {
+            description,
+            ..spec()
+        };
+        let session = engine.open_session(spec).unwrap();
+        engine.close_session(session);
+    }
+    assert_eq!(engine.shared_namespaces().count(), 2);
 }
 
 #[test]

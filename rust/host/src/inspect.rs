@@ -60,6 +60,8 @@ pub struct NamespaceReport {
     pub oldest_s: Option<u64>,
     /// Age of the newest.
     pub newest_s: Option<u64>,
+    /// Seconds since a session of it was opened or closed, or a payload was written; `None` if that is not known.
+    pub last_use_s: Option<u64>,
 }
 
 /// What came of [`verify`].
@@ -145,7 +147,8 @@ pub fn inspect(directory: &Path) -> Result<Inspection, HostError> {
     let now = now.unwrap_or_default().as_secs();
     let namespaces = summary.namespaces.iter().map(|space| {
         // The clock may have been set back.
-        let age = |at: u32| (space.blocks > 0).then(|| now.saturating_sub(u64::from(at)));
+        let since = |at: u32| now.saturating_sub(u64::from(at));
+        let age = |at: u32| (space.blocks > 0).then(|| since(at));
         NamespaceReport {
             digest: space.spec.digest().to_hex(),
             description: space.spec.description.clone(),
@@ -153,6 +156,7 @@ pub fn inspect(directory: &Path) -> Result<Inspection, HostError> {
             bytes: space.bytes,
             oldest_s: age(space.oldest_s),
             newest_s: age(space.newest_s),
+            last_use_s: (space.used_s > 0).then(|| since(space.used_s)),
         }
     });
     let payloads = summary.records.iter().map(|record| record.payload_bytes);

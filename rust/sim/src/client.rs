@@ -114,6 +114,7 @@ impl World {
             promotions: 0,
             ready: None,
             promise: None,
+            looked: Vec::new(),
             saved_tokens: 0,
             failed: false,
         };
@@ -149,6 +150,7 @@ impl World {
 
     fn submit(&mut self, session: usize, request: usize) {
         let (local, most) = self.limits(session, request);
+        self.note_weights(session, request);
         let session = &mut self.sessions[session];
         let request = &mut session.requests[request];
         // Another lookup voids the answer of the last one.
@@ -162,9 +164,19 @@ impl World {
         self.note(|| format!("prefetch {name} local {local} most {most}"));
     }
 
+    /// A lookup may find what was saved under the namespace's present weights.
+    fn note_weights(&mut self, session: usize, request: usize) {
+        let epoch = self.epoch(session);
+        let looked = &mut self.sessions[session].requests[request].looked;
+        if !looked.contains(&epoch) {
+            looked.push(epoch);
+        }
+    }
+
     /// A server asks ahead of the scheduler.
     fn peek(&mut self, session: usize, request: usize) -> Result<(), String> {
         let (local, most) = self.limits(session, request);
+        self.note_weights(session, request);
         let of = &mut self.sessions[session];
         let state = &mut of.requests[request];
         let (name, hashes) = (state.name.clone(), &state.hashes);
@@ -199,6 +211,7 @@ impl World {
         request: usize,
         (local, most): (u32, u32),
     ) -> Result<(), String> {
+        self.note_weights(session, request);
         let now_ns = self.clock.now_ns;
         let of = &mut self.sessions[session];
         let id = of.id;
@@ -296,12 +309,17 @@ impl World {
             return Err(format!("{name}: an impossible hit of {tokens} tokens"));
         }
         self.log.stats.hits += 1;
-        state.ready = Some(ClientHit { local, tokens });
+        let epoch = model.epoch;
+        state.ready = Some(ClientHit {
+            local,
+            tokens,
+            epoch,
+        });
         let id = self.sessions[session].id;
         let extents = self
             .engine
             .with(|engine| engine.hit_extents(id, &name, Tokens(local)));
-        let blocks = self.blocks(session, request, &extents)?;
+        let blocks = self.blocks(session, request, &extents, epoch)?;
         self.sessions[session].requests[request].promise = Some(blocks);
         if self.random.chance(400) {
             // The device may have gained blocks, never lost them.
@@ -319,7 +337,7 @@ impl World {
     fn load(&mut self, session: usize, request: usize) -> Result<(), String> {
         let Some(ready) = self.sessions[session].requests[request].ready else {
             if self.random.chance(50) {
-                // Nothing was promised: a refusal or the right bytes.
+                // Nothing was promised, or nobody listened: a refusal, or what a lookup has found.
                 let (local, _) = self.limits(session, request);
                 let external = self.random.below(300) as u32;
                 return self.begin_load(session, request, local, external, false);
@@ -354,6 +372,7 @@ impl World {
         self.sessions[session].session.reset(Duration::ZERO);
         for request in &mut self.sessions[session].requests {
             (request.ready, request.promise) = (None, None);
+            request.looked.clear();
         }
         self.models[namespace].advance();
         self.log.stats.resets += 1;

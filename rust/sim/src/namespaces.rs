@@ -134,10 +134,9 @@ impl World {
     fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
         // A session that has parted with it may be saving there still: what ends after this is kept nowhere.
-        let saves = self.sessions.iter().flat_map(|session| &session.saves);
-        let blocks = saves.flat_map(|save| &save.blocks);
-        self.history.roomy_broken |= blocks
-            .into_iter()
-            .any(|block| block.payload.namespace == namespace);
+        for save in self.sessions.iter_mut().flat_map(|of| &mut of.saves) {
+            let mut blocks = save.blocks.iter();
+            save.lost |= blocks.any(|block| block.payload.namespace == namespace);
+        }
     }
 }

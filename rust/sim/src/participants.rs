@@ -20,6 +20,8 @@ pub(crate) struct ClientRequest {
     pub(crate) ready: Option<ClientHit>,
     /// Where the payloads of `ready` lie: they stay there as long as the request keeps its hit.
     pub(crate) promise: Option<Vec<ClientBlock>>,
+    /// The weights of its namespace at its lookups, each once.
+    pub(crate) looked: Vec<u64>,
     /// Tokens that it has asked to be saved.
     pub(crate) saved_tokens: u32,
     /// A load of it failed: there is nothing for it any more.
@@ -31,6 +33,8 @@ pub(crate) struct ClientRequest {
 pub(crate) struct ClientHit {
     pub(crate) local: u32,
     pub(crate) tokens: u32,
+    /// The weights that its bytes are of, also if another session has reset the namespace since.
+    pub(crate) epoch: u64,
 }
 
 /// One client.
@@ -48,7 +52,7 @@ pub(crate) struct SimClient {
 }
 
 /// A block and its slot.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ClientBlock {
     pub(crate) payload: SavedPayload,
     pub(crate) offset: u64,
@@ -69,4 +73,6 @@ pub(crate) struct ClientSave {
     pub(crate) id: TransferId,
     pub(crate) blocks: Vec<ClientBlock>,
     pub(crate) filled: usize,
+    /// Its namespace has made room for another since.
+    pub(crate) lost: bool,
 }

@@ -24,6 +24,7 @@ impl World {
         let state = &self.sessions[session];
         let name = state.requests[request].name.clone();
         let promise = state.requests[request].promise.clone();
+        let told = state.requests[request].ready.map(|hit| hit.epoch);
         let (from, external_tokens) = (Tokens(local), Tokens(external));
         let transfer = state.session.begin_load(&name, from, external_tokens);
         let promised = promised || promise.is_some();
@@ -39,14 +40,13 @@ impl World {
             }
             return Ok(());
         };
-        let mut blocks = self.blocks(session, request, &transfer.extents)?;
-        if let Some(promise) = promise {
-            // The bytes are those of when it was told, also if the namespace was reset since.
-            let told = |block: &ClientBlock| promise.iter().find(|one| one.offset == block.offset);
-            if !blocks.iter().all(|block| told(block).is_some()) {
-                return Err(format!("{name}: other slots than it was told"));
-            }
-            blocks = blocks.iter().filter_map(told).copied().collect();
+        let epoch = match told {
+            Some(epoch) => epoch,
+            None => self.found_weights(session, request, &transfer.extents)?,
+        };
+        let blocks = self.blocks(session, request, &transfer.extents, epoch)?;
+        if promise.is_some_and(|promise| !blocks.iter().all(|block| promise.contains(block))) {
+            return Err(format!("{name}: other slots than it was told"));
         }
         self.check_needed(session, request, (local, external), &blocks)?;
         for block in &blocks {
@@ -127,7 +127,8 @@ impl World {
         let Some(transfer) = transfer else {
             return Ok(());
         };
-        let blocks = self.blocks(session, request, &transfer.extents)?;
+        let epoch = self.epoch(session);
+        let blocks = self.blocks(session, request, &transfer.extents, epoch)?;
         for block in &blocks {
             self.check_saved(session, request, tokens, &offers, block)?;
         }
@@ -143,6 +144,7 @@ impl World {
             id: transfer.id,
             blocks,
             filled: 0,
+            lost: false,
         });
         Ok(())
     }
@@ -209,12 +211,39 @@ impl World {
         offers
     }
 
-    /// The blocks that extents name.
+    /// The weights of a load that its client was not told of: those of a lookup of the request, or the present ones.
+    fn found_weights(
+        &self,
+        session: usize,
+        request: usize,
+        extents: &[Extent],
+    ) -> Result<u64, String> {
+        for &epoch in &self.sessions[session].requests[request].looked {
+            let blocks = self.blocks(session, request, extents, epoch)?;
+            let is_there = |block: &ClientBlock| {
+                let bytes = self.payload_bytes(&block.payload);
+                let mut sectors = self.arena.at(block.offset, bytes).iter().enumerate();
+                sectors.any(|(index, &found)| found == block.payload.sector(index))
+            };
+            if blocks.iter().any(is_there) {
+                return Ok(epoch);
+            }
+        }
+        Ok(self.epoch(session))
+    }
+
+    /// The weights of a session's namespace.
+    pub(crate) fn epoch(&self, session: usize) -> u64 {
+        self.models[self.sessions[session].namespace].epoch
+    }
+
+    /// The blocks that extents name, of the weights of `epoch`.
     pub(crate) fn blocks(
         &self,
         session: usize,
         request: usize,
         extents: &[Extent],
+        epoch: u64,
     ) -> Result<Vec<ClientBlock>, String> {
         let session = &self.sessions[session];
         let (namespace, request) = (session.namespace, &session.requests[request]);
@@ -232,7 +261,12 @@ impl World {
                         request.name
                     ));
                 };
-                let payload = model.payload(namespace, key, extent.group);
+                let payload = SavedPayload {
+                    namespace,
+                    epoch,
+                    key,
+                    group: extent.group,
+                };
                 blocks.push(ClientBlock { payload, offset });
             }
         }
@@ -331,7 +365,7 @@ impl World {
             for ClientBlock { payload, .. } in &save.blocks {
                 // Of the namespace of when it began.
                 let model = &mut self.models[payload.namespace];
-                if payload.epoch == model.epoch {
+                if payload.epoch == model.epoch && !save.lost {
                     model.stored.insert(*payload);
                 }
             }

@@ -102,7 +102,7 @@ fn open(engine: &mut Engine, payloads: &[u32]) -> Vec<Model> {
 }
 
 /// Looks up the first `asked` blocks of a chain, loads them, and saves all. Returns how many were found.
-fn request(engine: &mut Engine, session: SessionId, chain: &Vec<BlockHash>, asked: usize) -> u64 {
+fn request(engine: &mut Engine, session: SessionId, chain: &[BlockHash], asked: usize) -> u64 {
     let known = chain[..asked].to_vec();
     let answer = engine.lookup(session, &LookupRequest::new("request", &known));
     let Tokens(hit) = answer.tokens().expect("nothing is on disk");
@@ -113,7 +113,7 @@ fn request(engine: &mut Engine, session: SessionId, chain: &Vec<BlockHash>, aske
     let tokens = Tokens(chain.len() as u32 * TOKENS);
     // What is refused is offered again in the steps to come, while the device has it.
     for _ in 0..8 {
-        let granted = engine.begin_save(session, &SaveRequest::new("request", chain, tokens));
+        let granted = engine.begin_save(session, &SaveRequest::new("request", &chain, tokens));
         if let Some(transfer) = granted.transfer {
             engine.end_transfer(transfer.id, true);
         }

@@ -18,8 +18,8 @@ const TOKENS: u32 = BLOCK_TOKENS as u32;
 /// IO operations that are carried out before the engine is asked again.
 const DEPTH: usize = 64;
 const REQUEST: &str = "request";
-/// Virtual time between two requests.
-const REQUEST_NS: u64 = 1_000_000_000;
+/// Virtual time between two requests: metadata writes end before their device counts as stalled.
+const REQUEST_NS: u64 = 1_000_000;
 /// Requests between two batches of metadata writes.
 const METADATA_REQUESTS: u64 = 256;
 

@@ -22,6 +22,8 @@ pub const RECORDS_PER_BLOCK: usize = 32;
 pub const BLOCK_BYTES: usize = RECORD_BYTES * RECORDS_PER_BLOCK;
 /// Size of one entry of the namespace table.
 pub const NAMESPACE_BYTES: usize = 32 << 10;
+/// Of it, what the entry itself may take; the last block says when the namespace was used.
+pub const ENTRY_BYTES: usize = NAMESPACE_BYTES - BLOCK_BYTES;
 /// Entries of the namespace table.
 pub const NAMESPACES_MAX: usize = 128;
 
@@ -29,6 +31,7 @@ const _: () = assert!(BLOCK_BYTES as u64 == SLOT_ALIGN);
 
 const SUPER_MAGIC: [u8; 8] = *b"UNDRCRFT";
 const NAMESPACE_MAGIC: [u8; 4] = *b"UCNS";
+const USE_MAGIC: [u8; 4] = *b"UCUS";
 const RECORD_MAGIC: [u8; 4] = *b"UCRD";
 const RECORD_BODY: usize = 120;
 const NAMESPACE_HEAD: usize = 24;
@@ -125,7 +128,7 @@ impl NamespaceEntry {
     pub fn encode(&self) -> Option<Box<[u8]>> {
         let json = serde_json::to_vec(&self.spec).ok()?;
         let length = NAMESPACE_HEAD + json.len();
-        if length > NAMESPACE_BYTES {
+        if length > ENTRY_BYTES {
             return None;
         }
         let mut entry = vec![0; length.next_multiple_of(BLOCK_BYTES)];
@@ -155,6 +158,52 @@ impl NamespaceEntry {
             spec,
         })
     }
+}
+
+/// When a namespace was used last. Torn or lost, it costs nothing but that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NamespaceUse {
+    /// The namespace's instance; that of another entry means nothing.
+    pub instance: u64,
+    /// Tick of the use.
+    pub tick: u64,
+    /// When it was, in seconds since 1970.
+    pub used_s: u32,
+}
+
+const USE_BODY: usize = 24;
+
+impl NamespaceUse {
+    /// One block of 4 KiB.
+    pub fn encode(&self) -> Box<[u8]> {
+        let mut block = vec![0; BLOCK_BYTES];
+        block[..4].copy_from_slice(&USE_MAGIC);
+        block[4..8].copy_from_slice(&self.used_s.to_le_bytes());
+        block[8..16].copy_from_slice(&self.instance.to_le_bytes());
+        block[16..USE_BODY].copy_from_slice(&self.tick.to_le_bytes());
+        let sum = checksum(&block[..USE_BODY]);
+        block[USE_BODY..USE_BODY + 8].copy_from_slice(&sum.to_le_bytes());
+        block.into()
+    }
+
+    /// Reads the use of the entry of `instance` from the entry's place; `None` if there is none of it.
+    pub fn decode(place: &[u8], instance: u64) -> Option<Self> {
+        let block = place.get(ENTRY_BYTES..ENTRY_BYTES + USE_BODY + 8)?;
+        if block[..4] != USE_MAGIC || checksum(&block[..USE_BODY]) != u64_at(block, USE_BODY) {
+            return None;
+        }
+        let found = Self {
+            instance: u64_at(block, 8),
+            tick: u64_at(block, 16),
+            used_s: u32_at(block, 4),
+        };
+        (found.instance == instance).then_some(found)
+    }
+}
+
+/// Offset of an entry's [`NamespaceUse`] in the `super` file.
+pub fn use_offset(index: usize) -> u64 {
+    namespace_offset(index) + ENTRY_BYTES as u64
 }
 
 /// In place of a group: a placeholder record, of a node without required payloads that has children.
@@ -328,6 +377,22 @@ mod tests {
     }
 
     #[test]
+    fn a_use_survives_the_round_trip_and_is_of_one_instance() {
+        let used = NamespaceUse {
+            instance: 5,
+            tick: 1 << 40,
+            used_s: 1_800_000_000,
+        };
+        let mut place = vec![0; ENTRY_BYTES];
+        assert_eq!(NamespaceUse::decode(&place, 5), None);
+        place.extend_from_slice(&used.encode());
+        assert_eq!(NamespaceUse::decode(&place, 5), Some(used));
+        assert_eq!(NamespaceUse::decode(&place, 6), None);
+        place[ENTRY_BYTES + 17] ^= 1;
+        assert_eq!(NamespaceUse::decode(&place, 5), None);
+    }
+
+    #[test]
     fn a_namespace_entry_survives_the_round_trip_and_notices_damage() {
         let entry = NamespaceEntry {
             instance: 5,
@@ -349,7 +414,7 @@ mod tests {
             assert_eq!(NamespaceEntry::decode(&bytes), None, "byte {at}");
             bytes[at] ^= 4;
         }
-        let long = "x".repeat(NAMESPACE_BYTES);
+        let long = "x".repeat(ENTRY_BYTES);
         let spec = NamespaceSpec {
             description: long,
             ..entry.spec

@@ -11,8 +11,8 @@ use crate::namespace::NamespaceSpec;
 use crate::slots::SLOT_ALIGN;
 
 use super::format::{
-    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, PLACEHOLDER, RECORD_BYTES, Record,
-    namespace_offset,
+    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, NamespaceUse, PLACEHOLDER, RECORD_BYTES,
+    Record, namespace_offset,
 };
 use super::open::Contents;
 
@@ -31,6 +31,8 @@ pub struct NamespaceSummary {
     pub oldest_s: u32,
     /// When the last of them was written.
     pub newest_s: u32,
+    /// When a session of it was opened or closed last, or a payload was written; 0 if that is not known.
+    pub used_s: u32,
 }
 
 /// What the tables of a directory say.
@@ -53,7 +55,8 @@ impl Summary {
             let at = namespace_offset(index) as usize;
             let end = contents.super_bytes.len().min(at + NAMESPACE_BYTES);
             let entry = contents.super_bytes.get(at..end);
-            if let Some(entry) = entry.and_then(NamespaceEntry::decode) {
+            if let Some((entry, place)) = entry.and_then(NamespaceEntry::decode).zip(entry) {
+                let used = NamespaceUse::decode(place, entry.instance);
                 let (blocks, bytes, oldest_s, newest_s) = (0, 0, 0, 0);
                 let summary = NamespaceSummary {
                     instance: entry.instance,
@@ -62,6 +65,7 @@ impl Summary {
                     bytes,
                     oldest_s,
                     newest_s,
+                    used_s: used.map_or(0, |used| used.used_s),
                 };
                 spaces.insert(entry.instance, summary);
             }
@@ -90,6 +94,7 @@ impl Summary {
                     space.oldest_s
                 };
                 space.newest_s = space.newest_s.max(record.written_s);
+                space.used_s = space.used_s.max(record.written_s);
                 space.blocks += 1;
                 space.bytes += u64::from(record.payload_bytes);
             }

@@ -113,15 +113,22 @@ impl Engine {
     ) -> Result<SessionId, RegisterError> {
         let spec = spec.into();
         let namespace = spec.namespace.clone();
+        let used_s = self.unix_s();
         let is_unused = |ns| !self.sessions.uses(ns);
         let ns = self
             .namespaces
-            .register(namespace, &mut self.residency, is_unused)?;
+            .register(namespace, &mut self.residency, used_s, is_unused)?;
         let session = self.sessions.open(ns, &spec);
         if spec.private {
             self.make_private(session);
         }
         Ok(session)
+    }
+
+    /// Seconds since 1970.
+    fn unix_s(&self) -> u32 {
+        let now_s = self.config.unix_at_zero_s + self.now_ns / 1_000_000_000;
+        u32::try_from(now_s).unwrap_or(u32::MAX)
     }
 
     /// Ends a session: its lookups, leases, loads and saves.
@@ -143,8 +150,8 @@ impl Engine {
         if self.namespaces.is_private(state.ns) {
             self.residency.remove_namespace(state.ns);
         } else {
-            self.namespaces
-                .note_use(state.ns, self.residency.next_tick());
+            let used_s = self.unix_s();
+            self.namespaces.used(state.ns, &mut self.residency, used_s);
         }
     }
 
@@ -223,12 +230,12 @@ impl Engine {
         self.residency.moves()
     }
 
-    /// The gauges as of now. Costs a pass over sessions and disks, not over blocks.
+    /// The gauges as of now. Costs a pass over sessions, namespaces and disks, not over blocks.
     pub fn gauges(&self) -> Gauges {
         let disks = self.residency.disks();
         let sum = |of: fn(&Disk) -> u64| disks.iter().map(of).sum();
         let is_degraded = |disk: &&Disk| disk.health.report().0 != Health::Good;
-        let host = self.residency.host();
+        let (host, forest) = (self.residency.host(), self.residency.forest());
         let (mut loads, mut saves, mut transferring) = (0, 0, 0);
         for (_, transfer) in self.sessions.transfers() {
             transferring += transfer.bytes;
@@ -247,8 +254,11 @@ impl Engine {
             disk_used_bytes: sum(|disk| disk.slots().used_bytes()),
             disk_blocks: sum(|disk| disk.slots().blocks()),
             disk_degraded: disks.iter().filter(is_degraded).count() as u64,
-            nodes: self.residency.forest().len() as u64,
-            namespaces: self.namespaces.len() as u64,
+            nodes: forest.len() as u64,
+            namespaces: forest
+                .namespaces()
+                .filter(|&ns| forest.has_nodes(ns))
+                .count() as u64,
             volatile_namespaces: self.shared_namespaces().filter(|(_, kept)| !kept).count() as u64,
             sessions: self.sessions.len() as u64,
             active_lookups: self.sessions.requests.len() as u64,

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use crate::disk::DeviceImage;
 use crate::disk::format::{
-    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
+    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, NamespaceUse, RECORD_BYTES, Record,
+    namespace_offset,
 };
 use crate::forest::{DeviceIndex, NodeId};
 
@@ -45,6 +46,7 @@ impl Engine {
         }
         self.operations.set_devices(self.residency.disks().len());
         self.recover_namespaces(&entries, &mut recovery);
+        self.recover_uses(&images);
         let found = self.read_tables(&images, &mut recovery);
         // The tables may take gigabytes.
         drop(images);
@@ -89,6 +91,22 @@ impl Engine {
         }
         for ns in self.residency.forest().namespaces() {
             self.namespaces.enter(ns, &mut self.residency);
+        }
+    }
+
+    /// When sessions used the namespaces last, also those that found all that they asked for.
+    fn recover_uses(&mut self, images: &[DeviceImage]) {
+        let places = images.iter().flat_map(|image| places(&image.super_bytes));
+        for place in places {
+            let Some(entry) = NamespaceEntry::decode(place) else {
+                continue;
+            };
+            let used = NamespaceUse::decode(place, entry.instance);
+            let (Some(ns), Some(used)) = (self.namespaces.of_instance(entry.instance), used) else {
+                continue;
+            };
+            self.residency.advance_tick(used.tick);
+            self.namespaces.note_use(ns, used.tick);
         }
     }
 
@@ -141,11 +159,14 @@ impl Engine {
 }
 
 fn decode_entries(super_bytes: &[u8]) -> Entries {
-    (0..NAMESPACES_MAX)
-        .map_while(|index| {
-            let at = namespace_offset(index) as usize;
-            let end = super_bytes.len().min(at + NAMESPACE_BYTES);
-            (at < end).then(|| NamespaceEntry::decode(&super_bytes[at..end]))
-        })
-        .collect()
+    places(super_bytes).map(NamespaceEntry::decode).collect()
+}
+
+/// The place of each entry, as far as the file goes.
+fn places(super_bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    (0..NAMESPACES_MAX).map_while(|index| {
+        let at = namespace_offset(index) as usize;
+        let end = super_bytes.len().min(at + NAMESPACE_BYTES);
+        (at < end).then(|| &super_bytes[at..end])
+    })
 }

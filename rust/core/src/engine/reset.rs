@@ -9,7 +9,8 @@ impl Engine {
     /// after a restart either once [`Engine::reset_pending`] and [`Engine::reset_failed`] are false.
     ///
     /// A reset usually follows a change of the session's weights, which the description of the namespace
-    /// may not show. So the session goes on by itself, see [`Engine::make_private`].
+    /// may not show. So the session goes on by itself, see [`Engine::make_private`], and its hits end. Another
+    /// session keeps a hit that it was told of before: its weights are those that the description says.
     /// False if there is no such session.
     pub fn reset(&mut self, session: SessionId) -> bool {
         let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {

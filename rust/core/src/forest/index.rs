@@ -307,9 +307,9 @@ impl Forest {
         self.trees[usize::from(ns)].first_root
     }
 
-    /// Nodes of a namespace, detached ones included.
-    pub fn nodes_of(&self, ns: NsId) -> u32 {
-        self.trees[usize::from(ns)].nodes
+    /// Whether a namespace has a node, in the index or detached.
+    pub fn has_nodes(&self, ns: NsId) -> bool {
+        self.trees[usize::from(ns)].nodes > 0
     }
 
     /// The ancestor of `id` at `depth`, itself included.

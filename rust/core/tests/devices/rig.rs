@@ -85,13 +85,16 @@ impl Rig {
             }],
         };
         let session = engine.open_session(spec).unwrap();
-        Self {
+        let mut rig = Self {
             engine,
             session,
             payload_bytes,
             directories,
             now_ns: 0,
-        }
+        };
+        // The namespace's entry, and that it is used.
+        rig.settle();
+        rig
     }
 
     /// The engine ends, and another one starts on the same directories.
@@ -148,7 +151,7 @@ impl Rig {
     pub(crate) fn settle(&mut self) {
         loop {
             let requests = self.start(64);
-            if requests.is_empty() {
+            if requests.is_empty() && !self.engine.has_rest() {
                 return;
             }
             requests.into_iter().for_each(|request| self.end(request));

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use rustix::io::Errno;
 use undercroft_core::disk::Health;
-use undercroft_core::disk::format::NAMESPACE_BYTES;
+use undercroft_core::disk::format::ENTRY_BYTES;
+use undercroft_core::disk::inspect::Summary;
 use undercroft_core::disk::open;
 use undercroft_core::error::RegisterError;
 use undercroft_core::io::fault_hook::{CallKind, Direct};
@@ -118,7 +119,7 @@ fn space_moves_between_models_by_use() {
             "{model:?}: {recent:?}"
         );
     }
-    assert_eq!(rig.engine.gauges().namespaces, 4);
+    assert_eq!(rig.engine.shared_namespaces().count(), 4);
 }
 
 /// One block of a model in a session of its own, as each restart of a client has it; how many blocks
@@ -150,7 +151,7 @@ fn a_directory_never_stops_remembering() {
                 assert_eq!(visit(&mut rig, &model(last)), 0);
                 last += 1;
             }
-            assert!(rig.engine.gauges().namespaces <= 1025);
+            assert!(rig.engine.shared_namespaces().count() <= 1024);
             drop(rig);
             let mut rig = Open::new(&dirs).plain();
             assert_eq!(visit(&mut rig, &model(last - 1)), 1, "identity {last}");
@@ -217,19 +218,55 @@ fn a_namespace_that_found_no_room_is_kept_once_there_is_some() {
 }
 
 #[test]
+fn the_last_use_is_remembered_without_a_write_of_blocks() {
+    let (_guard, store) = dir();
+    let dirs = [store.clone()];
+    let model = |id: u64| Model {
+        id,
+        payload_bytes: 4096,
+    };
+    let lives = |ids: std::ops::Range<u64>, at_s: u64| {
+        let mut open = Open::new(&dirs);
+        open.config.unix_at_zero_s = at_s;
+        let mut rig = open.plain();
+        ids.map(|id| visit(&mut rig, &model(id))).sum::<u32>()
+    };
+    assert_eq!(lives(100..227, 1_000), 0);
+    // In the second life of its session it asks for nothing.
+    let mut open = Open::new(&dirs);
+    open.config.unix_at_zero_s = 2_000;
+    let mut rig = open.plain();
+    let session = rig.engine.open_session(model(100).spec()).unwrap();
+    rig.engine.close_session(session);
+    rig.pump();
+    drop(rig);
+    let summary = Summary::of(&open::read(&store).unwrap());
+    let last_use = |id: u64| {
+        let mut spaces = summary.namespaces.iter();
+        let space = spaces.find(|space| space.spec == model(id).spec()).unwrap();
+        (space.newest_s, space.used_s)
+    };
+    assert_eq!(last_use(100), (1_000, 2_000));
+    assert_eq!(last_use(101), (1_000, 1_000));
+    // So others make room before it.
+    assert_eq!(lives(300..400, 3_000), 0);
+    assert_eq!(lives(100..102, 4_000), 1);
+}
+
+#[test]
 fn a_description_that_fits_no_entry_is_refused() {
     let (_guard, store) = dir();
     let mut rig = Open::new(&[store]).plain();
     let spec = NamespaceSpec {
-        description: "x".repeat(NAMESPACE_BYTES),
+        description: "x".repeat(ENTRY_BYTES),
         ..MODEL.spec()
     };
     let refused = rig.engine.open_session(spec).unwrap_err();
     assert_eq!(
         refused,
         RegisterError::DescriptionTooLong {
-            bytes: NAMESPACE_BYTES,
-            entry_bytes: NAMESPACE_BYTES,
+            bytes: ENTRY_BYTES,
+            entry_bytes: ENTRY_BYTES,
         }
     );
     assert!(refused.to_string().contains("by a digest"), "{refused}");

@@ -90,6 +90,7 @@ fn a_disk_that_answers_after_ten_seconds_holds_up_nobody() {
     let session = engine.open_session(MODEL.spec()).unwrap();
     let clock = Hand::default();
     let driver = Driver::with_clock(engine, Box::new(io), Box::new(clock.clone())).unwrap();
+    assert!(driver.wait_until(PATIENCE, |engine| engine.is_quiet()));
 
     device.hang();
     assert_eq!(ask(&driver, session, 1, false), None);

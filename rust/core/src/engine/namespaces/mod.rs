@@ -3,7 +3,9 @@
 use std::collections::{HashSet, VecDeque};
 
 use crate::disk::Disk;
-use crate::disk::format::{BLOCK_BYTES, NAMESPACE_BYTES, NamespaceEntry, namespace_offset};
+use crate::disk::format::{
+    BLOCK_BYTES, ENTRY_BYTES, NamespaceEntry, NamespaceUse, namespace_offset, use_offset,
+};
 use crate::error::RegisterError;
 use crate::forest::{DeviceIndex, NsId};
 use crate::io::{FileKind, IoFault, IoRequest};
@@ -30,11 +32,12 @@ struct NamespaceState {
     last_use: u64,
 }
 
-/// A write of an entry of the namespace table.
+/// A write of an entry of the namespace table, or of when its namespace was used.
 #[derive(Clone, Debug)]
 struct EntryWrite {
     device: DeviceIndex,
     index: usize,
+    file_offset: u64,
     bytes: Box<[u8]>,
     /// It clears the entry, durably.
     clears: bool,
@@ -94,10 +97,6 @@ impl Namespaces {
         &mut self.table[usize::from(ns)]
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.table.len()
-    }
-
     pub(super) fn digest(&self, ns: NsId) -> &NamespaceDigest {
         &self.state(ns).digest
     }
@@ -146,6 +145,7 @@ impl Namespaces {
         &mut self,
         spec: NamespaceSpec,
         residency: &mut Residency,
+        used_s: u32,
         is_unused: impl Fn(NsId) -> bool,
     ) -> Result<NsId, RegisterError> {
         spec.validate()?;
@@ -158,8 +158,8 @@ impl Namespaces {
                 });
             }
             residency.set_alignment(ns, spec.alignment_tokens);
-            self.note_use(ns, residency.next_tick());
-            if !is_kept(self.state(ns), residency) {
+            self.used(ns, residency, used_s);
+            if lacks_entry(self.state(ns), residency) {
                 // It is empty after a reset, or came when sessions used all that were in the tables.
                 self.make_room(self.shared_max, residency, |other| {
                     other != ns && is_unused(other)
@@ -178,8 +178,8 @@ impl Namespaces {
             Some(ns) => self.replace(ns, spec, instance, false, residency)?,
             None => self.add(spec, instance, false, residency)?,
         };
-        self.note_use(ns, residency.next_tick());
         self.enter(ns, residency);
+        self.used(ns, residency, used_s);
         Ok(ns)
     }
 
@@ -199,6 +199,42 @@ impl Namespaces {
         self.table.iter().filter(|state| !state.private).count()
     }
 
+    /// A session of a namespace is opened or closed, at `used_s` seconds since 1970: its entries say so.
+    pub(super) fn used(&mut self, ns: NsId, residency: &mut Residency, used_s: u32) {
+        let tick = residency.next_tick();
+        self.note_use(ns, tick);
+        let instance = self.instance(ns);
+        let bytes = NamespaceUse {
+            instance,
+            tick,
+            used_s,
+        }
+        .encode();
+        for device in residency.devices() {
+            let entries = &residency.disk_mut(device).namespace_entries;
+            let Some(index) = entries.iter().position(|&found| found == instance) else {
+                continue;
+            };
+            let file_offset = use_offset(index);
+            let mut waiting = self.entry_writes.iter_mut();
+            let same =
+                waiting.find(|write| write.device == device && write.file_offset == file_offset);
+            if let Some(same) = same {
+                // Sessions may come and go faster than the directory takes writes.
+                same.bytes.clone_from(&bytes);
+                continue;
+            }
+            self.entry_writes.push_back(EntryWrite {
+                device,
+                index,
+                file_offset,
+                bytes: bytes.clone(),
+                clears: false,
+                failed: false,
+            });
+        }
+    }
+
     /// A namespace is used at `tick`.
     pub(super) fn note_use(&mut self, ns: NsId, tick: u64) {
         let state = self.state_mut(ns);
@@ -208,7 +244,7 @@ impl Namespaces {
     /// An index that a private namespace had, of which nothing is left.
     fn vacant(&self, residency: &Residency, is_unused: impl Fn(NsId) -> bool) -> Option<NsId> {
         (0..).zip(&self.table).find_map(|(ns, state)| {
-            let is_empty = state.private && residency.forest().nodes_of(ns) == 0;
+            let is_empty = state.private && !residency.forest().has_nodes(ns);
             (is_empty && is_unused(ns)).then_some(ns)
         })
     }
@@ -328,6 +364,7 @@ impl Namespaces {
             self.entry_writes.push_back(EntryWrite {
                 device,
                 index,
+                file_offset: namespace_offset(index),
                 bytes: bytes.clone(),
                 clears: false,
                 failed: false,
@@ -379,6 +416,7 @@ impl Namespaces {
         self.entry_writes.push_back(EntryWrite {
             device,
             index,
+            file_offset: namespace_offset(index),
             bytes: vec![0; BLOCK_BYTES].into(),
             clears: true,
             failed: false,
@@ -457,7 +495,7 @@ impl Namespaces {
                 token,
                 device: write.device.number(),
                 file: FileKind::Super,
-                file_offset: namespace_offset(write.index),
+                file_offset: write.file_offset,
                 bytes: write.bytes.clone(),
                 sync: write.clears,
             });
@@ -530,6 +568,12 @@ fn is_kept(state: &NamespaceState, residency: &Residency) -> bool {
     disks.all(|disk| disk.namespace_entries.contains(&state.instance))
 }
 
+/// Whether a directory that is there has no entry of a namespace.
+fn lacks_entry(state: &NamespaceState, residency: &Residency) -> bool {
+    let mut there = residency.disks().iter().filter(|disk| !disk.is_absent());
+    there.any(|disk| !disk.namespace_entries.contains(&state.instance))
+}
+
 /// Whether the description fits an entry of a namespace table.
 ///
 /// # Errors
@@ -543,7 +587,7 @@ fn fit_entry(spec: &NamespaceSpec) -> Result<(), RegisterError> {
         Some(_) => Ok(()),
         None => Err(RegisterError::DescriptionTooLong {
             bytes: spec.description.len(),
-            entry_bytes: NAMESPACE_BYTES,
+            entry_bytes: ENTRY_BYTES,
         }),
     }
 }

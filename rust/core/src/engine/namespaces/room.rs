@@ -43,7 +43,7 @@ impl Namespaces {
         let candidates =
             known.filter(|(ns, state)| !state.private && makes_room(state) && is_unused(*ns));
         let oldest = candidates.min_by_key(|&(ns, state)| {
-            let has_blocks = residency.forest().nodes_of(ns) > 0;
+            let has_blocks = residency.forest().has_nodes(ns);
             (has_blocks, state.last_use)
         });
         oldest.map(|(ns, _)| ns)
