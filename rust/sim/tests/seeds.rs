@@ -48,7 +48,7 @@ fn lives() {
     assert!(stats.blocks_checked > 100_000, "too few loads: {stats:?}");
     assert!(stats.corruptions > 100, "too few faults: {stats:?}");
     assert!(stats.moved_runs > 1000, "too few moved pages: {stats:?}");
-    assert!(stats.filled_gaps > 100, "too few gaps: {stats:?}");
+    assert!(stats.filled_gaps > 0, "too few gaps: {stats:?}");
     assert!(stats.changes_found > 400, "too few changes: {stats:?}");
     assert!(stats.changes_loaded > 100, "too few changes: {stats:?}");
     assert!(stats.forgotten > 10_000, "too few namespaces: {stats:?}");
