@@ -22,6 +22,9 @@ const RETRY: Duration = Duration::from_millis(10);
 /// How often one that gives way looks whether others still wait for the engine.
 const GIVE_WAY_LOOKS: usize = 100;
 
+/// Pause of the IO thread between two parts of work that entries have left: others enter meanwhile.
+const REST_PAUSE: Duration = Duration::from_micros(100);
+
 /// How often the IO thread looks at devices that have operations and do not answer.
 const LOOK: Duration = Duration::from_millis(250);
 
@@ -350,6 +353,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         progress |= state.engine.take_progress();
         let (waits, has_operations) = (state.engine.has_io(), state.engine.has_operations());
         let touched = state.engine.has_touched();
+        let has_rest = state.engine.has_rest();
         state.waits = true;
         if progress {
             shared.progress.notify_all();
@@ -369,6 +373,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         }
         timeout = match stopping {
             _ if !checksums.is_empty() => Some(Duration::ZERO),
+            None if has_rest => Some(REST_PAUSE),
             // What could not be started is looked at again; what waits for a device waits for a completion.
             None if !waits => has_operations.then_some(LOOK),
             _ => Some(RETRY),

@@ -53,12 +53,55 @@ pub struct Owner {
     pub group: u8,
 }
 
+/// Who uses a slot or a record, if anybody does, in five bytes: there is one for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct OwnerCell {
+    node: [u8; 4],
+    group: u8,
+}
+
+/// No KV cache group: nobody uses it.
+const NO_GROUP: u8 = u8::MAX - 1;
+
+impl OwnerCell {
+    pub(crate) const FREE: Self = Self {
+        node: [0; 4],
+        group: NO_GROUP,
+    };
+
+    pub(crate) fn get(self) -> Option<Owner> {
+        (self.group != NO_GROUP).then_some(Owner {
+            node: u32::from_ne_bytes(self.node),
+            group: self.group,
+        })
+    }
+
+    pub(crate) fn is_free(&self) -> bool {
+        self.group == NO_GROUP
+    }
+
+    /// Gives it to an owner; returns the one before.
+    pub(crate) fn replace(&mut self, owner: Owner) -> Option<Owner> {
+        assert_ne!(owner.group, NO_GROUP, "no group has this number");
+        let new = Self {
+            node: owner.node.to_ne_bytes(),
+            group: owner.group,
+        };
+        std::mem::replace(self, new).get()
+    }
+
+    /// Frees it; returns the owner.
+    pub(crate) fn take(&mut self) -> Option<Owner> {
+        std::mem::replace(self, Self::FREE).get()
+    }
+}
+
 #[derive(Debug)]
 struct Page {
     class: Class,
     /// First unit.
     unit: u32,
-    owners: Vec<Option<Owner>>,
+    owners: Vec<OwnerCell>,
     free: Vec<u32>,
 }
 
@@ -288,10 +331,10 @@ impl Slots {
         }
         let slot = self.slot_at(class, offset);
         let owner_of_slot = &mut self.page_mut(number).owners[slot];
-        if owner_of_slot.is_some() {
+        if !owner_of_slot.is_free() {
             return false;
         }
-        *owner_of_slot = Some(owner);
+        owner_of_slot.replace(owner);
         // The free lists are rebuilt once, by `finish_claims`.
         self.classes[usize::from(class)].used += 1;
         self.used_bytes += slot_bytes;
@@ -318,7 +361,7 @@ impl Slots {
             };
             let free = (0u32..)
                 .zip(&page.owners)
-                .filter(|(_, owner)| owner.is_none());
+                .filter(|(_, owner)| owner.is_free());
             page.free = free.map(|(slot, _)| slot).collect();
             page.free.reverse();
             self.enter_partial(number);
@@ -401,9 +444,9 @@ impl Slots {
             None
         });
         pages.flat_map(|page| {
-            let owners = page.owners.iter().flatten();
+            let owners = page.owners.iter().filter_map(|owner| owner.get());
             owners
-                .map(|&owner| (page.class, owner))
+                .map(|owner| (page.class, owner))
                 .inspect(|_| work::slots(1))
         })
     }
@@ -413,8 +456,8 @@ impl Slots {
     pub(crate) fn owner_at(&self, class: Class, offset: u64) -> Option<Owner> {
         let number = *self.page_at.get(self.unit_of(offset) as usize)?;
         let page = self.pages.get(number as usize)?.as_ref()?;
-        let owner = page.owners.get(self.slot_at(class, offset)).copied();
-        owner.flatten().filter(|_| page.class == class)
+        let owner = page.owners.get(self.slot_at(class, offset))?.get();
+        owner.filter(|_| page.class == class)
     }
 
     /// The class that a page belongs to now; `None` if no page has this number.
@@ -449,7 +492,7 @@ impl Slots {
         let page = Page {
             class,
             unit,
-            owners: vec![None; slots as usize],
+            owners: vec![OwnerCell::FREE; slots as usize],
             free: (0..slots).rev().collect(),
         };
         let number = self.free_numbers.pop().unwrap_or_else(|| {

@@ -112,7 +112,7 @@ fn settle(engine: &mut Engine) {
     let mut io = Vec::new();
     loop {
         engine.next_io(64, &mut io);
-        if io.is_empty() {
+        if io.is_empty() && !engine.has_rest() {
             return;
         }
         for request in io.drain(..) {

@@ -110,7 +110,7 @@ impl Pair {
         }
     }
 
-    /// The children of a node, detached ones included, as the forest links them.
+    /// The children of a node that are in the index, as the forest lists them.
     fn linked(&self, mut at: NodeId) -> Vec<NodeId> {
         let mut found = Vec::new();
         while at != NONE {
@@ -152,13 +152,22 @@ impl Pair {
             };
             all.iter().copied().filter(of_parent).collect::<Vec<_>>()
         };
+        let present = |mut ids: Vec<NodeId>| {
+            ids.retain(|&id| !self.forest.node(id).is_detached());
+            ids
+        };
         for &id in &all {
             let children = self.linked(self.forest.first_child(id));
-            assert_eq!(children, below(id, self.forest.node(id).ns));
-            assert_eq!(self.forest.node(id).children() as usize, children.len());
+            let all = below(id, self.forest.node(id).ns);
+            assert_eq!(self.forest.node(id).children() as usize, all.len());
+            assert_eq!(children, present(all));
         }
         for ns in 0..NAMESPACES as NsId {
-            assert_eq!(self.linked(self.forest.first_root(ns)), below(NONE, ns));
+            let roots = self.linked(self.forest.first_root(ns));
+            assert_eq!(roots, present(below(NONE, ns)));
+            let of_namespace = |id: &&NodeId| self.forest.node(**id).ns == ns;
+            let nodes = all.iter().filter(of_namespace).count();
+            assert_eq!(self.forest.has_nodes(ns), nodes > 0);
         }
     }
 

@@ -404,7 +404,8 @@ impl World {
         }
         self.disks.heal(self.clock.now_ns);
         let mut rounds = 0;
-        while !self.engine.with(|engine| engine.is_quiet()) || self.disks.in_flight() > 0 {
+        let rests = |engine: &mut Engine| engine.is_quiet() && !engine.has_rest();
+        while !self.engine.with(rests) || self.disks.in_flight() > 0 {
             self.start_io()?;
             if self.disks.in_flight() == 0 {
                 // Writes pause after failures, and the write budget accrues.

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use rustc_hash::FxHashMap;
 
-use crate::slots::Owner;
+use crate::slots::{Owner, OwnerCell};
 use crate::work;
 
 use super::format::{PLACEHOLDER, RECORDS_PER_BLOCK};
@@ -22,7 +22,7 @@ const UNKNOWN: u32 = u32::MAX;
 pub(super) struct Records {
     /// Record of each slot, by page.
     of_page: FxHashMap<u32, Vec<u32>>,
-    owners: Vec<Option<Owner>>,
+    owners: Vec<OwnerCell>,
     /// Records of nodes that may be without payloads.
     placeholders: HashMap<u32, u32>,
     free: BTreeSet<u32>,
@@ -45,7 +45,7 @@ impl Records {
     fn take(&mut self) -> u32 {
         work::slots(1);
         self.free.pop_first().unwrap_or_else(|| {
-            self.owners.push(None);
+            self.owners.push(OwnerCell::FREE);
             record_number(self.owners.len() - 1)
         })
     }
@@ -88,7 +88,7 @@ impl Records {
     /// Whether a record that a table on disk names is taken already.
     pub(super) fn is_taken(&self, record: u32) -> bool {
         let owner = self.owners.get(record as usize);
-        owner.is_some_and(Option::is_some)
+        owner.is_some_and(|owner| !owner.is_free())
     }
 
     /// Takes the record of a slot, as a table on disk says.
@@ -109,13 +109,13 @@ impl Records {
     /// The table has at least `record` and those before it.
     fn reach(&mut self, record: u32) {
         if self.owners.len() <= record as usize {
-            self.owners.resize(record as usize + 1, None);
+            self.owners.resize(record as usize + 1, OwnerCell::FREE);
         }
     }
 
     /// Completes a series of claims: the other slots of their pages get records.
     pub(super) fn finish_claims(&mut self) {
-        let mut given: Vec<bool> = self.owners.iter().map(Option::is_some).collect();
+        let mut given: Vec<bool> = self.owners.iter().map(|owner| !owner.is_free()).collect();
         let mut next = 0;
         let mut pages: Vec<u32> = self.of_page.keys().copied().collect();
         pages.sort_unstable();
@@ -127,7 +127,7 @@ impl Records {
                 }
                 if next == given.len() {
                     given.push(false);
-                    self.owners.push(None);
+                    self.owners.push(OwnerCell::FREE);
                 }
                 given[next] = true;
                 *record = record_number(next);
@@ -230,25 +230,24 @@ impl Records {
     /// Owners of the records of a block.
     pub(super) fn block_owners(&self, block: u32) -> impl Iterator<Item = Option<Owner>> + '_ {
         let first = block as usize * RECORDS_PER_BLOCK;
-        (first..first + RECORDS_PER_BLOCK).map(|at| self.owners.get(at).copied().flatten())
+        (first..first + RECORDS_PER_BLOCK).map(|at| self.owners.get(at)?.get())
     }
 
     /// The record of a slot in use, and whose it is.
     #[cfg(feature = "check")]
     pub(super) fn record_at(&self, page: u32, slot: usize) -> Option<(u32, Option<Owner>)> {
         let record = *self.of_page.get(&page)?.get(slot)?;
-        Some((record, *self.owners.get(record as usize)?))
+        Some((record, self.owners.get(record as usize)?.get()))
     }
 
     /// How many records are in use for payloads, and whether each placeholder has its own.
     #[cfg(feature = "check")]
     pub(super) fn in_use(&self) -> (usize, bool) {
         let group = PLACEHOLDER;
-        let owned = self
-            .placeholders
-            .iter()
-            .all(|(&node, &record)| self.owners[record as usize] == Some(Owner { node, group }));
-        let used = self.owners.iter().flatten().count();
+        let owned = self.placeholders.iter().all(|(&node, &record)| {
+            self.owners[record as usize].get() == Some(Owner { node, group })
+        });
+        let used = self.owners.iter().filter(|owner| !owner.is_free()).count();
         (used - self.placeholders.len(), owned)
     }
 }

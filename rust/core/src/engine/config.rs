@@ -26,6 +26,9 @@ pub struct EngineConfig {
     pub second_touch: bool,
     /// Writes that may be in flight while a read is.
     pub writes_beside_reads: usize,
+    /// Nodes that one entry of the engine removes at most, of those that are removed together: a reset
+    /// namespace, what a directory that is given up held.
+    pub removals: usize,
     /// Compare the checksums of what a hit needs in the arena before each hit. Payloads that are written to disk
     /// are always compared.
     pub verify_host: bool,
@@ -52,6 +55,7 @@ impl EngineConfig {
             write_rate: 0,
             second_touch: false,
             writes_beside_reads: 2,
+            removals: 128,
             verify_host: false,
             namespaces_max: 1024,
             namespace_entries_max: NAMESPACES_MAX,

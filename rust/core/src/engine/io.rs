@@ -10,19 +10,26 @@ use super::promotions::count_read;
 use super::writeback::table_write_ended;
 
 impl Engine {
-    /// Whether [`Engine::next_io`] may have something to start on a device that takes it, or
-    /// [`Engine::next_checksums`].
+    /// Whether [`Engine::next_io`] has something to do: IO to start on a device that takes it, or the rest of a
+    /// removal; or [`Engine::next_checksums`].
     pub fn has_io(&self) -> bool {
         let (operations, disks) = (&self.operations, self.residency.disks());
         let reads = |device: DeviceIndex| {
             let answers = disks[device.index()].health.answers_reads();
             (operations.may_read(device) || !answers) && self.promotions.waits_for(Some(device))
         };
-        self.checksums.has_work()
+        self.has_rest()
+            || self.checksums.has_work()
             || self.promotions.waits_for(None) && self.checksums.has_room()
             || self.residency.devices().any(reads)
             || self.has_writes()
                 && (self.residency.devices()).any(|device| operations.may_write(device))
+    }
+
+    /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
+    /// is to be called again soon.
+    pub fn has_rest(&self) -> bool {
+        self.residency.has_removals() || self.writeback.has_rest()
     }
 
     fn has_writes(&self) -> bool {
@@ -62,6 +69,7 @@ impl Engine {
     pub fn next_io<'a>(&mut self, room: impl Into<IoRoom<'a>>, out: &mut Vec<IoRequest>) {
         self.last_poll_ns = self.now_ns;
         self.residency.allow_searches();
+        self.residency.continue_removals(self.config.removals);
         self.operations.set_room(room.into());
         for device in self.residency.devices() {
             self.look_at_device(device);

@@ -37,7 +37,7 @@ impl Engine {
         if state.lease == NONE {
             return Vec::new();
         }
-        let local = computed.0 / self.residency.hash_block_size(state.ns);
+        let local = computed.0 / self.residency.spec_of(state.lease).hash_block_size;
         let payloads = self.residency.needed_payloads(state.lease, local);
         self.residency.extents(&payloads)
     }
@@ -85,7 +85,7 @@ impl Engine {
         if state.lease == NONE {
             return None;
         }
-        let spec = self.residency.spec(state.ns);
+        let spec = self.residency.spec_of(state.lease);
         let end = computed.0.checked_add(external.0)?;
         let (boundary, local) = (
             end / spec.hash_block_size,

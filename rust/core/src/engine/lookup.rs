@@ -1,7 +1,7 @@
 //! Lookup: a hit in the arena and a miss are answered at once; a hit on disk is pending until its
 //! payloads are in the arena.
 
-use crate::forest::{NONE, NodeId};
+use crate::forest::{NONE, NodeId, NsId};
 use crate::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
 
 use super::coordinator::Engine;
@@ -41,17 +41,19 @@ impl Engine {
         let Some(id) = self.request_of(session, request) else {
             return Lookup::NOTHING;
         };
+        let ns = self.sessions.get(session).map(|session| session.ns);
+        let ns = ns.expect("a request belongs to a session");
         let state = &mut self.sessions.requests[id];
         if state.failed {
             return Lookup::NOTHING;
         }
         match request.priority {
-            Priority::Demand => self.lookup_demanded(id, request),
+            Priority::Demand => self.lookup_demanded(id, ns, request),
             Priority::Prefetch if state.promotions.active.is_some() => self.pending(id),
             Priority::Prefetch => {
                 // The last answer is void while the question is asked again.
                 state.promotions.reserved = false;
-                let answer = self.look_up_now(id, request, true);
+                let answer = self.look_up_now(id, ns, request, true);
                 let session = self.sessions.get(session);
                 let leases = session.is_some_and(|session| session.leases_prefetches);
                 let state = &mut self.sessions.requests[id];
@@ -62,20 +64,20 @@ impl Engine {
     }
 
     /// The scheduler asks: its wait for a promotion has an end.
-    fn lookup_demanded(&mut self, id: RequestId, request: &LookupRequest<'_>) -> Lookup {
+    fn lookup_demanded(&mut self, id: RequestId, ns: NsId, request: &LookupRequest<'_>) -> Lookup {
         let now_ns = self.now_ns;
         let state = &mut self.sessions.requests[id];
         self.promotions.promote_to_demand(id, &mut state.promotions);
         state.demanded_ns.get_or_insert(now_ns);
         let state = &self.sessions.requests[id];
-        let hash_block_size = self.residency.hash_block_size(state.ns);
+        let hash_block_size = self.residency.hash_block_size(ns);
         let most = request
             .max
             .0
             .min(tokens_of(request.hashes.len(), hash_block_size));
         // More may be computed than a hit would reach.
         let gain = self
-            .promised(state, most)
+            .promised(state, ns, most)
             .saturating_sub(request.computed.0);
         let late = self.is_late(state, gain);
         if state.promotions.active.is_some() && gain > 0 && !late {
@@ -89,7 +91,7 @@ impl Engine {
         };
         promotions.end(id, end, &mut parts);
         // Of one that is late the answer is what is there now.
-        let answer = self.look_up_now(id, request, !late);
+        let answer = self.look_up_now(id, ns, request, !late);
         if !answer.is_pending() {
             let state = &mut self.sessions.requests[id];
             state.demanded_ns = None;
@@ -112,12 +114,13 @@ impl Engine {
         computed: Tokens,
         priority: Priority,
     ) -> Option<Lookup> {
+        let ns = self.sessions.get(session)?.ns;
         let state = self.sessions.request(session, request)?;
         let is_promoting = state.promotions.active.is_some();
         let is_pending = match priority {
             Priority::Prefetch => is_promoting,
             Priority::Demand => {
-                let gain = self.promised(state, 0).saturating_sub(computed.0);
+                let gain = self.promised(state, ns, 0).saturating_sub(computed.0);
                 let waits = state.demanded_ns.is_some() && !state.failed;
                 waits && is_promoting && gain > 0 && !self.is_late(state, gain)
             }
@@ -127,18 +130,19 @@ impl Engine {
     }
 
     /// Where a request's promotion ends if all goes well; `otherwise` without one. In tokens.
-    fn promised(&self, state: &RequestState, otherwise: u32) -> u32 {
+    fn promised(&self, state: &RequestState, ns: NsId, otherwise: u32) -> u32 {
         let promotion = state.promotions.active.as_ref();
         promotion.map_or(otherwise, |promotion| {
-            promotion.boundary() * self.residency.hash_block_size(state.ns)
+            promotion.boundary() * self.residency.hash_block_size(ns)
         })
     }
 
     /// Whether a request's promotion is under way, and a demanded lookup would say so.
     pub fn is_promoting(&self, session: SessionId, request: &str) -> bool {
+        let ns = self.sessions.get(session).map(|session| session.ns);
         let state = self.sessions.request(session, request);
-        state.is_some_and(|state| {
-            let gain = self.promised(state, 0);
+        ns.zip(state).is_some_and(|(ns, state)| {
+            let gain = self.promised(state, ns, 0);
             state.promotions.active.is_some() && !state.failed && !self.is_late(state, gain)
         })
     }
@@ -196,9 +200,10 @@ impl Engine {
 
     /// The tokens (exclusive, inclusive) between which a request's promotions brought payloads from disk.
     pub fn from_disk(&self, session: SessionId, request: &str) -> Option<(Tokens, Tokens)> {
+        let ns = self.sessions.get(session)?.ns;
         let state = self.sessions.request(session, request)?;
         let (after, to) = state.promotions.from_disk?;
-        let hash_block_size = self.residency.hash_block_size(state.ns);
+        let hash_block_size = self.residency.hash_block_size(ns);
         let tokens = |depth: u32| Tokens(depth * hash_block_size);
         Some((tokens(after), tokens(to)))
     }
@@ -222,19 +227,20 @@ impl Engine {
     fn look_up_now(
         &mut self,
         id: RequestId,
+        ns: NsId,
         request: &LookupRequest<'_>,
         may_promote: bool,
     ) -> Lookup {
         let state = &mut self.sessions.requests[id];
-        let hash_block_size = self.residency.hash_block_size(state.ns);
+        let hash_block_size = self.residency.hash_block_size(ns);
         let span = Span {
             computed: request.computed.0,
             local: request.computed.0 / hash_block_size,
             hash_block_size,
             least: self.config.min_load_tokens.max(1),
         };
-        let forest = self.residency.forest();
-        let found = forest.deepest(state.ns, request.hashes, |node| node.is_visible());
+        let residency = &self.residency;
+        let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
         let (deepest, depth) = found.unwrap_or((NONE, 0));
         state.shared = Tokens(depth * hash_block_size);
         // A draft model keeps nothing of use for the last tokens.
@@ -317,7 +323,7 @@ impl Engine {
         let state = &mut self.sessions.requests[id];
         state.move_lease(node, &mut self.residency);
         state.hit_after = Some(local);
-        let hash_block_size = self.residency.hash_block_size(state.ns);
+        let hash_block_size = self.residency.spec_of(node).hash_block_size;
         let hit = Lookup::Hit(Hit {
             tokens: Tokens(self.residency.node(node).depth * hash_block_size),
             shared: state.shared,
@@ -330,6 +336,7 @@ impl Engine {
         if state.tick != self.residency.tick() {
             self.residency.next_tick();
         }
+        self.residency.note_host_chain(node);
         self.residency.touch_hit(node);
         self.writeback
             .offer_hit(node, &mut self.residency, self.now_ns, &mut self.counters);

@@ -2,7 +2,7 @@
 
 use slotmap::SlotMap;
 
-use crate::forest::{NONE, NodeId, NsId};
+use crate::forest::{NONE, NodeId};
 use crate::session::{Priority, PromotionWait, Tokens};
 
 use super::promotions::QueuePlace;
@@ -19,7 +19,6 @@ pub(super) type Requests = SlotMap<RequestId, RequestState>;
 /// One request's lookup.
 #[derive(Debug)]
 pub(super) struct RequestState {
-    pub(super) ns: NsId,
     /// Tick of its arrival.
     pub(super) tick: u64,
     /// Leased node at the boundary of the last answer, or `NONE`.

@@ -20,10 +20,13 @@ impl Engine {
         for request in self.sessions.requests_of(session) {
             self.release_hit(request);
         }
-        self.residency.remove_namespace(ns);
-        self.namespaces.begin_new_life(ns, &mut self.residency);
-        if !self.namespaces.is_private(ns) {
-            self.separate(session, ns);
+        let is_unused = |ns| !self.sessions.uses(ns);
+        let new = self
+            .namespaces
+            .begin_new_life(ns, &mut self.residency, is_unused);
+        self.sessions.move_all(ns, new);
+        if !self.namespaces.is_private(new) {
+            self.separate(session, new);
         }
         true
     }
@@ -47,9 +50,6 @@ impl Engine {
         // The payloads fitted when the session was opened; there may be too many namespaces, and then
         // the session stays where it is: the namespace is volatile, and empty.
         let Ok(private) = private else { return };
-        for id in self.sessions.requests_of(session) {
-            self.sessions.requests[id].ns = private;
-        }
         let state = self.sessions.get_mut(session);
         state.expect("the caller has found the session").ns = private;
     }

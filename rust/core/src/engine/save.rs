@@ -133,7 +133,9 @@ impl Engine {
         let tokens = save.tokens.0 / self.residency.hash_block_size(ns);
         let hash_blocks = (tokens as usize).min(save.hashes.len()) as u32;
         let hashes = Limited::new(save.hashes, hash_blocks);
-        let found = self.residency.forest().deepest(ns, &hashes, |_| true);
+        // What is being removed makes room first.
+        self.residency.continue_removals(self.config.removals);
+        let found = self.residency.deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
         // A request that has shrunk has nothing new.
         self.counters.deduplicated_blocks += u64::from(depth.saturating_sub(known));
@@ -213,7 +215,7 @@ impl Engine {
     fn may_go_on(&self, session: SessionId, plan: &SavePlan<'_>) -> bool {
         let ns = self.sessions.get(session).map(|state| state.ns);
         let tail = plan.tail.0;
-        ns == Some(plan.cursor.ns) && (tail == NONE || !self.residency.node(tail).is_detached())
+        ns == Some(plan.cursor.ns) && (tail == NONE || !self.residency.has_left_index(tail))
     }
 
     /// Does a step's work. Whether the save has ended.

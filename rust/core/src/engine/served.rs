@@ -50,10 +50,7 @@ impl Engine {
         if lease == NONE {
             return None;
         }
-        let local = computed.0
-            / self
-                .residency
-                .hash_block_size(self.sessions.requests[id].ns);
+        let local = computed.0 / self.residency.spec_of(lease).hash_block_size;
         let top = self.residency.node(lease);
         let spec = self.residency.spec(top.ns);
         let after: Vec<u32> = top
@@ -126,8 +123,11 @@ impl Engine {
     ) -> Option<TransferId> {
         let id = self.sessions.request_id(session, request)?;
         let state = &self.sessions.requests[id];
-        let (ns, hit) = (state.ns, state.lease);
-        let local = state.hit_after?;
+        let (hit, local) = (state.lease, state.hit_after?);
+        if hit == NONE {
+            return None;
+        }
+        let ns = self.residency.node(hit).ns;
         let spec = self.residency.spec(ns);
         let end = computed.0.checked_add(external.0)?;
         let (boundary, from) = (

@@ -151,6 +151,13 @@ impl Sessions {
         self.sessions.values().any(|state| state.ns == ns)
     }
 
+    /// Sessions of one namespace use another.
+    pub(super) fn move_all(&mut self, from: NsId, to: NsId) {
+        let sessions = self.sessions.values_mut();
+        let of_namespace = sessions.filter(|state| state.ns == from);
+        of_namespace.for_each(|state| state.ns = to);
+    }
+
     /// A session's request by its name.
     pub(super) fn request_id(&self, session: SessionId, request: &str) -> Option<RequestId> {
         self.sessions.get(session)?.requests.get(request).copied()
@@ -173,7 +180,6 @@ impl Sessions {
         let id = match state.requests.entry(request.into()) {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(unknown) => *unknown.insert(self.requests.insert(RequestState {
-                ns: state.ns,
                 tick: tick(),
                 lease: NONE,
                 hit_after: None,

@@ -1,64 +1,62 @@
 //! The nodes, their tree, and the index from hashes to nodes.
 
-use hashbrown::HashTable;
-
 use crate::key::{BlockHash, HashSource};
 use crate::work;
 
+use super::hash_index::HashIndex;
 use super::node::{NONE, Node, NodeId, NsId, Reach, Tier};
+use super::pool::Pool;
+
+/// The nodes of one namespace.
+#[derive(Debug)]
+struct Tree {
+    /// The first of its roots that are in the index, or `NONE`.
+    first_root: NodeId,
+    /// Detached ones included.
+    nodes: u32,
+}
 
 /// The nodes and their index.
 #[derive(Debug)]
 pub struct Forest {
-    nodes: Vec<Node>,
-    free: Vec<NodeId>,
-    index: HashTable<NodeId>,
-    roots: Vec<NodeId>,
-    seed: u64,
-}
-
-fn mix(seed: u64, ns: NsId, hash: &BlockHash) -> u64 {
-    // Block hashes are uniform already; the seed keeps table positions unpredictable.
-    (hash.fingerprint() ^ seed ^ u64::from(ns)).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+    nodes: Pool<Node>,
+    /// The first of the free ids, or `NONE`; each names the next.
+    free: NodeId,
+    live: usize,
+    index: HashIndex,
+    trees: Vec<Tree>,
 }
 
 impl Forest {
     /// An empty forest; `seed` makes positions in the hash table unpredictable.
     pub fn new(seed: u64) -> Self {
         Self {
-            nodes: Vec::new(),
-            free: Vec::new(),
-            index: HashTable::new(),
-            roots: Vec::new(),
-            seed,
+            nodes: Pool::new(),
+            free: NONE,
+            live: 0,
+            index: HashIndex::new(seed),
+            trees: Vec::new(),
         }
-    }
-
-    /// Makes room for `count` nodes (recovery).
-    pub fn reserve(&mut self, count: usize) {
-        self.nodes.reserve(count);
-        let (nodes, seed) = (&self.nodes, self.seed);
-        self.index.reserve(count, |&id| {
-            let node = &nodes[id as usize];
-            mix(seed, node.ns, &node.hash)
-        });
     }
 
     /// Adds a namespace; its index.
     pub fn add_namespace(&mut self) -> NsId {
-        let ns = NsId::try_from(self.roots.len()).expect("the engine limits its namespaces");
-        self.roots.push(NONE);
+        let ns = NsId::try_from(self.trees.len()).expect("the engine limits its namespaces");
+        self.trees.push(Tree {
+            first_root: NONE,
+            nodes: 0,
+        });
         ns
     }
 
     /// Indices of the namespaces.
     pub fn namespaces(&self) -> std::ops::Range<NsId> {
-        0..NsId::try_from(self.roots.len()).expect("`add_namespace` counts them")
+        0..NsId::try_from(self.trees.len()).expect("`add_namespace` counts them")
     }
 
     /// Nodes in the index and detached ones.
     pub fn len(&self) -> usize {
-        self.nodes.len() - self.free.len()
+        self.live
     }
 
     /// Whether there is no node.
@@ -93,14 +91,11 @@ impl Forest {
 
     /// The node of a hash, visible or not.
     pub fn find(&self, ns: NsId, hash: &BlockHash) -> Option<NodeId> {
-        work::index();
-        let nodes = &self.nodes;
-        self.index
-            .find(mix(self.seed, ns, hash), |&id| {
-                let node = &nodes[id as usize];
-                node.ns == ns && node.hash == *hash
-            })
-            .copied()
+        self.index.find(self.index.hash(ns, hash), |&id| {
+            work::node();
+            let node = self.node(id);
+            node.ns == ns && node.hash == *hash
+        })
     }
 
     /// The deepest node of the chain for which `accept` holds, and its depth, by galloping from the
@@ -179,28 +174,27 @@ impl Forest {
         }
         let depth = self.depth(parent) + 1;
         let mut node = Node::new(ns, parent, hash, depth, groups, required);
-        let id = match self.free.pop() {
-            Some(id) => {
-                node.epoch = self.node(id).epoch;
-                self.nodes[id as usize] = node;
-                id
-            }
-            None => {
-                let id = self.nodes.len();
-                assert!(id < NONE as usize, "the last index means no node");
-                self.nodes.push(node);
-                id as NodeId
-            }
+        let id = self.free;
+        let id = if id == NONE {
+            let id = self.nodes.len();
+            assert!(id < NONE as usize, "the last index means no node");
+            self.nodes.push(node);
+            id as NodeId
+        } else {
+            let before = self.node(id);
+            node.epoch = before.epoch;
+            self.free = before.links.next;
+            self.nodes[id as usize] = node;
+            id
         };
+        self.live += 1;
+        self.trees[usize::from(ns)].nodes += 1;
         self.link(id);
-        work::index();
-        let (nodes, seed) = (&self.nodes, self.seed);
-        self.index
-            .insert_unique(mix(seed, ns, &hash), id, |&other| {
-                work::index();
-                let node = &nodes[other as usize];
-                mix(seed, node.ns, &node.hash)
-            });
+        let (nodes, keys) = (&self.nodes, self.index.keys());
+        self.index.insert(keys.hash(ns, &hash), id, |other| {
+            let node = &nodes[other as usize];
+            keys.hash(node.ns, &node.hash)
+        });
         id
     }
 
@@ -208,7 +202,7 @@ impl Forest {
         let node = self.node(id);
         let (parent, ns) = (node.links.parent, node.ns);
         if parent == NONE {
-            &mut self.roots[usize::from(ns)]
+            &mut self.trees[usize::from(ns)].first_root
         } else {
             &mut self.nodes[parent as usize].links.first_child
         }
@@ -226,20 +220,29 @@ impl Forest {
         }
     }
 
-    /// Takes a node out of the index; it stays linked until [`Forest::release`].
+    /// Takes a node out of the index, and out of its parent's list of children. It counts among them until
+    /// [`Forest::release`].
     pub fn unindex(&mut self, id: NodeId) {
         let node = self.node(id);
         assert!(!node.is_detached(), "node {id} left the index twice");
-        let (ns, hash) = (node.ns, node.hash);
-        work::index();
-        self.index
-            .find_entry(mix(self.seed, ns, &hash), |&other| other == id)
-            .expect("a node that is not detached is in the index")
-            .remove();
-        self.node_mut(id).reach = Reach::Detached;
+        let (next, prev) = (node.links.next, node.links.prev);
+        let hash = self.index.hash(node.ns, &node.hash);
+        let found = self.index.remove(hash, id);
+        assert!(found, "a node that is not detached is in the index");
+        if prev == NONE {
+            *self.head_mut(id) = next;
+        } else {
+            self.node_mut(prev).links.next = next;
+        }
+        if next != NONE {
+            self.node_mut(next).links.prev = prev;
+        }
+        let node = self.node_mut(id);
+        (node.links.next, node.links.prev) = (NONE, NONE);
+        node.reach = Reach::Detached;
     }
 
-    /// Unlinks and frees a detached node without children.
+    /// Frees a detached node without children.
     pub fn release(&mut self, id: NodeId) {
         let node = self.node(id);
         assert!(node.is_detached(), "node {id} is freed and in the index");
@@ -250,34 +253,30 @@ impl Forest {
         assert!(node.is_idle(), "node {id} is freed and in use");
         assert!(node.has_no_slots(), "node {id} is freed and has slots");
         work::node();
-        let (parent, next, prev) = (node.links.parent, node.links.next, node.links.prev);
-        if prev == NONE {
-            *self.head_mut(id) = next;
-        } else {
-            self.node_mut(prev).links.next = next;
-        }
-        if next != NONE {
-            self.node_mut(next).links.prev = prev;
-        }
+        let (parent, ns) = (node.links.parent, node.ns);
         if parent != NONE {
             self.node_mut(parent).links.children -= 1;
         }
+        self.live -= 1;
+        self.trees[usize::from(ns)].nodes -= 1;
+        let free = std::mem::replace(&mut self.free, id);
         let node = self.node_mut(id);
         node.epoch = node.epoch.wrapping_add(1);
-        self.free.push(id);
+        node.depth = 0;
+        node.links.next = free;
     }
 
-    /// First child, or `NONE`; further ones by [`Forest::next_sibling`].
+    /// First child in the index, or `NONE`; further ones by [`Forest::next_sibling`].
     pub fn first_child(&self, id: NodeId) -> NodeId {
         self.node(id).links.first_child
     }
 
-    /// Children of a node, first to last.
+    /// Children of a node that are in the index, first to last.
     pub fn children(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         self.siblings(self.first_child(id))
     }
 
-    /// Roots of a namespace.
+    /// Roots of a namespace that are in the index.
     pub fn roots(&self, ns: NsId) -> impl Iterator<Item = NodeId> + '_ {
         self.siblings(self.first_root(ns))
     }
@@ -305,12 +304,12 @@ impl Forest {
 
     /// First root of a namespace, or `NONE`.
     pub fn first_root(&self, ns: NsId) -> NodeId {
-        self.roots[usize::from(ns)]
+        self.trees[usize::from(ns)].first_root
     }
 
-    /// Whether a namespace has a node.
+    /// Whether a namespace has a node, in the index or detached.
     pub fn has_nodes(&self, ns: NsId) -> bool {
-        self.first_root(ns) != NONE
+        self.trees[usize::from(ns)].nodes > 0
     }
 
     /// The ancestor of `id` at `depth`, itself included.
@@ -330,15 +329,20 @@ impl Forest {
             || (node.required == 0 && node.tiers.active_children[tier as usize] > 0)
     }
 
+    /// How many ids there are, of live nodes and free: all lie below.
+    pub fn ids_given(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Whether an id that was given is a live node's.
+    pub fn is_used(&self, id: NodeId) -> bool {
+        self.node(id).depth > 0
+    }
+
     /// Ids of all live nodes, detached ones included.
     pub fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
-        let mut dead = vec![false; self.nodes.len()];
-        for &id in &self.free {
-            dead[id as usize] = true;
-        }
         // `insert` keeps the count below `NONE`.
-        (0..self.nodes.len() as NodeId)
-            .filter(move |&id| !dead[id as usize])
-            .inspect(|_| work::node())
+        let ids = (0..self.nodes.len() as NodeId).inspect(|_| work::node());
+        ids.filter(|&id| self.is_used(id))
     }
 }

@@ -6,8 +6,10 @@
 //! This module keeps the tree and its counters. `engine::residency` decides which payload is in which
 //! tier, and which node may be evicted.
 
+mod hash_index;
 mod index;
 mod node;
+mod pool;
 
 pub use index::Forest;
 pub use node::{

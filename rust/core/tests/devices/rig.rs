@@ -151,7 +151,7 @@ impl Rig {
     pub(crate) fn settle(&mut self) {
         loop {
             let requests = self.start(64);
-            if requests.is_empty() {
+            if requests.is_empty() && !self.engine.has_rest() {
                 return;
             }
             requests.into_iter().for_each(|request| self.end(request));

@@ -372,27 +372,32 @@ impl Namespaces {
         }
     }
 
-    /// A namespace begins another life: no record of before belongs to it. Ends the old life on the
-    /// directories, durably.
-    pub(super) fn begin_new_life(&mut self, ns: NsId, residency: &mut Residency) {
-        let old = self.instance(ns);
-        let instance = self.new_instance();
-        let state = self.state_mut(ns);
-        state.volatile = true;
-        state.instance = instance;
-        if state.private {
-            return;
+    /// A namespace begins another life, at an index of its own: no block and no record of before belongs to
+    /// it. Lets the old life go, durably. The caller moves the sessions.
+    pub(super) fn begin_new_life(
+        &mut self,
+        ns: NsId,
+        residency: &mut Residency,
+        is_unused: impl Fn(NsId) -> bool,
+    ) -> NsId {
+        let (is_private, last_use) = (self.is_private(ns), self.state(ns).last_use);
+        // Private at first: there may be as many shared ones as may be.
+        let added = self.add_private(ns, residency, is_unused);
+        self.vacate(ns, residency);
+        // Without an index left it keeps its own, and all is removed in this entry.
+        let new = added.unwrap_or_else(|_| {
+            residency.finish_removals();
+            ns
+        });
+        let state = self.state_mut(new);
+        state.private = is_private;
+        state.last_use = last_use;
+        if !is_private {
+            // What lies on an absent directory from before cannot be ended now.
+            self.reset_beyond_reach |= residency.disks().iter().any(Disk::is_absent);
+            self.enter_again(residency);
         }
-        for device in residency.devices() {
-            // What lies there from before cannot be ended now.
-            self.reset_beyond_reach |= residency.disk_mut(device).is_absent();
-            for index in 0..residency.disk_mut(device).namespace_entries.len() {
-                if residency.disk_mut(device).namespace_entries[index] == old {
-                    self.clear_entry(device, index, residency);
-                }
-            }
-        }
-        self.enter_again(residency);
+        new
     }
 
     /// A directory is there that was absent. Nothing is left on it of lives that have ended meanwhile.

@@ -70,21 +70,23 @@ impl Namespaces {
         }
     }
 
-    /// Lets a namespace and its blocks go. Its index is free once nothing uses them.
-    fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
+    /// Lets a namespace and its blocks go: from now on nobody finds them. Its index is free once they have
+    /// gone, which takes many entries of the engine, and nothing uses them.
+    pub(super) fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
         residency.remove_namespace(ns);
         let old = self.instance(ns);
         for device in residency.devices() {
-            let entries = &residency.disk_mut(device).namespace_entries;
-            if let Some(index) = entries.iter().position(|&found| found == old) {
-                // Durably: a reset of the namespace's next life must not leave this one to come back.
-                self.clear_entry(device, index, residency);
+            for index in 0..residency.disk_mut(device).namespace_entries.len() {
+                if residency.disk_mut(device).namespace_entries[index] == old {
+                    // Durably: a reset of the namespace's next life must not leave this one to come back.
+                    self.clear_entry(device, index, residency);
+                }
             }
         }
         let instance = self.new_instance();
         let state = self.state_mut(ns);
         state.instance = instance;
-        // Nobody finds it any more, as a private one whose session has ended.
+        // As a private one whose session has ended.
         state.private = true;
         state.volatile = true;
     }

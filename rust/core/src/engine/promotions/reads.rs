@@ -114,6 +114,7 @@ impl Promotions {
             let state = parts.residency.node(node);
             let (payload, device) = (state.payload(group), state.device);
             let is_lost = state.is_detached()
+                || payload.host == HostState::Empty && parts.residency.is_being_given_up(device)
                 || payload.host == HostState::Filling
                 || payload.host == HostState::Empty && payload.disk != DiskState::Present;
             let is_silent = !is_lost

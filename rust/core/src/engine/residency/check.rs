@@ -24,6 +24,15 @@ struct Sums {
     /// Candidates by region, size class, and whether they are leaves.
     candidates: HashMap<(usize, Class, bool), usize>,
     queued_bytes: u64,
+    /// Detached children of each node, which it does not list.
+    detached: HashMap<NodeId, Children>,
+}
+
+/// Children of a node, and those that are active, by tier.
+#[derive(Clone, Copy, Debug, Default)]
+struct Children {
+    children: u32,
+    active: [u32; 2],
 }
 
 impl Residency {
@@ -38,8 +47,15 @@ impl Residency {
             slots: vec![0; 1 + self.disks.len()],
             ..Sums::default()
         };
+        for id in self.forest.ids().filter(|&id| self.node(id).is_detached()) {
+            let above = sums.detached.entry(self.node(id).parent()).or_default();
+            above.children += 1;
+            for tier in Tier::ALL {
+                above.active[tier as usize] += u32::from(self.forest.is_active(id, tier));
+            }
+        }
         for id in self.forest.ids() {
-            self.check_tree(id)?;
+            self.check_tree(id, &sums)?;
             self.check_counts(id)?;
             self.check_uses(id, leases)?;
             self.check_reach(id)?;
@@ -100,7 +116,7 @@ impl Residency {
         }
     }
 
-    fn check_tree(&self, id: NodeId) -> Result<(), String> {
+    fn check_tree(&self, id: NodeId, sums: &Sums) -> Result<(), String> {
         let node = self.node(id);
         let found = self.forest.find(node.ns, &node.hash);
         if node.is_detached() {
@@ -114,7 +130,7 @@ impl Residency {
         }
         if let Some(parent) = self.parent(id) {
             ensure!(
-                node.is_detached() || !self.node(parent).is_detached(),
+                node.is_detached() || !self.node(parent).is_detached() || self.is_being_removed(id),
                 "node {id}: its parent {parent} has left the index"
             );
         }
@@ -135,9 +151,14 @@ impl Residency {
                 active[tier as usize] += u32::from(self.forest.is_active(child, tier));
             }
         }
+        let detached = sums.detached.get(&id).copied().unwrap_or_default();
+        children += detached.children;
+        for tier in Tier::ALL {
+            active[tier as usize] += detached.active[tier as usize];
+        }
         ensure!(
             node.children() == children,
-            "node {id}: {} children, linked {children}",
+            "node {id}: {} children, linked or detached {children}",
             node.children()
         );
         let counted = node.tiers.active_children;
@@ -146,6 +167,12 @@ impl Residency {
             "node {id}: active_children {counted:?}, active {active:?}"
         );
         Ok(())
+    }
+
+    /// Whether a node is to be removed in later entries, and cannot be found.
+    fn is_being_removed(&self, id: NodeId) -> bool {
+        let mut above = self.forest.ancestors(id);
+        self.is_ending(self.node(id).ns) || above.any(|at| self.node(at).is_detached())
     }
 
     fn check_counts(&self, id: NodeId) -> Result<(), String> {
@@ -177,7 +204,10 @@ impl Residency {
             && node.payloads().iter().all(|payload| {
                 payload.host == HostState::Empty && payload.disk == DiskState::Empty
             });
-        ensure!(!is_empty_leaf, "node {id}: an empty leaf");
+        ensure!(
+            !is_empty_leaf || self.is_being_removed(id),
+            "node {id}: an empty leaf"
+        );
         Ok(())
     }
 
@@ -211,7 +241,7 @@ impl Residency {
 
     fn check_reach(&self, id: NodeId) -> Result<(), String> {
         let node = self.node(id);
-        if node.is_detached() {
+        if node.is_detached() || self.is_being_removed(id) {
             return Ok(());
         }
         let above = self.parent(id).map(|parent| self.node(parent).reach);
@@ -230,7 +260,7 @@ impl Residency {
         );
         let in_host = above == Reach::HostChain && self.is_in_host(id);
         ensure!(
-            node.is_host_chain() == in_host,
+            node.is_host_chain() == in_host || in_host && self.is_rise_cut,
             "node {id}: reach is {:?}",
             node.reach
         );
@@ -239,8 +269,9 @@ impl Residency {
 
     fn check_disk_chain(&self, id: NodeId, writes_failed: bool) -> Result<(), String> {
         let node = self.node(id);
-        let may_lack = writes_failed || self.disk_gaps;
-        if node.is_detached() || node.tiers.slots[Tier::Disk as usize] == 0 || may_lack {
+        let has_slots = node.tiers.slots[Tier::Disk as usize] > 0;
+        let may_lack = writes_failed || self.disk_gaps || self.is_being_removed(id);
+        if node.is_detached() || !has_slots || may_lack {
             return Ok(());
         }
         let ancestor = self.required_ancestor(id);

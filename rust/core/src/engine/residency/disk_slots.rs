@@ -7,7 +7,6 @@ use crate::slots::Owner;
 use crate::work;
 
 use super::geometry::Region;
-use super::slots::Loss;
 use super::state::Residency;
 
 /// Why a payload gets no slot on disk.
@@ -195,30 +194,6 @@ impl Residency {
         {
             work::node();
             at = self.node(at).parent();
-        }
-    }
-
-    /// Gives a directory up: payloads that only it holds are lost.
-    pub(in crate::engine) fn give_up_disk(&mut self, device: DeviceIndex) {
-        let ids = self.forest.ids();
-        let mut nodes: Vec<(NodeId, u32)> = ids.map(|id| (id, self.node(id).epoch)).collect();
-        // The first one that is lost takes all nodes below along.
-        nodes.sort_unstable_by_key(|&(id, _)| self.node(id).depth);
-        for (id, epoch) in nodes {
-            work::node();
-            if !self.forest.is_live(id, epoch) || self.node(id).device != device {
-                continue;
-            }
-            let mut dropped = false;
-            for group in self.node(id).groups() {
-                if self.node(id).payload(group).disk == DiskState::Present {
-                    self.free_disk(id, group, Loss::Dropped);
-                    dropped = true;
-                }
-            }
-            if dropped {
-                self.reconcile(id);
-            }
         }
     }
 }

@@ -104,6 +104,8 @@ impl Residency {
     /// Gives the index of a namespace without nodes to another.
     pub(in crate::engine) fn replace_namespace(&mut self, ns: NsId, geometry: Geometry) {
         assert!(!self.forest.has_nodes(ns), "namespace {ns} has nodes");
+        // Its last nodes may have gone before their turn came.
+        self.forget_removal(ns);
         self.geometry[usize::from(ns)] = geometry;
     }
 

@@ -18,6 +18,7 @@ mod host_checksums;
 mod leases;
 mod reach;
 mod recovery;
+mod removal;
 mod runs;
 mod slots;
 mod state;

@@ -1,11 +1,14 @@
 //! What a change of a payload means for lookups: nodes become visible, leave the index, are freed.
 
-use crate::forest::{DiskState, HostState, NodeId, NsId, Reach, Tier};
+use crate::forest::{DiskState, HostState, NodeId, Reach, Tier};
 
 use crate::work;
 
 use super::slots::Loss;
 use super::state::Residency;
+
+/// Nodes below a payload that has come to the arena, which are told so at once.
+const RISES_MAX: usize = 512;
 
 impl Residency {
     /// Whether all required payloads of a node are readable in some tier.
@@ -50,6 +53,7 @@ impl Residency {
     ) {
         // Most nodes have no children yet: nothing is allocated for them.
         let (mut next, mut stack) = (Some(id), Vec::new());
+        let mut rises = 0;
         while let Some(id) = next.take().or_else(|| stack.pop()) {
             work::node();
             let before = self.node(id).reach;
@@ -68,8 +72,34 @@ impl Residency {
             self.forest.node_mut(id).reach = reach;
             if before == Reach::Hidden {
                 became_visible.push(id);
+                stack.extend(self.forest.children(id));
+                continue;
             }
-            stack.extend(self.forest.children(id));
+            // A shared prefix may have any number of branches. Where one is not told that all above it is in the
+            // arena, a lookup looks for itself.
+            let children = self.forest.children(id).take(RISES_MAX - rises);
+            let before = stack.len();
+            stack.extend(children);
+            rises += stack.len() - before;
+            self.is_rise_cut |= rises == RISES_MAX;
+        }
+    }
+
+    /// A hit ends at `id`. A node that was not told so is part of the host chain if all above it are.
+    pub(in crate::engine) fn note_host_chain(&mut self, id: NodeId) {
+        if !self.is_rise_cut || self.node(id).is_host_chain() {
+            return;
+        }
+        let above = std::iter::once(id).chain(self.forest.ancestors(id));
+        let chain: Vec<NodeId> = above
+            .take_while(|&at| !self.node(at).is_host_chain())
+            .collect();
+        for at in chain.into_iter().rev() {
+            let reach = self.reach(at);
+            if reach != Reach::HostChain {
+                return;
+            }
+            self.forest.node_mut(at).reach = reach;
         }
     }
 
@@ -115,7 +145,7 @@ impl Residency {
                 self.refresh(id);
                 return;
             }
-            // Nodes that could be freed were; a parent that is left may have become a leaf.
+            // A parent that is left may have become a leaf.
             match self.unlink_subtree(id) {
                 Some(parent) => id = parent,
                 None => return,
@@ -159,60 +189,8 @@ impl Residency {
         }
     }
 
-    /// Takes all nodes of a namespace out of the index.
-    pub(in crate::engine) fn remove_namespace(&mut self, ns: NsId) {
-        let roots: Vec<NodeId> = self.forest.roots(ns).collect();
-        for root in roots {
-            if !self.node(root).is_detached() {
-                self.remove_subtree(root);
-            }
-        }
-    }
-
-    /// Takes a node and all below it out of the index. Those in use live on, unfindable, until their last
-    /// use ends.
-    pub(in crate::engine) fn remove_subtree(&mut self, id: NodeId) {
-        if let Some(parent) = self.unlink_subtree(id) {
-            self.reconcile(parent);
-        }
-    }
-
-    /// As [`Residency::remove_subtree`]; returns a parent that is still in the index and has to be
-    /// reconciled.
-    fn unlink_subtree(&mut self, id: NodeId) -> Option<NodeId> {
-        // Parents first.
-        let mut order = vec![id];
-        let mut next = 0;
-        while let Some(&at) = order.get(next) {
-            next += 1;
-            order.extend(self.forest.children(at));
-        }
-        for &id in &order {
-            if self.node(id).is_detached() {
-                continue;
-            }
-            self.withdraw(id);
-            self.forest.unindex(id);
-            for group in self.node(id).groups() {
-                if self.node(id).payload(group).disk == DiskState::Queued {
-                    self.unqueue_write(id, group);
-                }
-            }
-        }
-        let mut parent = None;
-        // Children first: a node is freed only when its children are.
-        for &id in order.iter().rev() {
-            if self.node(id).is_detached()
-                && let Some(above) = self.free_detached(id)
-            {
-                parent = Some(above);
-            }
-        }
-        parent.filter(|&parent| !self.node(parent).is_detached())
-    }
-
     /// Frees a detached node that nothing refers to, with its slots; returns its parent.
-    fn free_detached(&mut self, id: NodeId) -> Option<NodeId> {
+    pub(super) fn free_detached(&mut self, id: NodeId) -> Option<NodeId> {
         let node = self.node(id);
         assert!(node.is_detached(), "node {id} is freed and in the index");
         if node.children() > 0 || !node.is_idle() {

@@ -50,7 +50,6 @@ impl Residency {
     /// Makes nodes of records. Returns how many payloads and how many placeholders have one.
     pub(in crate::engine) fn adopt_records(&mut self, found: &[FoundRecord]) -> (u64, u64) {
         let claimed = self.claim_slots(found);
-        self.forest.reserve(claimed.len());
         let (mut payloads, mut placeholders) = (0, 0);
         let mut orphans = Vec::new();
         for &at in &claimed {
@@ -201,6 +200,7 @@ impl Residency {
             order.push((id, self.node(id).epoch));
             stack.extend(self.forest.children(id));
         }
+        self.finish_removals();
         let lost = before - self.disk_blocks();
         // Children first: a placeholder without children goes, and its parent may be one.
         for (id, epoch) in order.into_iter().rev() {
@@ -214,6 +214,7 @@ impl Residency {
             }
             self.reconcile(id);
         }
+        self.finish_removals();
         lost
     }
 

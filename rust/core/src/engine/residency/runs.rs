@@ -249,7 +249,7 @@ impl Residency {
     }
 
     /// Looks at a node and those below. Returns the tick at which one of them was used last, `None` if one
-    /// is in use, or there are too many. Adds what `lost` ones are worth, each once.
+    /// is in use or has left the index, or there are too many. Adds what `lost` ones are worth, each once.
     fn look_below(&self, id: NodeId, losses: &mut RunLoss, lost: bool) -> Option<u64> {
         let mut youngest = self.node(id).touch.last;
         let mut bytes = 0.0;
@@ -271,7 +271,13 @@ impl Residency {
                     bytes += self.held_bytes(id) as f64;
                 }
             }
-            stack.extend(self.forest.children(id));
+            let before = stack.len();
+            let most = losses.visits as usize;
+            stack.extend(self.forest.children(id).take(most));
+            // A child that has left the index is not listed: it goes soon, or is in use, with what is above.
+            if stack.len() - before < node.children() as usize {
+                return None;
+            }
         }
         losses.loss += bytes * self.worth(youngest);
         Some(youngest)

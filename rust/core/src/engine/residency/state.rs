@@ -10,6 +10,7 @@ use crate::slots::{Slots, page_bytes_for};
 
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
+use super::removal::Removals;
 use super::runs::{Moves, RunSearch};
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
@@ -25,8 +26,8 @@ const POLICY_BLOCKS_MIN: u64 = 64;
 /// - `Node::tiers` counts a node's slots and its active children, `Node::uses.busy` its copies and IO
 ///   operations, `queued_bytes` the payloads in state `Queued`;
 /// - a node is visible if and only if its parent is and every required payload is readable in some tier,
-///   or is being read; it is in the host chain if and only if its parent is and every required payload is
-///   in the arena;
+///   or is being read; it is in the host chain only if its parent is and every required payload is in the
+///   arena, and unless it is one of very many below its parent, also if they are;
 /// - a policy's set holds exactly the nodes whose [`Evictability`] says so: nothing leased, held, in flight
 ///   or above a payload of the same tier, and no last copy that a child needs;
 /// - a detached node is freed as soon as nothing uses it and it has no children.
@@ -47,6 +48,9 @@ pub(in crate::engine) struct Residency {
     pub(super) freed: [u64; 2],
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
+    pub(super) removals: Removals,
+    /// A node in the host chain may not know that it is.
+    pub(super) is_rise_cut: bool,
     /// How far each region was searched for pages that another size class may take: the arena, then the
     /// directories.
     pub(super) searches: Vec<RunSearch>,
@@ -67,6 +71,8 @@ impl Residency {
             tick: 0,
             freed: [0, 0],
             queued_bytes: 0,
+            removals: Removals::default(),
+            is_rise_cut: false,
             searches: vec![RunSearch::default()],
             moves: Moves::default(),
             disk_gaps: false,

@@ -15,6 +15,8 @@ use super::budget::WriteBudget;
 use super::orphans::Orphaned;
 use super::refusals::Refusals;
 
+/// Queued writes that one entry of the engine looks at.
+const WRITES_LOOKED_AT: usize = 128;
 /// Blocks that second-touch admission remembers, at about 15 bytes each.
 const DOORKEEPER_BLOCKS: usize = 2 << 20;
 
@@ -48,6 +50,8 @@ pub(in crate::engine) struct WriteBack {
     pub(super) orphaned: Orphaned,
     /// Blocks offered before, for second-touch admission.
     doorkeeper: Option<Doorkeeper>,
+    /// The last entry stopped before the end of the queue, though more could have been started.
+    has_rest: bool,
     /// The first payload of the queue has no slot yet: nothing more is started in this turn.
     waits_for_room: bool,
     /// Sequence number of the last table block that was written.
@@ -66,6 +70,7 @@ impl WriteBack {
             doorkeeper: config
                 .second_touch
                 .then(|| Doorkeeper::new(DOORKEEPER_BLOCKS)),
+            has_rest: false,
             waits_for_room: false,
             record_seq: 0,
             is_held_by_rate: false,
@@ -211,6 +216,11 @@ impl WriteBack {
         self.queue.is_empty()
     }
 
+    /// Whether [`WriteBack::next_writes`] stopped although it could have gone on.
+    pub(in crate::engine) fn has_rest(&self) -> bool {
+        self.has_rest
+    }
+
     /// Whether [`WriteBack::next_writes`] may have something to start, given free depth.
     pub(in crate::engine) fn has_writes(&self, residency: &Residency) -> bool {
         let has_dirty_blocks =
@@ -233,12 +243,13 @@ impl WriteBack {
             .front()
             .map_or(0, |write| payload_bytes(write, parts.residency));
         self.budget.refill(next_bytes, parts.now_ns);
+        self.has_rest = false;
         self.waits_for_room = false;
         self.is_held_by_rate = false;
         if parts.residency.waits_for_an_answer(parts.now_ns) {
             return;
         }
-        let (mut at, mut in_vain) = (0, 0);
+        let (mut at, mut in_vain, mut looked_at) = (0, 0, 0);
         while in_vain < SCAN_MAX
             && at < self.queue.len()
             && parts.any_takes_a_write()
@@ -250,6 +261,12 @@ impl WriteBack {
                 in_vain += 1;
                 continue;
             }
+            // Writes that are refused start nothing: a disk that fails may refuse the whole queue.
+            if looked_at == WRITES_LOOKED_AT {
+                self.has_rest = true;
+                break;
+            }
+            looked_at += 1;
             let bytes = payload_bytes(&write, parts.residency);
             if !self.budget.allows(bytes) {
                 self.is_held_by_rate = true;

@@ -9,6 +9,13 @@ use super::super::residency::{DiskRefusal, Residency};
 /// How long a refusal stands if no slot on disk is freed, in nanoseconds: payloads in use may be let go.
 const REFUSED_NS: u64 = 10_000_000_000;
 
+/// Tables of refusals, each of which grows by itself: one for all would take long to grow.
+const SHARDS: usize = 64;
+
+fn shard(id: NodeId) -> usize {
+    id as usize % SHARDS
+}
+
 /// Why a payload stays in the arena only.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum WriteRefusal {
@@ -21,20 +28,34 @@ pub(super) enum WriteRefusal {
 /// Nodes, with their epochs, that were refused since a slot on disk was freed last.
 ///
 /// Invariant: no entry is older than `REFUSED_NS`, nor than the last slot that was freed.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Refusals {
-    nodes: FxHashMap<(NodeId, u32), WriteRefusal>,
+    nodes: [FxHashMap<(NodeId, u32), WriteRefusal>; SHARDS],
     since_ns: u64,
     /// Slots freed on disk when it was looked at last.
     freed: u64,
 }
 
+impl Default for Refusals {
+    fn default() -> Self {
+        Self {
+            nodes: std::array::from_fn(|_| FxHashMap::default()),
+            since_ns: 0,
+            freed: 0,
+        }
+    }
+}
+
 impl Refusals {
+    fn clear(&mut self) {
+        self.nodes.iter_mut().for_each(FxHashMap::clear);
+    }
+
     /// Forgets refusals that are too old.
     pub(super) fn expire(&mut self, now_ns: u64) {
         if now_ns >= self.since_ns.saturating_add(REFUSED_NS) {
             self.since_ns = now_ns;
-            self.nodes.clear();
+            self.clear();
         }
     }
 
@@ -43,14 +64,18 @@ impl Refusals {
         let freed = residency.freed(Tier::Disk);
         if self.freed != freed {
             self.freed = freed;
-            self.nodes.clear();
+            self.clear();
         }
     }
 
     /// Notes why a node was refused.
     pub(super) fn note(&mut self, id: NodeId, why: WriteRefusal, residency: &Residency) {
+        // Without a directory that takes writes all are refused anyway.
+        if matches!(why, WriteRefusal::Disk(DiskRefusal::Degraded)) {
+            return;
+        }
         self.catch_up(residency);
-        self.nodes.insert((id, residency.node(id).epoch), why);
+        self.nodes[shard(id)].insert((id, residency.node(id).epoch), why);
     }
 
     /// Why a node was refused, if asking again would be in vain.
@@ -64,6 +89,7 @@ impl Refusals {
             return Some(WriteRefusal::Disk(DiskRefusal::Degraded));
         }
         self.catch_up(residency);
-        self.nodes.get(&(id, residency.node(id).epoch)).copied()
+        let nodes = &self.nodes[shard(id)];
+        nodes.get(&(id, residency.node(id).epoch)).copied()
     }
 }

@@ -24,6 +24,10 @@ impl WriteBack {
         let mut chain = Vec::new();
         let mut at = id;
         while at != NONE && residency.writable_group(at).is_some() {
+            if residency.node(at).is_detached() {
+                // It is being removed, and `id` with it.
+                return;
+            }
             chain.push(at);
             at = residency.required_ancestor(at);
         }

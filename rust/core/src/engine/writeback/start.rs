@@ -32,6 +32,11 @@ impl WriteBack {
             return None;
         }
         let ancestor = residency.required_ancestor(id);
+        if ancestor != NONE && residency.node(ancestor).is_detached() {
+            // It is being removed, and `id` with it.
+            self.refuse(id, group, WriteRefusal::Ancestor, parts);
+            return None;
+        }
         let is_optional = !residency.node(id).requires(group);
         if ancestor != NONE && residency.is_queued(ancestor)
             || is_optional && residency.is_queued(id)

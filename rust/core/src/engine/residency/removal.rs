@@ -1,0 +1,226 @@
+//! Removal of many nodes, in steps: an entry of the engine does a bounded part of it.
+//!
+//! What is removed cannot be found from the first step on. A namespace that ends is known to nobody any more. The
+//! root of a subtree leaves the index at once, and [`Residency::deepest`] stops above it.
+
+use std::collections::VecDeque;
+
+use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId};
+use crate::key::HashSource;
+use crate::work;
+
+use super::slots::Loss;
+use super::state::Residency;
+
+/// What is being removed.
+///
+/// Invariants: the root of a subtree is detached, and has children; all nodes of the subtree are below it.
+#[derive(Debug, Default)]
+pub(super) struct Removals {
+    /// Namespaces that have ended.
+    namespaces: VecDeque<NsId>,
+    /// Roots of subtrees, with their epochs.
+    subtrees: VecDeque<(NodeId, u32)>,
+    /// Directories that were given up, and the first node that was not looked at yet.
+    devices: VecDeque<(DeviceIndex, NodeId)>,
+    /// A node on the way to the next leaf that goes, and its epoch.
+    cursor: Option<(NodeId, u32)>,
+}
+
+impl Removals {
+    fn is_empty(&self) -> bool {
+        self.namespaces.is_empty() && self.subtrees.is_empty() && self.devices.is_empty()
+    }
+}
+
+impl Residency {
+    /// Whether all nodes of a namespace are being removed.
+    #[cfg(feature = "check")]
+    pub(super) fn is_ending(&self, ns: NsId) -> bool {
+        self.removals.namespaces.contains(&ns)
+    }
+
+    /// Whether anything is left to be removed.
+    pub(in crate::engine) fn has_removals(&self) -> bool {
+        !self.removals.is_empty()
+    }
+
+    /// Goes on with what is being removed, for about `steps` nodes. Returns whether there was anything.
+    pub(in crate::engine) fn continue_removals(&mut self, steps: usize) -> bool {
+        let was_any = self.has_removals();
+        for _ in 0..steps {
+            if !self.remove_one() {
+                break;
+            }
+        }
+        was_any
+    }
+
+    /// Removes all that is being removed, at once.
+    pub(in crate::engine) fn finish_removals(&mut self) {
+        while self.remove_one() {}
+    }
+
+    /// A step of a removal. False if there is nothing to remove.
+    fn remove_one(&mut self) -> bool {
+        // Each lost payload of a directory may begin the removal of a subtree: few are open at once.
+        if let Some(&(root, epoch)) = self.removals.subtrees.front() {
+            if self.forest.is_live(root, epoch)
+                && self.remove_leaf_below(self.forest.first_child(root), root)
+            {
+                return true;
+            }
+            self.removals.subtrees.pop_front();
+            self.removals.cursor = None;
+            if self.forest.is_live(root, epoch) {
+                self.reconcile(root);
+            }
+        } else if let Some(&ns) = self.removals.namespaces.front() {
+            if !self.remove_leaf_below(self.forest.first_root(ns), NONE) {
+                self.removals.namespaces.pop_front();
+                self.removals.cursor = None;
+            }
+        } else if let Some((device, first)) = self.removals.devices.pop_front() {
+            work::node();
+            if (first as usize) < self.forest.ids_given() {
+                self.removals.devices.push_front((device, first + 1));
+                self.lose_on(device, first);
+            }
+        }
+        self.has_removals()
+    }
+
+    /// Goes one node down from the cursor, or from `first`, or removes the node if it is a leaf. False if
+    /// there is none: `first` is `NONE`.
+    fn remove_leaf_below(&mut self, first: NodeId, root: NodeId) -> bool {
+        let cursor = self.removals.cursor.take();
+        let is_here = |&(id, epoch): &(NodeId, u32)| {
+            self.forest.is_live(id, epoch) && !self.node(id).is_detached()
+        };
+        let at = cursor.filter(is_here).map_or(first, |(id, _)| id);
+        if at == NONE {
+            return false;
+        }
+        work::node();
+        let child = self.forest.first_child(at);
+        if child != NONE {
+            self.removals.cursor = Some((child, self.node(child).epoch));
+            return true;
+        }
+        let above = self.node(at).parent();
+        if above != NONE && above != root {
+            self.removals.cursor = Some((above, self.node(above).epoch));
+        }
+        self.detach(at);
+        match self.free_detached(at) {
+            // Its turn comes.
+            Some(parent) if !self.node(parent).is_detached() => self.refresh(parent),
+            // It has waited for its last child.
+            Some(parent) => self.reconcile(parent),
+            None => {}
+        }
+        true
+    }
+
+    /// Takes a node out of the index: nobody finds it any more, and no policy knows it.
+    fn detach(&mut self, id: NodeId) {
+        self.withdraw(id);
+        self.forest.unindex(id);
+        for group in self.node(id).groups() {
+            if self.node(id).payload(group).disk == DiskState::Queued {
+                self.unqueue_write(id, group);
+            }
+        }
+    }
+
+    /// Removes all nodes of a namespace that nobody finds any more. Its index is free when the last one has
+    /// gone.
+    pub(in crate::engine) fn remove_namespace(&mut self, ns: NsId) {
+        if self.forest.first_root(ns) != NONE {
+            self.removals.namespaces.push_back(ns);
+        }
+    }
+
+    /// A namespace has no nodes: nothing of it is left to be removed, and its index may have another.
+    pub(super) fn forget_removal(&mut self, ns: NsId) {
+        self.removals.namespaces.retain(|&other| other != ns);
+    }
+
+    /// Takes a node and all below it out of the index. Those in use live on, unfindable, until their last
+    /// use ends.
+    pub(in crate::engine) fn remove_subtree(&mut self, id: NodeId) {
+        if let Some(parent) = self.unlink_subtree(id) {
+            self.reconcile(parent);
+        }
+    }
+
+    /// As [`Residency::remove_subtree`]; returns a parent that has to be reconciled.
+    pub(super) fn unlink_subtree(&mut self, id: NodeId) -> Option<NodeId> {
+        self.detach(id);
+        if self.forest.first_child(id) != NONE {
+            let epoch = self.node(id).epoch;
+            self.removals.subtrees.push_back((id, epoch));
+            return None;
+        }
+        self.free_detached(id)
+    }
+
+    /// The deepest node of the chain for which `accept` holds, and its depth, see
+    /// [`Forest::deepest`](crate::forest::Forest::deepest).
+    pub(in crate::engine) fn deepest<H: HashSource + ?Sized>(
+        &self,
+        ns: NsId,
+        hashes: &H,
+        accept: impl Fn(&crate::forest::Node) -> bool,
+    ) -> Option<(NodeId, u32)> {
+        let (deepest, depth) = self.forest.deepest(ns, hashes, accept)?;
+        if self.removals.subtrees.is_empty() {
+            return Some((deepest, depth));
+        }
+        let ancestors = self.forest.ancestors(deepest);
+        let removed = ancestors.filter(|&id| self.node(id).is_detached());
+        let Some(first) = removed.last() else {
+            return Some((deepest, depth));
+        };
+        let above = self.parent(first)?;
+        Some((above, self.node(above).depth))
+    }
+
+    /// Whether a node has left the index, or stands on one that has.
+    pub(in crate::engine) fn has_left_index(&self, id: NodeId) -> bool {
+        let is_below = || {
+            let mut ancestors = self.forest.ancestors(id);
+            ancestors.any(|id| self.node(id).is_detached())
+        };
+        self.node(id).is_detached() || !self.removals.subtrees.is_empty() && is_below()
+    }
+
+    /// Gives a directory up: payloads that only it holds are lost. No read of it begins any more.
+    pub(in crate::engine) fn give_up_disk(&mut self, device: DeviceIndex) {
+        self.removals.devices.retain(|&(other, _)| other != device);
+        self.removals.devices.push_back((device, 0));
+    }
+
+    /// A directory is being given up: what it holds is lost, removed or not.
+    pub(in crate::engine) fn is_being_given_up(&self, device: DeviceIndex) -> bool {
+        let mut devices = self.removals.devices.iter();
+        devices.any(|&(other, _)| other == device)
+    }
+
+    /// A node's payloads on a directory are lost.
+    fn lose_on(&mut self, device: DeviceIndex, id: NodeId) {
+        if !self.forest.is_used(id) || self.node(id).device != device {
+            return;
+        }
+        let mut dropped = false;
+        for group in self.node(id).groups() {
+            if self.node(id).payload(group).disk == DiskState::Present {
+                self.free_disk(id, group, Loss::Dropped);
+                dropped = true;
+            }
+        }
+        if dropped {
+            self.reconcile(id);
+        }
+    }
+}

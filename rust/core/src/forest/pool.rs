@@ -1,0 +1,50 @@
+//! A list that grows in steps: no element moves, and no growth copies what is there.
+
+const CHUNK_BITS: u32 = 12;
+const CHUNK: usize = 1 << CHUNK_BITS;
+
+/// A list of fixed-size chunks.
+#[derive(Debug)]
+pub(super) struct Pool<T> {
+    chunks: Vec<Vec<T>>,
+}
+
+impl<T> Pool<T> {
+    pub(super) fn new() -> Self {
+        Self { chunks: Vec::new() }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        let full = self.chunks.len().saturating_sub(1) * CHUNK;
+        full + self.chunks.last().map_or(0, Vec::len)
+    }
+
+    pub(super) fn push(&mut self, element: T) {
+        match self.chunks.last_mut().filter(|last| last.len() < CHUNK) {
+            Some(last) => last.push(element),
+            None => {
+                let mut chunk = Vec::with_capacity(CHUNK);
+                chunk.push(element);
+                self.chunks.push(chunk);
+            }
+        }
+    }
+
+    pub(super) fn get(&self, index: usize) -> Option<&T> {
+        self.chunks.get(index >> CHUNK_BITS)?.get(index % CHUNK)
+    }
+}
+
+impl<T> std::ops::Index<usize> for Pool<T> {
+    type Output = T;
+
+    fn index(&self, index: usize) -> &T {
+        &self.chunks[index >> CHUNK_BITS][index % CHUNK]
+    }
+}
+
+impl<T> std::ops::IndexMut<usize> for Pool<T> {
+    fn index_mut(&mut self, index: usize) -> &mut T {
+        &mut self.chunks[index >> CHUNK_BITS][index % CHUNK]
+    }
+}

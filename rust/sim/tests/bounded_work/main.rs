@@ -1,0 +1,160 @@
+//! No entry of the engine does more than a bounded number of units of work, however much it holds.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+mod rig;
+
+use rig::{Fault, Rig, chain, hash, namespace};
+use undercroft_core::key::BlockHash;
+use undercroft_core::session::SessionSpec;
+
+/// Many times what one entry may touch.
+const BLOCKS: u64 = 40_000;
+const CHAIN: u64 = 200;
+
+/// A rig with `BLOCKS` blocks on disk, as chains.
+fn full() -> (Rig, undercroft_core::engine::SessionId) {
+    let mut rig = Rig::new(2 * CHAIN, BLOCKS + BLOCKS / 8);
+    let session = rig.open(namespace("model"));
+    for at in 0..BLOCKS / CHAIN {
+        assert_eq!(rig.save(session, &chain(at, CHAIN)), CHAIN as usize);
+        rig.pump();
+    }
+    assert_eq!(rig.engine().gauges().disk_blocks, BLOCKS);
+    (rig, session)
+}
+
+#[test]
+fn a_reset_is_done_in_steps_and_nothing_is_found_from_the_first_on() {
+    let (mut rig, session) = full();
+    rig.enter(0, |engine| engine.reset(session));
+    let other = rig.open(namespace("model"));
+    for session in [session, other] {
+        assert_eq!(rig.lookup(session, &chain(7, CHAIN)), 0);
+    }
+    assert!(
+        rig.engine().gauges().disk_blocks > BLOCKS / 2,
+        "it was removed at once"
+    );
+    assert_eq!(rig.save(other, &chain(7, CHAIN)), CHAIN as usize);
+    rig.pump();
+    let gauges = rig.engine().gauges();
+    assert_eq!((gauges.disk_blocks, gauges.nodes), (CHAIN, CHAIN));
+    rig.engine().check().unwrap();
+    rig.restart(2 * CHAIN);
+    assert_eq!(rig.engine().gauges().disk_blocks, CHAIN);
+}
+
+#[test]
+fn a_reset_that_a_crash_cuts_short_lets_nothing_come_back() {
+    let (mut rig, session) = full();
+    rig.enter(0, |engine| engine.reset(session));
+    while rig.engine().reset_pending() {
+        rig.step();
+    }
+    assert!(rig.engine().gauges().disk_blocks > BLOCKS / 2);
+    rig.restart(2 * CHAIN);
+    assert_eq!(rig.engine().gauges().disk_blocks, 0);
+}
+
+#[test]
+fn a_private_session_is_closed_in_steps() {
+    let mut rig = Rig::new(BLOCKS, 0);
+    let spec = SessionSpec {
+        private: true,
+        ..SessionSpec::from(namespace("model"))
+    };
+    let session = rig.enter(0, |engine| engine.open_session(spec)).unwrap();
+    for at in 0..BLOCKS / CHAIN {
+        rig.save(session, &chain(at, CHAIN));
+    }
+    rig.enter(0, |engine| engine.close_session(session));
+    assert!(rig.engine().has_rest());
+    rig.pump();
+    assert_eq!(rig.engine().gauges().nodes, 0);
+    rig.engine().check().unwrap();
+}
+
+#[test]
+fn a_directory_that_fails_is_given_up_in_steps() {
+    let (mut rig, session) = full();
+    rig.fault = Fault::Reads;
+    // Each failed read loses a chain; the eighth in a row ends the directory.
+    for at in 0..12 {
+        assert_eq!(rig.lookup(session, &chain(at, CHAIN)), 0);
+    }
+    rig.pump();
+    let gauges = rig.engine().gauges();
+    assert_eq!(gauges.disk_blocks, 0);
+    rig.engine().check().unwrap();
+}
+
+#[test]
+fn a_queue_of_writes_is_refused_in_steps() {
+    let mut rig = Rig::new(BLOCKS * 2 + CHAIN, BLOCKS);
+    let session = rig.open(namespace("model"));
+    rig.fault = Fault::Writes;
+    for at in 0..(BLOCKS - CHAIN) / CHAIN {
+        rig.save(session, &chain(at, CHAIN));
+    }
+    rig.pump();
+    let refused = rig.engine().counters().refused_disk_degraded;
+    assert!(refused > BLOCKS / 2, "{refused} writes were refused");
+    rig.engine().check().unwrap();
+}
+
+#[test]
+fn a_prefix_with_many_branches_is_promoted_in_steps() {
+    let mut rig = Rig::new(64, BLOCKS / 2);
+    let session = rig.open(namespace("model"));
+    let stem = chain(0, 16);
+    let with = |branch: u64| -> Vec<BlockHash> {
+        let last = hash(1 + branch, 99);
+        stem.iter().copied().chain([last]).collect()
+    };
+    for branch in 0..BLOCKS / 4 {
+        rig.save(session, &with(branch));
+        rig.pump();
+    }
+    rig.restart(64);
+    let session = rig.open(namespace("model"));
+    for branch in [0, BLOCKS / 8, BLOCKS / 4 - 1] {
+        assert_eq!(rig.lookup(session, &with(branch)), 17 * rig::BLOCK);
+    }
+    rig.engine().check().unwrap();
+}
+
+#[test]
+fn a_subtree_that_is_lost_is_removed_in_steps() {
+    let mut rig = Rig::new(64, BLOCKS / 2);
+    let session = rig.open(namespace("model"));
+    let stem = chain(0, 4);
+    for branch in 0..BLOCKS / 4 {
+        let last = hash(1 + branch, 99);
+        let prompt: Vec<BlockHash> = stem.iter().copied().chain([last]).collect();
+        rig.save(session, &prompt);
+        rig.pump();
+    }
+    rig.restart(64);
+    let session = rig.open(namespace("model"));
+    rig.fault = Fault::Reads;
+    let prompt: Vec<BlockHash> = stem.iter().copied().chain([hash(5, 99)]).collect();
+    assert_eq!(rig.lookup(session, &prompt), 0);
+    rig.pump();
+    assert_eq!(rig.engine().gauges().nodes, 0);
+    rig.engine().check().unwrap();
+}
+
+#[test]
+fn hashes_with_equal_beginnings_cost_no_more_than_others() {
+    let mut rig = Rig::new(13_000, 0);
+    let session = rig.open(namespace("model"));
+    let hashes: Vec<BlockHash> = (0..12_000)
+        .map(|at| {
+            let mut bytes = [7; 32];
+            bytes[8..].copy_from_slice(&hash(1, at).as_bytes()[8..]);
+            BlockHash::new(&bytes).unwrap()
+        })
+        .collect();
+    assert_eq!(rig.save(session, &hashes), 12_000);
+}

@@ -1,0 +1,213 @@
+//! An engine over devices that keep tables and no payloads, each of whose entries is counted.
+
+use undercroft_core::disk::DeviceImage;
+use undercroft_core::disk::format::Superblock;
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_core::slots::page_bytes_for;
+use undercroft_core::work::Work;
+
+/// Units of work that an entry may do, whatever the engine holds.
+const UNITS: u64 = 2_000;
+/// And for each hash block that the caller names.
+const UNITS_PER_BLOCK: u64 = 40;
+
+pub(crate) const BLOCK: u32 = 16;
+pub(crate) const PAYLOAD: u32 = 128 << 10;
+/// Operations that a device takes at once.
+const DEPTH: usize = 64;
+
+/// What the device answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    None,
+    Reads,
+    Writes,
+}
+
+#[derive(Debug)]
+pub(crate) struct Rig {
+    engine: Engine,
+    table: Vec<u8>,
+    super_bytes: Vec<u8>,
+    capacity: u64,
+    pub(crate) fault: Fault,
+    /// The entry that did most beyond what it may do for what its caller names.
+    pub(crate) most: u64,
+}
+
+pub(crate) fn hash(chain: u64, block: u64) -> BlockHash {
+    let mut bytes = [0; 32];
+    for (word, chunk) in (0u64..).zip(bytes.chunks_exact_mut(8)) {
+        let mut z = (chain << 32 | block << 2 | word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        chunk.copy_from_slice(&(z ^ z >> 31).to_le_bytes());
+    }
+    BlockHash::new(&bytes).unwrap()
+}
+
+pub(crate) fn chain(chain: u64, blocks: u64) -> Vec<BlockHash> {
+    (0..blocks).map(|block| hash(chain, block)).collect()
+}
+
+pub(crate) fn namespace(name: &str) -> NamespaceSpec {
+    NamespaceSpec {
+        description: name.to_owned(),
+        hash_block_size: BLOCK,
+        alignment_tokens: BLOCK,
+        groups: vec![GroupSpec {
+            kind: GroupKind::Full,
+            block_tokens: BLOCK,
+            payload_bytes: PAYLOAD,
+        }],
+    }
+}
+
+impl Rig {
+    /// An engine for so many blocks in the arena and on disk.
+    pub(crate) fn new(host_blocks: u64, disk_blocks: u64) -> Self {
+        let capacity = disk_blocks * u64::from(PAYLOAD);
+        let page_bytes = page_bytes_for(capacity);
+        let super_bytes = Superblock {
+            store_id: 1,
+            page_bytes,
+        };
+        let mut rig = Self {
+            engine: Engine::new(EngineConfig::new(host_blocks * u64::from(PAYLOAD))),
+            table: Vec::new(),
+            super_bytes: super_bytes.encode().into(),
+            capacity,
+            fault: Fault::None,
+            most: 0,
+        };
+        rig.restart(host_blocks);
+        rig
+    }
+
+    /// The engine ends; another one takes the directory over.
+    pub(crate) fn restart(&mut self, host_blocks: u64) {
+        self.engine = Engine::new(EngineConfig::new(host_blocks * u64::from(PAYLOAD)));
+        if self.capacity > 0 {
+            let page_bytes = page_bytes_for(self.capacity);
+            self.engine.attach_disks(vec![DeviceImage {
+                capacity: self.capacity / page_bytes * page_bytes,
+                page_bytes,
+                super_bytes: self.super_bytes.clone(),
+                table_bytes: self.table.clone(),
+            }]);
+        }
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Enters the engine. The caller names so many hash blocks.
+    pub(crate) fn enter<R>(&mut self, named: u64, work: impl FnOnce(&mut Engine) -> R) -> R {
+        Work::take();
+        let result = work(&mut self.engine);
+        let done = Work::take();
+        let most = UNITS + UNITS_PER_BLOCK * named;
+        assert!(
+            done.units() <= most,
+            "an entry that names {named} blocks did {} units of work, of {most}: {done:?}",
+            done.units()
+        );
+        self.most = self
+            .most
+            .max(done.units().saturating_sub(UNITS_PER_BLOCK * named));
+        result
+    }
+
+    pub(crate) fn open(&mut self, spec: NamespaceSpec) -> SessionId {
+        self.enter(0, |engine| engine.open_session(spec)).unwrap()
+    }
+
+    /// Saves a prompt: blocks that were granted.
+    pub(crate) fn save(&mut self, session: SessionId, hashes: &[BlockHash]) -> usize {
+        let named = hashes.len() as u64;
+        let hashes = hashes.to_vec();
+        let granted = self.enter(named, |engine| {
+            let tokens = Tokens(hashes.len() as u32 * BLOCK);
+            engine.begin_save(
+                session,
+                &SaveRequest {
+                    request: "save",
+                    hashes: &hashes,
+                    tokens,
+                    offers: &[],
+                },
+            )
+        });
+        let blocks = granted.transfer.map_or(0, |transfer| {
+            self.enter(named, |engine| engine.end_transfer(transfer.id, true));
+            transfer
+                .extents
+                .iter()
+                .map(|extent| extent.offsets.len())
+                .sum()
+        });
+        self.enter(0, |engine| engine.finish_request(session, "save"));
+        blocks
+    }
+
+    /// Tokens of a hit, once the device has delivered them.
+    pub(crate) fn lookup(&mut self, session: SessionId, hashes: &[BlockHash]) -> u32 {
+        let hashes = hashes.to_vec();
+        let named = hashes.len() as u64;
+        loop {
+            let request = LookupRequest::new("lookup", &hashes);
+            let answer = self.enter(named, |engine| engine.lookup(session, &request));
+            if let Some(tokens) = answer.tokens() {
+                self.enter(named, |engine| engine.finish_request(session, "lookup"));
+                return tokens.0;
+            }
+            self.pump();
+        }
+    }
+
+    /// The IO thread, until nothing is left to do.
+    pub(crate) fn pump(&mut self) {
+        while self.step() > 0 || self.engine.has_rest() {}
+    }
+
+    /// One turn of the IO thread: operations that have ended.
+    pub(crate) fn step(&mut self) -> usize {
+        let mut requests = Vec::new();
+        self.enter(0, |engine| engine.next_io(DEPTH, &mut requests));
+        for request in &requests {
+            let result = self.execute(request);
+            let token = request.token();
+            self.enter(0, |engine| engine.complete(IoCompletion { token, result }));
+        }
+        requests.len()
+    }
+
+    fn execute(&mut self, request: &IoRequest) -> Result<u64, IoFault> {
+        match request {
+            IoRequest::ReadPayload { .. } if self.fault == Fault::Reads => Err(IoFault::Os(5)),
+            IoRequest::ReadPayload { checksum, .. } => Ok(*checksum),
+            _ if self.fault == Fault::Writes => Err(IoFault::Os(28)),
+            IoRequest::WritePayload { .. } => Ok(7),
+            IoRequest::WriteMeta {
+                file,
+                file_offset,
+                bytes,
+                ..
+            } => {
+                let held = match file {
+                    FileKind::Super => &mut self.super_bytes,
+                    _ => &mut self.table,
+                };
+                let at = *file_offset as usize;
+                held.resize(held.len().max(at + bytes.len()), 0);
+                held[at..at + bytes.len()].copy_from_slice(bytes);
+                Ok(0)
+            }
+        }
+    }
+}
