@@ -14,6 +14,7 @@ pub mod fault;
 pub mod fault_hook;
 mod features;
 mod files;
+mod in_flight;
 mod operation;
 pub mod pool;
 pub mod raw;

@@ -7,14 +7,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::batch::Batch;
 use super::fault_hook::{Call, CallKind, Direct, FaultHook, Verdict};
+use super::in_flight::{Active, Lane, Queues, RingPiece, Slot, file_index, parts, user_data};
 use super::operation::{Body, Next, Operation, Progress, Summing};
 use super::ring::{Buffer, Ring, RingTransfer, WAKE};
 use super::waker::{EventWake, Wake};
 use super::{
     DeviceFiles, FileKind, IoCompletion, IoEngine, IoFault, IoFeatures, IoRequest, SPLIT, Waker,
-    device_depth,
 };
 use crate::arena::Arena;
 
@@ -75,73 +74,6 @@ pub struct Uring<I: FaultHook = Direct> {
 struct ArmedWake {
     event: Arc<EventWake>,
     armed: bool,
-}
-
-/// What one device has, and what waits for it.
-#[derive(Debug)]
-struct Lane {
-    /// Pieces that wait for room in the ring.
-    ready: VecDeque<(u16, u16)>,
-    /// Payload writes that wait for more of them, or for others to end.
-    batch: Batch,
-    /// Its entries in the kernel.
-    entries: usize,
-    /// Operations whose transfers have not ended.
-    moving: usize,
-    /// Operations that have a slot.
-    slots: usize,
-}
-
-impl Lane {
-    fn new(depth: usize) -> Self {
-        Self {
-            ready: VecDeque::new(),
-            batch: Batch::new(device_depth(depth)),
-            entries: 0,
-            moving: 0,
-            slots: 0,
-        }
-    }
-}
-
-/// What operations in flight wait for.
-#[derive(Debug)]
-struct Queues {
-    /// Writes whose checksums are to be computed, with the epochs of their slots, and how far that of
-    /// the first one is. The source stays as it is until the write has been delivered, so the device does
-    /// not wait for that.
-    unsummed: VecDeque<(u32, u16)>,
-    summing: Summing,
-    /// Operations whose transfers have ended.
-    ended: VecDeque<u16>,
-    /// Requests that were refused.
-    refused: Vec<IoCompletion>,
-}
-
-/// A place for an operation in flight. The epoch tells its completions from those of the
-/// operations that had the place before.
-#[derive(Debug, Default)]
-struct Slot {
-    epoch: u32,
-    active: Option<Active>,
-}
-
-#[derive(Debug)]
-struct Active {
-    operation: Operation,
-    /// Checksum of the source of a write, once it is known.
-    source: Option<u64>,
-    pieces: Vec<RingPiece>,
-    unfinished: usize,
-    synced: bool,
-    fault: Option<IoFault>,
-}
-
-#[derive(Debug)]
-struct RingPiece {
-    start: u32,
-    progress: Progress,
-    verdict: Verdict,
 }
 
 /// What the kernel may refuse.
@@ -647,21 +579,4 @@ impl<I: FaultHook> IoEngine for Uring<I> {
     fn waker(&self) -> Waker {
         Waker::new(Arc::clone(&self.wake.event) as Arc<dyn Wake>)
     }
-}
-
-/// Files are registered device by device, in the order of [`FileKind`].
-fn file_index(operation: &Operation) -> u32 {
-    u32::from(operation.device) * 3 + operation.file as u32
-}
-
-fn user_data(epoch: u32, index: u16, piece: u16) -> u64 {
-    u64::from(epoch) << 32 | u64::from(index) << 16 | u64::from(piece)
-}
-
-fn parts(user_data: u64) -> (u32, u16, u16) {
-    (
-        (user_data >> 32) as u32,
-        (user_data >> 16) as u16,
-        user_data as u16,
-    )
 }

@@ -117,7 +117,7 @@ def _connector(engine: Engine, config: UndercroftConfig) -> UndercroftConnector:
     connector = UndercroftConnector.__new__(UndercroftConnector)
     connector._engine, connector._worker = engine, None
     connector._counts, connector._log_once = Counts(), LogOnce()
-    connector._threshold = HitThreshold(config.cache_hit_threshold)
+    connector._threshold, connector._is_child = HitThreshold(config.cache_hit_threshold), False
     groups = Groups(BLOCK_TOKENS, BLOCK_TOKENS, ("full",), (BLOCK_TOKENS,), (0,), 0)
     connector._scheduler = SchedulerConnector(
         _session(engine), groups, config, 1, lambda: engine.arena, connector._counts, connector._report

@@ -1,0 +1,92 @@
+//! What the io_uring engine has in flight, and what waits for a device.
+
+use std::collections::VecDeque;
+
+use super::batch::Batch;
+use super::fault_hook::Verdict;
+use super::operation::{Operation, Progress, Summing};
+use super::{IoCompletion, IoFault, device_depth};
+
+/// What one device has, and what waits for it.
+#[derive(Debug)]
+pub(super) struct Lane {
+    /// Pieces that wait for room in the ring.
+    pub(super) ready: VecDeque<(u16, u16)>,
+    /// Payload writes that wait for more of them, or for others to end.
+    pub(super) batch: Batch,
+    /// Its entries in the kernel.
+    pub(super) entries: usize,
+    /// Operations whose transfers have not ended.
+    pub(super) moving: usize,
+    /// Operations that have a slot.
+    pub(super) slots: usize,
+}
+
+impl Lane {
+    pub(super) fn new(depth: usize) -> Self {
+        Self {
+            ready: VecDeque::new(),
+            batch: Batch::new(device_depth(depth)),
+            entries: 0,
+            moving: 0,
+            slots: 0,
+        }
+    }
+}
+
+/// What operations in flight wait for.
+#[derive(Debug)]
+pub(super) struct Queues {
+    /// Writes whose checksums are to be computed, with the epochs of their slots, and how far that of
+    /// the first one is. The source stays as it is until the write has been delivered, so the device does
+    /// not wait for that.
+    pub(super) unsummed: VecDeque<(u32, u16)>,
+    pub(super) summing: Summing,
+    /// Operations whose transfers have ended.
+    pub(super) ended: VecDeque<u16>,
+    /// Requests that were refused.
+    pub(super) refused: Vec<IoCompletion>,
+}
+
+/// A place for an operation in flight. The epoch tells its completions from those of the
+/// operations that had the place before.
+#[derive(Debug, Default)]
+pub(super) struct Slot {
+    pub(super) epoch: u32,
+    pub(super) active: Option<Active>,
+}
+
+#[derive(Debug)]
+pub(super) struct Active {
+    pub(super) operation: Operation,
+    /// Checksum of the source of a write, once it is known.
+    pub(super) source: Option<u64>,
+    pub(super) pieces: Vec<RingPiece>,
+    pub(super) unfinished: usize,
+    pub(super) synced: bool,
+    pub(super) fault: Option<IoFault>,
+}
+
+#[derive(Debug)]
+pub(super) struct RingPiece {
+    pub(super) start: u32,
+    pub(super) progress: Progress,
+    pub(super) verdict: Verdict,
+}
+
+/// Files are registered device by device, in the order of [`FileKind`].
+pub(super) fn file_index(operation: &Operation) -> u32 {
+    u32::from(operation.device) * 3 + operation.file as u32
+}
+
+pub(super) fn user_data(epoch: u32, index: u16, piece: u16) -> u64 {
+    u64::from(epoch) << 32 | u64::from(index) << 16 | u64::from(piece)
+}
+
+pub(super) fn parts(user_data: u64) -> (u32, u16, u16) {
+    (
+        (user_data >> 32) as u32,
+        (user_data >> 16) as u16,
+        user_data as u16,
+    )
+}

@@ -1,0 +1,88 @@
+//! A device that hangs holds up no other.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use undercroft_core::arena::Arena;
+use undercroft_core::io::fault_hook::{Call, FaultHook, Verdict};
+use undercroft_core::io::pool::ThreadPool;
+use undercroft_core::io::uring::Uring;
+use undercroft_core::io::{DeviceFiles, IoEngine, IoRequest};
+
+use super::is_possible;
+use super::rig::{ARENA, DEPTH, PATIENCE, UNIT, device_in, read};
+
+/// A device that hangs, with as much to do as it takes; another one beside it.
+fn a_device_that_hangs_holds_up_no_other(engine: &mut dyn IoEngine) {
+    let depth = DEPTH;
+    for token in 0..depth as u64 {
+        let at = token * 4 * UNIT;
+        // Each is several entries of a ring.
+        engine.submit(read_of(0, token, at, 4 << 20));
+    }
+    assert_eq!((engine.room(0), engine.room(1)), (0, depth));
+    for round in 0..4 {
+        for token in 0..depth as u64 {
+            let token = 1000 + 100 * round + token;
+            engine.submit(read_of(1, token, 8 << 20, UNIT as u32));
+        }
+        assert_eq!(engine.room(1), 0);
+        let (mut out, start) = (Vec::new(), Instant::now());
+        while out.len() < depth {
+            engine.wait(Some(PATIENCE), &mut out);
+            assert!(start.elapsed() < PATIENCE, "the other one waits");
+        }
+        assert!(out.iter().all(|done| done.token >= 1000));
+        assert_eq!((engine.room(0), engine.room(1)), (0, depth));
+    }
+    assert_eq!(engine.in_flight(), depth);
+}
+
+fn read_of(device: u16, token: u64, arena_offset: u64, len: u32) -> IoRequest {
+    let mut request = read(token, arena_offset, 0, len, 0);
+    if let IoRequest::ReadPayload { device: of, .. } = &mut request {
+        *of = device;
+    }
+    request
+}
+
+/// Calls on device 0 do not return until the sender is gone.
+#[derive(Debug)]
+struct Hang(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl FaultHook for Hang {
+    fn on_call(&self, call: &Call) -> Verdict {
+        if call.device == 0 {
+            let _gone = self.0.lock().unwrap().recv();
+        }
+        Verdict::Pass
+    }
+}
+
+#[test]
+fn a_device_that_hangs_holds_up_no_other_thread_pool() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let devices = dirs.iter().map(|dir| device_in(dir.path())).collect();
+    let arena = Arc::new(Arena::create(ARENA).unwrap());
+    let (hangs, receiver) = std::sync::mpsc::channel();
+    let hook = Hang(std::sync::Mutex::new(receiver));
+    let mut engine = ThreadPool::with_fault_hook(DEPTH, arena, devices, hook).unwrap();
+    a_device_that_hangs_holds_up_no_other(&mut engine);
+    drop(hangs);
+}
+
+#[test]
+fn a_device_that_hangs_holds_up_no_other_io_uring() {
+    if !is_possible(true) {
+        return;
+    }
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let mut devices: Vec<DeviceFiles> = dirs.iter().map(|dir| device_in(dir.path())).collect();
+    // Nobody writes to the pipe: its reads do not end.
+    let (never_ready, writer) = rustix::pipe::pipe().unwrap();
+    devices[0].data = never_ready;
+    let arena = Arc::new(Arena::create(ARENA).unwrap());
+    let mut engine = Uring::new(DEPTH, arena, devices).unwrap();
+    a_device_that_hangs_holds_up_no_other(&mut engine);
+    drop(writer);
+}
