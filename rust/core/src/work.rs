@@ -26,6 +26,7 @@ pub struct Work {
 }
 
 impl Work {
+    #[cfg(feature = "check")]
     const NONE: Self = Self {
         nodes: 0,
         index: 0,
