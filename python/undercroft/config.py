@@ -255,7 +255,7 @@ class UndercroftConfig:
     )]
     lookup_timeout_ms: Annotated[float, Option(
         "number", 50, "0 to 60000",
-        "Longest wait of a blocking lookup, in milliseconds; afterwards the request computes its prompt.",
+        "Longest wait of a blocking lookup, in milliseconds; afterwards the hit ends with the part in host memory.",
         _number(0, 60_000), _text_number,
     )]
     promotion_wait: Annotated[PromotionWait, Option(

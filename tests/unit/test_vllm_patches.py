@@ -152,7 +152,11 @@ def test_every_place_is_patched_once() -> None:
     apply_all()
     functions = [getattr(owner, name) for owner, name in CLASS_PLACES]
     assert all(is_patched(owner, name) for owner, name in CLASS_PLACES)
-    assert not any(hasattr(function.__wrapped__, "_undercroft") for function in functions)
+    for function in functions:
+        wrappers, depth = function._undercroft, 0
+        while hasattr(function, "_undercroft"):
+            function, depth = function.__wrapped__, depth + 1
+        assert depth == len(wrappers), "a wrapper is there twice"
     apply_all()
     assert [getattr(owner, name) for owner, name in CLASS_PLACES] == functions
     for name in ("HIT_THRESHOLD", "MULTI_CONNECTOR_POLICY", "ADAPTER_WEIGHTS", "CONFIGURATION"):

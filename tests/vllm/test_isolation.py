@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from engine_checks import BLOCK, Reference, nothing_left, stats, worker
 from real_engine import Engine, prompt
+from undercroft.connector import adapters
 
 pytestmark = pytest.mark.vllm
 
@@ -85,8 +86,12 @@ def test_an_adapter_that_was_trained_again_in_its_place_is_another(engine: Make,
     assert answers[1].tokens == answers[0].tokens != answers[2].tokens == answers[3].tokens
 
 
-def test_an_adapter_that_changes_under_a_process_is_nobody_elses(engine: Make, llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_changes_under_a_process_is_nobody_elses(
+    engine: Make, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.lora.request import LoRARequest
+
+    monkeypatch.setattr(adapters, "_LOOK_AGAIN_S", 0.0)
 
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "blocks": 64}
     adapter = LoRARequest("chat", 1, str(make_adapter(tmp_path / "chat", 3)))

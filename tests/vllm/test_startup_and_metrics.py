@@ -26,7 +26,10 @@ HIT = 896
         ({"host_memory": "lots"}, r"host_memory.*lots"),
         ({"host_memory": True}, r"host_memory"),
         ({"save": "some"}, r"save.*some.*(all|prompt)"),
-        ({"host_memory": "64MiB", "disk_path": "/proc/undercroft"}, r"/proc/undercroft"),
+        (
+            {"host_memory": "64MiB", "disk_path": "/proc/undercroft", "on_disk_error": "refuse"},
+            r"/proc/undercroft",
+        ),
     ],
     ids=["unknown key", "bad value", "bad type", "bad word", "impossible directory"],
 )

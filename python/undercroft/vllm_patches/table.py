@@ -202,14 +202,16 @@ def failed(patch: Patch, error: Exception) -> None:
 def replace(*places: tuple[Any, str, Callable[[Any], Callable[..., Any]]], again: bool = False) -> None:
     """Replace functions of vLLM, each given as (owner, name, wrapper of the original), all of them or none.
 
-    A function that undercroft has replaced before stays as it is, unless ``again``.
+    A function that has the same wrapper already stays as it is, unless ``again``.
     """
     ready = []
     for owner, name, wrap in places:
         original = getattr(owner, name)
-        if again or not hasattr(original, _MARK):
+        wrapper = f"{wrap.__module__}.{wrap.__qualname__}"
+        wrappers: frozenset[str] = getattr(original, _MARK, frozenset())
+        if again or wrapper not in wrappers:
             replacement = functools.wraps(original)(wrap(original))
-            setattr(replacement, _MARK, True)
+            setattr(replacement, _MARK, wrappers | {wrapper})
             ready.append((owner, name, original, replacement))
     replaced = []
     try:

@@ -1,0 +1,75 @@
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const OWNER: Owner = Owner { node: 7, group: 0 };
+
+#[test]
+fn a_page_returns_to_the_pool_when_its_last_slot_is_freed() {
+    let mut slots = Slots::new(1 << 20, 256 << 10);
+    let small = slots.class_for(4096).unwrap();
+    let large = slots.class_for(200 << 10).unwrap();
+    let taken: Vec<u64> = (0..4).map(|_| slots.alloc(large, OWNER).unwrap()).collect();
+    assert_eq!(slots.alloc(small, OWNER), None);
+    slots.free(large, taken[2]);
+    assert_eq!(slots.alloc(small, OWNER), Some(taken[2]));
+}
+
+#[test]
+fn a_payload_larger_than_a_page_has_no_class() {
+    let mut slots = Slots::new(1 << 20, 256 << 10);
+    assert!(slots.class_for(256 << 10).is_some());
+    assert_eq!(slots.class_for((256 << 10) + 1), None);
+}
+
+#[test]
+fn claims_rebuild_the_same_state() {
+    let mut slots = Slots::new(1 << 20, 256 << 10);
+    let class = slots.class_for(8192).unwrap();
+    assert!(slots.claim(class, 8192, OWNER));
+    assert!(!slots.claim(class, 8192, OWNER));
+    assert!(!slots.claim(class, 4096, OWNER));
+    let other = slots.class_for(4096).unwrap();
+    assert!(!slots.claim(other, 0, OWNER));
+    slots.finish_claims();
+    let mut seen: Vec<u64> = Vec::new();
+    while let Some(offset) = slots.alloc(class, OWNER) {
+        seen.push(offset);
+    }
+    assert_eq!(seen.len(), 4 * 32 - 1);
+    assert!(!seen.contains(&8192));
+}
+
+proptest! {
+    #[test]
+    fn slots_in_use_never_overlap(ops in prop::collection::vec((0usize..3, any::<bool>(), 0usize..64), 1..400)) {
+        let sizes = [4096u64, 12 << 10, 100 << 10];
+        let mut slots = Slots::new(2 << 20, 256 << 10);
+        let classes = sizes.map(|size| slots.class_for(size).unwrap());
+        let mut live: Vec<(usize, u64)> = Vec::new();
+        for (kind, allocate, pick) in ops {
+            if allocate || live.is_empty() {
+                if let Some(offset) = slots.alloc(classes[kind], OWNER) {
+                    live.push((kind, offset));
+                }
+            } else {
+                let (kind, offset) = live.swap_remove(pick % live.len());
+                slots.free(classes[kind], offset);
+            }
+            let mut extents: Vec<(u64, u64)> =
+                live.iter().map(|&(k, o)| (o, o + slots.slot_bytes(classes[k]))).collect();
+            extents.sort_unstable();
+            prop_assert!(extents.windows(2).all(|pair| pair[0].1 <= pair[1].0));
+            prop_assert!(extents.last().is_none_or(|last| last.1 <= slots.capacity()));
+            let bytes: u64 = extents.iter().map(|(from, to)| to - from).sum();
+            prop_assert_eq!(bytes, slots.used_bytes());
+            let mut by_class: HashMap<usize, u64> = HashMap::new();
+            live.iter().for_each(|(k, _)| *by_class.entry(*k).or_default() += 1);
+            for (k, class) in classes.iter().enumerate() {
+                prop_assert_eq!(slots.used(*class), by_class.get(&k).copied().unwrap_or(0));
+            }
+        }
+    }
+}
