@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+import shutil
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,25 @@ from real_engine import set_environment
 set_environment()
 
 
+FAILED = pytest.StashKey[bool]()
+
+
 @pytest.fixture
-def socket_dir() -> Iterator[Path]:
-    """A directory with a short name: a socket's path has at most 107 bytes, and `tmp_path` may take most of them."""
-    with tempfile.TemporaryDirectory(prefix="uc") as directory:
-        yield Path(directory)
+def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """As pytest's, with a name of a few letters: a socket's path has at most 107 bytes, and pytest's own name, which
+    repeats the test's, takes most of them. The directory stays only if the test fails."""
+    directory = tmp_path_factory.mktemp("t")
+    yield directory
+    if not request.node.stash.get(FAILED, False):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Getting the arena over a Unix socket, from a server that speaks the frames of `rust/wire` in Python."""
+"""Getting the arena over a Unix socket, from a server that speaks the frames of `rust/ipc` in Python."""
 
 from __future__ import annotations
 

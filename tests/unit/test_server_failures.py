@@ -195,10 +195,10 @@ def share(path: Path, runtime: Path) -> _core.Engine:
 
 @pytest.mark.parametrize("state", ["killed", "stopped"])
 def test_one_of_those_that_share_a_directory_takes_it_over_and_the_rest_follow(
-    host: Host, socket_dir: Path, state: str
+    host: Host, tmp_path: Path, state: str
 ) -> None:
     host.start()
-    peers = [Peer(share(host.place / "disk", socket_dir / str(number))) for number in range(3)]
+    peers = [Peer(share(host.place / "disk", tmp_path / str(number))) for number in range(3)]
     assert all(peer.engine.is_shared for peer in peers)
     peers[0].save(PROMPT)
     until("shared", lambda: all(peer.load(PROMPT) == TOKENS for peer in peers))
@@ -240,25 +240,25 @@ def test_one_of_those_that_share_a_directory_takes_it_over_and_the_rest_follow(
 
 
 @pytest.mark.timeout(120)
-def test_a_directory_whose_owner_does_not_answer_refuses_the_start_with_its_pid(host: Host, socket_dir: Path) -> None:
+def test_a_directory_whose_owner_does_not_answer_refuses_the_start_with_its_pid(host: Host, tmp_path: Path) -> None:
     host.start()
     assert host.server is not None
     host.strike("frozen")
     with pytest.raises(_core.StoreError) as refused:
-        Peer(share(host.place / "disk", socket_dir))
+        Peer(share(host.place / "disk", tmp_path / "own"))
     for part in (str(host.place / "disk"), f"in use by process {host.server.process.pid}", "does not answer"):
         assert part in str(refused.value)
 
 
-def test_the_next_owner_waits_for_the_last_one_to_end(tmp_path: Path, socket_dir: Path) -> None:
-    share(tmp_path / "disk", socket_dir).close()
+def test_the_next_owner_waits_for_the_last_one_to_end(tmp_path: Path) -> None:
+    share(tmp_path / "disk", tmp_path / "own").close()
     opened: list[_core.Engine] = []
     with (tmp_path / "disk" / "lock").open("r+") as lock:
         # An owner whose socket is gone and whose last writes are under way.
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write(f"1\n{tmp_path}/gone.sock\n")
         lock.flush()
-        opening = threading.Thread(target=lambda: opened.append(share(tmp_path / "disk", socket_dir)))
+        opening = threading.Thread(target=lambda: opened.append(share(tmp_path / "disk", tmp_path / "own")))
         opening.start()
         opening.join(0.1)
         assert opened == []

@@ -1,6 +1,6 @@
 //! The contract between a vLLM scheduler and the engine: requests and answers by value, and [`Session`],
 //! the one way to the cache. An engine in this process (`crate::embedded`) and a client of another
-//! process's engine (`undercroft-wire`) implement it; one suite of tests runs over both.
+//! process's engine (`undercroft-ipc`) implement it; one suite of tests runs over both.
 //!
 //! Words are vLLM's: computed tokens are those that the device holds already
 //! (`num_computed_tokens`), external tokens are those that a load adds.
@@ -45,7 +45,7 @@ impl ArenaOffset {
         u64::try_from(self.0).ok()
     }
 
-    /// As workers and the wire take it.
+    /// As workers and the protocol take it.
     pub fn to_le_bytes(self) -> [u8; 8] {
         self.0.to_le_bytes()
     }

@@ -9,7 +9,7 @@ use undercroft_core::disk::open::OnOtherVersion;
 use undercroft_core::engine::EngineConfig;
 use undercroft_core::io::IoEngineChoice;
 use undercroft_core::policy::PolicyKind;
-use undercroft_wire::SocketLocation;
+use undercroft_ipc::SocketLocation;
 
 use crate::error::HostError;
 

@@ -10,7 +10,7 @@ use undercroft_core::driver::EngineAccess;
 use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, SessionSpec, SessionToken, Tokens};
-use undercroft_wire::{Served, Server, SessionAddress, StatsSource, new_token};
+use undercroft_ipc::{Served, Server, SessionAddress, StatsSource, new_token};
 
 use crate::config::HostConfig;
 use crate::directories::Directories;

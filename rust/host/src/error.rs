@@ -4,7 +4,7 @@ use std::io;
 
 use undercroft_core::arena::ArenaError;
 use undercroft_core::error::{RegisterError, StoreError};
-use undercroft_wire::{AttachError, ConnectError, SocketError};
+use undercroft_ipc::{AttachError, ConnectError, SocketError};
 
 /// What kind of answer an error calls for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -24,7 +24,7 @@ use std::time::Duration;
 use serde_json::Value;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, Tokens};
-use undercroft_wire::SessionAddress;
+use undercroft_ipc::SessionAddress;
 
 pub use config::{DiskAdmission, DiskCapacity, DiskConfig, HostConfig, OnDiskError};
 pub use directories::Directories;
@@ -124,6 +124,6 @@ pub fn open(config: HostConfig) -> Result<Box<dyn EngineHost>, HostError> {
 /// # Errors
 /// If nobody answers there.
 pub fn server_status(socket: &Path, timeout: Duration) -> Result<Value, HostError> {
-    let json = undercroft_wire::server_status(socket, timeout)?;
+    let json = undercroft_ipc::server_status(socket, timeout)?;
     Ok(serde_json::from_str(&json)?)
 }

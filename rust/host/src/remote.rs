@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, Tokens};
-use undercroft_wire::{Client, ClientConfig, ConnectionState, Resolve, SessionAddress};
+use undercroft_ipc::{Client, ClientConfig, ConnectionState, Resolve, SessionAddress};
 
 use crate::config::HostConfig;
 use crate::error::HostError;

@@ -11,7 +11,7 @@ use undercroft_core::disk::Health;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery};
 use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
-use undercroft_wire::stats_json;
+use undercroft_ipc::stats_json;
 
 use crate::directories::{Directories, DirectoryState};
 use crate::error::HostError;

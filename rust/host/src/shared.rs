@@ -8,7 +8,7 @@ use serde_json::Value;
 use undercroft_core::error::StoreError;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, Tokens};
-use undercroft_wire::{Resolve, SessionAddress, is_served};
+use undercroft_ipc::{Resolve, SessionAddress, is_served};
 
 use crate::config::HostConfig;
 use crate::embedded::EmbeddedHost;

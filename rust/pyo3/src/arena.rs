@@ -34,7 +34,7 @@ impl PyArena {
     #[staticmethod]
     fn attach(py: Python<'_>, socket_path: PathBuf, session: u128) -> Result<Self> {
         let session = SessionToken(session);
-        let attached = py.detach(|| undercroft_wire::attach(&socket_path, session));
+        let attached = py.detach(|| undercroft_ipc::attach(&socket_path, session));
         let attached = attached.map_err(HostError::from)?;
         Ok(Self {
             arena: Arc::new(attached.arena),
@@ -85,7 +85,7 @@ impl PyArena {
         let connection = self.connection.lock();
         let mut connection = connection.unwrap_or_else(PoisonError::into_inner);
         if let Some(connection) = connection.take() {
-            undercroft_wire::let_go(connection);
+            undercroft_ipc::let_go(connection);
         }
     }
 

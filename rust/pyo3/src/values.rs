@@ -9,7 +9,7 @@ use pyo3::types::{PyBool, PyBytes, PyList};
 use undercroft_core::namespace::GroupSpec;
 use undercroft_core::session::{Extent, Load, Lookup, Offer, Save, SaveGrant, Tokens};
 use undercroft_host::{HostError, group_spec};
-use undercroft_wire::SessionAddress;
+use undercroft_ipc::SessionAddress;
 
 /// Where workers get the arena.
 #[pyclass(name = "ArenaAddress", module = "undercroft._core", frozen, get_all)]

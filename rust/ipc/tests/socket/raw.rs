@@ -6,10 +6,8 @@ use std::path::Path;
 
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{ArenaOffset, Priority, SessionToken, Tokens};
-use undercroft_wire::frame;
-use undercroft_wire::protocol::{
-    ClientMessage, HashRun, LookupMessage, SaveMessage, ServerMessage,
-};
+use undercroft_ipc::frame;
+use undercroft_ipc::protocol::{ClientMessage, HashRun, LookupMessage, SaveMessage, ServerMessage};
 
 use crate::rig::{PATIENCE, TOKENS, spec};
 

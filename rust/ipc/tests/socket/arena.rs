@@ -9,8 +9,8 @@ use std::time::Duration;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use undercroft_core::arena::Arena;
 use undercroft_core::session::SessionToken;
-use undercroft_wire::frame::{MAGIC, VERSION, arena_answer, attach_request};
-use undercroft_wire::{AttachError, Server, attach};
+use undercroft_ipc::frame::{MAGIC, VERSION, arena_answer, attach_request};
+use undercroft_ipc::{AttachError, Server, attach};
 
 use crate::rig::{OWN_TOKEN, Rig, until};
 

@@ -18,7 +18,7 @@ use undercroft_core::session::{
     Extent, Hit, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, SessionSpec,
     SessionToken, Tokens,
 };
-use undercroft_wire::{
+use undercroft_ipc::{
     Client, ClientConfig, ConnectionState, Served, Server, SocketLocation, StatsSource,
 };
 

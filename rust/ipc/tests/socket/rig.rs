@@ -12,7 +12,7 @@ use undercroft_core::io::{IoEngineChoice, open_io_engine};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{LookupRequest, Save, SaveRequest, Session, SessionToken, Tokens};
-use undercroft_wire::{Client, ClientConfig, Served, Server, SocketLocation};
+use undercroft_ipc::{Client, ClientConfig, Served, Server, SocketLocation};
 
 pub(crate) const PAYLOAD: u32 = 4096;
 pub(crate) const TOKENS: u32 = 16;
@@ -72,10 +72,10 @@ impl Rig {
             arena_id,
             own_token: OWN_TOKEN,
             info: Box::new(|| serde_json::json!({})),
-            stats: undercroft_wire::StatsSource::new(move || {
+            stats: undercroft_ipc::StatsSource::new(move || {
                 let taken = of_stats.enter(|engine| (*engine.counters(), engine.gauges()));
                 let (counters, gauges) = taken.unwrap_or_default();
-                undercroft_wire::stats_json(&counters, &gauges)
+                undercroft_ipc::stats_json(&counters, &gauges)
             }),
         };
         let server = Server::start(SocketLocation::At(socket), served).unwrap();

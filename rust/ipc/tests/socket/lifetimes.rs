@@ -3,10 +3,10 @@
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Session, SessionToken, Tokens};
-use undercroft_wire::protocol::{
+use undercroft_ipc::protocol::{
     ClientMessage, LeasedHit, LookupAnswer, SaveMessage, ServerMessage,
 };
-use undercroft_wire::{AttachError, Client, attach, let_go};
+use undercroft_ipc::{AttachError, Client, attach, let_go};
 
 use crate::raw::{Raw, joined, register, run};
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};

@@ -12,8 +12,8 @@ use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
     ArenaOffset, Extent, Offer, Priority, PromotionWait, SessionToken, Tokens,
 };
-use undercroft_wire::frame::{self, FrameKind};
-use undercroft_wire::protocol::{
+use undercroft_ipc::frame::{self, FrameKind};
+use undercroft_ipc::protocol::{
     ClientMessage, HashRun, LeasedHit, LookupAnswer, LookupMessage, SaveMessage, ServerMessage,
 };
 

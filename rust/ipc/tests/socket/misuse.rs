@@ -3,8 +3,8 @@
 use std::io::Write;
 
 use undercroft_core::session::{Priority, Tokens};
-use undercroft_wire::frame::{BODY_BYTES_MAX, FrameKind, Header};
-use undercroft_wire::protocol::{ClientMessage, HashRun, LookupMessage, ServerMessage};
+use undercroft_ipc::frame::{BODY_BYTES_MAX, FrameKind, Header};
+use undercroft_ipc::protocol::{ClientMessage, HashRun, LookupMessage, ServerMessage};
 
 use crate::raw::{Raw, joined, register, run};
 use crate::rig::{Rig, hashes, until};

@@ -7,10 +7,10 @@ use rustix::net::{RecvFlags, recv};
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{LookupRequest, Priority, Save, SaveRequest, Session, Tokens};
-use undercroft_wire::protocol::{
+use undercroft_ipc::protocol::{
     ClientMessage, HashRun, LookupAnswer, LookupMessage, OFFERS_MAX, SaveMessage, ServerMessage,
 };
-use undercroft_wire::{AttachError, attach, server_status};
+use undercroft_ipc::{AttachError, attach, server_status};
 
 use crate::raw::{Raw, joined, run};
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, spec, until};

@@ -2,7 +2,7 @@
 
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::session::{Load, LookupRequest, Save, SaveRequest, Session, Sources, Tokens};
-use undercroft_wire::ConnectionState;
+use undercroft_ipc::ConnectionState;
 
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};
 
