@@ -32,7 +32,7 @@ impl PySession {
         self.session.namespace()
     }
 
-    /// How much of a prompt is cached. Nothing is read from disk if no hit can end at `min_tokens` or beyond.
+    /// How much of a prompt is cached. Nothing is promoted if no hit can end at `min_tokens` or beyond.
     #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0))]
     fn lookup(
         &self,
