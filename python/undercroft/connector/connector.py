@@ -24,6 +24,7 @@ from undercroft.compat import (
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
+from undercroft.connector.differences import ignored_options
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
@@ -134,7 +135,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         payload_bytes = [group_shard_bytes(self._kv_cache_config, group) * shards for group in range(len(groups.kinds))]
         not_reused = identity.why_not_reused(description, config, naming.digests)
         identity.warn_of_names(description)
-        engine = open_engine(config, ranks=vllm_patches.ranks_of(self._vllm_config))
+        ranks = vllm_patches.ranks_of(self._vllm_config)
+        engine = open_engine(config, ranks=ranks)
         try:
             if seed_reason:
                 identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
@@ -156,6 +158,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             naming.digests.save()
             self._engine_stats = EngineStats(engine)
             logger.info(start_line(engine.info(), session.namespace, _whose(engine, config)))
+            if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
+                logger.warning("undercroft: the options of the engine that is shared count: %s", "; ".join(ignored))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
         except BaseException:
@@ -238,6 +242,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
                 closing.callback(self._engine.close)
+            if self._engine_stats is not None:
+                closing.callback(self._engine_stats.close)
             if self._scheduler is not None:
                 closing.callback(self._scheduler.close)
             if self._worker is not None:

@@ -23,7 +23,7 @@ use crate::size::Bytes;
 pub use super::space::{CAPACITY_MAX, CAPACITY_MIN, Capacity};
 
 /// What becomes of a store of another format version, which cannot be read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnOtherVersion {
     /// It is deleted: a cache can be filled again.
