@@ -275,23 +275,30 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         back at the end of the step."""
         # Guarded here: each step asks for each waiting request, and the wrapper would cost as much as the question.
         answer: tuple[int | None, bool] = 0, False
+        unread_tokens = 0
         try:
             if self._scheduler is not None:
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+                if answer[0] == 0:
+                    unread_tokens = self._scheduler.unread_tokens(request)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
         if answer[0] is None or self._threshold is None or self._is_child:
             return answer
-        return self.judge(request, num_computed_tokens, answer)
+        return self.judge(request, num_computed_tokens, answer, unread_tokens)
 
-    def judge(self, request: Request, local_tokens: int, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
-        """The final answer of the scheduler's connector, or "later" for a request below its threshold."""
+    def judge(
+        self, request: Request, local_tokens: int, answer: tuple[int | None, bool], unread_tokens: int = 0
+    ) -> tuple[int | None, bool]:
+        """The final answer of the scheduler's connector, or "later" for a request below its threshold.
+
+        ``unread_tokens``: see `SchedulerConnector.unread_tokens`.
+        """
         # Also without a cache (it is off, or failed): then only what the device and other connectors hold counts.
         gain, _ = answer
         assert self._threshold is not None and gain is not None
         try:
-            unread = 0 if gain or self._scheduler is None else self._scheduler.unread_tokens(request)
-            rejected = self._threshold.check(request, local_tokens, gain or unread)
+            rejected = self._threshold.check(request, local_tokens, gain or unread_tokens)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
             return answer
