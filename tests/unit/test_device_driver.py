@@ -20,12 +20,12 @@ class Driver:
         self.asked: list[tuple[int, int]] = []
         self.mode: int | None = None
 
-    def cuDeviceGetAttribute(self, value: Any, attribute: ctypes.c_int, device: ctypes.c_int) -> int:
+    def cuDeviceGetAttribute(self, value: Any, attribute: ctypes.c_int, device: ctypes.c_int) -> int:  # noqa: N802
         self.asked.append((attribute.value, device.value))
         value._obj.value = self.value
         return self.code
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
         self.mode = mode._obj.value
         return 0
 

@@ -162,9 +162,9 @@ def test_no_chunk_is_registered_before_it_has_memory(warnings: pytest.LogCapture
 
 def test_populating_puts_memory_behind_the_range_of_a_real_arena() -> None:
     arena = Arena.create(8 << 20)
-    before = os.stat(arena.fileno()).st_blocks
+    before = os.fstat(arena.fileno()).st_blocks
     arena.prefault(2 << 20, 2 << 20)
-    assert (os.stat(arena.fileno()).st_blocks - before) * 512 == 2 << 20
+    assert (os.fstat(arena.fileno()).st_blocks - before) * 512 == 2 << 20
     with pytest.raises(OSError, match="outside"):
         arena.prefault(8 << 20, 1)
 
