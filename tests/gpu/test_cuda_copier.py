@@ -67,7 +67,7 @@ def driver() -> BatchedCopy:
 
 
 def pinned(device: torch.device, arena: Arena) -> ArenaPinner:
-    pinner = pin(device, arena.address, arena.size)
+    pinner = pin(device, arena)
     assert pinner.wait(60)
     assert pinner.pinned_bytes == arena.size
     return pinner
