@@ -418,6 +418,10 @@ def available_memory() -> int:
 def probe_io_uring() -> str | None:
     """Why this process cannot use io_uring, with the likely cause; None if it can. Opens a ring and closes it."""
 
+def slots_in(capacity: int, payload_bytes: int) -> int:
+    """Payloads of ``payload_bytes`` that a tier of ``capacity`` bytes holds if it holds no others: slots are aligned,
+    and lie in pages. 0 if a payload fits no page."""
+
 def inspect(directory: str) -> dict[str, Any]:
     """What a cache directory holds. Changes nothing.
 

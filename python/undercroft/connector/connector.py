@@ -10,9 +10,10 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from undercroft import vllm_patches
+from undercroft import capacity, vllm_patches
 from undercroft.compat import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -155,8 +156,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
-            self._engine_stats = EngineStats(engine)
-            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config)))
+            tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
+            self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
+            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
         except BaseException:
