@@ -126,6 +126,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("undercroft is off, vLLM serves without it: %s.", error)
             return
         ADAPTERS.weights = config.weights
+        ADAPTERS.look_again()
         vllm_patches.recompute_failed_loads(self._kv_transfer_config)
         seed_reason = random_seed(self._vllm_config)
         groups = Groups.of(self._vllm_config, self._kv_cache_config)
