@@ -351,6 +351,23 @@ class Arena:
     def create(size: int) -> Arena:
         """An arena of this process alone, for benchmarks and tests of the copiers. Raises ConfigError."""
 
+    def prefault(self, offset: int, length: int) -> None:
+        """Put memory behind a range and into this process's page tables, in huge pages where the kernel has them.
+
+        Where the kernel cannot be asked (before Linux 5.14), nothing happens. Raises OSError when the memory is not
+        there, or the range lies outside.
+        """
+
+    def fileno(self) -> int:
+        """The descriptor of the memory, which belongs to the arena.
+
+        All processes that map the arena share one open file description: to lock it against the others, open it anew.
+        """
+
+    @property
+    def nodes(self) -> list[int]:
+        """NUMA nodes over which the memory is interleaved; empty where the kernel chooses."""
+
     @property
     def address(self) -> int:
         """Address of the first byte in this process."""
@@ -400,6 +417,10 @@ def available_memory() -> int:
 
 def probe_io_uring() -> str | None:
     """Why this process cannot use io_uring, with the likely cause; None if it can. Opens a ring and closes it."""
+
+def slots_in(capacity: int, payload_bytes: int) -> int:
+    """Payloads of ``payload_bytes`` that a tier of ``capacity`` bytes holds if it holds no others: slots are aligned,
+    and lie in pages. 0 if a payload fits no page."""
 
 def inspect(directory: str) -> dict[str, Any]:
     """What a cache directory holds. Changes nothing.

@@ -10,9 +10,10 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from undercroft import vllm_patches
+from undercroft import capacity, vllm_patches
 from undercroft.compat import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -128,6 +129,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("undercroft is off, vLLM serves without it: %s.", error)
             return
         ADAPTERS.weights = config.weights
+        ADAPTERS.look_again()
         vllm_patches.recompute_failed_loads(self._kv_transfer_config)
         seed_reason = random_seed(self._vllm_config)
         groups = Groups.of(self._vllm_config, self._kv_cache_config)
@@ -156,8 +158,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
-            self._engine_stats = EngineStats(engine)
-            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config)))
+            tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
+            self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
+            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
             if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
                 logger.warning("undercroft: the options of the engine that is shared count: %s", "; ".join(ignored))
             if not_reused:
