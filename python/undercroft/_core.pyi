@@ -263,13 +263,15 @@ class Session:
         num_computed_tokens: int = 0,
         max_tokens: int | None = None,
         wait_ms: tuple[float, float] | None = None,
+        min_tokens: int = 0,
     ) -> Lookup:
         """How much of a prompt is cached. Starts to promote the payloads that are on disk only.
 
         ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched.
-        ``max_tokens``: the deepest boundary of use. ``wait_ms``: (base, per 1,000 tokens) after which the answer is
-        the hit in host memory; None waits for all. The payloads of a hit stay in the arena until the request's next
-        lookup, its load, or its end.
+        ``max_tokens``: the deepest boundary of use. ``min_tokens``: the least: where no hit can end there or beyond,
+        nothing is promoted, and `Lookup.shared_tokens` is where the deepest hit would end. ``wait_ms``: (base, per
+        1,000 tokens) after which the answer is the hit in host memory; None waits for all. The payloads of a hit stay
+        in the arena until the request's next lookup, its load, or its end.
         """
 
     def prefetch(
@@ -279,6 +281,7 @@ class Session:
         num_computed_tokens: int = 0,
         max_tokens: int | None = None,
         wait_ms: tuple[float, float] | None = None,
+        min_tokens: int = 0,
     ) -> int:
         """As `lookup`, but the scheduler does not wait for the answer yet: reads for others go before its reads.
 
@@ -414,6 +417,10 @@ def available_memory() -> int:
 
 def probe_io_uring() -> str | None:
     """Why this process cannot use io_uring, with the likely cause; None if it can. Opens a ring and closes it."""
+
+def slots_in(capacity: int, payload_bytes: int) -> int:
+    """Payloads of ``payload_bytes`` that a tier of ``capacity`` bytes holds if it holds no others: slots are aligned,
+    and lie in pages. 0 if a payload fits no page."""
 
 def inspect(directory: str) -> dict[str, Any]:
     """What a cache directory holds. Changes nothing.
