@@ -326,18 +326,18 @@ def test_an_arena_that_serves_no_more_is_let_go_of(host: Host, why: str, monkeyp
     monkeypatch.setitem(host.arenas, "/a", old)
     monkeypatch.setattr(
         "undercroft.connector.worker.make_copier",
-        lambda layout, arena, rank: make_copier(layout, getattr(arena, "arena", arena), rank),
+        lambda layout, arena, *more: make_copier(layout, getattr(arena, "arena", arena), *more),
     )
     one.worker.register_kv_caches(one.caches)
     assert one.step(meta(saves=[job(1, [2], [0])]))[2] == UndercroftWorkerMetadata({1: 1})
     one.step(meta())
-    assert one.worker._arena is old
+    assert one.worker._attached is not None and one.worker._attached.mapping is old
     if why == "its engine has gone":
         old.is_served = False
         one.step(meta())
     else:
         one.step(meta(socket="/b"))
-    assert one.worker._arena is None and one.worker._copier is None
+    assert one.worker._attached is None and one.worker._copier is None
     host.arenas["/b"] = Arena.create(ARENA)
     assert one.step(meta(socket="/b", saves=[job(2, [2], [0])]))[2] == UndercroftWorkerMetadata({2: 1})
     assert host.attempts == ["/a", "/b"]
@@ -353,5 +353,5 @@ def test_loads_of_a_step_are_answered_although_the_old_arena_cannot_be_let_go_of
     def broken() -> None:
         raise RuntimeError("the device has failed")
 
-    monkeypatch.setattr(one.worker, "_release_copier", broken)
+    monkeypatch.setattr(one.worker, "_end_copies", broken)
     assert one.step(meta(socket="/b", loads=[job(2, [2], [0], "x")]))[:2] == ({"x"}, {"x"})
