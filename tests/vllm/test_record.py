@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from connector_engine import settled
 from real_engine import Engine, prompt
 from undercroft.cli import main
 from undercroft.estimate.trace import read
@@ -28,7 +29,7 @@ def test_the_estimate_of_a_recorded_trace_is_what_the_engine_found(
             ids = prompt(700 + 256 * turn, seed)
             cached += running.generate(ids, 2).cached
             tokens += len(ids)
-            running.reset_device_cache()
+            settled(running)
     running.close()
     trace = read(path)
     assert trace.block_tokens == 128
@@ -52,6 +53,6 @@ def test_a_file_that_cannot_be_written_harms_nothing(
     running = engine(llama, {"host_memory": "32MiB", "record": str(tmp_path / "no" / "directory")}, blocks=96)
     ids = prompt(300)
     first = running.generate(ids, 4)
-    running.reset_device_cache()
+    settled(running)
     again = running.generate(ids, 4)
     assert (again.tokens, again.cached) == (first.tokens, 256)
