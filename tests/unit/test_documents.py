@@ -18,7 +18,12 @@ from undercroft.metrics import METRICS, PREFIX, SERVER_METRICS
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "deploy/README.md", ROOT / "benches/RESULTS.md")
+    for path in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "deploy/README.md",
+        ROOT / "benches/RESULTS.md",
+    )
 )
 SOURCES = {".rs", ".py", ".pyi", ".toml", ".txt", ".service", ".json", ""}
 SUFFIXES = r"\.(?:rs|py|pyi|md|toml|txt|service|so)"

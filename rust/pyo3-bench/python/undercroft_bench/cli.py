@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,23 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         "--policy", choices=("lru", "leafhd"), default="lru", help="eviction policy of both tiers (%(default)s)"
     )
     replay.add_argument("--second-touch", action="store_true", help="write to disk only what comes a second time")
+
+    serve = _add(
+        kinds, shared, "serve", "time to first token of a running vLLM: cold, and again from the cache", _serve
+    )
+    serve.epilog = "example: undercroft bench serve --url http://localhost:8000 --prompts 16 --prompt-tokens 8192"
+    serve.add_argument("--url", required=True, help="where vLLM listens, such as http://localhost:8000")
+    serve.add_argument("--api-key", metavar="KEY", help="as vLLM was given it (default: $OPENAI_API_KEY)")
+    serve.add_argument("--prompts", type=_positive, default=8, metavar="N", help="prompts (%(default)s)")
+    serve.add_argument("--prompt-tokens", type=_positive, default=4096, metavar="T", help="of each (%(default)s)")
+    serve.add_argument("--max-tokens", type=_positive, default=8, metavar="T", help="of each answer (%(default)s)")
+    serve.add_argument(
+        "--fill-tokens",
+        type=_positive,
+        metavar="T",
+        help="tokens of other prompts that displace what the device holds, where vLLM has no endpoint to empty its "
+        "cache (VLLM_SERVER_DEV_MODE=1); default: as many as the device holds",
+    )
 
 
 def _add(
@@ -200,6 +218,17 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import _bench
 
     return _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
+
+
+def _serve(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft_bench import serve
+    from undercroft_bench.vllm_client import VllmClient
+
+    client = VllmClient(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    result = serve.measure(client, serve.Plan(args.prompts, args.prompt_tokens, args.max_tokens, args.fill_tokens))
+    if not args.json:
+        print("\n".join(serve.chart(result["cases"])) + "\n")
+    return result
 
 
 def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:
