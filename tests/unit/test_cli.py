@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -287,6 +288,37 @@ def test_bench_recover_finds_every_block(capsys: pytest.CaptureFixture[str], tmp
     assert code == 0
     assert report["blocks"] == 10_000
     assert report["bytes_read"] < 10_000 * 4096
+    assert list(tmp_path.iterdir()) == []
+
+
+NEVER_ENDS = """
+import ctypes, pathlib, sys
+from undercroft_bench import _bench
+from undercroft.cli import main
+
+def measure(directory, *_):
+    pathlib.Path(directory, "store").touch()
+    print("measuring", flush=True)
+    mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)  # the second waits for ever, and signals do not end it
+
+_bench.disk = _bench.recover = measure
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["recover", "disk"])
+def test_an_interrupt_ends_a_measurement_at_once_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NEVER_ENDS, "bench", kind, "--path", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "measuring\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
     assert list(tmp_path.iterdir()) == []
 
 

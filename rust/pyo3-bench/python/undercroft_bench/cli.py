@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,14 +206,14 @@ def _disk(args: argparse.Namespace) -> dict[str, Any]:
     with _directory(args.path) as path:
         # Small blocks are soon moved: a round that takes less than some tenths of a second measures its ends.
         blocks = args.blocks or max(1024, (2 << 30) // args.block_bytes)
-        return _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine)
+        return _until_interrupted(lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine))
 
 
 def _recover(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import _bench
 
     with _directory(args.path) as path:
-        return _bench.recover(path, args.blocks)
+        return _until_interrupted(lambda: _bench.recover(path, args.blocks))
 
 
 def _replay(args: argparse.Namespace) -> dict[str, Any]:
@@ -235,4 +237,22 @@ def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:
     """A directory of the benchmark's own below ``base``, removed at the end: an existing cache is never touched."""
     if base is not None:
         Path(base).mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-")
+    # What a measurement that was interrupted still makes there must not be an error.
+    return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-", ignore_cleanup_errors=True)
+
+
+def _until_interrupted(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of what takes long outside Python. An interrupt is heard at once: the process ends without it."""
+    found: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(measure())
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=run, name="measure", daemon=True).start()
+    result = found.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
