@@ -412,6 +412,24 @@ class Copier:
     def drain(self) -> None:
         """Wait until every queued job has ended (GIL released)."""
 
+@final
+class Replay:
+    """The engine's index, slots and policies, to replay a trace on. Nothing is stored."""
+
+    def __new__(
+        cls, host_blocks: int, disk_blocks: int = 0, leafhd: bool = False, second_touch: bool = False
+    ) -> Replay:
+        """An empty engine; capacities in blocks, 0 disk blocks for none. Raises ConfigError."""
+
+    def request(self, prompt: int, blocks: list[int]) -> tuple[int, int]:
+        """Serve a request: look up the first ``prompt`` of its blocks, then save all. A block's number, below 2**64,
+        stands for its content and all before it. Returns the blocks found in host memory and those found on disk.
+        """
+
+    @property
+    def disk_writes(self) -> int:
+        """Blocks written to disk so far."""
+
 def available_memory() -> int:
     """Bytes of memory that this process may still take: what the kernel estimates, or what the limit of its control
     group leaves if that is less. Inactive file cache counts as available. Raises UndercroftError if the kernel does

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from undercroft import capacity, vllm_patches
@@ -29,6 +30,7 @@ from undercroft.connector.differences import ignored_options
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
+from undercroft.connector.recording import Recorder
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
@@ -94,6 +96,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._resets: Resets | None = None
+        self._recorder: Recorder | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
@@ -158,6 +161,10 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
+            if config.record:
+                parallel = self._vllm_config.parallel_config
+                suffix = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+                self._recorder = Recorder(Path(config.record + suffix), groups)
             tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
             self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
             logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
@@ -249,6 +256,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 closing.callback(self._engine_stats.close)
             if self._scheduler is not None:
                 closing.callback(self._scheduler.close)
+            if self._recorder is not None:
+                closing.callback(self._recorder.close)
             if self._worker is not None:
                 closing.callback(self._worker.shutdown)
 
@@ -389,6 +398,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are never kept from being freed: what is being saved from them is pinned."""
         if self._threshold is not None:
             self._threshold.discard(request.request_id)
+        if self._recorder is not None:
+            self._recorder.finished(request)
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         return False, None
