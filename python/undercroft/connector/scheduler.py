@@ -17,6 +17,7 @@ from undercroft.connector.offers import BoundaryState
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
 from undercroft.connector.single_flight import SingleFlight
+from undercroft.connector.steps import Steps
 from undercroft.connector.tails import Tails
 from undercroft.log import LogOnce, logger
 
@@ -75,6 +76,9 @@ class SchedulerConnector:
         self._lookup = request_params.of_request(None, config)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
         self._tails = Tails(session, groups)
+        self._steps = Steps(session)
+        self._least = max(1, config.min_load_tokens or 0)
+        """Tokens that a load must gain; the engine may ask for more."""
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}
         """Loads that the workers have not reported yet, by request; None for one that failed before it began."""
@@ -119,8 +123,10 @@ class SchedulerConnector:
             return
         local = self._device_tokens(request)
         if limit:
-            hashes, wait_ms = self._groups.hashes(request.block_hashes), state.lookup.wait_ms
-            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms)
+            hashes, lookup = self._groups.hashes(request.block_hashes), state.lookup
+            state.shared_tokens = self._session.prefetch(
+                request.request_id, hashes, local, limit, lookup.wait_ms, lookup.planned, self._steps.queued(state)
+            )
         if self._groups.tail_step:
             # A server has not answered yet; its tails are looked up once it has.
             base = min(state.shared_tokens, limit)
@@ -145,6 +151,7 @@ class SchedulerConnector:
             if max(limit, self._tails.limit(request)) <= num_computed_tokens:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
+            self._steps.computed(state, num_computed_tokens)
         boundary = self._boundary(state, num_computed_tokens)
         if boundary is None:
             if time.perf_counter() - state.asked_at < LOOKUP_DEADLINE_S:
@@ -152,7 +159,7 @@ class SchedulerConnector:
                 return None, False
             return self._give_up(state), False
         gain = boundary - num_computed_tokens
-        if gain < max(1, self._config.min_load_tokens):
+        if gain < self._least:
             gain = 0
         elif self._waits_for_load(state, num_computed_tokens, boundary):
             return None, False
@@ -190,6 +197,7 @@ class SchedulerConnector:
             self._load_impossible(state)
             return
         self._loading[request_id] = plan
+        self._steps.computed(state, state.num_computed_tokens + num_external_tokens)
         self._metadata.loads.append(plan.job)
         begin = state.num_computed_tokens
         size = self._groups.engine_block_size
@@ -215,6 +223,7 @@ class SchedulerConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """What the workers copy in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
+        self._steps.scheduled(scheduler_output.num_scheduled_tokens)
         # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
@@ -282,6 +291,8 @@ class SchedulerConnector:
         """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
+        if state is not None:
+            self._steps.gone(state)
         # vLLM frees the blocks of a load whose request was aborted, and caches none of them.
         self._single_flight.end(request_id)
         try:
@@ -302,6 +313,10 @@ class SchedulerConnector:
         state = self._requests.get(request.request_id)
         if state is not None:
             state.partial_tails = [BoundaryState(*state) for state in offered]
+
+    def step_ended(self) -> None:
+        """vLLM has the output of a step."""
+        self._steps.ended()
 
     def has_pending_push_work(self) -> bool:
         """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
@@ -359,6 +374,7 @@ class SchedulerConnector:
         if state is None or state.request is not request:
             if state is not None:
                 self._tails.drop(state)
+                self._steps.gone(state)
             lookup = self._lookup
             if request.kv_transfer_params:
                 try:
@@ -367,6 +383,7 @@ class SchedulerConnector:
                     # The frontend refuses them; here the request is in the engine already.
                     self._report("on_new_request", error)
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
+            self._steps.arrived(state)
         return state
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
@@ -374,7 +391,15 @@ class SchedulerConnector:
         request, limit, lookup = state.request, state.limit, state.lookup
         # As `_look_up`, without a call: each step asks for each waiting request.
         hashes = self._groups.hashes(request.block_hashes)
-        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms)
+        answer = self._session.lookup(
+            request.request_id,
+            hashes,
+            num_computed_tokens,
+            limit,
+            lookup.wait_ms,
+            lookup.planned,
+            self._steps.queued(state),
+        )
         if answer.pending:
             if not lookup.blocking:
                 return None
@@ -394,7 +419,10 @@ class SchedulerConnector:
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         request = state.request
         hashes = self._groups.hashes(request.block_hashes)
-        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms)
+        lookup, queued = state.lookup, self._steps.queued(state)
+        return self._session.lookup(
+            request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, lookup.planned, queued
+        )
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         """Wait for the answer. A promotion that does not end in time is given up: its part in memory is the hit."""
@@ -453,7 +481,7 @@ class SchedulerConnector:
             if state.lookup_failed or limit <= local_tokens:
                 return False
             answer = self._look_up(state, local_tokens, limit)
-            return answer.pending or answer.tokens - local_tokens >= max(1, self._config.min_load_tokens)
+            return answer.pending or answer.tokens - local_tokens >= self._least
         except Exception as error:
             self._report("get_computed_blocks_for_connector", error)
             return False

@@ -98,4 +98,4 @@ class Tails:
         """What the engine is asked about a tail."""
         block_hash = state.request.block_hashes[end // self._groups.hash_block_size - 1]
         name = tail_name(state.request.request_id, end)
-        return name, [block_hash], 0, self._groups.engine_block_size, state.lookup.wait_ms
+        return name, [block_hash], 0, self._groups.engine_block_size, state.lookup.wait_ms, state.lookup.planned

@@ -7,7 +7,7 @@ use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{
-    Extent, LookupRequest, Priority, SessionSpec, Tokens, append_extents,
+    Extent, LookupRequest, Priority, PromotionWait, SessionSpec, Tokens, append_extents,
 };
 
 use crate::content::hash_of;
@@ -244,9 +244,13 @@ impl World {
                 (state.ready, state.promise) = (None, None);
                 state.promotions += u32::from(is_new);
                 let config = &self.settings.engine;
-                if let Some(wait) = config.promotion_wait {
-                    let part = wait.per_1k_tokens_ns * u64::from(state.tokens) / 1000;
-                    let most_ns = wait.base_ns + part;
+                if let PromotionWait::Limit {
+                    base_ns,
+                    per_1k_tokens_ns,
+                } = config.promotion_wait
+                {
+                    let part = per_1k_tokens_ns * u64::from(state.tokens) / 1000;
+                    let most_ns = base_ns + part;
                     if now_ns - asked_ns > most_ns {
                         return Err(format!("{name} waits for longer than {most_ns} ns"));
                     }
@@ -275,7 +279,8 @@ impl World {
         let state = &mut self.sessions[session].requests[request];
         let name = state.name.clone();
         (state.ready, state.promise) = (None, None);
-        let min_load = self.settings.engine.min_load_tokens;
+        // What the planner does not load is a miss.
+        let min_load = self.settings.engine.min_load_tokens.unwrap_or(1);
         if self.settings.roomy && !self.history.roomy_broken && !state.failed {
             let boundary = model.deepest(
                 namespace,

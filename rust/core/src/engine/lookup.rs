@@ -2,7 +2,7 @@
 //! payloads are in the arena.
 
 use crate::forest::{NONE, NodeId, NsId};
-use crate::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
+use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
 use super::promotions::{PromotionEnd, QueuePlace};
@@ -26,6 +26,8 @@ struct Span {
     hash_block_size: u32,
     /// A hit that gains fewer tokens is not worth a load.
     least: u32,
+    /// Whether the planner judges what is worth a load.
+    is_planned: bool,
 }
 
 impl Span {
@@ -67,8 +69,12 @@ impl Engine {
     fn lookup_demanded(&mut self, id: RequestId, ns: NsId, request: &LookupRequest<'_>) -> Lookup {
         let now_ns = self.now_ns;
         let state = &mut self.sessions.requests[id];
-        self.promotions.promote_to_demand(id, &mut state.promotions);
-        state.demanded_ns.get_or_insert(now_ns);
+        let (of_request, rates) = (&mut state.promotions, &mut self.planner.rates);
+        self.promotions.promote_to_demand(id, of_request, rates);
+        if state.demanded_ns.is_none() {
+            state.demanded_ns = Some(now_ns);
+            state.planned.queued = request.queued.0;
+        }
         let state = &self.sessions.requests[id];
         let hash_block_size = self.residency.hash_block_size(ns);
         let most = request
@@ -80,6 +86,7 @@ impl Engine {
             .promised(state, ns, most)
             .saturating_sub(request.computed.0);
         let late = self.is_late(state, gain);
+        let stop = if late { self.plan_stops(state) } else { None };
         if state.promotions.active.is_some() && gain > 0 && !late {
             return self.pending(id);
         }
@@ -90,11 +97,15 @@ impl Engine {
             PromotionEnd::Cancelled
         };
         promotions.end(id, end, &mut parts);
+        if let Some((stop, tokens)) = stop {
+            stop.count(tokens, &mut self.counters);
+        }
         // Of one that is late the answer is what is there now.
         let answer = self.look_up_now(id, ns, request, !late);
         if !answer.is_pending() {
             let state = &mut self.sessions.requests[id];
-            state.demanded_ns = None;
+            let since_ns = state.demanded_ns.take().unwrap_or(now_ns);
+            state.planned.waited_ns = now_ns - since_ns;
             state.promotions.tries = 0;
         }
         answer
@@ -150,12 +161,18 @@ impl Engine {
     /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
     fn is_late(&self, state: &RequestState, gain: u32) -> bool {
         let demanded_ns = state.demanded_ns.unwrap_or(self.now_ns);
-        let wait = state.wait.or(self.config.promotion_wait);
-        let waited = wait.is_some_and(|wait| {
-            let part = u128::from(wait.per_1k_tokens_ns) * u128::from(gain) / 1000;
-            let since = self.now_ns - demanded_ns;
-            u128::from(since) >= u128::from(wait.base_ns) + part
-        });
+        let waited = match state.wait.unwrap_or(self.config.promotion_wait) {
+            PromotionWait::Complete => false,
+            PromotionWait::Planned => self.plan_stops(state).is_some(),
+            PromotionWait::Limit {
+                base_ns,
+                per_1k_tokens_ns,
+            } => {
+                let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
+                let since = self.now_ns - demanded_ns;
+                u128::from(since) >= u128::from(base_ns) + part
+            }
+        };
         let promotion = state.promotions.active.as_ref();
         waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
     }
@@ -220,6 +237,9 @@ impl Engine {
         })?;
         let state = &mut self.sessions.requests[id];
         state.wait = request.wait;
+        if request.priority == Priority::Prefetch {
+            state.planned.queued = request.queued.0;
+        }
         Some(id)
     }
 
@@ -231,14 +251,20 @@ impl Engine {
         request: &LookupRequest<'_>,
         may_promote: bool,
     ) -> Lookup {
-        let state = &mut self.sessions.requests[id];
         let hash_block_size = self.residency.hash_block_size(ns);
         let span = Span {
             computed: request.computed.0,
             local: request.computed.0 / hash_block_size,
             hash_block_size,
-            least: self.config.min_load_tokens.max(1),
+            least: self.least(id),
+            is_planned: self.config.min_load_tokens.is_none(),
         };
+        let end = request
+            .max
+            .0
+            .min(tokens_of(request.hashes.len(), hash_block_size));
+        let state = &mut self.sessions.requests[id];
+        state.planned.note(request.computed.0, end);
         let residency = &self.residency;
         let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
         let (deepest, depth) = found.unwrap_or((NONE, 0));
@@ -258,10 +284,15 @@ impl Engine {
         let at = self.residency.forest().ancestor(deepest, anywhere);
         let in_host = self.residency.boundary(at, anywhere, span.local, true);
         let is_ready = in_host == anywhere && self.verified_end(id, at, span.local) == Some(at);
-        if !is_ready && may_promote && self.start_promotion(id, at, span.local) {
+        let is_prefetch = request.priority == Priority::Prefetch;
+        if !is_ready
+            && may_promote
+            && self.plans_promotion(id, (in_host, anywhere), is_prefetch)
+            && self.start_promotion(id, at, span.local)
+        {
             return self.pending(id);
         }
-        if !span.is_worth(in_host) {
+        if !span.is_worth(in_host) || span.is_planned && !self.is_copy_worth(id, in_host) {
             return self.miss(id);
         }
         let end = self.residency.forest().ancestor(at, in_host);
@@ -303,8 +334,12 @@ impl Engine {
             return false;
         };
         state.move_lease(plan.target, &mut self.residency);
+        let (rates, times) = (
+            &mut self.planner.rates,
+            (self.now_ns, state.planned.predicted_ns),
+        );
         self.promotions
-            .start(id, &mut state.promotions, plan, self.now_ns);
+            .start(id, &mut state.promotions, plan, rates, times);
         true
     }
 

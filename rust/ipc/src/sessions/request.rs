@@ -28,6 +28,8 @@ pub(super) struct ServedRequest {
     pub(super) max: Tokens,
     /// Instead of the engine's `promotion_wait`.
     pub(super) wait: Option<PromotionWait>,
+    /// Tokens that the vLLM computes before.
+    pub(super) queued: Tokens,
     pub(super) priority: Priority,
 }
 
@@ -54,6 +56,7 @@ impl ServedRequest {
             .computed(self.computed)
             .max(self.max)
             .wait(self.wait)
+            .queued(self.queued)
             .priority(self.priority);
         let hit = match engine.lookup(id, &question) {
             Lookup::Pending { shared } => {

@@ -173,6 +173,7 @@ impl ServedSession {
                 computed: Tokens(0),
                 max: Tokens(0),
                 wait: None,
+                queued: Tokens(0),
                 priority: Priority::Prefetch,
             });
         if state.over {
@@ -241,7 +242,7 @@ impl ServedSession {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
             (state.computed, state.max) = (message.computed, message.max);
-            state.wait = message.wait;
+            (state.wait, state.queued) = (message.wait, message.queued);
             if message.priority == Priority::Demand {
                 state.priority = Priority::Demand;
             }
@@ -381,9 +382,10 @@ impl ServedSession {
         append_answer(job.request, job.version, job.direct, answer, out);
     }
 
-    pub(super) fn demand(&mut self, request: u64) {
+    pub(super) fn demand(&mut self, request: u64, queued: Tokens) {
         if let Some(state) = self.requests.get_mut(&request) {
             state.priority = Priority::Demand;
+            state.queued = queued;
         }
     }
 

@@ -46,6 +46,7 @@ fn lookup(version: u32, hashes: HashRun<'_>) -> ClientMessage<'_> {
         max: Tokens::MAX,
         priority: Priority::Demand,
         wait: None,
+        queued: Tokens(0),
         hashes,
     })
 }
@@ -173,6 +174,7 @@ fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
             max: Tokens::MAX,
             priority: Priority::Demand,
             wait: None,
+            queued: Tokens(0),
             hashes,
         }));
         let answer = greedy.hear();

@@ -17,6 +17,7 @@ fn lookup(hashes: HashRun<'_>) -> ClientMessage<'_> {
         max: Tokens(64),
         priority: Priority::Demand,
         wait: None,
+        queued: Tokens(0),
         hashes,
     })
 }
@@ -103,7 +104,10 @@ fn ends_and_releases_of_what_is_not_there_are_nothing() {
     for ok in [false, true] {
         raw.say(&ClientMessage::EndTransfer { transfer: 1, ok });
     }
-    raw.say(&ClientMessage::Demand { request: 1 });
+    raw.say(&ClientMessage::Demand {
+        request: 1,
+        queued: Tokens(0),
+    });
     raw.say(&ClientMessage::EndLookup { request: 1 });
     raw.say(&ClientMessage::FinishRequest { request: 1 });
     assert!(raw.is_served());

@@ -114,6 +114,7 @@ impl Raw {
             max: tokens_of(hashes),
             priority: Priority::Demand,
             wait: None,
+            queued: Tokens(0),
             hashes: run(&bytes),
         }));
     }
