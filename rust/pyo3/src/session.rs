@@ -32,8 +32,8 @@ impl PySession {
         self.session.namespace()
     }
 
-    /// How much of a prompt is cached.
-    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, planned = false, queued_tokens = 0))]
+    /// How much of a prompt is cached. Nothing is promoted if no hit can end at `min_tokens` or beyond.
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0, planned = false, queued_tokens = 0))]
     fn lookup(
         &self,
         py: Python<'_>,
@@ -42,6 +42,7 @@ impl PySession {
         num_computed_tokens: u32,
         max_tokens: Option<u32>,
         wait_ms: Option<(f64, f64)>,
+        min_tokens: u32,
         planned: bool,
         queued_tokens: u32,
     ) -> PyResult<Py<PyLookup>> {
@@ -52,13 +53,14 @@ impl PySession {
             num_computed_tokens,
             max_tokens,
             promotion_wait(wait_ms, planned),
+            min_tokens,
         )
         .queued(Tokens(queued_tokens));
         PyLookup::of(py, self.session.lookup(&request))
     }
 
     /// A lookup that the scheduler does not wait for: the tokens whose chain is in the index, as far as that is known.
-    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, planned = false, queued_tokens = 0))]
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0, planned = false, queued_tokens = 0))]
     fn prefetch(
         &self,
         request_id: &str,
@@ -66,6 +68,7 @@ impl PySession {
         num_computed_tokens: u32,
         max_tokens: Option<u32>,
         wait_ms: Option<(f64, f64)>,
+        min_tokens: u32,
         planned: bool,
         queued_tokens: u32,
     ) -> u32 {
@@ -76,6 +79,7 @@ impl PySession {
             num_computed_tokens,
             max_tokens,
             promotion_wait(wait_ms, planned),
+            min_tokens,
         )
         .queued(Tokens(queued_tokens));
         self.session.lookup(&request.prefetch()).shared().0
@@ -171,10 +175,12 @@ fn question<'a>(
     computed: u32,
     max: Option<u32>,
     wait: PromotionWait,
+    min: u32,
 ) -> LookupRequest<'a> {
     LookupRequest::new(request, hashes)
         .computed(Tokens(computed))
         .max(max.map_or(Tokens::MAX, Tokens))
+        .min(Tokens(min))
         .wait(Some(wait))
 }
 

@@ -278,6 +278,10 @@ impl Engine {
             return self.miss(id);
         }
         let anywhere = self.residency.boundary(deepest, limit, span.local, false);
+        if anywhere * hash_block_size < request.min.0 {
+            self.sessions.requests[id].shared = Tokens(anywhere * hash_block_size);
+            return self.miss(id);
+        }
         if !span.is_worth(anywhere) {
             return self.miss(id);
         }
@@ -285,10 +289,11 @@ impl Engine {
         let in_host = self.residency.boundary(at, anywhere, span.local, true);
         let is_ready = in_host == anywhere && self.verified_end(id, at, span.local) == Some(at);
         let is_prefetch = request.priority == Priority::Prefetch;
+        let min = request.min.0.div_ceil(hash_block_size);
         if !is_ready
             && may_promote
             && self.plans_promotion(id, (in_host, anywhere), is_prefetch)
-            && self.start_promotion(id, at, span.local)
+            && self.start_promotion(id, at, span.local, min)
         {
             return self.pending(id);
         }
@@ -320,9 +325,9 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held,
-    /// or it was tried too often.
-    fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32) -> bool {
+    /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held, or
+    /// too little for a hit of `min` hash blocks, or it was tried too often.
+    fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32, min: u32) -> bool {
         let state = &mut self.sessions.requests[id];
         if state.promotions.tries >= PROMOTIONS_MAX {
             return false;
@@ -330,7 +335,8 @@ impl Engine {
         state.promotions.tries += 1;
         state.promotions.started += 1;
         let budget = self.promotions.budget_of(&state.promotions);
-        let Some(plan) = self.residency.plan_promotion(target, local, budget) else {
+        let plan = self.residency.plan_promotion(target, local, budget);
+        let Some(plan) = plan.filter(|plan| self.residency.node(plan.target).depth >= min) else {
             return false;
         };
         state.move_lease(plan.target, &mut self.residency);

@@ -26,6 +26,7 @@ pub(super) struct ServedRequest {
     pub(super) version: u32,
     pub(super) computed: Tokens,
     pub(super) max: Tokens,
+    pub(super) min: Tokens,
     /// Instead of the engine's `promotion_wait`.
     pub(super) wait: Option<PromotionWait>,
     /// Tokens that the vLLM computes before.
@@ -55,6 +56,7 @@ impl ServedRequest {
         let question = LookupRequest::new(&self.name, &self.hashes)
             .computed(self.computed)
             .max(self.max)
+            .min(self.min)
             .wait(self.wait)
             .queued(self.queued)
             .priority(self.priority);

@@ -172,6 +172,7 @@ impl ServedSession {
                 version: 0,
                 computed: Tokens(0),
                 max: Tokens(0),
+                min: Tokens(0),
                 wait: None,
                 queued: Tokens(0),
                 priority: Priority::Prefetch,
@@ -242,7 +243,7 @@ impl ServedSession {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
             (state.computed, state.max) = (message.computed, message.max);
-            (state.wait, state.queued) = (message.wait, message.queued);
+            (state.min, state.wait, state.queued) = (message.min, message.wait, message.queued);
             if message.priority == Priority::Demand {
                 state.priority = Priority::Demand;
             }

@@ -3,6 +3,8 @@
 //! Leaves go with all they hold. Of a node above other payloads of the tier, only the optional payloads
 //! may go: blocks that have left their window, and states between boundaries.
 
+use smallvec::SmallVec;
+
 use crate::forest::{DiskState, Evictability, HostState, NodeId, Payload, Tier};
 use crate::metrics::Counters;
 use crate::policy::{Leaf, Policy};
@@ -13,6 +15,9 @@ use super::geometry::Region;
 use super::slots::Loss;
 use super::state::Residency;
 
+/// Size classes of one node's payloads. Entered and withdrawn with each lease: no allocation for the usual few.
+type Classes = SmallVec<[Class; 4]>;
+
 impl Residency {
     /// Size classes of a node's payloads for which `wanted` holds, without repetition.
     fn classes_where(
@@ -20,9 +25,9 @@ impl Residency {
         id: NodeId,
         tier: Tier,
         wanted: impl Fn(u8, &Payload) -> bool,
-    ) -> Vec<Class> {
+    ) -> Classes {
         let (node, region) = (self.node(id), self.region(id, tier));
-        let mut classes = Vec::with_capacity(1);
+        let mut classes = Classes::new();
         for (group, payload) in (0u8..).zip(node.payloads()) {
             if !wanted(group, payload) {
                 continue;
@@ -41,10 +46,10 @@ impl Residency {
         id: NodeId,
         tier: Tier,
         evictability: Evictability,
-    ) -> Vec<Class> {
+    ) -> Classes {
         let node = self.node(id);
         match evictability {
-            Evictability::Kept => Vec::new(),
+            Evictability::Kept => Classes::new(),
             Evictability::Leaf => self.classes_where(id, tier, |_, payload| payload.has_slot(tier)),
             Evictability::OptionalPayloads => self.classes_where(id, tier, |group, payload| {
                 !node.requires(group) && payload.is_readable(tier)
