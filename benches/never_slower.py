@@ -2,9 +2,9 @@
 
     python benches/never_slower.py [--requests 8] [--tokens 512,1024,2048] [--rates 0.25,0.5,1,2,4] [--lies] [--json]
 
-Real vLLM engines on the CPU platform take turns with prompts that lie on disk only: one that plans ("planned"), one that
-always loads (`promotion_wait` "complete", `min_load_tokens` 0), and one without undercroft, which always computes. The
-reads of each end at a given rate, which the fault injector of the IO engine keeps; the rates are multiples of the rate
+Real vLLM engines on the CPU platform take turns with prompts that lie on disk only: one that plans ("planned"), one
+that always loads (`promotion_wait` "complete", `min_load_tokens` 0), and one without undercroft, which always computes.
+The reads of each end at a given rate, which the fault injector of the IO engine keeps; rates are multiples of the one
 at which loading takes as long as computing the prompt, measured before. "busy": four other requests decode meanwhile.
 `--lies`: the disk is fast, then hangs, then is slow, and each request of the planning engine is listed.
 """
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import Runner
+from engines import Runner, with_faults
 
 from engine_checks import add, flush
 from real_engine import set_environment
@@ -29,6 +29,8 @@ from real_engine import set_environment
 WAYS = ("planned", "load", "compute")
 LEARN = 12
 """Requests of the planning engine, on a fast disk, before anything is measured."""
+SETTLE = 2
+"""Requests after each change of the rate that are not measured: `--lies` shows those."""
 DECODES = 4
 FAST = 1e9
 
@@ -38,14 +40,6 @@ def new_prompt(seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(range(3, 990), k=tokens + 1)
 
 
-def with_faults() -> None:
-    """Let the disks of the engines that follow be made slow."""
-    from undercroft import engine
-
-    options_of = engine.engine_options
-    engine.engine_options = lambda *args, **kwargs: options_of(*args, **kwargs) | {"inject_faults": True}
-
-
 class Side:
     """One engine and the prompts on its disk, each of which is asked for once."""
 
@@ -53,8 +47,10 @@ class Side:
         self.way = way
         options: dict[str, Any] | None = None
         if way != "compute":
-            options = {"host_memory": "32MiB", "disk_path": str(disk), "disk_capacity": "3GiB", "kv_layout": "auto"}
-            options |= {"promotion_wait": "complete", "min_load_tokens": 0} if way == "load" else {}
+            options = {"host_memory": "32MiB", "disk_path": str(disk), "disk_capacity": "3GiB"}
+            planned = way == "planned"
+            options["promotion_wait"] = "planned" if planned else "complete"
+            options["min_load_tokens"] = None if planned else 0
         self.runner = Runner(model, options, blocks=640, max_num_seqs=16)
         self.core: Any = None if options is None else self.runner.engine.connector._engine
         self.new = itertools.count(10**6 * (1 + WAYS.index(way)))
@@ -115,9 +111,11 @@ def measure(sides: list[Side], lengths: list[int], factors: list[float], request
             taken: dict[str, list[float]] = {side.way: [] for side in sides}
             for side in sides:
                 side.limit(even * factor)
-            for turn in range(requests):
+            for turn in range(-SETTLE, requests):
                 for side in sides if turn % 2 else reversed(sides):
-                    taken[side.way].append(side.ask(tokens, busy))
+                    ms = side.ask(tokens, busy)
+                    if turn >= 0:
+                        taken[side.way].append(ms)
             rows.append({"tokens": tokens, "busy": busy, "rate": factor, "even_mb_s": even / 1e6} | taken)
             print(line(rows[-1]), flush=True)
     return rows
@@ -162,7 +160,7 @@ def main() -> None:
     with_faults()
     lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
     factors = [float(rate) for rate in arguments.rates.split(",")]
-    each = 4 * arguments.requests if arguments.lies else 2 * len(factors) * arguments.requests + LEARN
+    each = 4 * arguments.requests if arguments.lies else 2 * len(factors) * (arguments.requests + SETTLE) + LEARN
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as root:
         model = make_llama(Path(root) / "llama")
         ways = ("planned", "compute") if arguments.lies else WAYS

@@ -165,10 +165,10 @@ class Engine:
 
         ``server`` ("unix:///path"), ``server_timeout_ms``, ``lookup_spin_us``, ``host_memory`` (bytes), ``disks`` (list
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``io_engine``,
-        ``io_depth``, ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``, ``disk_write_rate`` (bytes per
-        second), ``verify_host``, ``inject_faults`` (see `limit_reads`), ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and
-        ``share`` (if a directory is in use by another engine of this user, use that one, and take the directories over
-        when it ends).
+        ``io_depth``, ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
+        ``disk_write_rate`` (bytes per second), ``verify_host``, ``inject_faults`` (see `limit_reads`),
+        ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
+        directory is in use by another engine of this user, use that one, and take the directories over when it ends).
         With ``server`` the engine's own options mean nothing.
 
         Raises ConfigError, StoreError.

@@ -274,8 +274,8 @@ class UndercroftConfig:
     promotion_wait: Annotated[PromotionWait, Option(
         "text or object", "planned",
         '"planned", "complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
-        "How long a lookup waits for blocks on disk: as long as loading takes less time than computing, for all, not at "
-        "all, or a time that grows with the prompt.",
+        "How long a lookup waits for blocks on disk: as long as loading takes less time than computing, for all, not "
+        "at all, or a time that grows with the prompt.",
         _promotion_wait, _text_object,
     )]
     promotion_memory: Annotated[Amount, Option(

@@ -79,9 +79,8 @@ class SchedulerConnector:
         self._lookup = request_params.of_request(None, config)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
         self._tails = Tails(session, groups)
-        self._steps = Steps(session)
+        self.steps = Steps(session)
         self._least = max(1, config.min_load_tokens or 0)
-        """Tokens that a load must gain; the engine may ask for more."""
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}
         """Loads that the workers have not reported yet, by request; None for one that failed before it began."""
@@ -127,7 +126,7 @@ class SchedulerConnector:
         local = self._device_tokens(request)
         if limit:
             hashes, lookup = self._groups.hashes(request.block_hashes), state.lookup
-            least, queued = self._least_boundary(self._min_tokens(request), local), self._steps.queued(state)
+            least, queued = self._least_boundary(self._min_tokens(request), local), self.steps.queued(state)
             state.shared_tokens = self._session.prefetch(
                 request.request_id, hashes, local, limit, lookup.wait_ms, least, lookup.planned, queued
             )
@@ -158,7 +157,7 @@ class SchedulerConnector:
             if max(limit, self._tails.limit(request)) <= num_computed_tokens:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
-            self._steps.computed(state, num_computed_tokens)
+            self.steps.computed(state, num_computed_tokens)
             state.min_tokens = self._min_tokens(request)
         boundary = self._boundary(state, num_computed_tokens)
         if boundary is None:
@@ -210,7 +209,7 @@ class SchedulerConnector:
             self._load_impossible(state)
             return
         self._loading[request_id] = plan
-        self._steps.computed(state, state.num_computed_tokens + num_external_tokens)
+        self.steps.computed(state, state.num_computed_tokens + num_external_tokens)
         self._metadata.loads.append(plan.job)
         begin = state.num_computed_tokens
         size = self._groups.engine_block_size
@@ -236,7 +235,7 @@ class SchedulerConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """What the workers copy in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
-        self._steps.scheduled(scheduler_output.num_scheduled_tokens)
+        self.steps.scheduled(scheduler_output.num_scheduled_tokens)
         # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
@@ -305,7 +304,7 @@ class SchedulerConnector:
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
         if state is not None:
-            self._steps.gone(state)
+            self.steps.gone(state)
         # vLLM frees the blocks of a load whose request was aborted, and caches none of them.
         self._single_flight.end(request_id)
         try:
@@ -326,10 +325,6 @@ class SchedulerConnector:
         state = self._requests.get(request.request_id)
         if state is not None:
             state.partial_tails = [BoundaryState(*state) for state in offered]
-
-    def step_ended(self) -> None:
-        """vLLM has the output of a step."""
-        self._steps.ended()
 
     def has_pending_push_work(self) -> bool:
         """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
@@ -387,7 +382,7 @@ class SchedulerConnector:
         if state is None or state.request is not request:
             if state is not None:
                 self._tails.drop(state)
-                self._steps.gone(state)
+                self.steps.gone(state)
             lookup = self._lookup
             if request.kv_transfer_params:
                 try:
@@ -396,18 +391,13 @@ class SchedulerConnector:
                     # The frontend refuses them; here the request is in the engine already.
                     self._report("on_new_request", error)
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
-            self._steps.arrived(state)
+            self.steps.arrived(state)
         return state
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
         request, limit, lookup = state.request, state.limit, state.lookup
-        # As `_look_up`, without a call: each step asks for each waiting request.
-        hashes = self._groups.hashes(request.block_hashes)
-        least, queued = self._least_boundary(state.min_tokens, num_computed_tokens), self._steps.queued(state)
-        answer = self._session.lookup(
-            request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least, lookup.planned, queued
-        )
+        answer = self._look_up(state, num_computed_tokens, limit)
         if answer.pending:
             if not lookup.blocking:
                 return None
@@ -415,6 +405,7 @@ class SchedulerConnector:
             if answer.pending:
                 return None
         state.shared_tokens = answer.shared_tokens
+        least = self._least_boundary(state.min_tokens, num_computed_tokens)
         if least and not answer.tokens and answer.shared_tokens < least:
             state.unread_tokens = max(0, min(answer.shared_tokens, limit) - num_computed_tokens)
             return num_computed_tokens
@@ -428,9 +419,8 @@ class SchedulerConnector:
         return end
 
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
-        request = state.request
+        request, lookup, queued = state.request, state.lookup, self.steps.queued(state)
         hashes = self._groups.hashes(request.block_hashes)
-        lookup, queued = state.lookup, self._steps.queued(state)
         least = self._least_boundary(state.min_tokens, num_computed_tokens)
         return self._session.lookup(
             request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least, lookup.planned, queued

@@ -69,7 +69,10 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plans_compute_small": ("counter", "hits in host memory not loaded: computing takes less time than the copy"),
     "plans_compute_other_way": ("counter", "prompts not read from disk as one in a hundred near-even decisions"),
     "plans_stopped_rest": ("counter", "waits for the disk that ended: the rest took longer than it saved"),
-    "plans_stopped_guarantee": ("counter", "waits for the disk that ended: load_margin was over, and too little had come"),
+    "plans_stopped_guarantee": (
+        "counter",
+        "waits for the disk that ended: load_margin was over, and too little had come",
+    ),
     "tokens_not_loaded_disk": ("counter", "tokens on disk that were computed by plans_compute_faster"),
     "tokens_not_loaded_small": ("counter", "tokens in host memory that were computed by plans_compute_small"),
     "tokens_not_loaded_other_way": ("counter", "tokens on disk that were computed by plans_compute_other_way"),

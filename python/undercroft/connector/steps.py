@@ -1,4 +1,4 @@
-"""What the engine's planner is told of vLLM's steps: their tokens and times, and the tokens that wait to be computed."""
+"""What the planner is told of vLLM: the tokens and times of its steps, and the tokens that wait to be computed."""
 
 from __future__ import annotations
 
