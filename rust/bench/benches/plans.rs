@@ -9,9 +9,7 @@ use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::io::{IoCompletion, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{
-    LookupRequest, Priority, PromotionWait, SaveRequest, Step, Tokens,
-};
+use undercroft_core::session::{LookupRequest, Priority, PromotionWait, SaveRequest, Step, Tokens};
 use undercroft_core::slots::page_bytes_for;
 
 const TOKENS: u32 = 16;

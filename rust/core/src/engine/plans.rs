@@ -58,6 +58,7 @@ impl Engine {
             end: state.planned.end,
             queued: state.planned.queued,
             bytes_per_token: self.residency.spec(ns).bytes_per_token(),
+            needs_all: !self.residency.spec(ns).has_full_only(),
         }
     }
 
@@ -71,7 +72,9 @@ impl Engine {
         let prompt = self.prompt(state);
         let to = boundary * self.hash_block_size_of(state);
         let is_worth = self.planner.is_copy_worth(&prompt, to, self.now_ns);
-        if !is_worth {
+        let is_first = state.promotions.demanded && !state.planned.is_counted;
+        if !is_worth && is_first {
+            self.sessions.requests[id].planned.is_counted = true;
             self.counters.plans_compute_small += 1;
             self.counters.tokens_not_loaded_small += u64::from(to - prompt.computed);
         }
@@ -92,7 +95,8 @@ impl Engine {
         is_prefetch: bool,
     ) -> bool {
         let state = &self.sessions.requests[id];
-        if !self.is_planned(state) {
+        // What is in the arena already is only compared with its checksums.
+        if !self.is_planned(state) || host == disk {
             return true;
         }
         let prompt = self.prompt(state);
@@ -100,18 +104,13 @@ impl Engine {
         let (host, disk) = ((host * size).max(prompt.computed), disk * size);
         let bytes = f64::from(disk - host) * prompt.bytes_per_token;
         let priority = state.promotions.priority();
-        let wait_ns = if disk > host {
-            let disks = self.residency.disks();
-            let answering = || {
-                let devices = self.residency.devices();
-                devices.filter(|device| disks[device.index()].health.answers_reads())
-            };
-            let rates = &self.planner.rates;
-            rates.wait_ns(bytes as u64, priority, answering)
-        } else {
-            // In the arena already: its checksums are compared.
-            0.0
+        let disks = self.residency.disks();
+        let answering = || {
+            let devices = self.residency.devices();
+            devices.filter(|device| disks[device.index()].health.answers_reads())
         };
+        let rates = &self.planner.rates;
+        let wait_ns = rates.wait_ns(bytes as u64, priority, answering);
         let wait = (wait_ns, is_prefetch);
         let start = self.planner.start(&prompt, (host, disk), wait, self.now_ns);
         let planned = &mut self.sessions.requests[id].planned;

@@ -51,6 +51,8 @@ pub(super) struct Prompt {
     pub(super) queued: u32,
     /// Bytes that a load copies for each token, about.
     pub(super) bytes_per_token: f64,
+    /// A part of a promotion is of no use, as it has windows or states.
+    pub(super) needs_all: bool,
 }
 
 /// A decision about a promotion.
@@ -155,7 +157,12 @@ impl Planner {
             } else {
                 0.0
             };
-            more.cost_ns += (wait_ns - free_ns).max(0.0);
+            let wait_ns = (wait_ns - free_ns).max(0.0);
+            more.cost_ns += wait_ns;
+            if prompt.needs_all && wait_ns > self.margin * more.saved_ns {
+                // The guarantee would end the wait before anything has come.
+                more.cost_ns = f64::INFINITY;
+            }
             let less = if host > prompt.computed {
                 model.way(prompt, host)
             } else {
