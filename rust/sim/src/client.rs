@@ -7,7 +7,7 @@ use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{
-    Extent, LookupRequest, Priority, PromotionWait, SessionSpec, Tokens, append_extents,
+    Extent, LookupRequest, Priority, PromotionWait, SessionSpec, Step, Tokens, append_extents,
 };
 
 use crate::content::hash_of;
@@ -222,6 +222,22 @@ impl World {
     ) -> Result<(), String> {
         self.note_weights(session, request);
         let now_ns = self.clock.now_ns;
+        let is_planned = self.settings.engine.promotion_wait == PromotionWait::Planned;
+        if is_planned && self.random.chance(200) {
+            let tokens = self.random.below(600) as u32;
+            let step = Step {
+                tokens,
+                positions: u64::from(tokens) * self.random.below(5000),
+                decodes: self.random.below(50) as u32,
+                duration_ns: self.random.below(400_000_000),
+            };
+            self.sessions[session].session.report_steps(&[step]);
+        }
+        let queued = if is_planned {
+            self.random.below(4000)
+        } else {
+            0
+        };
         let of = &mut self.sessions[session];
         let id = of.id;
         let state = &mut of.requests[request];
@@ -229,6 +245,7 @@ impl World {
         let asked_ns = *state.asked_ns.get_or_insert(now_ns);
         let question = LookupRequest::new(&state.name, &state.hashes)
             .computed(Tokens(local))
+            .queued(Tokens(queued as u32))
             .max(Tokens(most))
             .min(state.min);
         let name = &state.name;
