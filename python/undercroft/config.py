@@ -170,7 +170,7 @@ def _promotion_wait(value: Any) -> PromotionWait:
             numbers[key] = _number(0, 3_600_000)(value.get(key, 0))
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
-    return PromotionWait(**numbers)
+    return PromotionWait(numbers["base_ms"], numbers["per_1k_tokens_ms"])
 
 
 def _text_bool(text: str) -> bool:

@@ -13,16 +13,16 @@ _SLACK = 0.9
 
 def compute_s(stats: dict[str, Any], tokens: int) -> float:
     """Seconds that computing a prompt takes. The time of a token grows with its position."""
-    first = 1.0 / stats["plan_prefill_tokens_per_s"]
-    later = 1.0 / max(1, stats["plan_prefill_tokens_per_s_32k"])
+    first: float = 1.0 / stats["plan_prefill_tokens_per_s"]
+    later: float = 1.0 / max(1, stats["plan_prefill_tokens_per_s_32k"])
     return tokens * first + (later - first) / 32768 * tokens * tokens / 2
 
 
 def load_s(stats: dict[str, Any], tokens: int) -> float:
     """Seconds that reading a prompt from an idle disk, and copying it to the device, takes."""
     size = tokens * stats["plan_bytes_per_token"]
-    copy = size / stats["plan_copy_bytes_per_s"] if stats["plan_copy_bytes_per_s"] else 0.0
-    latency = stats["plan_disk_latency_seconds"] + stats["plan_copy_latency_seconds"]
+    copy: float = size / stats["plan_copy_bytes_per_s"] if stats["plan_copy_bytes_per_s"] else 0.0
+    latency: float = stats["plan_disk_latency_seconds"] + stats["plan_copy_latency_seconds"]
     return latency + copy + float(size / stats["plan_disk_bytes_per_s"])
 
 

@@ -5,9 +5,9 @@ const KNOWN: u32 = 8;
 /// Share of the old samples that stays when one comes: about the last 64 count.
 const KEEP: f64 = 1.0 - 1.0 / 64.0;
 /// Time after which what was measured before counts half.
-const HALF_LIFE_NS: f64 = 1e9;
+const HALF_LIFE_NS: f64 = 2.5e8;
 /// Samples that what was measured long ago still counts for.
-const LEFT: f64 = 1.0;
+const LEFT: f64 = 0.5;
 /// A sample counts as at most so many times what was predicted: one that hung says little of those to come, and a
 /// device that has become slow says so many times.
 const CLIP: f64 = 16.0;

@@ -85,8 +85,10 @@ pub(in crate::engine) struct Wait {
 /// Whether a wait ends before all has come. `margin` is the part of the computing time that may be waited whatever
 /// comes.
 pub(in crate::engine) fn stop(wait: &Wait, margin: f64) -> Option<Stop> {
-    let is_late = wait.waited_ns >= margin * wait.compute_ns;
-    if is_late && wait.arrived * wait.compute_ns < wait.waited_ns {
+    // What has come is still to be copied.
+    let spent_ns = wait.waited_ns + wait.here.cost_ns;
+    let is_late = spent_ns >= margin * wait.compute_ns;
+    if is_late && wait.arrived * wait.compute_ns < spent_ns {
         return Some(Stop::Guarantee);
     }
     let rest_ns = wait.rest_ns?;
@@ -139,7 +141,7 @@ mod tests {
             compute_ns: 100.0,
             arrived,
             all: way(100.0, 5.0),
-            here: way(100.0 * arrived, 5.0),
+            here: way(100.0 * arrived, 5.0 * arrived),
             rest_ns,
         }
     }
