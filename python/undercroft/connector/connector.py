@@ -238,6 +238,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last call; None if nothing was."""
         stats = UndercroftStats()
         if self._engine_stats is not None and self._scheduler is not None:
+            # vLLM asks at the end of each step.
+            self._scheduler.steps.ended()
             stats.data = self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle())
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             stats = stats.aggregate(UndercroftStats({"counters": counters}))
