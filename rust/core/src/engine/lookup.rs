@@ -374,7 +374,7 @@ impl Engine {
         span: &Span,
         cursor: &mut LookupCursor,
     ) -> Option<Option<NodeId>> {
-        let (residency, nodes_max) = (&self.residency, self.config.lookup_nodes);
+        let (residency, nodes_max) = (&self.residency, self.config.visits);
         match residency.boundary_within(top, span.local, cursor.host_only, nodes_max) {
             Ok(boundary) if span.is_worth(boundary) => {
                 Some(Some(residency.forest().ancestor(top, boundary)))

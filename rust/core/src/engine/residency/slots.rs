@@ -41,6 +41,8 @@ impl Residency {
             }
         };
         self.withdraw(id);
+        self.note_use(id);
+        self.note_slot(Region::Host, offset);
         let node = self.forest.node_mut(id);
         let payload = node.payload_mut(group);
         assert_eq!(
@@ -123,6 +125,7 @@ impl Residency {
     /// Puts a payload into the write queue's account.
     pub(in crate::engine) fn queue_write(&mut self, id: NodeId, group: u8) {
         self.withdraw(id);
+        self.note_use(id);
         let payload = self.forest.node_mut(id).payload_mut(group);
         assert_eq!(
             payload.host,
@@ -161,6 +164,8 @@ impl Residency {
     ) {
         self.unqueue_write(id, group);
         self.withdraw(id);
+        self.note_use(id);
+        self.note_slot(Region::Disk(device), offset);
         let node = self.forest.node_mut(id);
         assert!(
             node.tiers.slots[Tier::Disk as usize] == 0 || node.device == device,
