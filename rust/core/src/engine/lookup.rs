@@ -340,16 +340,25 @@ impl Engine {
         }
         let mut top = cursor.top(ns, request.hashes, (deepest, limit), &self.residency);
         if !cursor.host_only {
+            let min = request.min.0;
             let Some(anywhere) = self.next_end(top, &span, cursor) else {
+                self.cap_shared(id, span.computed, min);
                 return Some(self.miss(id));
             };
             top = anywhere?;
+            let reach = self.residency.node(top).depth * hash_block_size;
+            if reach < min {
+                self.cap_shared(id, reach, min);
+                return Some(self.miss(id));
+            }
             let is_ready = self.residency.is_hit_in_host(top, span.local)
                 && self.verified_end(id, top, span.local) == Some(top);
             if is_ready {
                 return Some(self.hit(id, top, span.local));
             }
-            if cursor.may_promote && self.start_promotion(id, top, span.local) {
+            if cursor.may_promote
+                && self.start_promotion(id, top, span.local, min.div_ceil(hash_block_size))
+            {
                 return Some(self.pending(id));
             }
             cursor.host_only = true;
@@ -364,6 +373,14 @@ impl Engine {
             }
             _ => self.miss(id),
         })
+    }
+
+    /// A request that needs a hit of `min` tokens reaches `tokens` at best.
+    fn cap_shared(&mut self, id: RequestId, tokens: u32, min: u32) {
+        let shared = &mut self.sessions.requests[id].shared;
+        if tokens < min {
+            *shared = Tokens(shared.0.min(tokens));
+        }
     }
 
     /// The deepest node where a hit may end, at or above `top`. `None` if there is none, or none that is worth a load;
@@ -404,9 +421,9 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held,
-    /// or it was tried too often.
-    fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32) -> bool {
+    /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held, or
+    /// too little for a hit of `min` hash blocks, or it was tried too often.
+    fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32, min: u32) -> bool {
         let state = &mut self.sessions.requests[id];
         if state.promotions.tries >= PROMOTIONS_MAX {
             return false;
@@ -414,7 +431,8 @@ impl Engine {
         state.promotions.tries += 1;
         state.promotions.started += 1;
         let budget = self.promotions.budget_of(&state.promotions);
-        let Some(plan) = self.residency.plan_promotion(target, local, budget) else {
+        let plan = self.residency.plan_promotion(target, local, budget);
+        let Some(plan) = plan.filter(|plan| self.residency.node(plan.target).depth >= min) else {
             return false;
         };
         state.move_lease(plan.target, &mut self.residency);

@@ -27,6 +27,7 @@ pub(super) struct ServedRequest {
     pub(super) version: u32,
     pub(super) computed: Tokens,
     pub(super) max: Tokens,
+    pub(super) min: Tokens,
     /// Instead of the engine's `promotion_wait`.
     pub(super) wait: Option<PromotionWait>,
     pub(super) priority: Priority,
@@ -70,6 +71,7 @@ impl ServedRequest {
         let question = LookupRequest::new(&self.name, &self.hashes)
             .computed(self.computed)
             .max(self.max)
+            .min(self.min)
             .wait(self.wait)
             .priority(self.priority);
         let hit = match engine.step_lookup(id, &question, cursor)? {

@@ -172,6 +172,7 @@ impl ServedSession {
                 version: 0,
                 computed: Tokens(0),
                 max: Tokens(0),
+                min: Tokens(0),
                 wait: None,
                 priority: Priority::Prefetch,
             });
@@ -241,7 +242,7 @@ impl ServedSession {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
             (state.computed, state.max) = (message.computed, message.max);
-            state.wait = message.wait;
+            (state.min, state.wait) = (message.min, message.wait);
             if message.priority == Priority::Demand {
                 state.priority = Priority::Demand;
             }

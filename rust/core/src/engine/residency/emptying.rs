@@ -86,7 +86,7 @@ impl Residency {
             }
         }
         if let Some(parent) = self.parent(id) {
-            self.inherit_touch(parent, tier, self.node(id).touch.last);
+            self.inherit_touch(parent, tier, self.node(id).touch().last);
         }
         let mut hidden = 0;
         if self.node(id).children() > 0 && self.lacks_payload(id) {

@@ -288,7 +288,8 @@ impl Chain<'_> {
             self.nodes.push(self.residency.node(last).parent());
         }
         let node = self.residency.node(self.nodes[index]);
-        let payload = node.payloads()[group];
+        let payload =
+            node.payload(u8::try_from(group).expect("a namespace has at most GROUPS_MAX groups"));
         payload.is_readable(Tier::Host)
             || !self.host_only
                 && payload.is_readable(Tier::Disk)
