@@ -407,8 +407,11 @@ class Copier:
     """
 
     def __new__(cls, arena: Arena, threads: int = 1) -> Copier: ...
-    def submit(self, job_id: int, to_arena: bool, addresses: bytes, offsets: bytes, sizes: bytes) -> None:
-        """Queue copies: little-endian int64 arrays of device addresses, arena offsets and sizes in bytes.
+    def submit(
+        self, to_arena: bool, jobs: list[tuple[int, int]], addresses: bytes, offsets: bytes, sizes: bytes
+    ) -> None:
+        """Queue jobs, all of them or none: of each its number and how many of the pieces are its own. The pieces are
+        little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
 
         The memory at the addresses must stay valid, and untouched by others, until the job is returned by `poll`. A
         range outside the arena raises UndercroftError and queues nothing.
@@ -423,6 +426,24 @@ class Copier:
 
     def drain(self) -> None:
         """Wait until every queued job has ended (GIL released)."""
+
+@final
+class Replay:
+    """The engine's index, slots and policies, to replay a trace on. Nothing is stored."""
+
+    def __new__(
+        cls, host_blocks: int, disk_blocks: int = 0, leafhd: bool = False, second_touch: bool = False
+    ) -> Replay:
+        """An empty engine; capacities in blocks, 0 disk blocks for none. Raises ConfigError."""
+
+    def request(self, prompt: int, blocks: list[int]) -> tuple[int, int]:
+        """Serve a request: look up the first ``prompt`` of its blocks, then save all. A block's number, below 2**64,
+        stands for its content and all before it. Returns the blocks found in host memory and those found on disk.
+        """
+
+    @property
+    def disk_writes(self) -> int:
+        """Blocks written to disk so far."""
 
 def available_memory() -> int:
     """Bytes of memory that this process may still take: what the kernel estimates, or what the limit of its control

@@ -349,6 +349,12 @@ class UndercroftConfig:
         "Stands for the weights, which are not looked at then: you vouch that it changes when they do.",
         _text, str,
     )]
+    record: Annotated[str, Option(
+        "path", "", "a file, which is appended to up to 1 GiB",
+        "Write a line for each request (time, numbers of tokens, renumbered block hashes, no text), for "
+        "`undercroft estimate`. Of several data-parallel ranks each appends its number to the name.",
+        _directory, str,
+    )]
     server: Annotated[str, Option(
         "text", "", '"unix:///path" of a running `undercroft serve`',
         "Use the engine of a server on this host, shared with other vLLMs, instead of one in this process.",

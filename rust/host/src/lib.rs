@@ -11,6 +11,7 @@ mod error;
 pub mod inspect;
 mod namespace;
 mod remote;
+pub mod replay;
 mod retry;
 mod running;
 mod shared;

@@ -295,7 +295,7 @@ impl ServedSession {
         let Some(state) = self.requests.get(&request) else {
             return;
         };
-        let looked = driver.enter(|engine| state.lookup(engine, id));
+        let looked = state.lookup(driver, id);
         let looked = looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING));
         self.answer(driver, budgets, request, true, looked, out);
     }
@@ -488,7 +488,7 @@ impl ServedSession {
             let Some(state) = self.requests.get_mut(&request) else {
                 continue;
             };
-            let looked = driver.enter(|engine| state.lookup(engine, id));
+            let looked = state.lookup(driver, id);
             match looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING)) {
                 Looked::Answer(answer) if answer.is_pending() => self.pending.push_back(request),
                 looked => {

@@ -120,7 +120,7 @@ impl Files {
             capacity: capacity / page_bytes * page_bytes,
             page_bytes,
             super_bytes: super_bytes.clone(),
-            table_bytes: Vec::new(),
+            table: Vec::new().into(),
         };
         let table = Vec::new();
         (Self { table, super_bytes }, image)
