@@ -65,9 +65,11 @@ impl Settings {
                 base_ns: random.below(20 * MILLISECOND),
                 per_1k_tokens_ns: random.below(50 * MILLISECOND),
             };
-        } else if random.chance(400) {
+        } else if random.chance(150) {
             engine.promotion_wait = PromotionWait::Planned;
-            engine.min_load_tokens = None;
+            if random.chance(500) {
+                engine.min_load_tokens = None;
+            }
         }
         if random.chance(200) {
             engine.write_rate = random.range(1, 200) << 20;
