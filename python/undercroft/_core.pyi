@@ -392,8 +392,11 @@ class Copier:
     """
 
     def __new__(cls, arena: Arena, threads: int = 1) -> Copier: ...
-    def submit(self, job_id: int, to_arena: bool, addresses: bytes, offsets: bytes, sizes: bytes) -> None:
-        """Queue copies: little-endian int64 arrays of device addresses, arena offsets and sizes in bytes.
+    def submit(
+        self, to_arena: bool, jobs: list[tuple[int, int]], addresses: bytes, offsets: bytes, sizes: bytes
+    ) -> None:
+        """Queue jobs, all of them or none: of each its number and how many of the pieces are its own. The pieces are
+        little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
 
         The memory at the addresses must stay valid, and untouched by others, until the job is returned by `poll`. A
         range outside the arena raises UndercroftError and queues nothing.

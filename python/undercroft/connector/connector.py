@@ -26,6 +26,7 @@ from undercroft.compat import (
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
+from undercroft.connector.differences import ignored_options
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
@@ -139,7 +140,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         payload_bytes = [group_shard_bytes(self._kv_cache_config, group) * shards for group in range(len(groups.kinds))]
         not_reused = identity.why_not_reused(description, config, naming.digests)
         identity.warn_of_names(description)
-        engine = open_engine(config, ranks=vllm_patches.ranks_of(self._vllm_config))
+        ranks = vllm_patches.ranks_of(self._vllm_config)
+        engine = open_engine(config, ranks=ranks)
         try:
             if seed_reason:
                 identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
@@ -166,6 +168,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
             self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
             logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
+            if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
+                logger.warning("undercroft: the options of the engine that is shared count: %s", "; ".join(ignored))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
         except BaseException:
@@ -248,6 +252,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
                 closing.callback(self._engine.close)
+            if self._engine_stats is not None:
+                closing.callback(self._engine_stats.close)
             if self._scheduler is not None:
                 closing.callback(self._scheduler.close)
             if self._recorder is not None:
@@ -281,25 +287,32 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         back at the end of the step."""
         # Guarded here: each step asks for each waiting request, and the wrapper would cost as much as the question.
         answer: tuple[int | None, bool] = 0, False
+        unread_tokens = 0
         try:
             if self._scheduler is not None:
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+                if answer[0] == 0:
+                    unread_tokens = self._scheduler.unread_tokens(request)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
         if self._recorder is not None and answer[0] is not None:
             self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         if answer[0] is None or self._threshold is None or self._is_child:
             return answer
-        return self.judge(request, num_computed_tokens, answer)
+        return self.judge(request, num_computed_tokens, answer, unread_tokens)
 
-    def judge(self, request: Request, local_tokens: int, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
-        """The final answer of the scheduler's connector, or "later" for a request below its threshold."""
+    def judge(
+        self, request: Request, local_tokens: int, answer: tuple[int | None, bool], unread_tokens: int = 0
+    ) -> tuple[int | None, bool]:
+        """The final answer of the scheduler's connector, or "later" for a request below its threshold.
+
+        ``unread_tokens``: see `SchedulerConnector.unread_tokens`.
+        """
         # Also without a cache (it is off, or failed): then only what the device and other connectors hold counts.
         gain, _ = answer
         assert self._threshold is not None and gain is not None
         try:
-            unread = 0 if gain or self._scheduler is None else self._scheduler.unread_tokens(request)
-            rejected = self._threshold.check(request, local_tokens, gain or unread)
+            rejected = self._threshold.check(request, local_tokens, gain or unread_tokens)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
             return answer

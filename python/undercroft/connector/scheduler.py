@@ -81,7 +81,9 @@ class SchedulerConnector:
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}
         """Loads that the workers have not reported yet, by request; None for one that failed before it began."""
-        self._single_flight = SingleFlight(any_part=not (groups.has_windows or groups.has_states))
+        self._single_flight = SingleFlight(
+            any_part=not (groups.has_windows or groups.has_states), whole_blocks=groups.window_blocks
+        )
         self._metadata = UndercroftMetadata()
         """What the next step's metadata already holds."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0

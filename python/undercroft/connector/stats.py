@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
 from undercroft.engine import io_engine
+from undercroft.log import logger
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -108,8 +111,8 @@ SAMPLES = ("lookup_seconds", "wait_seconds")
 class UndercroftStats(KVConnectorStats):
     """The statistics since the last report, in plain types that travel between processes.
 
-    ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended) and
-    ``io_engine`` (a name; empty or absent without a disk tier).
+    ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended),
+    ``io_engine`` (a name; empty or absent without a disk tier) and ``socket`` (that of the engine).
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -136,6 +139,7 @@ class UndercroftStats(KVConnectorStats):
             "gauges": {**mine.get("gauges", {}), **theirs.get("gauges", {})},
             "samples": samples,
             "io_engine": theirs.get("io_engine") or mine.get("io_engine"),
+            "socket": theirs.get("socket") or mine.get("socket"),
         }
         return UndercroftStats({name: value for name, value in data.items() if value})
 
@@ -200,10 +204,17 @@ class Counts:
 class EngineStats:
     """The engine's counters as differences, read at most once in ``interval`` seconds.
 
-    ``tokens_in``: the tokens that a tier of so many bytes holds.
+    ``tokens_in``: the tokens that a tier of so many bytes holds. ``idle_s``: seconds after which the engine's health is
+    checked where nobody collects.
     """
 
-    def __init__(self, engine: Engine, interval: float = 1.0, tokens_in: Callable[[int], int] = lambda _: 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        interval: float = 1.0,
+        tokens_in: Callable[[int], int] = lambda _: 0,
+        idle_s: float = 5.0,
+    ) -> None:
         self._engine = engine
         # A tier's size seldom changes.
         self._tokens_in = functools.cache(tokens_in)
@@ -213,6 +224,9 @@ class EngineStats:
         self._health = DiskHealth(engine)
         self._namespaces = NamespaceHealth()
         self._link = ConnectionHealth(engine)
+        self._checking = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, args=(idle_s,), name="undercroft-health", daemon=True).start()
 
     def collect(self, now: float, force: bool = False) -> dict[str, Any]:
         """The changes since the last reading, as the data of `UndercroftStats`; empty before the interval has passed.
@@ -222,16 +236,10 @@ class EngineStats:
         if now < self._due and not force:
             return {}
         self._due = now + self._interval
-        self._link.check()
-        if self._engine.is_shared and not self._engine.took_over:
-            # Another process counts for all that share its engine.
-            return {}
-        stats = self._engine.stats()
+        stats = self._stats()
+        self._check(stats)
         if not stats:
-            # The directories were taken over, and the engine has not answered yet.
             return {}
-        self._health.check(stats.get("disk_degraded", 0))
-        self._namespaces.check(stats.get("volatile_namespaces", 0))
         counters = {
             name: since
             for name in STATS_KEYS
@@ -242,7 +250,44 @@ class EngineStats:
             if tokens := self._tokens_in(stats.get(key.replace("tokens", "bytes"), 0)):
                 gauges[key] = tokens
         self._last = stats
-        return {"counters": counters, "gauges": gauges, "io_engine": io_engine(self._engine.info())}
+        return {
+            "counters": counters,
+            "gauges": gauges,
+            "io_engine": io_engine(self._engine.info()),
+            "socket": self._engine.arena.socket,
+        }
+
+    def close(self) -> None:
+        """End the checks."""
+        self._closed.set()
+
+    def _stats(self) -> dict[str, float]:
+        if self._engine.is_shared and not self._engine.took_over:
+            # Another process counts for all that share its engine.
+            return {}
+        # Nothing while the directories were taken over, and the engine has not answered yet.
+        return self._engine.stats()
+
+    def _check(self, stats: dict[str, float]) -> None:
+        # The scheduler does not wait while the other thread logs.
+        if not self._checking.acquire(blocking=False):
+            return
+        try:
+            self._link.check()
+            if stats:
+                self._health.check(int(stats.get("disk_degraded", 0)))
+                self._namespaces.check(int(stats.get("volatile_namespaces", 0)))
+        finally:
+            self._checking.release()
+
+    def _watch(self, idle_s: float) -> None:
+        """Check while vLLM is idle: it collects in its steps only."""
+        while not self._closed.wait(idle_s):
+            try:
+                if time.monotonic() >= self._due + idle_s - self._interval:
+                    self._check(self._stats())
+            except Exception as error:
+                logger.debug("undercroft: the health check failed: %s", error)
 
 
 def _since(now: float, before: float) -> float:

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use undercroft_core::arena::ARENA_ALIGN;
 use undercroft_core::disk::open::OnOtherVersion;
 use undercroft_core::engine::EngineConfig;
@@ -17,7 +17,7 @@ use crate::error::HostError;
 const UNIX: &str = "unix://";
 
 /// One device of the disk tier.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskConfig {
     /// Its directory.
@@ -27,7 +27,7 @@ pub struct DiskConfig {
 }
 
 /// A size of a directory.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(untagged)]
 pub enum DiskCapacity {
     /// In bytes.
@@ -40,7 +40,7 @@ pub enum DiskCapacity {
 }
 
 /// What becomes of a directory that cannot be opened, though it is configured well.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnDiskError {
     /// The engine starts without it, and tries it again later.
@@ -51,7 +51,7 @@ pub enum OnDiskError {
 }
 
 /// Which blocks are written to disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DiskAdmission {
     /// Every block.
@@ -62,7 +62,7 @@ pub enum DiskAdmission {
 }
 
 /// How to open an engine. Sizes are in bytes.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HostConfig {
     /// `unix:///path` of a running server whose engine is used; empty for an engine of this process.

@@ -79,12 +79,18 @@ fn serve(
     own_token: SessionToken,
 ) -> Result<Server, HostError> {
     let (of_info, of_stats) = (Arc::clone(engine), Arc::clone(engine));
+    let options = serde_json::to_value(config).unwrap_or_default();
     let served = Served {
         driver: Arc::clone(engine.driver()),
         arena: Arc::clone(engine.arena()),
         arena_id,
         own_token,
-        info: Box::new(move || of_info.info()),
+        info: Box::new(move || {
+            let mut info = of_info.info();
+            // So that others that come to use this engine can tell what differs from their own.
+            info["options"] = options.clone();
+            info
+        }),
         stats: StatsSource::new(move || of_stats.stats()),
     };
     let default_dir = default_socket_dir();

@@ -34,6 +34,7 @@ impl PySession {
 
     /// How much of a prompt is cached. Nothing is promoted if no hit can end at `min_tokens` or beyond.
     #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0))]
+    #[expect(clippy::too_many_arguments, reason = "Python's keyword arguments")]
     fn lookup(
         &self,
         py: Python<'_>,
