@@ -297,6 +297,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                     unread_tokens = self._scheduler.unread_tokens(request)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
+        if self._recorder is not None and answer[0] is not None:
+            self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         if answer[0] is None or self._threshold is None or self._is_child:
             return answer
         return self.judge(request, num_computed_tokens, answer, unread_tokens)
@@ -348,6 +350,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     @_fail_open(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See `SchedulerConnector.update_state_after_alloc`."""
+        if self._recorder is not None:
+            self._recorder.admitted(request.request_id)
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
