@@ -25,6 +25,7 @@ from undercroft.compat import (
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
+from undercroft.connector.announcement import Announcement
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
@@ -97,6 +98,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
         config = UndercroftConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._announcement = Announcement(config, str(self._kv_transfer_config.engine_id))
         reason = why_unsupported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             for message in unknown_environment():
@@ -161,10 +163,17 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
+            self._announce(engine)
         except BaseException:
             engine.close()
             raise
         self._engine = engine
+
+    def _announce(self, engine: Engine) -> None:
+        try:
+            self._announcement.write(engine.arena)
+        except OSError as error:
+            logger.warning("undercroft: host memory is pinned only from the first request on: %s", error)
 
     def _report(self, hook: str, error: Exception) -> None:
         """Count an error that was caught in a hook, and log the first of its kind."""
@@ -241,6 +250,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
                 closing.callback(self._engine.close)
+                closing.callback(self._announcement.withdraw)
             if self._scheduler is not None:
                 closing.callback(self._scheduler.close)
             if self._worker is not None:
@@ -418,7 +428,18 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._resets is not None:
             self._resets.weights_may_change(is_paused)
 
+    @_fail_open(_nothing)
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Called when every worker has been asked for its metadata, and so has read the announcement."""
+        self._announcement.withdraw()
+
     # The worker's half
+
+    @_fail_open(_nothing)
+    def get_handshake_metadata(self) -> None:
+        """Called once the scheduler's half is there, before the first step. There is nothing to hand over."""
+        if self._worker is not None and (announced := self._announcement.read()) is not None:
+            self._worker.attach_early(announced)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The device's memory. A layout that cannot be served refuses the start."""
