@@ -128,6 +128,8 @@ lint-python: build
 	$(BIN)/ruff format --quiet --check
 	$(BIN)/python -m mypy --no-error-summary
 	$(BIN)/python -m mypy.stubtest undercroft._core undercroft_bench._bench --allowlist tools/stubtest-allowlist.txt
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 
 .PHONY: format
 format:  ## Format Rust and Python

@@ -85,7 +85,7 @@ def pinned(device: torch.device) -> Iterator[Callable[[Arena], ArenaPinner]]:
 
 
 def pin_whole(device: torch.device, arena: Arena) -> ArenaPinner:
-    pinner = pin(device, arena.address, arena.size)
+    pinner = pin(device, arena)
     assert pinner.wait(60)
     assert pinner.pinned_bytes == arena.size
     return pinner

@@ -92,3 +92,11 @@ def test_an_adapter_that_is_about_to_be_loaded_is_looked_at_at_once(files: Path)
     after = ours.key(adapter(files))
     assert after not in (before, Adapters().key(adapter(files)))
     assert ours.of_request(request) == after
+
+
+def test_a_new_engine_of_the_process_looks_at_the_files_at_once(files: Path) -> None:
+    ours = Adapters()
+    before = ours.of_request(request := SimpleNamespace(lora_request=adapter(files)))
+    (files / "adapter_model.safetensors").write_text("other")
+    ours.look_again()
+    assert ours.of_request(request) != before

@@ -36,6 +36,10 @@ class Adapters:
         self._recent: dict[tuple[str, str], tuple[float, str]] = {}
         """The last key of each adapter, and until when requests take it without a look at the files."""
 
+    def look_again(self) -> None:
+        """Look at the files with the next request: a new engine in this process reads them anew."""
+        self._recent.clear()
+
     def of_request(self, request: Any) -> str:
         """The key of a request's adapter, to be asked for once: the files may change while the request runs.
 

@@ -60,12 +60,15 @@ class SchedulerConnector:
         arena: Callable[[], ArenaAddress],
         counts: Counts,
         report: Callable[[str, Exception], None],
+        needed_tokens: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         """Make the half of one scheduler.
 
         ``arena`` tells where the workers attach, ``report`` takes an error
-        that was caught and the hook it happened in.
+        that was caught and the hook it happened in. ``needed_tokens`` tells
+        how many tokens must be cached for a request to be served.
         """
+        self._needed_tokens = needed_tokens
         self._report = report
         self._log_rarely = LogOnce(again_after_s=_WARN_AGAIN_S)
         self._session = session
@@ -120,7 +123,10 @@ class SchedulerConnector:
         local = self._device_tokens(request)
         if limit:
             hashes, wait_ms = self._groups.hashes(request.block_hashes), state.lookup.wait_ms
-            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms)
+            least = self._least_boundary(self._min_tokens(request), local)
+            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms, least)
+            if least > state.shared_tokens:
+                return
         if self._groups.tail_step:
             # A server has not answered yet; its tails are looked up once it has.
             base = min(state.shared_tokens, limit)
@@ -136,6 +142,7 @@ class SchedulerConnector:
         state.num_computed_tokens = num_computed_tokens
         state.epoch = self._epoch
         state.ran = False
+        state.unread_tokens = 0
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
         if self.has_siblings and _is_brought(request):
@@ -145,6 +152,7 @@ class SchedulerConnector:
             if max(limit, self._tails.limit(request)) <= num_computed_tokens:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
+            state.min_tokens = self._min_tokens(request)
         boundary = self._boundary(state, num_computed_tokens)
         if boundary is None:
             if time.perf_counter() - state.asked_at < LOOKUP_DEADLINE_S:
@@ -162,6 +170,11 @@ class SchedulerConnector:
         state.asked_at = state.load_wait_since = None
         state.deferred = state.timed_out = False
         return gain, gain > 0
+
+    def unread_tokens(self, request: Request) -> int:
+        """Tokens that the last lookup of a request found beyond those of the device, and that it did not read."""
+        state = self._requests.get(request.request_id)
+        return 0 if state is None else state.unread_tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request got its device blocks: load ``num_external_tokens`` into them, or nothing if that is 0."""
@@ -374,7 +387,8 @@ class SchedulerConnector:
         request, limit, lookup = state.request, state.limit, state.lookup
         # As `_look_up`, without a call: each step asks for each waiting request.
         hashes = self._groups.hashes(request.block_hashes)
-        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms)
+        least = self._least_boundary(state.min_tokens, num_computed_tokens)
+        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least)
         if answer.pending:
             if not lookup.blocking:
                 return None
@@ -382,6 +396,9 @@ class SchedulerConnector:
             if answer.pending:
                 return None
         state.shared_tokens = answer.shared_tokens
+        if least and not answer.tokens and answer.shared_tokens < least:
+            state.unread_tokens = max(0, min(answer.shared_tokens, limit) - num_computed_tokens)
+            return num_computed_tokens
         self._note_shared_boundary(state, max(answer.tokens, num_computed_tokens), limit)
         # The limit is of when it was asked first.
         base = max(min(answer.tokens, limit, self._groups.align(request.num_tokens - 1)), num_computed_tokens)
@@ -394,7 +411,18 @@ class SchedulerConnector:
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         request = state.request
         hashes = self._groups.hashes(request.block_hashes)
-        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms)
+        least = self._least_boundary(state.min_tokens, num_computed_tokens)
+        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms, least)
+
+    def _min_tokens(self, request: Request) -> int:
+        # Other connectors may bring what is needed.
+        return 0 if self.has_siblings else self._needed_tokens(request)
+
+    def _least_boundary(self, min_tokens: int, num_computed_tokens: int) -> int:
+        """The least boundary at which a hit makes up ``min_tokens``; 0 if the device holds enough."""
+        # A tail may follow, which ends inside a block.
+        least = min_tokens - (self._groups.engine_block_size if self._groups.tail_step else 0)
+        return least if least > num_computed_tokens else 0
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         """Wait for the answer. A promotion that does not end in time is given up: its part in memory is the hit."""
@@ -452,6 +480,7 @@ class SchedulerConnector:
             limit = self._groups.align(request.num_tokens - 1)
             if state.lookup_failed or limit <= local_tokens:
                 return False
+            state.min_tokens = self._min_tokens(request)
             answer = self._look_up(state, local_tokens, limit)
             return answer.pending or answer.tokens - local_tokens >= max(1, self._config.min_load_tokens)
         except Exception as error:

@@ -11,8 +11,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
@@ -21,7 +21,7 @@ from undercroft.connector.attaching import AttachAttempt
 from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.device.api import DeviceCopier, Job
 from undercroft.device.factory import make_copier
-from undercroft.device.layout import DeviceLayout, device_layout
+from undercroft.device.layout import DeviceLayout, device_layout, kv_replicas
 from undercroft.log import LogOnce
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ class _AttachPendingError(WorkerError):
     """The attempt to attach is under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(NamedTuple):
     """A job that the copier has."""
 
     job: TransferJob
@@ -72,8 +71,9 @@ class WorkerConnector:
         ``attach_timeout_s``: how long a step waits for the arena; its jobs fail without it.
         """
         parallel = vllm_config.parallel_config
-        # A payload holds one shard for each tensor-parallel rank; there is only one pipeline stage.
-        self._rank = parallel.rank % parallel.tensor_parallel_size
+        # Ranks in a row that hold the same KV have one shard together; there is only one pipeline stage.
+        self._replicas = kv_replicas(kv_cache_config)
+        self._shard, self._replica = divmod(parallel.rank % parallel.tensor_parallel_size, self._replicas)
         self._config = kv_cache_config
         self._attach = attach
         self._clock = clock
@@ -168,6 +168,8 @@ class WorkerConnector:
 
     def _start(self, jobs: Sequence[TransferJob], metadata: UndercroftMetadata, *, to_arena: bool) -> None:
         """Start the jobs of a step and direction with one call of the copier, or report them as failed."""
+        if to_arena and self._replicas > 1:
+            jobs = self._saved_here(jobs)
         current = [job for job in jobs if job.session == metadata.arena_session]
         if len(current) < len(jobs):
             lost = WorkerError("the session with the engine's server was lost, and with it the slots of this job")
@@ -202,6 +204,21 @@ class WorkerConnector:
         for job in jobs:
             self._end(job, to_arena, ok=False)
 
+    def _saved_here(self, jobs: Sequence[TransferJob]) -> list[TransferJob]:
+        """The part of each save that this rank copies: ranks with the same KV take turns by block.
+
+        A save of which nothing is left has ended.
+        """
+        mine = []
+        for job in jobs:
+            turns = [group.turn(self._replica, self._replicas) for group in job.groups]
+            groups = [turn for turn in turns if turn.block_ids.size]
+            if groups:
+                mine.append(replace(job, groups=groups))
+            else:
+                self._end(job, True, ok=True)
+        return mine
+
     def _current_copier(self, metadata: UndercroftMetadata) -> DeviceCopier:
         """The copier for the arena that the metadata names; attached at its first use."""
         if self._layout is None:
@@ -223,7 +240,7 @@ class WorkerConnector:
             raise WorkerError(f"the arena at {key[0]} could not be attached; the next attempt follows later")
         try:
             self._attached = self._attached or self._attach_now(key, layout)
-            return make_copier(layout, self._attached.mapping, self._rank, self._attached.pinner)
+            return make_copier(layout, self._attached.mapping, self._shard, self._attached.pinner)
         except _AttachPendingError:
             raise
         except Exception:

@@ -21,7 +21,7 @@ from undercroft.device.copy_stream import CopyStream
 from undercroft.device.gather import Gather
 from undercroft.device.lane import Lane, Lanes
 from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, block_copies, check_blocks
-from undercroft.device.pinning import PIN_CHUNK
+from undercroft.device.pinning import chunk_bytes
 
 GATHER_BELOW = 128 << 10
 """Pages smaller than this many bytes are gathered: a copy of its own costs the device as much time as the bus needs for
@@ -62,7 +62,7 @@ class CudaCopier:
         pinner: Pinner | None,
         *,
         strategy: str = "auto",
-        pin_chunk: int = PIN_CHUNK,
+        pin_chunk: int | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """``lanes``: nobody else uses them until ``on_close`` is called. ``pinner``: pins the arena; None if all of it
@@ -74,7 +74,7 @@ class CudaCopier:
         self._rank = rank
         self._streams = lanes.save.streams
         self._pinner = pinner
-        self._pin_chunk = pin_chunk
+        self._pin_chunk = pin_chunk or chunk_bytes(arena.size)
         self._gathers = {index: _gather(group, layout, strategy) for index, group in layout.groups.items()}
         self._pinned = {True: CopyStream(lanes.save), False: CopyStream(lanes.load)}
         self._unpinned = CopyStream(lanes.unpinned)
@@ -98,8 +98,7 @@ class CudaCopier:
                 some = [job for job, own in alone if self._fits(own) == fits]
                 if some:
                     self._start(stream, to_arena, some, self._merged(some), ready)
-        sizes = {index: group.shard_bytes for index, group in self._layout.groups.items()}
-        return [sum(len(copy.block_ids) * sizes[copy.group] for copy in job.groups) for job in jobs]
+        return _bytes(blocks, len(jobs))
 
     def poll(self) -> list[Ended]:
         """Jobs that have ended since the last call, those of one direction in their order."""
@@ -219,6 +218,17 @@ class CudaCopier:
         hosts = offsets + self._arena.address
         destinations, sources = (hosts, addresses) if to_arena else (addresses, hosts)
         self._streams.copy(lane.handle, destinations, sources, sizes)
+
+
+def _bytes(blocks: Sequence[_Blocks], jobs: int) -> list[int]:
+    """The bytes of each job."""
+    sizes = [0] * jobs
+    for some in blocks:
+        before = 0
+        for nth, end in enumerate(some.ends):
+            sizes[nth] += (end - before) * some.layout.shard_bytes
+            before = end
+    return sizes
 
 
 def _check_lengths(copy: GroupCopy) -> None:

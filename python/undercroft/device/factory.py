@@ -33,7 +33,7 @@ def pin_arena(device: torch.device, arena: Arena) -> ArenaPinner | None:
         return None
     from undercroft.device.cuda_streams import pin
 
-    return pin(device, arena.address, arena.size)
+    return pin(device, arena)
 
 
 def _cuda_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None) -> DeviceCopier:

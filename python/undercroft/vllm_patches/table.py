@@ -54,6 +54,22 @@ HIT_THRESHOLD = Patch(
     "0.31 to 0.33",
     "Requests are never rejected. The start is refused if `cache_hit_threshold` is configured.",
 )
+THRESHOLD_ENDPOINTS = Patch(
+    "threshold_endpoints",
+    (
+        "BeamSearchOfflineMixin.beam_search",
+        "BeamSearchOnlineMixin.beam_search",
+        "app.init_entrypoints_middleware",
+        "FastAPI.openapi",
+        "CompletionRequest.field_names",
+        "ChatCompletionRequest.field_names",
+    ),
+    "the classes and the module, in frontends whose engines use undercroft; the application of the HTTP server",
+    "The answers of some endpoints, and beam search, have no place for the finish reason of a rejected request. The "
+    "wrappers exempt such requests, and name the request parameter in the OpenAPI document.",
+    "0.32 to 0.33",
+    "Requests to every endpoint can be rejected: a beam search fails, and other answers are empty without a reason.",
+)
 MULTI_CONNECTOR_POLICY = Patch(
     "multi_connector_policy",
     ("Scheduler._handle_failed_recving",),
@@ -116,6 +132,14 @@ WEIGHT_CHANGES = Patch(
     "0.31 to 0.33",
     "A reset without the connector never empties the cache; each sleep does. `reset_with_prefix_cache` has no effect.",
 )
+WORKER_SLEEP = Patch(
+    "worker_sleep",
+    ("Worker.sleep", "Worker.wake_up"),
+    "the class, in workers",
+    "vLLM takes the device's memory away without a word to the connector. The wrapper ends all copies first.",
+    "0.31 to 0.32",
+    "An engine in the caller's own process may go to sleep while copies run, and the device then fails.",
+)
 RANKS = Patch(
     "ranks",
     ("EngineArgs.create_engine_config", "ParallelConfig._undercroft_ranks"),
@@ -145,6 +169,7 @@ CONFIGURATION = Patch(
 
 PATCHES = (
     HIT_THRESHOLD,
+    THRESHOLD_ENDPOINTS,
     MULTI_CONNECTOR_POLICY,
     MULTI_CONNECTOR_HITS,
     LOAD_FAILURE_POLICY,
@@ -152,6 +177,7 @@ PATCHES = (
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
     WEIGHT_CHANGES,
+    WORKER_SLEEP,
     RANKS,
     SHARED_PREFIX,
     CONFIGURATION,

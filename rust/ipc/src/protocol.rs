@@ -139,6 +139,8 @@ pub struct LookupMessage<'a> {
     pub computed: Tokens,
     /// The deepest boundary of use.
     pub max: Tokens,
+    /// The least boundary of use.
+    pub min: Tokens,
     /// Whether the scheduler waits for the lookup.
     pub priority: Priority,
     /// Limit on the wait for a promotion, instead of the server's.

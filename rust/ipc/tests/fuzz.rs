@@ -57,6 +57,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             version: 1,
             computed: Tokens(16),
             max: Tokens::MAX,
+            min: Tokens(0),
             priority: Priority::Demand,
             wait: Some(PromotionWait {
                 base_ns: 1,

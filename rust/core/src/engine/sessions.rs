@@ -1,8 +1,7 @@
 //! Sessions, their requests' lookups, and the transfers of their workers.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-
+use hashbrown::HashMap;
+use hashbrown::hash_map::EntryRef;
 use slotmap::SlotMap;
 
 use crate::forest::{NONE, NodeId, NsId};
@@ -177,9 +176,9 @@ impl Sessions {
         tick: impl FnOnce() -> u64,
     ) -> Option<RequestId> {
         let state = self.sessions.get_mut(session)?;
-        let id = match state.requests.entry(request.into()) {
-            Entry::Occupied(known) => *known.get(),
-            Entry::Vacant(unknown) => *unknown.insert(self.requests.insert(RequestState {
+        let id = match state.requests.entry_ref(request) {
+            EntryRef::Occupied(known) => *known.get(),
+            EntryRef::Vacant(unknown) => *unknown.insert(self.requests.insert(RequestState {
                 tick: tick(),
                 lease: NONE,
                 hit_after: None,

@@ -1,0 +1,47 @@
+"""The workflows of the public repository call what the Makefile has, and name files that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def steps(path: Path) -> Iterator[dict[str, Any]]:
+    for job in yaml.safe_load(path.read_text())["jobs"].values():
+        yield from job.get("steps", [])
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_targets_and_files_that_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for step in steps(path):
+        called = re.findall(r"^make ([a-z0-9-]+)", step.get("run", ""), re.MULTILINE)
+        assert set(called) <= targets
+        for manifest in re.findall(r"--manifest-path (\S+)", str(step.get("with", {}).get("args", ""))):
+            assert (ROOT / manifest).is_file()
+        if step.get("run", "").startswith(".ci/"):
+            assert (ROOT / step["run"]).is_file()
+
+
+def test_the_release_compares_its_tag_with_the_version_of_the_crates() -> None:
+    command = next(step["run"] for step in steps(ROOT / ".github/workflows/release.yml") if "run" in step)
+    expression = re.search(r"sed -n 's/(.*?)/\\1/p'", command)
+    assert expression is not None
+    pattern = expression[1].replace(r"\(", "(").replace(r"\)", ")")
+    found = re.findall(pattern, (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+    assert len(found[:1]) == 1 and re.fullmatch(r"\d+\.\d+\.\d+", found[0])
+
+
+def test_a_report_of_a_bug_asks_for_the_doctors_findings() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    required = {field["id"] for field in form["body"] if field.get("validations", {}).get("required")}
+    assert "doctor" in required
+    assert "undercroft doctor --json" in str(form)
