@@ -39,7 +39,7 @@ from undercroft.connector.weights import Digests, digests_file
 from undercroft.device.layout import group_shard_bytes, kv_replicas
 from undercroft.engine import open_engine, start_line
 from undercroft.log import LogOnce, logger
-from undercroft.registration import register_name
+from undercroft.registration import ours_in, register_name
 from undercroft.threshold import for_connector
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
             # A server may be frozen or gone; an engine of vLLM's own is as alive as vLLM.
             timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
+            vllm_patches.end_copies_before_sleep(ours_in)
             self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s)
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
