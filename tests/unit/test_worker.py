@@ -41,8 +41,9 @@ class Host:
 class Rank:
     """One worker with its KV cache; `step` calls its hooks as vLLM's model runner does."""
 
-    def __init__(self, host: Host, layout: str = "LBHNC", rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, host: Host, layout: str = "LBHNC", rank: int = 0, ranks: int = 1, replicas: int = 1) -> None:
         self.config = plan(layout, [group("full", 3, full())])
+        self.config.kv_tp_replicas = replicas
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=ranks)
         vllm_config: Any = SimpleNamespace(parallel_config=parallel)
         self.worker = WorkerConnector(vllm_config, self.config, attach=host.attach, clock=lambda: host.now)
@@ -102,6 +103,30 @@ def test_save_then_load_restores_the_bytes(host: Host, layout: str) -> None:
     assert stats.pop("save_seconds") > 0
     assert stats == {"load_bytes": 2 * shard, "save_bytes": 2 * shard, "loads_done": 1, "saves_done": 1}
     assert one.worker.get_kv_connector_stats() is None
+
+
+def test_ranks_with_the_same_kv_have_one_shard_and_take_turns_to_save_it(host: Host) -> None:
+    """Of four ranks two hold one half of the heads each: a payload has two shards."""
+    ranks = [Rank(host, rank=rank, ranks=4, replicas=2) for rank in range(4)]
+    shard, blocks = 3 * 1024, [1, 2, 3, 5]
+    slots = [2 * shard * place for place in range(len(blocks))]
+    expected, answer = [], UndercroftWorkerMetadata()
+    for rank, one in enumerate(ranks):
+        fill(one.caches, seed=rank // 2)
+        one.worker.register_kv_caches(one.caches)
+        expected.append([one.block(block) for block in blocks])
+        saved = one.step(meta(saves=[job(1, blocks, slots), job(2, [4], [2 * shard * 7])]))[2]
+        assert saved is not None
+        answer = answer.aggregate(saved)
+        stats = one.worker.get_kv_connector_stats()
+        assert stats is not None
+        # The even blocks are 2 and 4, the odd ones 1, 3 and 5.
+        assert stats["save_bytes"] == shard * (2 if rank % 2 == 0 else 3)
+    assert answer == UndercroftWorkerMetadata({1: 4, 2: 4}, set())
+    for one, content in zip(ranks, expected, strict=True):
+        fill(one.caches, seed=77)
+        assert one.step(meta(loads=[job(3, blocks, slots)])) == ({"r"}, set(), None)
+        assert [one.block(block) for block in blocks] == content
 
 
 def test_ranks_fill_one_payload_and_their_answers_add_up(host: Host) -> None:
