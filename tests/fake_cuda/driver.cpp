@@ -36,12 +36,6 @@ CUresult batch(CUdeviceptr* destinations, CUdeviceptr* sources, size_t* sizes, s
 EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 EXPORT CUresult cuDriverGetVersion(int* version) { *version = 13000; return CUDA_SUCCESS; }
 EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) { *device = ordinal; return CUDA_SUCCESS; }
-EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
-  const auto before = static_cast<CUstreamCaptureMode>(fake::capture_mode);
-  fake::capture_mode = static_cast<cudaStreamCaptureMode>(*mode);
-  *mode = before;
-  return CUDA_SUCCESS;
-}
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { *value = 1; return CUDA_SUCCESS; }
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
   *flags = 0;
@@ -51,6 +45,12 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int
 EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
   const auto device = static_cast<uintptr_t>(current_device());
   *context = has_context(device) ? reinterpret_cast<CUcontext>(device + 1) : nullptr;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  const auto before = static_cast<CUstreamCaptureMode>(capture_mode());
+  capture_mode() = *mode;
+  *mode = before;
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuGetErrorString(CUresult, const char** text) { *text = "an error of the fake"; return CUDA_SUCCESS; }

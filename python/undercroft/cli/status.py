@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from undercroft.cli import arguments, engines, output
+from undercroft.cli import arguments, engines, output, planning
 from undercroft.cli.serve import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.errors import UndercroftError
 from undercroft.metrics import METRICS
@@ -132,6 +132,9 @@ def print_status(status: dict[str, Any]) -> None:
     if disks := status["info"].get("disks"):
         print()
         output.print_table(("disk", "capacity", "health", "trouble"), [_disk(disk) for disk in disks])
+    if plan := planning.sentence(stats):
+        print(f"\n{plan}")
+        output.print_table(("tokens", "computing", "loading from disk", "equal at"), planning.table(stats))
     if status["sessions"]:
         print()
         columns = ("connected", "workers", "lookups", "pending", "loads", "saves")

@@ -26,6 +26,7 @@ from undercroft.compat import (
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
+from undercroft.connector.announcement import Announcement
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
@@ -38,7 +39,7 @@ from undercroft.connector.weights import Digests, digests_file
 from undercroft.device.layout import group_shard_bytes, kv_replicas
 from undercroft.engine import open_engine, start_line
 from undercroft.log import LogOnce, logger
-from undercroft.registration import register_name
+from undercroft.registration import ours_in, register_name
 from undercroft.threshold import for_connector
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
         config = UndercroftConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._announcement = Announcement(config, str(self._kv_transfer_config.engine_id))
         reason = why_unsupported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             for message in unknown_environment():
@@ -121,6 +123,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
             # A server may be frozen or gone; an engine of vLLM's own is as alive as vLLM.
             timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
+            vllm_patches.end_copies_before_sleep(ours_in)
             self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s)
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
@@ -172,10 +175,17 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("undercroft: the options of the engine that is shared count: %s", "; ".join(ignored))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
+            self._announce(engine)
         except BaseException:
             engine.close()
             raise
         self._engine = engine
+
+    def _announce(self, engine: Engine) -> None:
+        try:
+            self._announcement.write(engine.arena)
+        except OSError as error:
+            logger.warning("undercroft: host memory is pinned only from the first request on: %s", error)
 
     def _report(self, hook: str, error: Exception) -> None:
         """Count an error that was caught in a hook, and log the first of its kind."""
@@ -238,6 +248,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last call; None if nothing was."""
         stats = UndercroftStats()
         if self._engine_stats is not None and self._scheduler is not None:
+            # vLLM asks at the end of each step.
+            self._scheduler.steps.ended()
             stats.data = self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle())
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             stats = stats.aggregate(UndercroftStats({"counters": counters}))
@@ -252,6 +264,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
                 closing.callback(self._engine.close)
+                closing.callback(self._announcement.withdraw)
             if self._engine_stats is not None:
                 closing.callback(self._engine_stats.close)
             if self._scheduler is not None:
@@ -446,7 +459,18 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._resets is not None:
             self._resets.weights_may_change(is_paused)
 
+    @_fail_open(_nothing)
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Called when every worker has been asked for its metadata, and so has read the announcement."""
+        self._announcement.withdraw()
+
     # The worker's half
+
+    @_fail_open(_nothing)
+    def get_handshake_metadata(self) -> None:
+        """Called once the scheduler's half is there, before the first step. There is nothing to hand over."""
+        if self._worker is not None and (announced := self._announcement.read()) is not None:
+            self._worker.attach_early(announced)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The device's memory. A layout that cannot be served refuses the start."""

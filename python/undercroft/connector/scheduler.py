@@ -17,6 +17,7 @@ from undercroft.connector.offers import BoundaryState
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
 from undercroft.connector.single_flight import SingleFlight
+from undercroft.connector.steps import Steps
 from undercroft.connector.tails import Tails
 from undercroft.log import LogOnce, logger
 
@@ -64,9 +65,8 @@ class SchedulerConnector:
     ) -> None:
         """Make the half of one scheduler.
 
-        ``arena`` tells where the workers attach, ``report`` takes an error
-        that was caught and the hook it happened in. ``needed_tokens`` tells
-        how many tokens must be cached for a request to be served.
+        ``arena`` tells where the workers attach, ``report`` takes an error that was caught and the hook it happened in.
+        ``needed_tokens`` tells how many tokens must be cached for a request to be served.
         """
         self._needed_tokens = needed_tokens
         self._report = report
@@ -77,7 +77,8 @@ class SchedulerConnector:
         self._arena = arena
         self._lookup = request_params.of_request(None, config)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
-        self._tails = Tails(session, groups)
+        self._tails, self.steps = Tails(session, groups), Steps(session)
+        self._least = max(1, config.min_load_tokens or 0)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}
         """Loads that the workers have not reported yet, by request; None for one that failed before it began."""
@@ -124,9 +125,11 @@ class SchedulerConnector:
             return
         local = self._device_tokens(request)
         if limit:
-            hashes, wait_ms = self._groups.hashes(request.block_hashes), state.lookup.wait_ms
-            least = self._least_boundary(self._min_tokens(request), local)
-            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms, least)
+            hashes, lookup = self._groups.hashes(request.block_hashes), state.lookup
+            least, queued = self._least_boundary(self._min_tokens(request), local), self.steps.queued(state)
+            state.shared_tokens = self._session.prefetch(
+                request.request_id, hashes, local, limit, lookup.wait_ms, least, lookup.planned, queued
+            )
             if least > state.shared_tokens:
                 return
         if self._groups.tail_step:
@@ -154,6 +157,7 @@ class SchedulerConnector:
             if max(limit, self._tails.limit(request)) <= num_computed_tokens:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
+            self.steps.computed(state, num_computed_tokens)
             state.min_tokens = self._min_tokens(request)
         boundary = self._boundary(state, num_computed_tokens)
         if boundary is None:
@@ -162,7 +166,7 @@ class SchedulerConnector:
                 return None, False
             return self._give_up(state), False
         gain = boundary - num_computed_tokens
-        if gain < max(1, self._config.min_load_tokens):
+        if gain < self._least:
             gain = 0
         elif self._waits_for_load(state, num_computed_tokens, boundary):
             return None, False
@@ -205,6 +209,7 @@ class SchedulerConnector:
             self._load_impossible(state)
             return
         self._loading[request_id] = plan
+        self.steps.computed(state, state.num_computed_tokens + num_external_tokens)
         self._metadata.loads.append(plan.job)
         begin = state.num_computed_tokens
         size = self._groups.engine_block_size
@@ -230,6 +235,7 @@ class SchedulerConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """What the workers copy in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
+        self.steps.scheduled(scheduler_output.num_scheduled_tokens)
         # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
@@ -297,6 +303,8 @@ class SchedulerConnector:
         """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
+        if state is not None:
+            self.steps.gone(state)
         # vLLM frees the blocks of a load whose request was aborted, and caches none of them.
         self._single_flight.end(request_id)
         try:
@@ -374,6 +382,7 @@ class SchedulerConnector:
         if state is None or state.request is not request:
             if state is not None:
                 self._tails.drop(state)
+                self.steps.gone(state)
             lookup = self._lookup
             if request.kv_transfer_params:
                 try:
@@ -382,15 +391,13 @@ class SchedulerConnector:
                     # The frontend refuses them; here the request is in the engine already.
                     self._report("on_new_request", error)
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
+            self.steps.arrived(state)
         return state
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
         request, limit, lookup = state.request, state.limit, state.lookup
-        # As `_look_up`, without a call: each step asks for each waiting request.
-        hashes = self._groups.hashes(request.block_hashes)
-        least = self._least_boundary(state.min_tokens, num_computed_tokens)
-        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least)
+        answer = self._look_up(state, num_computed_tokens, limit)
         if answer.pending:
             if not lookup.blocking:
                 return None
@@ -398,6 +405,7 @@ class SchedulerConnector:
             if answer.pending:
                 return None
         state.shared_tokens = answer.shared_tokens
+        least = self._least_boundary(state.min_tokens, num_computed_tokens)
         if least and not answer.tokens and answer.shared_tokens < least:
             state.unread_tokens = max(0, min(answer.shared_tokens, limit) - num_computed_tokens)
             return num_computed_tokens
@@ -411,10 +419,12 @@ class SchedulerConnector:
         return end
 
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
-        request = state.request
+        request, lookup, queued = state.request, state.lookup, self.steps.queued(state)
         hashes = self._groups.hashes(request.block_hashes)
         least = self._least_boundary(state.min_tokens, num_computed_tokens)
-        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms, least)
+        return self._session.lookup(
+            request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least, lookup.planned, queued
+        )
 
     def _min_tokens(self, request: Request) -> int:
         # Other connectors may bring what is needed.
@@ -484,7 +494,7 @@ class SchedulerConnector:
                 return False
             state.min_tokens = self._min_tokens(request)
             answer = self._look_up(state, local_tokens, limit)
-            return answer.pending or answer.tokens - local_tokens >= max(1, self._config.min_load_tokens)
+            return answer.pending or answer.tokens - local_tokens >= self._least
         except Exception as error:
             self._report("get_computed_blocks_for_connector", error)
             return False

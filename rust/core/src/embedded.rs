@@ -8,7 +8,7 @@ use crate::engine::{Engine, Granted, LookupCursor, SessionId};
 use crate::error::RegisterError;
 use crate::session::{
     Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session, SessionSpec,
-    SessionToken, Tokens, TransferId,
+    SessionToken, Step, Tokens, TransferId,
 };
 
 /// A session of an engine in this process.
@@ -130,6 +130,11 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     fn finish_request(&self, request: &str) {
         self.engine
             .enter(|engine| engine.finish_request(self.id, request));
+    }
+
+    fn report_steps(&self, steps: &[Step]) {
+        self.engine
+            .enter(|engine| engine.report_steps(self.id, steps));
     }
 
     fn reset(&self, timeout: Duration) -> bool {

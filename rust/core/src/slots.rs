@@ -139,6 +139,26 @@ pub(crate) struct Run {
     units: u32,
 }
 
+impl Run {
+    fn holds(self, unit: u32) -> bool {
+        (self.unit..self.unit + self.units).contains(&unit)
+    }
+
+    /// Its first unit.
+    pub(crate) fn first_unit(self) -> u32 {
+        self.unit
+    }
+}
+
+/// A run that is being emptied, or that is empty, for a size class: it gives slots to no other.
+#[derive(Clone, Copy, Debug)]
+struct ClosedRun {
+    run: Run,
+    class: Class,
+    /// Its pages in use.
+    pages: usize,
+}
+
 /// Allocator of slots.
 #[derive(Debug)]
 pub struct Slots {
@@ -153,6 +173,7 @@ pub struct Slots {
     cells: Cells,
     free_units: Buddy,
     classes: Vec<ClassState>,
+    closed: Option<ClosedRun>,
     used_bytes: u64,
 }
 
@@ -190,6 +211,7 @@ impl Slots {
             page_at: vec![NO_PAGE; units as usize],
             free_units: Buddy::new(units, units_per_page.ilog2()),
             classes: Vec::new(),
+            closed: None,
             used_bytes: 0,
         }
     }
@@ -346,8 +368,8 @@ impl Slots {
             let owner = self.cells.owner(cell);
             return Some(owner.map(|owner| (owner, cell)).into_iter().collect());
         }
-        let pages = self.pages_in(self.run_at(offset, class));
-        let cells = pages.flat_map(|page| self.cells_in(page));
+        let pages = self.pages_of(self.run_at(offset, class)).into_iter();
+        let cells = pages.flat_map(|number| self.cells_of_page(number));
         Some(
             cells
                 .filter_map(|cell| Some((self.cells.owner(cell)?, cell)))
@@ -519,8 +541,9 @@ impl Slots {
 
     /// Whether a slot of `class` can be had only by freeing another.
     pub fn is_full(&self, class: Class) -> bool {
-        let class = &self.classes[usize::from(class)];
-        class.partial.is_empty() && !self.free_units.has(class.order)
+        let state = &self.classes[usize::from(class)];
+        let is_kept = self.kept_for() == Some(class);
+        state.partial.is_empty() && !is_kept && !self.free_units.has(state.order)
     }
 
     /// The run around `offset` that has to be emptied for a page of `class`.
@@ -548,33 +571,77 @@ impl Slots {
         u64::from(run.units) * self.unit_bytes
     }
 
-    /// Classes and owners of the slots in use of a run.
-    pub(crate) fn owners(&self, run: Run) -> impl Iterator<Item = (Class, Owner)> + '_ {
-        self.pages_in(run).flat_map(|page| {
-            let cells = self.cells_in(page);
-            let owners = cells.filter_map(|cell| self.cells.owner(cell));
-            owners
-                .map(|owner| (page.class, owner))
-                .inspect(|_| work::slots(1))
-        })
+    /// The page of a run that holds `unit`, or comes next: its class and owners, and the unit behind it. `None` if the
+    /// rest of the run is free.
+    pub(crate) fn owners_from(&self, run: Run, unit: u32) -> Option<(Class, Vec<Owner>, u32)> {
+        let page = (unit..run.unit + run.units).find_map(|unit| {
+            work::slots(1);
+            let number = self.page_at[unit as usize];
+            (number != NO_PAGE).then(|| self.page(number))
+        })?;
+        let cells = self.cells_in(page);
+        work::slots(cells.len());
+        let owners = cells.filter_map(|cell| self.cells.owner(cell)).collect();
+        Some((page.class, owners, page.unit + self.units(page.class)))
     }
 
-    /// Pages in use of a run.
-    fn pages_in(&self, run: Run) -> impl Iterator<Item = &Page> + '_ {
-        let mut unit = run.unit;
-        std::iter::from_fn(move || {
-            while unit < run.unit + run.units {
-                let number = self.page_at[unit as usize];
-                if number == NO_PAGE {
-                    unit += 1;
-                    continue;
-                }
-                let page = self.page(number);
-                unit = page.unit + self.units(page.class);
-                return Some(page);
+    /// Whether `offset` lies in a run.
+    pub(crate) fn is_in(&self, run: Run, offset: u64) -> bool {
+        run.holds(self.unit_of(offset))
+    }
+
+    /// Keeps what is free of a run, or becomes free, for a page of `class`, until [`Slots::open_run`] or a slot of that
+    /// class is taken. One run at a time.
+    pub(crate) fn close_run(&mut self, run: Run, class: Class) {
+        assert!(self.closed.is_none(), "one run is closed at a time");
+        let pages = self.pages_of(run);
+        for &number in &pages {
+            self.leave_partial(number);
+        }
+        self.free_units.withhold(run.unit, run.units);
+        let pages = pages.len();
+        self.closed = Some(ClosedRun { run, class, pages });
+    }
+
+    /// The class that the closed run is for.
+    pub(crate) fn closed_for(&self) -> Option<Class> {
+        self.closed.map(|closed| closed.class)
+    }
+
+    /// The class that an empty run is kept for.
+    pub(crate) fn kept_for(&self) -> Option<Class> {
+        let empty = self.closed.filter(|closed| closed.pages == 0);
+        empty.map(|closed| closed.class)
+    }
+
+    /// What is free of the closed run may be taken by every class.
+    pub(crate) fn open_run(&mut self) {
+        let Some(ClosedRun { run, .. }) = self.closed.take() else {
+            return;
+        };
+        for number in self.pages_of(run) {
+            self.enter_partial(number);
+        }
+        for unit in run.unit..run.unit + run.units {
+            if self.page_at[unit as usize] == NO_PAGE {
+                self.free_units.put(unit, 0);
             }
-            None
-        })
+        }
+    }
+
+    /// Whether a unit belongs to the closed run.
+    fn is_closed(&self, unit: u32) -> bool {
+        self.closed.is_some_and(|closed| closed.run.holds(unit))
+    }
+
+    /// Numbers of the pages in use of a run.
+    fn pages_of(&self, run: Run) -> Vec<u32> {
+        let units = run.unit as usize..(run.unit + run.units) as usize;
+        work::slots(units.len());
+        let mut pages: Vec<u32> = self.page_at[units].to_vec();
+        pages.dedup();
+        pages.retain(|&number| number != NO_PAGE);
+        pages
     }
 
     /// Who uses the slot at `offset`.
@@ -608,6 +675,9 @@ impl Slots {
     }
 
     fn assign_page(&mut self, class: Class) -> Option<u32> {
+        if self.kept_for() == Some(class) {
+            self.open_run();
+        }
         let order = self.classes[usize::from(class)].order;
         let unit = self.free_units.take(order)?;
         let number = self.give_page(unit, class, None);
@@ -644,8 +714,13 @@ impl Slots {
     /// An empty page goes back to the pool.
     fn take_page_back(&mut self, number: u32) {
         let Page { class, unit, .. } = self.clear_page(number);
-        self.free_units
-            .put(unit, self.classes[usize::from(class)].order);
+        match &mut self.closed {
+            Some(closed) if closed.run.holds(unit) => closed.pages -= 1,
+            _ => {
+                let order = self.classes[usize::from(class)].order;
+                self.free_units.put(unit, order);
+            }
+        }
     }
 
     /// An empty page is one no more.
@@ -663,7 +738,7 @@ impl Slots {
     fn enter_partial(&mut self, number: u32) {
         let page = self.page(number);
         let (class, rank) = (usize::from(page.class), page.rank(number));
-        if page.free > 0 {
+        if page.free > 0 && !self.is_closed(page.unit) {
             let is_new = self.classes[class].partial.insert(rank);
             assert!(is_new, "page {number} is listed as partial twice");
         }

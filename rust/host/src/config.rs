@@ -85,8 +85,10 @@ pub struct HostConfig {
     pub socket: PathBuf,
     /// Most bytes of the arena that reads from disk hold at once; by default half of the arena.
     pub promotion_memory: Option<u64>,
-    /// A hit that gains fewer tokens is not worth a load; 0 as 1.
-    pub min_load_tokens: u32,
+    /// A hit that gains fewer tokens is not worth a load; by default the planner decides.
+    pub min_load_tokens: Option<u32>,
+    /// The part of the time of computing that a planned wait may take although nothing comes; by default 0.25.
+    pub load_margin: Option<f64>,
     /// Eviction policy of every tier.
     pub eviction_policy: PolicyKind,
     /// Which blocks are written to disk.
@@ -95,6 +97,8 @@ pub struct HostConfig {
     pub disk_write_rate: u64,
     /// Compare the checksums of blocks in host memory before each hit.
     pub verify_host: bool,
+    /// The disks can be made slow, or to hang ([`crate::EngineHost::limit_reads`]): for benchmarks.
+    pub inject_faults: bool,
     /// If another engine of this user has the directories open, use that one, and take the directories
     /// over when it ends.
     pub share: bool,
@@ -161,7 +165,8 @@ impl HostConfig {
         EngineConfig {
             policy: self.eviction_policy,
             promotion_bytes: self.promotion_memory.unwrap_or(defaults.promotion_bytes),
-            min_load_tokens: self.min_load_tokens.max(1),
+            min_load_tokens: self.min_load_tokens,
+            load_margin: self.load_margin.unwrap_or(defaults.load_margin),
             second_touch: self.disk_admission == DiskAdmission::SecondTouch,
             write_rate: self.disk_write_rate,
             verify_host: self.verify_host,

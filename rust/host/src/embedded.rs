@@ -50,7 +50,13 @@ impl EmbeddedHost {
         let directories = Directories::open(config)?;
         let arena = Arc::new(Arena::create(config.arena_bytes())?);
         let io = (config.io_engine, config.io_depth());
-        let engine = RunningEngine::start(of_engine, directories, io, Arc::clone(&arena))?;
+        let engine = RunningEngine::start_with(
+            of_engine,
+            directories,
+            io,
+            Arc::clone(&arena),
+            (None, config.inject_faults),
+        )?;
         let (engine, arena_id) = (Arc::new(engine), random());
         let token = new_token();
         let server = serve(config, &engine, arena_id, token)?;
@@ -123,6 +129,10 @@ impl EngineHost for EmbeddedHost {
 
     fn stats(&self) -> Value {
         self.engine.stats()
+    }
+
+    fn limit_reads(&self, bytes_per_s: Option<f64>) -> bool {
+        self.engine.limit_reads(bytes_per_s)
     }
 
     fn info(&self) -> Value {

@@ -93,6 +93,12 @@ pub trait EngineHost: Debug + Send + Sync {
         }
     }
 
+    /// For benchmarks: from now on reads from the disks end at this rate in bytes a second, not at all if that is
+    /// 0, or as they come. False unless the engine is this process's and was opened with `inject_faults`.
+    fn limit_reads(&self, _bytes_per_s: Option<f64>) -> bool {
+        false
+    }
+
     /// Waits until nothing is in flight or waits to be written, at most for `timeout`: whether that is so.
     /// Of another process's engine nothing is waited for.
     fn flush(&self, timeout: Duration) -> bool;

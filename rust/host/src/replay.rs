@@ -87,7 +87,7 @@ impl ReplayEngine {
                 capacity: bytes(disk_blocks),
                 page_bytes: page_bytes_for(bytes(disk_blocks)),
                 super_bytes: Vec::new(),
-                table_bytes: Vec::new(),
+                table: Vec::new().into(),
             }]);
         }
         let session = engine.open_session(NamespaceSpec {

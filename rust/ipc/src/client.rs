@@ -15,7 +15,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::panics::contained;
 use undercroft_core::session::{
-    Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Tokens, TransferId,
+    Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step, Tokens, TransferId,
 };
 
 use crate::client_state::{ClientState, Polled, SessionAddress};
@@ -250,6 +250,10 @@ impl Session for Client {
 
     fn finish_request(&self, request: &str) {
         self.shared.with(|state| state.finish_request(request));
+    }
+
+    fn report_steps(&self, steps: &[Step]) {
+        self.shared.with(|state| state.report_steps(steps));
     }
 
     fn reset(&self, timeout: Duration) -> bool {

@@ -58,13 +58,18 @@ impl Settings {
             2 => engine.host_bytes,
             _ => engine.host_bytes / 2,
         };
-        engine.min_load_tokens = random.pick(&[1, 1, 16, 40]);
+        engine.min_load_tokens = Some(random.pick(&[1, 1, 16, 40]));
         engine.stall_ns = random.range(1, 200) * MILLISECOND;
         if random.chance(300) {
-            engine.promotion_wait = Some(PromotionWait {
+            engine.promotion_wait = PromotionWait::Limit {
                 base_ns: random.below(20 * MILLISECOND),
                 per_1k_tokens_ns: random.below(50 * MILLISECOND),
-            });
+            };
+        } else if random.chance(150) {
+            engine.promotion_wait = PromotionWait::Planned;
+            if random.chance(500) {
+                engine.min_load_tokens = None;
+            }
         }
         if random.chance(200) {
             engine.write_rate = random.range(1, 200) << 20;
@@ -73,7 +78,7 @@ impl Settings {
         engine.verify_host = random.chance(300);
         engine.writes_beside_reads = random.below(4) as usize;
         engine.removals = random.pick(&[1, 3, 16]);
-        engine.lookup_nodes = random.pick(&[1, 2, 5, 1000]);
+        engine.visits = random.pick(&[2, 3, 20, 1000]);
         let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
             .map(|_| (random.range(1, 10) * PAGE, PAGE))
             .collect();
@@ -101,7 +106,8 @@ impl Settings {
             if random.chance(500) {
                 engine.promotion_bytes = engine.host_bytes;
             }
-            engine.promotion_wait = None;
+            engine.promotion_wait = PromotionWait::Complete;
+            engine.min_load_tokens = engine.min_load_tokens.or(Some(1));
             engine.write_rate = 0;
             engine.second_touch = false;
             devices.iter_mut().for_each(|device| device.0 = 24 * PAGE);

@@ -89,6 +89,11 @@ impl Disk {
         &self.slots
     }
 
+    /// The slots, to close or open runs of them: each slot is taken and freed with its record.
+    pub(crate) fn slots_mut(&mut self) -> &mut Slots {
+        &mut self.slots
+    }
+
     /// The size class of payloads of `payload_bytes`; `None` if a page holds none of them.
     pub(crate) fn class_for(&mut self, payload_bytes: u64) -> Option<Class> {
         self.slots.class_for(payload_bytes)

@@ -29,7 +29,7 @@ impl Engine {
     /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
     /// is to be called again soon.
     pub fn has_rest(&self) -> bool {
-        self.residency.has_removals() || self.writeback.has_rest()
+        self.residency.has_removals() || self.residency.has_searches() || self.writeback.has_rest()
     }
 
     fn has_writes(&self) -> bool {
@@ -68,8 +68,9 @@ impl Engine {
     /// operations that have ended have been taken ([`Engine::complete`]).
     pub fn next_io<'a>(&mut self, room: impl Into<IoRoom<'a>>, out: &mut Vec<IoRequest>) {
         self.last_poll_ns = self.now_ns;
-        self.residency.allow_searches();
+        self.residency.allow_searches(self.config.visits / 2);
         self.residency.continue_removals(self.config.removals);
+        self.residency.continue_searches(&mut self.counters);
         self.operations.set_room(room.into());
         for device in self.residency.devices() {
             self.look_at_device(device);
@@ -127,7 +128,8 @@ impl Engine {
                 node,
                 group,
                 started_ns,
-            } => self.read_ended(node, group, started_ns, result),
+                ahead,
+            } => self.read_ended(node, group, (started_ns, ahead), result),
             Purpose::Write {
                 node,
                 group,
@@ -158,13 +160,17 @@ impl Engine {
         &mut self,
         node: NodeId,
         group: u8,
-        started_ns: u64,
+        (started_ns, ahead): (u64, u64),
         result: Result<u64, IoFault>,
     ) {
+        let device = self.residency.node(node).device;
+        let bytes = self.residency.slot_bytes(node, group);
+        let times = (started_ns, self.now_ns);
+        let rates = &mut self.planner.rates;
+        rates.read_ended(device, bytes, ahead, times, result.is_ok());
         match result {
             Ok(_) => {
                 let payload_bytes = self.residency.payload_bytes(node, group);
-                let device = self.residency.node(node).device;
                 let (_, mut parts) = self.promotions();
                 count_read(payload_bytes, started_ns, &mut parts);
                 self.residency.disk_mut(device).health.read_succeeded();

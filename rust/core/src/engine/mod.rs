@@ -12,6 +12,7 @@
 //! - `checksums`: which payloads in the arena are to be summed, behind saves and before hits;
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
+//! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `operations`: what each IO operation in flight is for.
 //!
 //! A part never calls another but residency, which calls none: an effect on others is returned, and the
@@ -32,6 +33,8 @@ mod lookup;
 mod namespaces;
 mod operations;
 mod parts;
+mod planner;
+mod plans;
 mod promotions;
 mod recover;
 mod requests;

@@ -10,6 +10,7 @@ mod admission;
 #[cfg(feature = "check")]
 mod check;
 mod disk_slots;
+mod emptying;
 mod eviction;
 mod fit;
 mod geometry;
@@ -19,6 +20,7 @@ mod leases;
 mod reach;
 mod recovery;
 mod removal;
+mod run_loss;
 mod runs;
 mod slots;
 mod state;

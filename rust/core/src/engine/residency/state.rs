@@ -187,6 +187,13 @@ impl Residency {
         }
     }
 
+    pub(super) fn slots_mut(&mut self, region: Region) -> &mut Slots {
+        match region {
+            Region::Host => &mut self.host,
+            Region::Disk(device) => self.disks[device.index()].slots_mut(),
+        }
+    }
+
     /// The region that holds a node's payloads of a tier.
     pub(super) fn region(&self, id: NodeId, tier: Tier) -> Region {
         match tier {
