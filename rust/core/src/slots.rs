@@ -12,6 +12,8 @@ pub(crate) use crate::error::PAGE_BYTES_MAX;
 use crate::work;
 
 use cells::Cells;
+use runs::ClosedRun;
+pub(crate) use runs::Run;
 
 /// Slot sizes are multiples of this, in bytes (O_DIRECT alignment).
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
@@ -130,33 +132,6 @@ struct ClassState {
     /// Pages with a free slot, by [`Page::rank`].
     partial: BTreeSet<(u32, u32)>,
     used: u64,
-}
-
-/// An aligned run of units that becomes one page for a class, once nothing in the run is in use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
-    unit: u32,
-    units: u32,
-}
-
-impl Run {
-    fn holds(self, unit: u32) -> bool {
-        (self.unit..self.unit + self.units).contains(&unit)
-    }
-
-    /// Its first unit.
-    pub(crate) fn first_unit(self) -> u32 {
-        self.unit
-    }
-}
-
-/// A run that is being emptied, or that is empty, for a size class: it gives slots to no other.
-#[derive(Clone, Copy, Debug)]
-struct ClosedRun {
-    run: Run,
-    class: Class,
-    /// Its pages in use.
-    pages: usize,
 }
 
 /// Allocator of slots.
@@ -343,110 +318,6 @@ impl Slots {
         Some(u64::from(unit) * self.unit_bytes + u64::from(slot) * slot_bytes)
     }
 
-    /// The table on disk has `records`: cells for slots that are claimed with them.
-    pub(crate) fn reserve_cells(&mut self, records: u32) {
-        self.cells.reserve(records);
-    }
-
-    /// Who has claimed the bytes of a slot, or of its page for another class. `None` if no slot of `class` is
-    /// at `offset`, which comes from disk and may be anything.
-    pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
-        if offset >= self.capacity() {
-            return None;
-        }
-        let (slot_bytes, units) = (self.slot_bytes(class), self.units(class));
-        let unit = self.unit_of(offset) / units * units;
-        let within = offset - u64::from(unit) * self.unit_bytes;
-        if !within.is_multiple_of(slot_bytes)
-            || within / slot_bytes >= self.slots_per_page(class) as u64
-        {
-            return None;
-        }
-        let number = self.page_at[unit as usize];
-        if number != NO_PAGE && self.page(number).class == class {
-            let cell = self.page(number).cell + self.slot_at(class, offset) as u32;
-            let owner = self.cells.owner(cell);
-            return Some(owner.map(|owner| (owner, cell)).into_iter().collect());
-        }
-        let pages = self.pages_of(self.run_at(offset, class)).into_iter();
-        let cells = pages.flat_map(|number| self.cells_of_page(number));
-        Some(
-            cells
-                .filter_map(|cell| Some((self.cells.owner(cell)?, cell)))
-                .collect(),
-        )
-    }
-
-    /// Takes a slot without rivals (recovery); its cell, which is `record` unless that belongs to other slots.
-    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> u32 {
-        let units = self.units(class);
-        let unit = self.unit_of(offset) / units * units;
-        let slot = self.slot_at(class, offset) as u32;
-        let mut number = self.page_at[unit as usize];
-        if number == NO_PAGE {
-            number = self.give_page(unit, class, record.checked_sub(slot));
-        }
-        assert_eq!(
-            self.page(number).class,
-            class,
-            "the slot at {offset} is claimed for another class"
-        );
-        let cell = self.page(number).cell + slot;
-        let before = self.cells.get_mut(cell).replace(owner);
-        assert!(before.is_none(), "the slot at {offset} is claimed twice");
-        // The list of free slots is made by `finish_claims`.
-        self.page_mut(number).free -= 1;
-        self.classes[usize::from(class)].used += 1;
-        self.used_bytes += self.slot_bytes(class);
-        cell
-    }
-
-    /// Takes a claim back.
-    pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
-        let (number, cell) = (self.page_of(offset), self.cell_of(class, offset));
-        *self.cells.get_mut(cell) = OwnerCell::FREE;
-        self.classes[usize::from(class)].used -= 1;
-        self.used_bytes -= self.slot_bytes(class);
-        let slots = self.slots_per_page(class);
-        let page = self.page_mut(number);
-        page.free += 1;
-        if page.free as usize == slots {
-            self.clear_page(number);
-        }
-    }
-
-    /// Makes the lists of free units and slots after a series of [`Slots::claim`].
-    pub(crate) fn finish_claims(&mut self) {
-        let is_free = |unit: u32| self.page_at[unit as usize] == NO_PAGE;
-        self.free_units.rebuild(is_free);
-        for class in &mut self.classes {
-            class.partial.clear();
-        }
-        for number in 0..u32::try_from(self.pages.len()).expect("`give_page` counts the pages") {
-            if self.pages[number as usize].is_some() {
-                self.link_free(number);
-                self.enter_partial(number);
-            }
-        }
-    }
-
-    /// Makes a page's list of free slots, the first of them first.
-    fn link_free(&mut self, number: u32) {
-        let page = self.page(number);
-        let (mut first_free, mut free) = (0, 0);
-        let cells = self.cells_in(page);
-        for cell in cells.clone().rev() {
-            let of_cell = self.cells.get_mut(cell);
-            if of_cell.get().is_none() {
-                *of_cell = OwnerCell::free_before(first_free);
-                first_free = cell - cells.start;
-                free += 1;
-            }
-        }
-        let page = self.page_mut(number);
-        (page.first_free, page.free) = (first_free, free);
-    }
-
     /// Cells of a page.
     fn cells_in(&self, page: &Page) -> std::ops::Range<u32> {
         // At most the page size over the alignment.
@@ -544,104 +415,6 @@ impl Slots {
         let state = &self.classes[usize::from(class)];
         let is_kept = self.kept_for() == Some(class);
         state.partial.is_empty() && !is_kept && !self.free_units.has(state.order)
-    }
-
-    /// The run around `offset` that has to be emptied for a page of `class`.
-    pub(crate) fn run_at(&self, offset: u64, class: Class) -> Run {
-        let mut units = self.units(class);
-        let unit = self.unit_of(offset);
-        let number = self.page_at[unit as usize];
-        if number != NO_PAGE {
-            units = units.max(self.units(self.page(number).class));
-        }
-        let unit = unit / units * units;
-        Run { unit, units }
-    }
-
-    /// The run that is `index`th of the region, where all are as large as pages of `class`, or more around
-    /// it. Counts on from the front behind the end.
-    pub(crate) fn run_number(&self, index: u64, class: Class) -> Run {
-        let run_bytes = self.unit_bytes * u64::from(self.units(class));
-        let runs = self.capacity() / run_bytes;
-        self.run_at(index % runs * run_bytes, class)
-    }
-
-    /// Bytes of a run.
-    pub(crate) fn run_bytes(&self, run: Run) -> u64 {
-        u64::from(run.units) * self.unit_bytes
-    }
-
-    /// The page of a run that holds `unit`, or comes next: its class and owners, and the unit behind it. `None` if the
-    /// rest of the run is free.
-    pub(crate) fn owners_from(&self, run: Run, unit: u32) -> Option<(Class, Vec<Owner>, u32)> {
-        let page = (unit..run.unit + run.units).find_map(|unit| {
-            work::slots(1);
-            let number = self.page_at[unit as usize];
-            (number != NO_PAGE).then(|| self.page(number))
-        })?;
-        let cells = self.cells_in(page);
-        work::slots(cells.len());
-        let owners = cells.filter_map(|cell| self.cells.owner(cell)).collect();
-        Some((page.class, owners, page.unit + self.units(page.class)))
-    }
-
-    /// Whether `offset` lies in a run.
-    pub(crate) fn is_in(&self, run: Run, offset: u64) -> bool {
-        run.holds(self.unit_of(offset))
-    }
-
-    /// Keeps what is free of a run, or becomes free, for a page of `class`, until [`Slots::open_run`] or a slot of that
-    /// class is taken. One run at a time.
-    pub(crate) fn close_run(&mut self, run: Run, class: Class) {
-        assert!(self.closed.is_none(), "one run is closed at a time");
-        let pages = self.pages_of(run);
-        for &number in &pages {
-            self.leave_partial(number);
-        }
-        self.free_units.withhold(run.unit, run.units);
-        let pages = pages.len();
-        self.closed = Some(ClosedRun { run, class, pages });
-    }
-
-    /// The class that the closed run is for.
-    pub(crate) fn closed_for(&self) -> Option<Class> {
-        self.closed.map(|closed| closed.class)
-    }
-
-    /// The class that an empty run is kept for.
-    pub(crate) fn kept_for(&self) -> Option<Class> {
-        let empty = self.closed.filter(|closed| closed.pages == 0);
-        empty.map(|closed| closed.class)
-    }
-
-    /// What is free of the closed run may be taken by every class.
-    pub(crate) fn open_run(&mut self) {
-        let Some(ClosedRun { run, .. }) = self.closed.take() else {
-            return;
-        };
-        for number in self.pages_of(run) {
-            self.enter_partial(number);
-        }
-        for unit in run.unit..run.unit + run.units {
-            if self.page_at[unit as usize] == NO_PAGE {
-                self.free_units.put(unit, 0);
-            }
-        }
-    }
-
-    /// Whether a unit belongs to the closed run.
-    fn is_closed(&self, unit: u32) -> bool {
-        self.closed.is_some_and(|closed| closed.run.holds(unit))
-    }
-
-    /// Numbers of the pages in use of a run.
-    fn pages_of(&self, run: Run) -> Vec<u32> {
-        let units = run.unit as usize..(run.unit + run.units) as usize;
-        work::slots(units.len());
-        let mut pages: Vec<u32> = self.page_at[units].to_vec();
-        pages.dedup();
-        pages.retain(|&number| number != NO_PAGE);
-        pages
     }
 
     /// Who uses the slot at `offset`.
@@ -753,5 +526,7 @@ impl Slots {
 }
 
 mod cells;
+mod claims;
+mod runs;
 #[cfg(test)]
 mod tests;
