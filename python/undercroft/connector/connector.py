@@ -158,7 +158,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             naming.digests.save()
             tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
             self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
-            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
+            index_bytes = partial(capacity.index_bytes, groups=registration)
+            whose = _whose(engine, config)
+            logger.info(start_line(engine.info(), session.namespace, whose, tokens_in, index_bytes))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
         except BaseException:

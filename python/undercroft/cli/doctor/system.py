@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from undercroft.capacity import INDEX_BYTES_PER_NODE
 from undercroft.cli.doctor.check import Check
 from undercroft.config import UndercroftConfig
 from undercroft.engine import disks
@@ -20,6 +21,8 @@ from undercroft.units import format_size
 # Smallest transfer that O_DIRECT takes on every common device.
 DIRECT_BYTES = 4096
 LOW_MEMORY_BYTES = 4 << 30
+# A block of a small model: the more of them, the larger the index.
+INDEX_EXAMPLE_BYTES = 128 << 10
 # The first with MADV_COLLAPSE for shared memory.
 LINUX_COLLAPSE = (6, 1)
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
@@ -167,7 +170,12 @@ def store(path: Path) -> list[Check]:
         checks.append(Check("disk store", "warn", "; ".join(found["notes"]), advice))
     else:
         kind = "a store that is kept" if found["is_kept"] else "room for a new store"
-        checks.append(Check("disk store", "ok", f"{path}: {kind}, {format_size(found['capacity'])} for blocks"))
+        index = format_size(found["capacity"] // INDEX_EXAMPLE_BYTES * INDEX_BYTES_PER_NODE)
+        said = (
+            f"{path}: {kind}, {format_size(found['capacity'])} for blocks; their index takes {index} of memory if "
+            f"blocks have {format_size(INDEX_EXAMPLE_BYTES)} (`undercroft size` tells for a model)"
+        )
+        checks.append(Check("disk store", "ok", said))
     if _filesystem(_existing(path)) in MEMORY_FILESYSTEMS:
         advice = "Its blocks are host memory a second time: give host_memory more instead, and a disk_path on NVMe."
         checks.append(Check("disk device", "warn", f"{path} is in memory", advice))
