@@ -16,7 +16,7 @@ fn hash(index: u64) -> BlockHash {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&index.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
     bytes[8..16].copy_from_slice(&index.to_le_bytes());
-    BlockHash::new(&bytes).expect("a test's value fits")
+    BlockHash::new(&bytes).expect("32 bytes are a hash")
 }
 
 fn record(index: u64, payload_bytes: u32) -> Record {
@@ -26,10 +26,10 @@ fn record(index: u64, payload_bytes: u32) -> Record {
         hit_class: 0,
         seq: index + 1,
         instance: INSTANCE,
-        slot: u32::try_from(index * u64::from(payload_bytes) / 4096).expect("a test's value fits"),
+        slot: u32::try_from(index * u64::from(payload_bytes) / 4096).expect("fits 32 bits"),
         payload_bytes,
         checksum: index,
-        depth: u32::try_from(depth + 1).expect("a test's value fits"),
+        depth: u32::try_from(depth + 1).expect("fits 32 bits"),
         last: index,
         written_s: 1_800_000_000,
         hash: hash(index),
@@ -53,13 +53,13 @@ fn open(blocks: u64, payload_bytes: u32, place: impl Fn(u64) -> u64) -> Engine {
             groups: vec![group],
         },
     };
-    let at = usize::try_from(namespace_offset(0)).expect("a test's value fits");
+    let at = usize::try_from(namespace_offset(0)).expect("a 64-bit machine");
     let mut super_bytes = vec![0; at + NAMESPACE_BYTES];
-    let encoded = entry.encode().expect("a test's value fits");
+    let encoded = entry.encode().expect("a short description");
     super_bytes[at..at + encoded.len()].copy_from_slice(&encoded);
-    let mut table = vec![0; usize::try_from(blocks).expect("a test's value fits") * RECORD_BYTES];
+    let mut table = vec![0; usize::try_from(blocks).expect("a 64-bit machine") * RECORD_BYTES];
     for index in 0..blocks {
-        let at = usize::try_from(place(index)).expect("a test's value fits") * RECORD_BYTES;
+        let at = usize::try_from(place(index)).expect("a 64-bit machine") * RECORD_BYTES;
         record(index, payload_bytes).encode(&mut table[at..at + RECORD_BYTES]);
     }
     let page_bytes = 64 << 20;
