@@ -12,7 +12,7 @@ from undercroft import _core
 from undercroft.errors import ServerError
 
 BLOCKS = 8
-CHANGED = 3
+CHANGED = 5
 
 
 def peer(server: ServeProcess) -> Peer:

@@ -35,7 +35,7 @@ def test_loggers_of_loaded_modules_are_below_vllm() -> None:
 
     modules = (connector, health, prometheus, worker, copy_stream, pinning, policy)
     loggers = [value for one in modules for value in vars(one).values() if isinstance(value, logging.Logger)]
-    assert len(loggers) >= 5
+    assert len(loggers) >= 4
     assert all(f"{logger.name}.".startswith("vllm.undercroft.") for logger in loggers)
 
 

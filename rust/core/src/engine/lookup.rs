@@ -322,7 +322,14 @@ impl Engine {
             self.sessions.request_or_add(session, request.request, tick)
         })?;
         let state = &mut self.sessions.requests[id];
-        state.wait = request.wait;
+        let wait = request.wait.unwrap_or(self.config.promotion_wait);
+        // A request that only a hit can serve has no computing to weigh the hit against.
+        let is_weighed = wait != PromotionWait::Planned || !needs_hit(request);
+        state.wait = Some(if is_weighed {
+            wait
+        } else {
+            PromotionWait::Complete
+        });
         if request.priority == Priority::Prefetch {
             state.planned.queued = request.queued.0;
         }
@@ -343,8 +350,11 @@ impl Engine {
             computed: request.computed.0,
             local: request.computed.0 / hash_block_size,
             hash_block_size,
-            least: self.least(id),
-            is_planned: self.config.min_load_tokens.is_none(),
+            least: match needs_hit(request) {
+                true => self.config.min_load_tokens.unwrap_or(1).max(1),
+                false => self.least(id),
+            },
+            is_planned: self.config.min_load_tokens.is_none() && !needs_hit(request),
         };
         let end = request
             .max
@@ -525,6 +535,11 @@ impl Engine {
             .offer_hit(node, &mut self.residency, self.now_ns, &mut self.counters);
         hit
     }
+}
+
+/// Whether a request is served only if more tokens are cached than the device has.
+fn needs_hit(request: &LookupRequest<'_>) -> bool {
+    request.min > request.computed
 }
 
 /// Tokens of so many hash blocks, at most as many as tokens can be.

@@ -115,7 +115,7 @@ def _connector(engine: Engine, config: UndercroftConfig) -> UndercroftConnector:
     from undercroft.threshold import HitThreshold
 
     connector = UndercroftConnector.__new__(UndercroftConnector)
-    connector._engine, connector._worker = engine, None
+    connector._engine, connector._worker, connector._recorder = engine, None, None
     connector._counts, connector._log_once = Counts(), LogOnce()
     connector._threshold, connector._is_child = HitThreshold(config.cache_hit_threshold), False
     groups = Groups(BLOCK_TOKENS, BLOCK_TOKENS, ("full",), (BLOCK_TOKENS,), (0,), 0)
