@@ -47,12 +47,6 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
   *context = has_context(device) ? reinterpret_cast<CUcontext>(device + 1) : nullptr;
   return CUDA_SUCCESS;
 }
-EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
-  const auto before = static_cast<CUstreamCaptureMode>(capture_mode());
-  capture_mode() = *mode;
-  *mode = before;
-  return CUDA_SUCCESS;
-}
 EXPORT CUresult cuGetErrorString(CUresult, const char** text) { *text = "an error of the fake"; return CUDA_SUCCESS; }
 EXPORT CUresult cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, size_t size, CUstream stream) {
   count(SINGLE_COPIES);

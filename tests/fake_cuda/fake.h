@@ -91,8 +91,6 @@ Stream* stream_of(void* handle);
 void finish_device(int device);
 bool capturing_anywhere();
 void captures(int by);
-/// How the calling thread takes captures of others, as cuThreadExchangeStreamCaptureMode sets it.
-int& capture_mode();
 
 cudaError_t allocate_device(void** pointer, size_t size);
 cudaError_t free_device(void* pointer);

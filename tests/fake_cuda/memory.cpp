@@ -101,7 +101,7 @@ cudaError_t free_host(void* pointer) { return release(allocated, pointer); }
 
 cudaError_t register_host(void* pointer, size_t size) {
   count(REGISTRATIONS);
-  if (capturing_anywhere() && capture_mode() != CU_STREAM_CAPTURE_MODE_RELAXED) {
+  if (capturing_anywhere()) {
     violation("cudaHostRegister while a stream is captured");
     return cudaErrorStreamCaptureUnsupported;
   }

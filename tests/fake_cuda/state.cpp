@@ -22,7 +22,6 @@ const char* const NAMES[COUNTERS] = {
 std::atomic<long> totals[COUNTERS];
 thread_local long mine[COUNTERS];
 thread_local int device_of_thread = 0;
-thread_local int mode_of_thread = CU_STREAM_CAPTURE_MODE_GLOBAL;
 std::atomic<bool> contexts[MOST_DEVICES];
 std::atomic<int> capture_count;
 // Never freed: threads of streams outlive the program's own destructors.
@@ -164,7 +163,6 @@ void finish_device(int device) {
 
 bool capturing_anywhere() { return capture_count > 0; }
 void captures(int by) { capture_count += by; }
-int& capture_mode() { return mode_of_thread; }
 
 }  // namespace fake
 

@@ -170,7 +170,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._recorder = Recorder(Path(config.record + suffix), groups)
             tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
             self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
-            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
+            index_bytes = partial(capacity.index_bytes, groups=registration)
+            whose = _whose(engine, config)
+            logger.info(start_line(engine.info(), session.namespace, whose, tokens_in, index_bytes))
             if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
                 logger.warning("undercroft: the options of the engine that is shared count: %s", "; ".join(ignored))
             if not_reused:

@@ -94,6 +94,12 @@ impl Residency {
         &self.forest
     }
 
+    /// Bytes that nodes, index and slots take. Candidates of the policies are few.
+    pub(in crate::engine) fn index_bytes(&self) -> u64 {
+        let disks = self.disks.iter().map(|disk| disk.slots().bytes());
+        self.forest.bytes() + self.host.bytes() + disks.sum::<u64>()
+    }
+
     pub(in crate::engine) fn host(&self) -> &Slots {
         &self.host
     }
