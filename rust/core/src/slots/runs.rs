@@ -71,6 +71,20 @@ impl Slots {
         Some((page.class, owners, page.unit + self.units(page.class)))
     }
 
+    /// Whether no page of a run is in use.
+    pub(crate) fn is_free(&self, run: Run) -> bool {
+        self.pages_of(run).is_empty()
+    }
+
+    /// Whether a run still consists of whole pages: a page that came since may reach beyond it.
+    pub(crate) fn is_whole(&self, run: Run) -> bool {
+        self.pages_of(run).into_iter().all(|number| {
+            let page = self.page(number);
+            let end = page.unit + self.units(page.class);
+            run.holds(page.unit) && end <= run.unit + run.units
+        })
+    }
+
     /// Whether `offset` lies in a run.
     pub(crate) fn is_in(&self, run: Run, offset: u64) -> bool {
         run.holds(self.unit_of(offset))
@@ -84,6 +98,8 @@ impl Slots {
         for &number in &pages {
             self.leave_partial(number);
         }
+        // A run that is free as a whole is part of a larger one.
+        assert!(!pages.is_empty(), "a run without pages is closed");
         self.free_units.withhold(run.unit, run.units);
         let pages = pages.len();
         self.closed = Some(ClosedRun { run, class, pages });

@@ -31,27 +31,18 @@ impl Residency {
     /// Evicts one payload of the run being emptied. The run is kept for its class when the last one has gone, and left
     /// as it is when one is used.
     pub(super) fn go_on_emptying(&mut self, region: Region, counters: &mut Counters) {
-        let freed = self.freed[region.tier() as usize];
-        let search = self.search_mut(region);
-        let Some(emptying) = &mut search.emptying else {
+        let Some(emptying) = &mut self.search_mut(region).emptying else {
             return;
         };
         if emptying.run.is_used {
-            search.emptying = None;
-            self.slots_mut(region).open_run();
+            self.end_emptying(region, false);
             return;
         }
         let Some((owner, epoch)) = emptying.run.payloads.pop() else {
-            search.emptying = None;
-            search.emptied = freed;
-            self.moves.runs += 1;
-            if self.slots(region).kept_for().is_none() {
-                // A payload that nobody finds any more is still being read.
-                self.slots_mut(region).open_run();
-            }
+            self.end_emptying(region, true);
             return;
         };
-        search.spend(EVICTION_VISITS);
+        self.search_mut(region).spend(EVICTION_VISITS);
         if self.forest.is_live(owner.node, epoch) {
             let hidden = self.evict_payload(region, owner, counters);
             self.search_mut(region).spend(hidden);

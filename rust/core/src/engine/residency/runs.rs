@@ -44,7 +44,7 @@ pub(super) struct RunSearch {
     pass: Option<Pass>,
     pub(super) emptying: Option<Emptying>,
     /// Slots of the tier that had been freed when a run became empty.
-    pub(super) emptied: u64,
+    emptied: u64,
 }
 
 /// One search, for a size class that needs room.
@@ -258,14 +258,38 @@ impl Residency {
     fn end_search(&mut self, region: Region, pass: Pass) {
         let freed = self.freed[region.tier() as usize];
         if let Some(best) = pass.best.filter(|best| !best.is_used) {
-            let search = self.search_mut(region);
-            (search.in_vain, search.vain) = (None, 0);
-            self.start_emptying(region, pass.class, best);
-            return;
+            if self.slots(region).is_free(best.run) {
+                // It has become empty by itself.
+                let search = self.search_mut(region);
+                (search.in_vain, search.vain) = (None, 0);
+                return;
+            }
+            if self.slots(region).is_whole(best.run) {
+                self.start_emptying(region, pass.class, best);
+                return;
+            }
         }
         let search = self.search_mut(region);
         (search.in_vain, search.visits) = (Some(freed), 0);
         search.vain += 1;
+    }
+
+    /// The run being emptied is empty, or it stays because one of its nodes is used. Whoever asks again and again may be
+    /// who uses that node: this counts as a search in vain.
+    pub(super) fn end_emptying(&mut self, region: Region, is_empty: bool) {
+        let freed = self.freed[region.tier() as usize];
+        let search = self.search_mut(region);
+        search.emptying = None;
+        if is_empty {
+            (search.in_vain, search.vain, search.emptied) = (None, 0, freed);
+            self.moves.runs += 1;
+        } else {
+            (search.in_vain, search.vain) = (Some(freed), search.vain + 1);
+        }
+        if !is_empty || self.slots(region).kept_for().is_none() {
+            // What is left is used, or has left the index and is still being read.
+            self.slots_mut(region).open_run();
+        }
     }
 
     /// Whether another class may have a run that is worth less than `own`. After a search in vain, as many
