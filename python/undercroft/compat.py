@@ -10,6 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = [
+    "MEDIUM_CPU",
+    "MEDIUM_STORAGE",
+    "AllBlocksCleared",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
@@ -45,9 +49,13 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
+    "block_removed",
     "block_sizes",
+    "block_stored",
     "caps_external_hits",
     "device_hit_tokens",
+    "event_hash",
+    "event_spec",
     "group_kind",
     "group_window",
     "hash_lookahead_tokens",
@@ -58,6 +66,8 @@ __all__ = [
     "layer_specs",
     "vllm_release",
 ]
+
+MEDIUM_CPU, MEDIUM_STORAGE = "CPU", "STORAGE"
 
 _KINDS = {
     "FullAttentionSpec": "full",
@@ -75,6 +85,32 @@ def vllm_release() -> str:
     from vllm import __version__
 
     return ".".join(__version__.split(".")[:2])
+
+
+def block_stored(**fields: Any) -> BlockStored:
+    """The event with those of the fields that this vLLM has."""
+    known = BlockStored.__struct_fields__
+    return BlockStored(**{name: value for name, value in fields.items() if name in known})
+
+
+def block_removed(**fields: Any) -> BlockRemoved:
+    """As `block_stored`."""
+    known = BlockRemoved.__struct_fields__
+    return BlockRemoved(**{name: value for name, value in fields.items() if name in known})
+
+
+def event_hash(block_hash: bytes) -> Any:
+    """A block hash as events have it."""
+    return kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
+
+
+def event_spec(spec: KVCacheSpec) -> tuple[str | None, int | None]:
+    """What events say of a KV cache group: its kind and its window."""
+    kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+    window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
+    if kind is None or window is None:
+        return None, None
+    return kind(spec).value, window(spec)
 
 
 def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from undercroft.compat import (
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
+from undercroft.connector.events import Events, wanted
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
@@ -152,6 +153,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda: engine.arena,
                 self._counts,
                 self._report,
+                Events(session, groups, self._kv_cache_config) if wanted(self._vllm_config) else None,
             )
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
@@ -379,8 +381,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """The tiers publish no KV events."""
-        return ()
+        """See `SchedulerConnector.take_events`."""
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     @_fail_open(bool)
     def has_pending_block_frees(self) -> bool:

@@ -41,6 +41,8 @@ class RequestState:
     """A load failed or a lookup was given up: this request computes its prompt from now on."""
     saved_hashes: int = 0
     """The engine's blocks up to which saves have been asked for."""
+    remembered_hashes: int = 0
+    """The engine's blocks whose tokens are remembered for events."""
     saved_tokens: int = 0
     """Tokens up to which slots were granted, or were not needed."""
     windows_kept: int = 0

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from undercroft._core import ArenaAddress, Lookup, Session
     from undercroft.config import UndercroftConfig
+    from undercroft.connector.events import Events
     from undercroft.connector.groups import Groups
     from undercroft.connector.saves import SaveResult
     from undercroft.connector.stats import Counts
@@ -60,13 +61,15 @@ class SchedulerConnector:
         arena: Callable[[], ArenaAddress],
         counts: Counts,
         report: Callable[[str, Exception], None],
+        events: Events | None = None,
     ) -> None:
         """Make the half of one scheduler.
 
         ``arena`` tells where the workers attach, ``report`` takes an error
-        that was caught and the hook it happened in.
+        that was caught and the hook it happened in. Without ``events`` nobody is told of the tiers.
         """
         self._report = report
+        self._events = events
         self._log_rarely = LogOnce(again_after_s=_WARN_AGAIN_S)
         self._session = session
         self._groups = groups
@@ -304,8 +307,12 @@ class SchedulerConnector:
             state.partial_tails = [BoundaryState(*state) for state in offered]
 
     def has_pending_push_work(self) -> bool:
-        """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
-        return bool(self._saves or self._loading)
+        """Whether a transfer is pending, or events are, so that the engine must go on stepping to hear of them."""
+        return bool(self._saves or self._loading or (self._events is not None and self._events.more))
+
+    def take_events(self) -> list[Any]:
+        """The KV events of the tiers since the last call."""
+        return [] if self._events is None else self._events.take()
 
     def loading(self, request_ids: Iterable[str]) -> set[str]:
         """Those of the requests that a load is pending for."""
@@ -367,7 +374,14 @@ class SchedulerConnector:
                     # The frontend refuses them; here the request is in the engine already.
                     self._report("on_new_request", error)
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
+            self._remember(state, len(request.block_hashes))
         return state
+
+    def _remember(self, state: RequestState, num_hashes: int) -> None:
+        if self._events is not None and num_hashes > state.remembered_hashes:
+            self._events.remember(state.request, state.remembered_hashes, num_hashes)
+            whole = len(self._groups.hashes(state.request.block_hashes))
+            state.remembered_hashes = min(num_hashes, whole)
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
@@ -515,6 +529,7 @@ class SchedulerConnector:
     ) -> None:
         state.saved_hashes = num_hashes
         state.save_refused = False
+        self._remember(state, num_hashes)
         request = state.request
         num_tokens = num_hashes * self._groups.engine_block_size
         try:

@@ -8,7 +8,9 @@
 use serde::{Deserialize, Serialize, Serializer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{Extent, Offer, Priority, PromotionWait, SessionToken, Tokens};
+use undercroft_core::session::{
+    BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Tokens,
+};
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
 
@@ -122,6 +124,8 @@ pub enum ClientMessage<'a> {
         /// Names the reset.
         reset: u64,
     },
+    /// Asks what has changed in the tiers. The server replies with `Events`.
+    TakeEvents,
     /// Asks whether the server is there. The server replies with `Pong`.
     Ping,
     /// The server replies with `Status`. Allowed before `Register`.
@@ -234,6 +238,16 @@ pub enum ServerMessage {
         reset: u64,
         /// Whether the reset is durable.
         ok: bool,
+    },
+    /// What has changed in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
+    Events {
+        /// Everything that was told before is void.
+        cleared: bool,
+        /// More is to be told at once.
+        more: bool,
+        /// The changes.
+        #[serde(with = "crate::events")]
+        events: Vec<BlockEvent>,
     },
     /// The reply to `Ping`.
     Pong {

@@ -11,6 +11,7 @@ use undercroft_core::session::{
 };
 
 use crate::content::hash_of;
+use crate::events::RouterIndex;
 use crate::model::HASH_BLOCK;
 use crate::participants::{ClientHit, ClientRequest, SimClient};
 use crate::world::World;
@@ -44,6 +45,7 @@ impl World {
             requests: Vec::new(),
             loads: Vec::new(),
             saves: Vec::new(),
+            router: RouterIndex::default(),
         });
         if self.models[namespace].must_reset {
             self.models[namespace].must_reset = false;
@@ -79,7 +81,9 @@ impl World {
                 Ok(())
             }
             9..=29 => self.repeat_acknowledgement(),
-            30..=399 => self.transfer_step(session),
+            30..=54 => self.take_events(session),
+            55..=59 => self.check_routers(),
+            60..=399 => self.transfer_step(session),
             _ => self.request_step(session),
         }
     }

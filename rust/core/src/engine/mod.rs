@@ -12,6 +12,7 @@
 //! - `checksums`: which payloads in the arena are to be summed, behind saves and before hits;
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
+//! - `events`: what has changed in the tiers, for sessions that ask;
 //! - `operations`: what each IO operation in flight is for.
 //!
 //! A part never calls another but residency, which calls none: an effect on others is returned, and the
@@ -25,6 +26,7 @@ mod config;
 mod coordinator;
 #[cfg(feature = "check")]
 mod ensure;
+mod events;
 mod io;
 mod late_disk;
 mod load;

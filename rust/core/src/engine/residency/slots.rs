@@ -80,6 +80,7 @@ impl Residency {
         if node.is_detached() {
             return;
         }
+        self.note_event(id, group, Tier::Host, true);
         if self.node(id).is_gap && self.is_complete(id) {
             self.forest.node_mut(id).is_gap = false;
             self.moves.filled_gaps += 1;
@@ -111,9 +112,13 @@ impl Residency {
             HostState::Empty,
             "node {id} group {group} has no slot in the arena to free"
         );
+        let was_readable = payload.is_readable(Tier::Host);
         payload.host = HostState::Empty;
         let offset = slot_offset(payload.host_slot);
         self.host.free(class, offset);
+        if was_readable {
+            self.note_event(id, group, Tier::Host, false);
+        }
         self.slot_freed(id, Tier::Host, loss);
         if self.node(id).is_host_chain() && self.node(id).requires(group) {
             self.clear_host_chain(id);
@@ -191,6 +196,7 @@ impl Residency {
         payload.checksum = checksum;
         let offset = slot_offset(payload.disk_slot);
         self.disk_mut(device).mark_dirty(class, offset);
+        self.note_event(id, group, Tier::Disk, true);
     }
 
     /// The write of a payload has failed, or came to nothing: frees its slot. The caller reconciles `id`.
@@ -222,9 +228,13 @@ impl Residency {
             matches!(payload.disk, DiskState::Writing | DiskState::Present),
             "node {id} group {group} has no slot on disk to free"
         );
+        let was_readable = payload.is_readable(Tier::Disk);
         payload.disk = DiskState::Empty;
         let offset = slot_offset(payload.disk_slot);
         self.disk_mut(device).free(class, offset);
+        if was_readable {
+            self.note_event(id, group, Tier::Disk, false);
+        }
         self.slot_freed(id, Tier::Disk, loss);
     }
 

@@ -1,0 +1,180 @@
+"""vLLM's KV events for host memory and disk: what routers are told of the tiers.
+
+The engine says which block hashes came to a tier or left it. Their tokens it does not know: the scheduler's requests
+do. So the tokens of blocks that recent requests had are remembered, and blocks that nobody has asked for since the
+start (found on disk, or saved by another vLLM of the same server) are announced without tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from itertools import count, islice, repeat
+from typing import TYPE_CHECKING, Any
+
+from undercroft import compat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from undercroft._core import Session
+    from undercroft.connector.groups import Groups
+
+OWNERSHIP = "undercroft"
+"""The tiers' name in events."""
+BLOCKS_REMEMBERED = 1 << 18
+"""Blocks whose tokens are remembered at most."""
+_FORGOTTEN = BLOCKS_REMEMBERED // 8
+"""Blocks that are forgotten at a time, the oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The request that a block's tokens are known of."""
+
+    tokens: array[int]
+    """Its tokens from `first` on."""
+    first: int
+    """The engine's block that they begin with."""
+    lora_id: int | None
+    lora_name: str | None
+    session_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What events say of a KV cache group."""
+
+    index: int
+    kind: str | None
+    window: int | None
+
+
+class Events:
+    """The events of one scheduler's tiers."""
+
+    def __init__(self, session: Session, groups: Groups, kv_cache_config: KVCacheConfig) -> None:
+        self._session = session
+        self._block_size = groups.engine_block_size
+        self._groups = groups
+        self._told: dict[int, _Group] = {}
+        """By the engine's group. Of several blocks in one block of hashes, only the last one's hash is known."""
+        for index, of_engine in enumerate(groups.engine_groups):
+            if of_engine.block_tokens and of_engine.index == of_engine.per_block - 1:
+                spec = kv_cache_config.kv_cache_groups[of_engine.group].kv_cache_spec
+                self._told[index] = _Group(of_engine.group, *compat.event_spec(spec))
+        self._sources: dict[bytes, tuple[_Source, int]] = {}
+        self.more = True
+        """Whether the engine has more to tell, so that vLLM should go on stepping."""
+
+    def remember(self, request: Request, begin: int, end: int) -> None:
+        """Remember the tokens of a request's blocks (the engine's) from ``begin`` to before ``end``."""
+        hashes = self._groups.hashes(request.block_hashes)
+        end = min(end, len(hashes))
+        if begin >= end:
+            return
+        size, lora = self._block_size, request.lora_request
+        source = _Source(
+            array("i", request.all_token_ids[begin * size : end * size]),
+            begin,
+            lora.adapter_id if lora is not None else None,
+            lora.name if lora is not None else None,
+            getattr(request, "session_id", None),
+        )
+        self._sources.update(zip(islice(hashes, begin, end), zip(repeat(source), count(begin)), strict=False))
+        if len(self._sources) > BLOCKS_REMEMBERED:
+            for known in list(islice(self._sources, _FORGOTTEN)):
+                del self._sources[known]
+
+    def take(self) -> list[Any]:
+        """The events since the last call, as vLLM publishes them."""
+        taken = self._session.take_events()
+        if taken is None:
+            self.more = False
+            return []
+        cleared, changes, self.more = taken
+        events: list[Any] = [compat.AllBlocksCleared()] if cleared else []
+        run = _Run(self)
+        for change in changes:
+            if change[2] in self._told and not run.takes(change):
+                events += run.end()
+                run.begin(change)
+        return events + run.end()
+
+    def event(self, first: tuple[bool, bool, int, bytes, bytes | None], hashes: Sequence[bytes]) -> Any:
+        """One event for a run of blocks that begins with ``first``."""
+        stored, on_disk, engine_group, block_hash, parent = first
+        group = self._told[engine_group]
+        place = {
+            "medium": compat.MEDIUM_STORAGE if on_disk else compat.MEDIUM_CPU,
+            "group_idx": group.index,
+            "locality": "LOCAL",
+            "ownership": OWNERSHIP,
+        }
+        names = [compat.event_hash(each) for each in hashes]
+        if not stored:
+            return compat.block_removed(block_hashes=names, **place)
+        source, index = self._sources.get(block_hash, (None, 0))
+        tokens: list[int] = []
+        if source is not None:
+            at = (index - source.first) * self._block_size
+            tokens = source.tokens[at : at + len(hashes) * self._block_size].tolist()
+        return compat.block_stored(
+            block_hashes=names,
+            parent_block_hash=None if parent is None else compat.event_hash(parent),
+            token_ids=tokens,
+            block_size=self._block_size,
+            lora_id=source.lora_id if source is not None else None,
+            lora_name=source.lora_name if source is not None else None,
+            session_id=source.session_id if source is not None else None,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window,
+            **place,
+        )
+
+    def source(self, block_hash: bytes) -> tuple[_Source | None, int]:
+        """The request that a block is known of, and the block's place in it."""
+        return self._sources.get(block_hash, (None, 0))
+
+
+class _Run:
+    """Changes that follow on one another and make one event: a chain that came, or blocks that left."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._first: tuple[bool, bool, int, bytes, bytes | None] | None = None
+        self._hashes: list[bytes] = []
+        self._source: tuple[_Source | None, int] = (None, 0)
+
+    def begin(self, change: tuple[bool, bool, int, bytes, bytes | None]) -> None:
+        """Start with a change."""
+        self._first, self._hashes = change, [change[3]]
+        self._source = self._events.source(change[3])
+
+    def takes(self, change: tuple[bool, bool, int, bytes, bytes | None]) -> bool:
+        """Whether a change goes on with the run, and is in it now."""
+        first = self._first
+        if first is None or change[:3] != first[:3]:
+            return False
+        if change[0]:
+            source, at = self._source
+            found, index = self._events.source(change[3])
+            follows = change[4] == self._hashes[-1]
+            if not follows or found is not source or (found is not None and index != at + len(self._hashes)):
+                return False
+        self._hashes.append(change[3])
+        return True
+
+    def end(self) -> list[Any]:
+        """The event, if there is a change."""
+        return [] if self._first is None else [self._events.event(self._first, self._hashes)]
+
+
+def wanted(vllm_config: VllmConfig) -> bool:
+    """Whether somebody follows vLLM's KV events."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return bool(config is not None and config.enable_kv_cache_events)
