@@ -263,13 +263,15 @@ class Session:
         num_computed_tokens: int = 0,
         max_tokens: int | None = None,
         wait_ms: tuple[float, float] | None = None,
+        min_tokens: int = 0,
     ) -> Lookup:
         """How much of a prompt is cached. Starts to promote the payloads that are on disk only.
 
         ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched.
-        ``max_tokens``: the deepest boundary of use. ``wait_ms``: (base, per 1,000 tokens) after which the answer is
-        the hit in host memory; None waits for all. The payloads of a hit stay in the arena until the request's next
-        lookup, its load, or its end.
+        ``max_tokens``: the deepest boundary of use. ``min_tokens``: the least: where no hit can end there or beyond,
+        nothing is promoted, and `Lookup.shared_tokens` is where the deepest hit would end. ``wait_ms``: (base, per
+        1,000 tokens) after which the answer is the hit in host memory; None waits for all. The payloads of a hit stay
+        in the arena until the request's next lookup, its load, or its end.
         """
 
     def prefetch(
@@ -279,6 +281,7 @@ class Session:
         num_computed_tokens: int = 0,
         max_tokens: int | None = None,
         wait_ms: tuple[float, float] | None = None,
+        min_tokens: int = 0,
     ) -> int:
         """As `lookup`, but the scheduler does not wait for the answer yet: reads for others go before its reads.
 
@@ -355,6 +358,23 @@ class Arena:
     def create(size: int) -> Arena:
         """An arena of this process alone, for benchmarks and tests of the copiers. Raises ConfigError."""
 
+    def prefault(self, offset: int, length: int) -> None:
+        """Put memory behind a range and into this process's page tables, in huge pages where the kernel has them.
+
+        Where the kernel cannot be asked (before Linux 5.14), nothing happens. Raises OSError when the memory is not
+        there, or the range lies outside.
+        """
+
+    def fileno(self) -> int:
+        """The descriptor of the memory, which belongs to the arena.
+
+        All processes that map the arena share one open file description: to lock it against the others, open it anew.
+        """
+
+    @property
+    def nodes(self) -> list[int]:
+        """NUMA nodes over which the memory is interleaved; empty where the kernel chooses."""
+
     @property
     def address(self) -> int:
         """Address of the first byte in this process."""
@@ -404,6 +424,10 @@ def available_memory() -> int:
 
 def probe_io_uring() -> str | None:
     """Why this process cannot use io_uring, with the likely cause; None if it can. Opens a ring and closes it."""
+
+def slots_in(capacity: int, payload_bytes: int) -> int:
+    """Payloads of ``payload_bytes`` that a tier of ``capacity`` bytes holds if it holds no others: slots are aligned,
+    and lie in pages. 0 if a payload fits no page."""
 
 def inspect(directory: str) -> dict[str, Any]:
     """What a cache directory holds. Changes nothing.

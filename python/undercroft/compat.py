@@ -207,6 +207,13 @@ def caps_external_hits() -> bool:
     return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 
 
+def is_rocm() -> bool:
+    """Whether vLLM runs on AMD GPUs, whose device type is called cuda as well."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
+
+
 def hosts(parallel_config: Any) -> int:
     """Machines that the workers of one scheduler run on, as far as vLLM knows when it makes the connectors."""
     spread = int(getattr(parallel_config, "nnodes_within_dp", getattr(parallel_config, "nnodes", 1)))

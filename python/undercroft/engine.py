@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from undercroft.config import OPTIONS
@@ -54,14 +55,21 @@ def io_engine(info: dict[str, Any]) -> str:
     return str(info.get("io_engine", "")) if info.get("disks") else ""
 
 
-def start_line(info: dict[str, Any], namespace: str, where: str = "") -> str:
+def start_line(
+    info: dict[str, Any], namespace: str, where: str = "", tokens_in: Callable[[int], int] | None = None
+) -> str:
     """One line on what was configured and found; ``info`` is that of `_core.Engine.info`.
 
-    ``where``: whose engine it is, if it is not this process's.
+    ``where``: whose engine it is, if it is not this process's. ``tokens_in``: the tokens of the model that a tier of so
+    many bytes holds.
     """
     if not info:
         return f"undercroft: {where} is not there yet; serving without it until it is; namespace {namespace[:12]}"
-    host = f"host memory {format_size(info['host_memory'])}"
+
+    def size(capacity: int) -> str:
+        return format_size(capacity) + (f" ({tokens_in(capacity):,} tokens)" if tokens_in is not None else "")
+
+    host = f"host memory {size(info['host_memory'])}"
     if info.get("huge_pages"):
         host += " in huge pages"
     parts = [where, host] if where else [host]
@@ -71,8 +79,7 @@ def start_line(info: dict[str, Any], namespace: str, where: str = "") -> str:
             continue
         access = "O_DIRECT" if disk["o_direct"] else "buffered (no O_DIRECT here)"
         parts.append(
-            f"disk {disk['path']} {format_size(disk['capacity'])}, {access}, "
-            f"{disk['blocks_recovered']} blocks recovered"
+            f"disk {disk['path']} {size(disk['capacity'])}, {access}, {disk['blocks_recovered']} blocks recovered"
         )
     if not info.get("disks"):
         parts.append("no disk tier")

@@ -79,6 +79,8 @@ METRICS: tuple[Metric, ...] = (
     _one("volatile_namespaces", "gauge", "Namespaces without an entry on disk, which a restart does not find."),
     Metric("capacity_bytes", "gauge", "Capacity of a tier.", ("tier",),
            {f"{tier}_capacity_bytes": (tier,) for tier in _TIERS}),
+    Metric("capacity_tokens", "gauge", "Tokens of this model that a tier of this capacity holds.", ("tier",),
+           {f"{tier}_capacity_tokens": (tier,) for tier in _TIERS}),
     Metric("used_bytes", "gauge", "Bytes of a tier in use.", ("tier",),
            {f"{tier}_used_bytes": (tier,) for tier in _TIERS}),
     Metric("blocks", "gauge", "Blocks in a tier.", ("tier",), {f"{tier}_blocks": (tier,) for tier in _TIERS}),

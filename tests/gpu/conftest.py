@@ -1,9 +1,13 @@
-"""Tests here run on a CUDA device, and are skipped, with the reason, where there is none."""
+"""Tests here run on a CUDA device, or on the fake one (tests/fake_cuda); they are skipped, with the reason, without."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+import fake_cuda
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,3 +16,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and a CUDA build of PyTorch"))
+            elif "fake" in getattr(item, "fixturenames", ()) and not fake_cuda.is_loaded():
+                item.add_marker(
+                    pytest.mark.skip(reason="counts what the driver is asked for; a GPU's driver tells nobody")
+                )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> Iterator[None]:
+    """The fake's kernels move bytes while tests run."""
+    moving = fake_cuda.run_kernels() if fake_cuda.is_loaded() and torch.cuda.is_available() else None
+    yield
+    del moving
+
+
+@pytest.fixture
+def fake() -> fake_cuda.Fake:
+    """What the fake has counted; a test that asks for it is skipped on a GPU."""
+    return fake_cuda.Fake()
+
+
+@pytest.fixture(autouse=True)
+def no_violations() -> Iterator[None]:
+    """Whatever a test does, the driver's rules hold: see `violation` in tests/fake_cuda."""
+    yield
+    if fake_cuda.is_loaded():
+        fake = fake_cuda.Fake()
+        torch.cuda.synchronize()
+        violations = fake.violations()
+        fake.forget_violations()
+        assert not violations
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())

@@ -109,22 +109,24 @@ class FakeSession:
             tokens = end * self.hash_block_size
         return tokens
 
-    def prefetch(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None):
+    def prefetch(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, min_tokens=0):
         self.calls.append(("prefetch", request_id, num_computed_tokens, max_tokens))
-        return self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms).shared_tokens
+        return self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms, min_tokens).shared_tokens
 
-    def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None):
+    def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, min_tokens=0):
         self.calls.append(("lookup", request_id, num_computed_tokens, max_tokens))
-        answer = self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms)
+        answer = self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms, min_tokens)
         return SimpleNamespace(pending=True, tokens=0, shared_tokens=0) if answer.pending else answer
 
-    def _answer(self, request_id, hashes, num_computed_tokens, max_tokens, wait_ms):
+    def _answer(self, request_id, hashes, num_computed_tokens, max_tokens, wait_ms, min_tokens):
         if request_id in self.failed:
             return SimpleNamespace(pending=False, tokens=0, shared_tokens=0)
         self.lookups[request_id] = list(hashes)
         shared = self._boundary(hashes)
         boundary = max(0, min(shared - self.dropped, max_tokens or 1 << 30))
         boundary = boundary // self.alignment * self.alignment
+        if boundary < min_tokens:
+            return SimpleNamespace(pending=False, tokens=0, shared_tokens=boundary)
         owed = [
             self._payload(group, hashes, index)
             for group, block in enumerate(of.block_tokens for of in self.groups)

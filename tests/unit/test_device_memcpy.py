@@ -40,11 +40,18 @@ class Driver:
     def __init__(self, version: int, code: int = 0) -> None:
         self.code = code
         self.calls = 0
+        self.counts: list[int] = []
+        self.fail_at: int | None = None
+        """Call of which the third copy fails, if it is given."""
         self.attributes: list[tuple[int, ...]] = []
 
         @Batch
         def batch(dsts, srcs, sizes, count, attributes, begins, attribute_count, failed, stream) -> int:
             self.calls += 1
+            self.counts.append(count)
+            if self.fail_at is not None and len(self.counts) % 3 == (self.fail_at + 1) % 3:
+                ctypes.c_size_t.from_address(failed).value = 3
+                return 7
             arrays = [np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(a)) for a in (dsts, srcs, sizes)]
             words = (ctypes.c_uint * 6).from_address(attributes)
             begin = ctypes.c_size_t.from_address(begins).value
@@ -114,24 +121,51 @@ def test_what_the_driver_refuses_is_said(version: int, message: str) -> None:
         check(driver_copy(Driver(version, code=7)))
 
 
-def test_vllm_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swap_blocks_batch(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, any_order: bool) -> None:
-        assert {tensor.dtype for tensor in (src, dst, sizes)} == {torch.int64}
-        assert any_order is False
-        for destination, source, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
-            ctypes.memmove(destination, source, size)
+@pytest.mark.parametrize("version", [13000, 0])
+def test_thousands_of_copies_are_cut_into_calls_and_an_error_names_its_copy(version: int) -> None:
+    driver = Driver(version)
+    source, target = np.arange(10_000, dtype=np.uint8), np.zeros(10_000, dtype=np.uint8)
+    each = np.arange(10_000)
+    driver_copy(driver)(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM)
+    assert (target == source).all()
+    if version:
+        assert driver.calls == 3
+        assert driver.counts == [4096, 4096, 1808]
+        driver.fail_at = 2
+        with pytest.raises(RuntimeError, match="10000 copies failed with error 7 at 8195"):
+            driver_copy(driver)(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM)
 
+
+def swap_blocks_batch(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, any_order: bool) -> None:
+    assert {tensor.dtype for tensor in (src, dst, sizes)} == {torch.int64}
+    assert any_order is False
+    assert sizes.numel() <= memcpy.MAX_COPIES
+    for destination, source, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(destination, source, size)
+
+
+def test_the_driver_comes_before_vllms_operator_whose_errors_can_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memcpy.torch.ops, "_C_cache_ops", SimpleNamespace(swap_blocks_batch=swap_blocks_batch))
+    monkeypatch.setattr(memcpy.driver, "load", lambda: Driver(13000))
+    assert isinstance(batched_copy(), DriverBatch)
+    monkeypatch.setattr(memcpy.driver, "load", lambda: Driver(12040))
+    assert isinstance(batched_copy(), DriverLoop)
+
+
+def test_vllms_operator_copies_where_the_driver_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memcpy.torch.ops, "_C_cache_ops", SimpleNamespace(swap_blocks_batch=swap_blocks_batch))
+    monkeypatch.setattr(memcpy.driver, "LIBRARY", "libnone.so.1")
     copy = batched_copy()
     assert isinstance(copy, VllmCopy)
     check(copy)
+    source, target = np.arange(5000, dtype=np.uint8), np.zeros(5000, dtype=np.uint8)
+    each = np.arange(5000)
+    copy(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM)
+    assert (target == source).all()
 
 
 def test_no_driver_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
     monkeypatch.setattr(memcpy.torch.ops, "_C_cache_ops", SimpleNamespace())
-    monkeypatch.setattr(memcpy.ctypes, "CDLL", refuse)
-    with pytest.raises(RuntimeError, match=r"libcuda\.so\.1: cannot open.*install the NVIDIA driver"):
+    monkeypatch.setattr(memcpy.driver, "LIBRARY", "libnone.so.1")
+    with pytest.raises(RuntimeError, match=r"libnone\.so\.1: cannot open.*install the NVIDIA driver"):
         batched_copy()

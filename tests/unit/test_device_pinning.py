@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from undercroft._core import Arena
 from undercroft.device import pinning
-from undercroft.device.pinning import ArenaPinner
+from undercroft.device.pinning import MAX_CHUNKS, PIN_CHUNK, ArenaPinner, Turns, chunk_bytes
 
 BASE = 1 << 20
 
@@ -86,3 +92,142 @@ def test_closing_stops_after_the_chunk_under_way() -> None:
     closer.join(60)
     assert not closer.is_alive()
     assert driver.unregistered == list(driver.registered) == [BASE]
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(pinning.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(pinning.logger, "propagate", False)
+    return caplog
+
+
+@pytest.mark.parametrize("gib", [1, 64, 128, 129, 1024, 4096])
+def test_chunks_grow_with_the_arena_and_stay_few(gib: int) -> None:
+    chunk = chunk_bytes(gib << 30)
+    assert chunk >= PIN_CHUNK
+    assert chunk.bit_count() == 1
+    assert (gib << 30) / chunk <= MAX_CHUNKS
+    assert chunk == PIN_CHUNK or (gib << 30) / chunk > MAX_CHUNKS / 2, "no larger than it must be"
+
+
+def test_an_error_of_the_driver_counts_as_a_refusal_and_loses_no_registration(
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    registered: list[int] = []
+    unregistered: list[int] = []
+
+    def register(address: int, size: int) -> str | None:
+        if registered:
+            raise RuntimeError("CUDA error: out of memory")
+        registered.append(address)
+        return None
+
+    def unregister(address: int) -> str | None:
+        unregistered.append(address)
+        raise RuntimeError("CUDA error: context is destroyed")
+
+    one = ArenaPinner(BASE, 2500, register, unregister, chunk=1000)
+    assert one.wait(60)
+    assert one.pinned_bytes == 1000
+    one.close()
+    assert unregistered == registered == [BASE]
+    assert "RuntimeError: CUDA error: out of memory" in warnings.records[0].message
+    assert "context is destroyed" in warnings.records[1].message
+
+
+def test_no_chunk_is_registered_before_it_has_memory(warnings: pytest.LogCaptureFixture) -> None:
+    steps: list[tuple[str, int, int]] = []
+
+    def populate(offset: int, size: int) -> None:
+        steps.append(("populate", offset, size))
+        if offset == 2000:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def register(address: int, size: int) -> None:
+        steps.append(("register", address - BASE, size))
+
+    one = ArenaPinner(BASE, 2500, register, lambda address: None, populate=populate, chunk=1000)
+    assert one.wait(60)
+    one.close()
+    assert steps == [
+        ("populate", 0, 1000),
+        ("register", 0, 1000),
+        ("populate", 1000, 1000),
+        ("register", 1000, 1000),
+        ("populate", 2000, 500),
+    ]
+    assert "2000 of 2500 bytes of host memory are pinned" in warnings.records[0].message
+    assert "Cannot allocate memory" in warnings.records[0].message
+
+
+def test_populating_puts_memory_behind_the_range_of_a_real_arena() -> None:
+    arena = Arena.create(8 << 20)
+    before = os.fstat(arena.fileno()).st_blocks
+    arena.prefault(2 << 20, 2 << 20)
+    assert (os.fstat(arena.fileno()).st_blocks - before) * 512 == 2 << 20
+    with pytest.raises(OSError, match="outside"):
+        arena.prefault(8 << 20, 1)
+
+
+HOLD = """
+import fcntl, os, sys
+file = os.open(f"/proc/self/fd/{sys.argv[1]}", os.O_RDWR)
+fcntl.flock(file, fcntl.LOCK_EX)
+print("has the turn", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_process_registers_only_while_no_other_one_does() -> None:
+    arena = Arena.create(1 << 20)
+    descriptor = arena.fileno()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(descriptor)],
+        pass_fds=[descriptor],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "has the turn\n"
+    tries, asked = threading.Semaphore(0), threading.Event()
+
+    class Watched(Turns):
+        def _take(self) -> bool:
+            taken = super()._take()
+            if not taken:
+                tries.release()
+            return taken
+
+    def register(address: int, size: int) -> None:
+        asked.set()
+        # The turn is this process's now: nobody else gets it.
+        file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(file)
+
+    one = ArenaPinner(arena.address, arena.size, register, lambda address: None, turns=Watched(descriptor))
+    for _ in range(3):
+        assert tries.acquire(timeout=60)
+    assert not asked.is_set(), "the other process has the turn"
+    holder.communicate("go\n", timeout=60)
+    assert one.wait(60)
+    assert one.pinned_bytes == arena.size
+    one.close()
+
+
+def test_closing_does_not_wait_for_the_turn() -> None:
+    arena = Arena.create(1 << 20)
+    file = os.open(f"/proc/self/fd/{arena.fileno()}", os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    refused: list[int] = []
+
+    def register(address: int, size: int) -> None:
+        refused.append(address)
+
+    one = ArenaPinner(arena.address, arena.size, register, lambda address: None, turns=Turns(arena.fileno()))
+    one.close()
+    assert one.wait(60)
+    assert (one.pinned_bytes, refused) == (0, [])
+    os.close(file)

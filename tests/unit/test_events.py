@@ -9,7 +9,7 @@ import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from undercroft.connector import events as events_module
-from undercroft.connector.events import Events, wanted
+from undercroft.connector.events import Events, NoEvents, events_of
 from undercroft.connector.groups import Groups
 
 BLOCK = 16
@@ -51,6 +51,12 @@ def request(blocks: int = 8, lora: Any = None) -> Any:
     )
 
 
+def remember(events: Events, asked: Any, end: int, begin: int = 0) -> None:
+    state: Any = SimpleNamespace(request=asked, remembered_hashes=begin)
+    events.remember(state, end)
+    assert state.remembered_hashes == min(end, len(events._groups.hashes(asked.block_hashes)))
+
+
 def stored(index: int, on_disk: bool = False, group: int = 0) -> Change:
     return True, on_disk, group, HASHES[index], HASHES[index - 1] if index else None
 
@@ -61,7 +67,7 @@ def removed(index: int, on_disk: bool = False) -> Change:
 
 def test_a_chain_is_one_event_with_its_tokens() -> None:
     events, session = made()
-    events.remember(request(lora=SimpleNamespace(adapter_id=7, name="adapter")), 0, 8)
+    remember(events, request(lora=SimpleNamespace(adapter_id=7, name="adapter")), 8, begin=0)
     session.told = [(False, [stored(2), stored(3), stored(4)], False)]
     (event,) = events.take()
     assert isinstance(event, BlockStored)
@@ -74,8 +80,8 @@ def test_a_chain_is_one_event_with_its_tokens() -> None:
 
 def test_tokens_that_are_remembered_later_follow_on_those_before() -> None:
     events, session = made()
-    events.remember(request(3), 0, 3)
-    events.remember(request(8), 3, 8)
+    remember(events, request(3), 3, begin=0)
+    remember(events, request(8), 8, begin=3)
     session.told = [(False, [stored(index) for index in range(8)], False)]
     first, second = events.take()
     assert first.token_ids + second.token_ids == list(range(8 * BLOCK))
@@ -122,7 +128,7 @@ def test_of_several_blocks_in_one_of_the_engine_the_last_one_is_told_for_all() -
     groups = Groups(BLOCK, BLOCK, ("full", "full"), (BLOCK, 2 * BLOCK), (0, 0), 0)
     events, session = made(groups, specs=2)
     assert [(of.group, of.index) for of in groups.engine_groups] == [(0, 0), (0, 1), (1, 0)]
-    events.remember(request(8), 0, 4)
+    remember(events, request(8), 4, begin=0)
     session.told = [(False, [(True, False, group, HASHES[1], None) for group in range(3)], False)]
     told = events.take()
     assert [event.group_idx for event in told] == [0, 1]
@@ -133,7 +139,7 @@ def test_the_oldest_blocks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(events_module, "BLOCKS_REMEMBERED", 6)
     monkeypatch.setattr(events_module, "_FORGOTTEN", 4)
     events, session = made()
-    events.remember(request(), 0, 8)
+    remember(events, request(), 8, begin=0)
     session.told = [(False, [stored(3), stored(4)], False)]
     assert [len(event.token_ids) for event in events.take()] == [0, BLOCK]
 
@@ -147,5 +153,8 @@ def test_the_oldest_blocks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_events_are_told_where_vllm_publishes_them(config: Any, expected: bool) -> None:
-    assert wanted(SimpleNamespace(kv_events_config=config)) is expected  # type: ignore[arg-type]
-    assert not wanted(SimpleNamespace())  # type: ignore[arg-type]
+    _, session = made()
+    caches: Any = SimpleNamespace(kv_cache_groups=[])
+    vllm: Any = SimpleNamespace(kv_events_config=config)
+    found = events_of(vllm, session, Groups(BLOCK, BLOCK, ("ignored",), (0,), (0,), 0), caches)  # type: ignore[arg-type]
+    assert (type(found), found.more) == (Events if expected else NoEvents, expected)

@@ -474,3 +474,13 @@ def test_draft_groups_drop_tokens_unless_hashes_look_ahead():
     ahead = vllm_config()
     ahead.num_hash_lookahead_tokens = 1
     assert Groups.of(ahead, config).dropped_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "rocm", "message"),
+    [("cuda", True, "ROCm"), ("xpu", False, "type xpu"), ("tpu", False, "type tpu"), ("cuda", False, None)],
+)
+def test_devices_that_are_not_supported_are_named(monkeypatch, device, rocm, message):
+    monkeypatch.setattr(compat, "is_rocm", lambda: rocm)
+    reason = why_unsupported(changed("device_config", SimpleNamespace(device_type=device)), kv_cache_config())
+    assert reason is None if message is None else message in reason

@@ -70,6 +70,14 @@ def test_an_engine_that_has_not_answered_yet_counts_nothing_and_nothing_twice():
     assert stats.collect(104.0)["counters"] == {}
 
 
+def test_capacity_is_also_told_in_tokens():
+    engine = Engine()
+    engine.values.update(host_capacity_bytes=4096, disk_capacity_bytes=0)
+    gauges = EngineStats(engine, tokens_in=lambda size: size // 16).collect(100.0)["gauges"]
+    assert gauges["host_capacity_tokens"] == 256
+    assert "disk_capacity_tokens" not in gauges
+
+
 def test_counts_are_handed_out_once():
     counts = Counts()
     counts.lookup(0.5, "disk", waited=True)

@@ -90,6 +90,20 @@ def test_ratio_is_of_local_and_external_tokens_over_all() -> None:
     assert policy.check(request(1001), 300, 200)
 
 
+def test_the_tokens_needed_are_the_least_that_are_not_rejected() -> None:
+    for required in (1, 2, 3, 7, 100, 897, 131_072):
+        for threshold_ in (0.001, 0.1, 0.29, 1 / 3, 0.5, 0.58, 0.7, 0.999, 1.0):
+            policy = HitThreshold(threshold_)
+            asking = request(required)
+            needed = policy.needed_tokens(asking)
+            assert 0 < needed <= required
+            assert not policy.check(asking, 0, needed)
+            assert policy.check(asking, 0, needed - 1)
+    assert HitThreshold(0.0).needed_tokens(request(100)) == 0
+    assert HitThreshold(0.5).needed_tokens(request(100, extra_args={"cache_hit_threshold": 0})) == 0
+    assert HitThreshold(0.5).needed_tokens(request(0)) == 0
+
+
 def test_threshold_one_is_reached_only_by_everything() -> None:
     policy = HitThreshold(1.0)
     assert policy.check(request(), 999, 0)

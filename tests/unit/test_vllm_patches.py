@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import logging
 import pickle
@@ -17,6 +18,9 @@ import pytest
 from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.launchers import app
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.core import kv_cache_utils
@@ -34,7 +38,7 @@ from undercroft import log, plugin, vllm_patches
 from undercroft.compat import KVConnectorRole
 from undercroft.connector.connector import UndercroftConnector
 from undercroft.errors import ConfigError
-from undercroft.vllm_patches import PATCHES, table
+from undercroft.vllm_patches import PATCHES, exempt, table
 
 PACKAGE = Path(undercroft.__file__).parent
 ARCHITECTURE = PACKAGE.parents[1] / "ARCHITECTURE.md"
@@ -69,6 +73,9 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (Scheduler, "reset_prefix_cache"),
     (EngineCore, "sleep"),
     (EngineCore, "collective_rpc"),
+    (BeamSearchOfflineMixin, "beam_search"),
+    (BeamSearchOnlineMixin, "beam_search"),
+    (app, "init_entrypoints_middleware"),
 ]
 BY_NAME = {patch.name.upper(): patch for patch in PATCHES}
 
@@ -132,9 +139,10 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def apply_all() -> None:
-    """Apply every patch of classes and modules, as the plugin and a connector with LoRA do."""
+    """Apply every patch of classes and modules, as the plugin, a connector with LoRA and a frontend do."""
     plugin.register()
     vllm_patches.tell_adapters_apart(lambda _: "key", lambda _: None)
+    vllm_patches.exempt_requests()
 
 
 def is_patched(owner: Any, name: str) -> bool:
@@ -291,9 +299,45 @@ def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPa
     assert vllm_patches.reconcile_local_hits(manager, fail)
     assert manager.get_computed_blocks_for_connector(object()) == hit
 
+    monkeypatch.setattr(app, "init_entrypoints_middleware", lambda args, app: None)
+    assert vllm_patches.exempt_requests()
+    app.init_entrypoints_middleware(None, object())
+
     monkeypatch.setattr(InputProcessor, "__init__", lambda self, vllm_config: None)
     assert vllm_patches.reject_requests()
     InputProcessor(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="nobody's")))
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_vllm_does_not_call_the_field_of_a_request_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr("vllm.entrypoints.serve.engine.protocol.logger.debug", lambda _, fields: ignored.append(fields))
+    assert vllm_patches.exempt_requests()
+    CompletionRequest.model_validate({"prompt": "p", "cache_hit_threshold": 0.5, "max_tokens": 1})
+    ChatCompletionRequest.model_validate({"messages": [], "cache_hit_threshold": 0.5})
+    assert ignored == []
+    CompletionRequest.model_validate({"prompt": "p", "cache_hit_treshold": 0.5})
+    assert ignored == [{"cache_hit_treshold"}]
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_only_a_beam_search_itself_is_exempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    async def search(self: Any) -> Any:
+        for _ in range(2):
+            seen.append(exempt.is_exempt())
+            yield len(seen)
+
+    monkeypatch.setattr(BeamSearchOnlineMixin, "beam_search", search)
+    assert vllm_patches.exempt_requests()
+
+    async def walk() -> None:
+        async for _ in BeamSearchOnlineMixin.beam_search(None):  # type: ignore[arg-type, call-arg]
+            seen.append(exempt.is_exempt())
+
+    asyncio.run(walk())
+    assert seen == [True, False, True, False]
 
 
 OURS = "UndercroftConnector"
@@ -394,6 +438,9 @@ def test_the_places_of_instances_exist() -> None:
         "ParallelConfig._undercroft_ranks",
         "Scheduler._undercroft_take_threshold_rejects",
         "InputProcessor._undercroft_threshold",
+        "FastAPI.openapi",
+        "CompletionRequest.field_names",
+        "ChatCompletionRequest.field_names",
     }
     assert places == wrapped | set_on_objects
 

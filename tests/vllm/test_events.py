@@ -16,6 +16,7 @@ from engine_checks import BLOCK, PAYLOAD, flush, nothing_left, stats
 from real_engine import Engine, prompt
 from undercroft.compat import event_hash
 from undercroft.config import UndercroftConfig
+from undercroft.connector.events import NO_EVENTS
 from undercroft.connector.namespace import Naming, describe
 from undercroft.connector.weights import Digests, digests_file
 from undercroft.device.layout import group_shard_bytes
@@ -237,4 +238,4 @@ def test_without_events_nothing_is_noted(engine: Make, llama: Path) -> None:
     running.generate(prompt(897), 1)
     assert running.idle_steps() < 100
     assert list(running.connector.take_events()) == []
-    assert running.connector._scheduler._events is None
+    assert running.connector._scheduler._events is NO_EVENTS

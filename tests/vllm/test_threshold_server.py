@@ -139,6 +139,82 @@ def test_samples_and_batches(fresh: Client) -> None:
     assert answer["usage"]["completion_tokens"] == 8
 
 
+TEXT = "every protocol has its own way to say why an answer ends " * 12
+CHAT = [{"role": "user", "content": TEXT}]
+EXEMPT = {
+    "beams": ("/v1/completions", {"prompt": WHOLE, "max_tokens": 4, "use_beam_search": True, "n": 2}),
+    "chat beams": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 4, "use_beam_search": True, "n": 2}),
+    "scores": ("/generative_scoring", {"query": TEXT, "items": ["one", "two"], "label_token_ids": [5, 6]}),
+    "responses": ("/v1/responses", {"input": TEXT, "max_output_tokens": 4}),
+    "messages": ("/v1/messages", {"messages": CHAT, "max_tokens": 4}),
+}
+"""Endpoints whose answers cannot say that a request was rejected."""
+
+
+@pytest.mark.parametrize("own", [{}, {"kv_transfer_params": {"cache_hit_threshold": 0.9}}], ids=["global", "own"])
+@pytest.mark.parametrize("name", EXEMPT)
+def test_other_protocols_answer_as_without_a_threshold(fresh: Client, name: str, own: dict[str, Any]) -> None:
+    path, body = EXEMPT[name]
+    answer = fresh.raw(body | own, path)
+    assert answer.status_code == 200, answer.text + fresh.server.log_tail()
+    answer = answer.json()
+    rejected = fresh.metric(REJECTED)
+    if "beams" in name:
+        assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
+        assert answer["usage"]["completion_tokens"] > 0
+    elif name == "scores":
+        assert [0 <= item["score"] <= 1 for item in answer["data"]] == [True, True]
+    elif name == "responses":
+        assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert answer["output"][0]["content"][0]["text"]
+    else:
+        assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 4)
+        assert answer["content"][0]["text"]
+    # They were not served because of what is cached: the same prompt is rejected where it can be.
+    assert fresh.metric(REJECTED) == rejected
+    assert_rejected(fresh.complete(OTHER), 897)
+
+
+def test_streams_of_other_protocols_end_as_without_a_threshold(fresh: Client) -> None:
+    responses = fresh.raw(EXEMPT["responses"][1] | {"stream": True}, "/v1/responses").text
+    assert "response.incomplete" in responses or '"status":"incomplete"' in responses.replace(" ", "")
+    assert "response.output_text.delta" in responses
+    messages = fresh.raw(EXEMPT["messages"][1] | {"stream": True}, "/v1/messages").text
+    assert '"stop_reason":"max_tokens"' in messages.replace(" ", "")
+
+
+def test_decisions_are_made_whatever_is_cached(fresh: Client) -> None:
+    question = {"type": "yes_no", "instructions": "is it cached?"}
+    answer = fresh.raw({"state": TEXT, "questions": {"q": question}}, "/v1/systemone")
+    assert answer.status_code != 500, answer.text
+    assert "logprobs" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_tokens_out_reports_the_rejection(fresh: Client, stream: bool) -> None:
+    sampling = {"max_tokens": 4, "extra_args": {"cache_hit_threshold": 0.33}}
+    body = {"token_ids": WHOLE, "sampling_params": sampling, "stream": stream}
+    answer = fresh.raw(body, "/inference/v1/generate")
+    assert answer.status_code == 200, answer.text
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n") if line and "[DONE]" not in line]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    assert [(choice["finish_reason"], choice["token_ids"] or []) for choice in choices] == [(REASON, [])]
+
+
+def test_a_batch_of_chats_reports_each_rejection(fresh: Client) -> None:
+    body = {"messages": [CHAT, [{"role": "user", "content": "tell me " * 100}]], "max_tokens": 4}
+    answer = fresh.raw(body, "/v1/chat/completions/batch")
+    assert [choice["finish_reason"] for choice in answer.json()["choices"]] == [REASON, REASON]
+
+
+def test_the_field_is_in_the_openapi_document(client: Client) -> None:
+    schemas = client.http.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        field = schemas[name]["properties"]["cache_hit_threshold"]
+        assert field["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 1}
+        assert "cache_hit_threshold" not in schemas[name].get("required", [])
+
+
 @pytest.mark.parametrize("value", ["true", '"0.5"', "NaN", "Infinity", "-0.1", "1.5", "[0.5]", "{}"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("stream", ["true", "false"])

@@ -10,6 +10,7 @@ import pytest
 
 from real_engine import Engine, prompt
 from threshold_engine import FIFTH, HALF, WHOLE, limit, rejected
+from undercroft import _core
 
 pytestmark = pytest.mark.vllm
 
@@ -22,7 +23,8 @@ def start(engine: Start, llama: Path) -> Start:
     def start(blocks: int = 256, **options: Any) -> Engine:
         arguments = {"max_model_len": 2048, "blocks": blocks}
         arguments |= {key: options.pop(key) for key in ("enable_prefix_caching", "max_model_len") if key in options}
-        return engine(llama, {"host_memory": "128MiB"} | options, **arguments)
+        memory = {} if "server" in options else {"host_memory": "128MiB"}
+        return engine(llama, memory | options, **arguments)
 
     return start
 
@@ -94,6 +96,49 @@ def test_blocks_on_disk_count(
     served = second.generate(HALF, 8)
     assert (served.tokens, served.cached) == (plain["half"], 384)
     settle(second)
+
+
+@pytest.mark.parametrize("lookup", ["async", "blocking"])
+@pytest.mark.parametrize("early_prefetch", [True, False])
+def test_nothing_is_read_for_a_request_that_cannot_reach_its_threshold(
+    plain: dict[str, list[int]], start: Start, tmp_path: Path, lookup: str, early_prefetch: bool
+) -> None:
+    options = {"disk_path": str(tmp_path), "disk_capacity": "128MiB", "lookup": lookup, "lookup_timeout_ms": 10_000}
+    first = start(**options)
+    first.generate(WHOLE, 2)
+    settle(first)
+    first.close()
+    second = start(**options, early_prefetch=early_prefetch, cache_hit_threshold=0.5)
+    stats = second.connector._engine.stats
+    before = second.steps
+    assert measured(second.generate(HALF, 8)) == (0, 384, 897)
+    assert second.steps - before == 1
+    assert (stats()["disk_reads"], stats()["host_used_bytes"]) == (0, 0)
+    settle(second)
+    # Once the device has a part, the rest is worth its reads.
+    second.generate(HALF[:257], 1, params=limit(0))
+    settle(second, reset=False)
+    reads = stats()["disk_reads"]
+    served = second.generate(HALF, 8, params=limit(0.42))
+    assert (served.tokens, served.cached) == (plain["half"], 384)
+    assert stats()["disk_reads"] - reads == 1
+    settle(second)
+
+
+def test_nothing_is_read_by_a_server_either(start: Start, tmp_path: Path) -> None:
+    disk = {"path": str(tmp_path / "cache"), "capacity": 128 << 20}
+    socket = str(tmp_path / "run" / "serve.sock")
+    first = start(disk_path=disk["path"], disk_capacity="128MiB")
+    first.generate(WHOLE, 2)
+    settle(first)
+    first.close()
+    server = _core.Engine({"host_memory": 128 << 20, "socket": socket, "disks": [disk]})
+    options = {"server": f"unix://{socket}", "server_timeout_ms": 30_000, "lookup_spin_us": 100_000}
+    one = start(**options, cache_hit_threshold=0.5)
+    assert measured(one.generate(HALF, 8)) == (0, 384, 897)
+    assert server.stats()["disk_reads"] == 0
+    one.close()
+    server.close()
 
 
 def test_prefix_caching_off(plain: dict[str, list[int]], start: Start) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from types import ModuleType
 
-from undercroft.cli import doctor, inspect, serve, status
+from undercroft.cli import doctor, inspect, serve, size, status
 from undercroft.errors import ConfigError, StoreError, UndercroftError
 
 
@@ -28,7 +28,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    for module in (serve, status, doctor, inspect):
+    for module in (serve, status, doctor, inspect, size):
         module.add_parser(commands, shared)
     bench = commands.add_parser("bench", help="measure lookup, disk, copies or recovery; replay a trace")
     if command == "bench":

@@ -10,9 +10,10 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from undercroft import vllm_patches
+from undercroft import capacity, vllm_patches
 from undercroft.compat import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -24,7 +25,7 @@ from undercroft.compat import (
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
-from undercroft.connector.events import Events, wanted
+from undercroft.connector.events import events_of
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
@@ -32,7 +33,7 @@ from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.connector.weights import Digests, digests_file
-from undercroft.device.layout import group_shard_bytes
+from undercroft.device.layout import group_shard_bytes, kv_replicas
 from undercroft.engine import open_engine, start_line
 from undercroft.log import LogOnce, logger
 from undercroft.registration import register_name
@@ -120,6 +121,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s)
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
+        assert self._threshold is not None
         naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
         try:
             description = describe(self._vllm_config, self._kv_cache_config, naming)
@@ -131,10 +133,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         vllm_patches.recompute_failed_loads(self._kv_transfer_config)
         seed_reason = random_seed(self._vllm_config)
         groups = Groups.of(self._vllm_config, self._kv_cache_config)
-        tensor_parallel = self._vllm_config.parallel_config.tensor_parallel_size
-        payload_bytes = [
-            group_shard_bytes(self._kv_cache_config, group) * tensor_parallel for group in range(len(groups.kinds))
-        ]
+        shards = self._vllm_config.parallel_config.tensor_parallel_size // kv_replicas(self._kv_cache_config)
+        payload_bytes = [group_shard_bytes(self._kv_cache_config, group) * shards for group in range(len(groups.kinds))]
         not_reused = identity.why_not_reused(description, config, naming.digests)
         identity.warn_of_names(description)
         engine = open_engine(config, ranks=vllm_patches.ranks_of(self._vllm_config))
@@ -153,12 +153,14 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda: engine.arena,
                 self._counts,
                 self._report,
-                Events(session, groups, self._kv_cache_config) if wanted(self._vllm_config) else None,
+                self._threshold.needed_tokens,
+                events_of(self._vllm_config, session, groups, self._kv_cache_config),
             )
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
-            self._engine_stats = EngineStats(engine)
-            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config)))
+            tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
+            self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
+            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
         except BaseException:
@@ -287,7 +289,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         gain, _ = answer
         assert self._threshold is not None and gain is not None
         try:
-            rejected = self._threshold.check(request, local_tokens, gain)
+            unread = 0 if gain or self._scheduler is None else self._scheduler.unread_tokens(request)
+            rejected = self._threshold.check(request, local_tokens, gain or unread)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
             return answer

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
     from undercroft._core import Session
     from undercroft.connector.groups import Groups
+    from undercroft.connector.request_state import RequestState
 
 OWNERSHIP = "undercroft"
 """The tiers' name in events."""
@@ -71,12 +71,16 @@ class Events:
         self.more = True
         """Whether the engine has more to tell, so that vLLM should go on stepping."""
 
-    def remember(self, request: Request, begin: int, end: int) -> None:
-        """Remember the tokens of a request's blocks (the engine's) from ``begin`` to before ``end``."""
+    def remember(self, state: RequestState, num_hashes: int) -> None:
+        """Remember the tokens of a request's first ``num_hashes`` blocks (the engine's)."""
+        request, begin = state.request, state.remembered_hashes
+        if num_hashes <= begin:
+            return
         hashes = self._groups.hashes(request.block_hashes)
-        end = min(end, len(hashes))
+        end = min(num_hashes, len(hashes))
         if begin >= end:
             return
+        state.remembered_hashes = end
         size, lora = self._block_size, request.lora_request
         source = _Source(
             array("i", request.all_token_ids[begin * size : end * size]),
@@ -174,7 +178,26 @@ class _Run:
         return [] if self._first is None else [self._events.event(self._first, self._hashes)]
 
 
-def wanted(vllm_config: VllmConfig) -> bool:
-    """Whether somebody follows vLLM's KV events."""
+class NoEvents:
+    """Nobody follows the tiers."""
+
+    more = False
+
+    def remember(self, state: RequestState, num_hashes: int) -> None:
+        """See `Events.remember`."""
+
+    def take(self) -> list[Any]:
+        """See `Events.take`."""
+        return []
+
+
+NO_EVENTS = NoEvents()
+
+
+def events_of(
+    vllm_config: VllmConfig, session: Session, groups: Groups, kv_cache_config: KVCacheConfig
+) -> Events | NoEvents:
+    """The events of a session's tiers, if vLLM publishes events."""
     config = getattr(vllm_config, "kv_events_config", None)
-    return bool(config is not None and config.enable_kv_cache_events)
+    is_wanted = config is not None and config.enable_kv_cache_events
+    return Events(session, groups, kv_cache_config) if is_wanted else NO_EVENTS

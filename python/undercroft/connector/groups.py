@@ -187,6 +187,8 @@ def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def _why_not_deployed_so(vllm_config: VllmConfig) -> str | None:
+    if device := _why_device_is_unsupported(vllm_config):
+        return device
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         size = getattr(parallel, name, 1)
@@ -201,6 +203,15 @@ def _why_not_deployed_so(vllm_config: VllmConfig) -> str | None:
     aux_output = getattr(vllm_config, "aux_output_config", None)
     if getattr(aux_output, "enabled", False) and not compat.caps_external_hits():
         return "--enable-return-routed-experts: this vLLM fails on a hit whose routed experts it did not compute itself"
+    return None
+
+
+def _why_device_is_unsupported(vllm_config: VllmConfig) -> str | None:
+    kind = str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu"))
+    if kind == "cuda" and compat.is_rocm():
+        return "AMD GPUs (ROCm) are not supported: copies there have never been tried"
+    if kind not in ("cpu", "cuda"):
+        return f"devices of type {kind} are not supported: only NVIDIA GPUs and vLLM's CPU platform are"
     return None
 
 

@@ -19,6 +19,7 @@ from undercroft.connector.described_fields import TABLES, Fields
 from undercroft.connector.plain import plain
 from undercroft.connector.releases import FORMAT
 from undercroft.connector.weights import SAMPLED, Digests, model_place, weights_digest
+from undercroft.device.layout import kv_replicas
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -249,7 +250,8 @@ def _parallel(parallel_config: Any, kv_cache_config: KVCacheConfig) -> dict[str,
         "pipeline": parallel_config.pipeline_parallel_size,
         "prefill_context": parallel_config.prefill_context_parallel_size,
         "decode_context": parallel_config.decode_context_parallel_size,
-        "kv_replicas": getattr(kv_cache_config, "kv_tp_replicas", 1),
+        "kv_replicas": kv_replicas(kv_cache_config),
+        "kv_shards": parallel_config.tensor_parallel_size // kv_replicas(kv_cache_config),
         **_unknown_fields("ParallelConfig", parallel_config),
     }
 

@@ -29,6 +29,10 @@ class RequestState:
     device; before, a load (ours or another connector's) may still be in flight."""
     limit: int = 0
     """Deepest boundary of use to it, in tokens, when the question was opened."""
+    min_tokens: int = 0
+    """Tokens that must be cached for it to be served, by its hit threshold, when the question was opened."""
+    unread_tokens: int = 0
+    """Tokens beyond those of the device that a load could have brought, where they are too few to be read."""
     deferred: bool = False
     """Whether the open question was answered with "later" at least once."""
     timed_out: bool = False

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat, request_params, vllm_patches
+from undercroft.connector.events import NO_EVENTS, Events, NoEvents
 from undercroft.connector.loads import LoadPlan, plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.offers import BoundaryState
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from undercroft._core import ArenaAddress, Lookup, Session
     from undercroft.config import UndercroftConfig
-    from undercroft.connector.events import Events
     from undercroft.connector.groups import Groups
     from undercroft.connector.saves import SaveResult
     from undercroft.connector.stats import Counts
@@ -61,13 +61,16 @@ class SchedulerConnector:
         arena: Callable[[], ArenaAddress],
         counts: Counts,
         report: Callable[[str, Exception], None],
-        events: Events | None = None,
+        needed_tokens: Callable[[Request], int] = lambda request: 0,
+        events: Events | NoEvents = NO_EVENTS,
     ) -> None:
         """Make the half of one scheduler.
 
         ``arena`` tells where the workers attach, ``report`` takes an error
-        that was caught and the hook it happened in. Without ``events`` nobody is told of the tiers.
+        that was caught and the hook it happened in. ``needed_tokens`` tells
+        how many tokens must be cached for a request to be served.
         """
+        self._needed_tokens = needed_tokens
         self._report = report
         self._events = events
         self._log_rarely = LogOnce(again_after_s=_WARN_AGAIN_S)
@@ -123,7 +126,10 @@ class SchedulerConnector:
         local = self._device_tokens(request)
         if limit:
             hashes, wait_ms = self._groups.hashes(request.block_hashes), state.lookup.wait_ms
-            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms)
+            least = self._least_boundary(self._min_tokens(request), local)
+            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms, least)
+            if least > state.shared_tokens:
+                return
         if self._groups.tail_step:
             # A server has not answered yet; its tails are looked up once it has.
             base = min(state.shared_tokens, limit)
@@ -139,6 +145,7 @@ class SchedulerConnector:
         state.num_computed_tokens = num_computed_tokens
         state.epoch = self._epoch
         state.ran = False
+        state.unread_tokens = 0
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
         if self.has_siblings and _is_brought(request):
@@ -148,6 +155,7 @@ class SchedulerConnector:
             if max(limit, self._tails.limit(request)) <= num_computed_tokens:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
+            state.min_tokens = self._min_tokens(request)
         boundary = self._boundary(state, num_computed_tokens)
         if boundary is None:
             if time.perf_counter() - state.asked_at < LOOKUP_DEADLINE_S:
@@ -165,6 +173,11 @@ class SchedulerConnector:
         state.asked_at = state.load_wait_since = None
         state.deferred = state.timed_out = False
         return gain, gain > 0
+
+    def unread_tokens(self, request: Request) -> int:
+        """Tokens that the last lookup of a request found beyond those of the device, and that it did not read."""
+        state = self._requests.get(request.request_id)
+        return 0 if state is None else state.unread_tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request got its device blocks: load ``num_external_tokens`` into them, or nothing if that is 0."""
@@ -308,11 +321,11 @@ class SchedulerConnector:
 
     def has_pending_push_work(self) -> bool:
         """Whether a transfer is pending, or events are, so that the engine must go on stepping to hear of them."""
-        return bool(self._saves or self._loading or (self._events is not None and self._events.more))
+        return bool(self._saves or self._loading or self._events.more)
 
     def take_events(self) -> list[Any]:
         """The KV events of the tiers since the last call."""
-        return [] if self._events is None else self._events.take()
+        return self._events.take()
 
     def loading(self, request_ids: Iterable[str]) -> set[str]:
         """Those of the requests that a load is pending for."""
@@ -374,21 +387,16 @@ class SchedulerConnector:
                     # The frontend refuses them; here the request is in the engine already.
                     self._report("on_new_request", error)
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
-            self._remember(state, len(request.block_hashes))
+            self._events.remember(state, len(request.block_hashes))
         return state
-
-    def _remember(self, state: RequestState, num_hashes: int) -> None:
-        if self._events is not None and num_hashes > state.remembered_hashes:
-            self._events.remember(state.request, state.remembered_hashes, num_hashes)
-            whole = len(self._groups.hashes(state.request.block_hashes))
-            state.remembered_hashes = min(num_hashes, whole)
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
         request, limit, lookup = state.request, state.limit, state.lookup
         # As `_look_up`, without a call: each step asks for each waiting request.
         hashes = self._groups.hashes(request.block_hashes)
-        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms)
+        least = self._least_boundary(state.min_tokens, num_computed_tokens)
+        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least)
         if answer.pending:
             if not lookup.blocking:
                 return None
@@ -396,6 +404,9 @@ class SchedulerConnector:
             if answer.pending:
                 return None
         state.shared_tokens = answer.shared_tokens
+        if least and not answer.tokens and answer.shared_tokens < least:
+            state.unread_tokens = max(0, min(answer.shared_tokens, limit) - num_computed_tokens)
+            return num_computed_tokens
         self._note_shared_boundary(state, max(answer.tokens, num_computed_tokens), limit)
         # The limit is of when it was asked first.
         base = max(min(answer.tokens, limit, self._groups.align(request.num_tokens - 1)), num_computed_tokens)
@@ -408,7 +419,18 @@ class SchedulerConnector:
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         request = state.request
         hashes = self._groups.hashes(request.block_hashes)
-        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms)
+        least = self._least_boundary(state.min_tokens, num_computed_tokens)
+        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms, least)
+
+    def _min_tokens(self, request: Request) -> int:
+        # Other connectors may bring what is needed.
+        return 0 if self.has_siblings else self._needed_tokens(request)
+
+    def _least_boundary(self, min_tokens: int, num_computed_tokens: int) -> int:
+        """The least boundary at which a hit makes up ``min_tokens``; 0 if the device holds enough."""
+        # A tail may follow, which ends inside a block.
+        least = min_tokens - (self._groups.engine_block_size if self._groups.tail_step else 0)
+        return least if least > num_computed_tokens else 0
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         """Wait for the answer. A promotion that does not end in time is given up: its part in memory is the hit."""
@@ -466,6 +488,7 @@ class SchedulerConnector:
             limit = self._groups.align(request.num_tokens - 1)
             if state.lookup_failed or limit <= local_tokens:
                 return False
+            state.min_tokens = self._min_tokens(request)
             answer = self._look_up(state, local_tokens, limit)
             return answer.pending or answer.tokens - local_tokens >= max(1, self._config.min_load_tokens)
         except Exception as error:
@@ -529,7 +552,7 @@ class SchedulerConnector:
     ) -> None:
         state.saved_hashes = num_hashes
         state.save_refused = False
-        self._remember(state, num_hashes)
+        self._events.remember(state, num_hashes)
         request = state.request
         num_tokens = num_hashes * self._groups.engine_block_size
         try:

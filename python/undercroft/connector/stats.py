@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,9 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
 }
 """Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""
 
+CAPACITY_KEYS = ("host_capacity_tokens", "disk_capacity_tokens")
+"""Gauges that the connector computes: tokens of its model that a tier of the capacity in bytes holds."""
+
 WORKER_KEYS: dict[str, str] = {
     "load_bytes": "bytes copied from the arena to the device",
     "load_seconds": "time from the start to the end of these copies, summed",
@@ -94,7 +99,7 @@ def _counters() -> frozenset[str]:
 
 
 COUNTERS = _counters()
-GAUGES = frozenset(name for name, (kind, _) in STATS_KEYS.items() if kind == "gauge")
+GAUGES = frozenset({name for name, (kind, _) in STATS_KEYS.items() if kind == "gauge"}.union(CAPACITY_KEYS))
 SAMPLES = ("lookup_seconds", "wait_seconds")
 """Single observations, for histograms: from first question to answer, of all lookups and of those that waited."""
 
@@ -193,10 +198,15 @@ class Counts:
 
 
 class EngineStats:
-    """The engine's counters as differences, read at most once in ``interval`` seconds."""
+    """The engine's counters as differences, read at most once in ``interval`` seconds.
 
-    def __init__(self, engine: Engine, interval: float = 1.0) -> None:
+    ``tokens_in``: the tokens that a tier of so many bytes holds.
+    """
+
+    def __init__(self, engine: Engine, interval: float = 1.0, tokens_in: Callable[[int], int] = lambda _: 0) -> None:
         self._engine = engine
+        # A tier's size seldom changes.
+        self._tokens_in = functools.cache(tokens_in)
         self._interval = interval
         self._last: dict[str, float] = {}
         self._due = 0.0
@@ -228,6 +238,9 @@ class EngineStats:
             if name in COUNTERS and name in stats and (since := _since(stats[name], self._last.get(name, 0)))
         }
         gauges = {name: stats[name] for name in STATS_KEYS if name in GAUGES and name in stats}
+        for key in CAPACITY_KEYS:
+            if tokens := self._tokens_in(stats.get(key.replace("tokens", "bytes"), 0)):
+                gauges[key] = tokens
         self._last = stats
         return {"counters": counters, "gauges": gauges, "io_engine": io_engine(self._engine.info())}
 

@@ -19,7 +19,7 @@ from undercroft.connector.attaching import AttachAttempt
 from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.device.api import DeviceCopier
 from undercroft.device.factory import make_copier
-from undercroft.device.layout import DeviceLayout, device_layout
+from undercroft.device.layout import DeviceLayout, GroupCopy, device_layout, kv_replicas
 from undercroft.log import LogOnce
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ class WorkerConnector:
         ``attach_timeout_s``: how long a step waits for the arena; its jobs fail without it.
         """
         parallel = vllm_config.parallel_config
-        # A payload holds one shard for each tensor-parallel rank; there is only one pipeline stage.
-        self._rank = parallel.rank % parallel.tensor_parallel_size
+        # Ranks in a row that hold the same KV have one shard together; there is only one pipeline stage.
+        self._replicas = kv_replicas(kv_cache_config)
+        self._shard, self._replica = divmod(parallel.rank % parallel.tensor_parallel_size, self._replicas)
         self._config = kv_cache_config
         self._attach = attach
         self._clock = clock
@@ -161,18 +162,29 @@ class WorkerConnector:
         self._layout = None
 
     def _start(self, job: TransferJob, metadata: UndercroftMetadata, *, to_arena: bool) -> None:
+        groups = self._saved_here(job.groups) if to_arena else job.groups
+        if not groups:
+            self._end(job, to_arena, ok=True)
+            return
         ticket = self._next_ticket
         self._next_ticket += 1
         try:
             if job.session != metadata.arena_session:
                 raise WorkerError("the session with the engine's server was lost, and with it the slots of this job")
-            queued = self._current_copier(metadata).submit(ticket, to_arena, job.groups)
+            queued = self._current_copier(metadata).submit(ticket, to_arena, groups)
         except Exception as error:
             # Nothing was queued, so nothing will copy; the engine must hear that the job is over.
             self._report(error)
             self._end(job, to_arena, ok=False)
         else:
             self._running[ticket] = _Running(job, to_arena, queued)
+
+    def _saved_here(self, groups: list[GroupCopy]) -> list[GroupCopy]:
+        """The part of a save that this rank copies: ranks with the same KV take turns by block."""
+        if self._replicas == 1:
+            return groups
+        turns = [group.turn(self._replica, self._replicas) for group in groups]
+        return [turn for turn in turns if turn.block_ids.size]
 
     def _current_copier(self, metadata: UndercroftMetadata) -> DeviceCopier:
         """The copier for the arena that the metadata names; attached at its first use."""
@@ -204,7 +216,7 @@ class WorkerConnector:
                 raise _AttachPendingError(f"the engine at {socket} has not handed out its arena yet")
             if arena.arena_id != arena_id:
                 raise WorkerError(f"{socket} hands out arena {arena.arena_id}, expected {arena_id}")
-            copier = make_copier(layout, arena, self._rank)
+            copier = make_copier(layout, arena, self._shard)
         except _AttachPendingError:
             raise
         except Exception:

@@ -20,7 +20,7 @@ from undercroft.device.api import Ended
 from undercroft.device.copy_stream import CopyStream
 from undercroft.device.gather import Gather
 from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, block_copies, check_blocks
-from undercroft.device.pinning import PIN_CHUNK
+from undercroft.device.pinning import chunk_bytes
 from undercroft.device.streams import Streams
 
 GATHER_BELOW = 128 << 10
@@ -67,7 +67,7 @@ class CudaCopier:
         *,
         strategy: str = "auto",
         staging_bytes: int = STAGING_BYTES,
-        pin_chunk: int = PIN_CHUNK,
+        pin_chunk: int | None = None,
         background: Executor | None = None,
     ) -> None:
         """``pinner``: pins the arena and is closed with the copier; None if all of it is pinned already.
@@ -81,7 +81,7 @@ class CudaCopier:
         self._rank = rank
         self._streams = streams
         self._pinner = pinner
-        self._pin_chunk = pin_chunk
+        self._pin_chunk = pin_chunk or chunk_bytes(arena.size)
         self._gathers = {index: _gather(group, layout, strategy) for index, group in layout.groups.items()}
         self._pinned = {to_arena: CopyStream(streams, staging_bytes) for to_arena in (True, False)}
         self._background = background or ThreadPoolExecutor(1, thread_name_prefix="undercroft-unpinned")

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from undercroft._core import Arena
+from undercroft.device import driver
 from undercroft.device.memcpy import BatchedCopy, batched_copy
-from undercroft.device.pinning import ArenaPinner
+from undercroft.device.pinning import ArenaPinner, Turns
 
 _REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process, not only for the one that registers."""
@@ -79,11 +81,16 @@ class CudaStreams:
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
-def pin(device: torch.device, address: int, size: int) -> ArenaPinner:
-    """Start to register host memory with the process's CUDA context on ``device``."""
+def pin(device: torch.device, arena: Arena) -> ArenaPinner:
+    """Start to register the arena with the process's CUDA context on ``device``, in turns with other processes."""
     runtime: Any = torch.cuda.cudart()
+    library = driver.load()
+    refusal = driver.why_not_pinnable(library, torch.cuda.current_device() if device.index is None else device.index)
 
     def register(start: int, length: int) -> str | None:
+        if refusal is not None:
+            return refusal
+        driver.allow_during_capture(library)
         with torch.cuda.device(device):
             return _refusal(runtime, runtime.cudaHostRegister(start, length, _REGISTER_PORTABLE))
 
@@ -91,7 +98,9 @@ def pin(device: torch.device, address: int, size: int) -> ArenaPinner:
         with torch.cuda.device(device):
             return _refusal(runtime, runtime.cudaHostUnregister(start))
 
-    return ArenaPinner(address, size, register, unregister)
+    return ArenaPinner(
+        arena.address, arena.size, register, unregister, populate=arena.prefault, turns=Turns(arena.fileno())
+    )
 
 
 def _refusal(runtime: Any, code: Any) -> str | None:

@@ -20,5 +20,5 @@ def make_copier(layout: DeviceLayout, arena: Arena, rank: int) -> DeviceCopier:
         from undercroft.device.cuda_streams import CudaStreams, pin
 
         streams = CudaStreams(layout.device)
-        return CudaCopier(layout, arena, rank, streams, pin(layout.device, arena.address, arena.size))
+        return CudaCopier(layout, arena, rank, streams, pin(layout.device, arena))
     raise ValueError(f"no copier for a KV cache on {layout.device}; CUDA devices and vLLM's CPU platform are supported")

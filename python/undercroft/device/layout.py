@@ -61,13 +61,18 @@ class GroupCopy:
     """Blocks of one KV cache group to copy between the device and the arena.
 
     ``block_ids[i]`` (int64) is the device block, ``offsets[i]`` (int64) the offset in bytes of its payload from the
-    start of the arena. A payload holds the shards of all ranks side by side: rank r's begins at
-    ``offset + r * shard_bytes``.
+    start of the arena. A payload holds all shards side by side: shard s begins at ``offset + s * shard_bytes``. Each
+    rank has a shard of its own, but ranks that hold the same KV (`kv_replicas`) have one together.
     """
 
     group: int
     block_ids: np.ndarray
     offsets: np.ndarray
+
+    def turn(self, replica: int, replicas: int) -> GroupCopy:
+        """The blocks that the ``replica``-th of ``replicas`` ranks with the same KV saves for all of them."""
+        mine = np.asarray(self.block_ids) % replicas == replica
+        return GroupCopy(self.group, self.block_ids[mine], self.offsets[mine])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,11 @@ def unsupported_reason(config: KVCacheConfig) -> str | None:
 def copied_groups(config: KVCacheConfig) -> tuple[int, ...]:
     """Indexes of the groups whose blocks can be found again by their hash."""
     return tuple(config.prefix_cacheable_group_ids)
+
+
+def kv_replicas(config: KVCacheConfig) -> int:
+    """Tensor-parallel ranks in a row that hold the same KV in every layer, as vLLM reports it; 1: no two do."""
+    return getattr(config, "kv_tp_replicas", 1)
 
 
 def group_shard_bytes(config: KVCacheConfig, group: int) -> int:

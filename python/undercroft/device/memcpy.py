@@ -1,7 +1,8 @@
-"""Batches of copies between host and device, a whole batch in one call where possible.
+"""Batches of copies between host and device, thousands of copies in one call where possible.
 
-Best first: vLLM's own operator, the driver's batched copy (12.8 and newer), the driver's single copy in a loop. They
-take addresses, so any memory of the process will do.
+Best first: the driver's batched copy (12.8 and newer), the driver's single copy in a loop, vLLM's own operator. They
+take addresses, so any memory of the process will do. The operator comes last: with a driver older than 12.8 it drops
+the errors of single copies.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from undercroft.device import driver
+
 _BATCH_SINCE = 12080
 """The driver interface (CUDA 12.8) whose `cuMemcpyBatchAsync` is asked for: its arguments are those used here."""
 _ACCESS_IN_STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read when the stream comes to it, not earlier."""
 
+MAX_COPIES = 4096
+"""Most copies of one call. A driver has crashed on a batch of 51,828, and a call costs next to nothing."""
 _PREFER_OVERLAP = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, a hint."""
 
@@ -55,9 +60,11 @@ class VllmCopy:
 
     def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
         """See `BatchedCopy`."""
-        arrays = (torch.from_numpy(np.ascontiguousarray(array)) for array in (sources, destinations, sizes))
-        # False: sources are read in stream order, as a save's must be.
-        self._operator(*arrays, False)
+        for begin in range(0, sizes.size, MAX_COPIES):
+            part = slice(begin, begin + MAX_COPIES)
+            arrays = (torch.from_numpy(np.array(array[part])) for array in (sources, destinations, sizes))
+            # False: sources are read in stream order, as a save's must be.
+            self._operator(*arrays, False)
 
 
 class DriverBatch:
@@ -72,19 +79,21 @@ class DriverBatch:
 
     def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
         """See `BatchedCopy`."""
-        failed = ctypes.c_size_t(0)
         arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in (destinations, sources, sizes)]
-        code = self._function(
-            *(array.ctypes.data for array in arrays),
-            sizes.size,
-            ctypes.addressof(self._attributes),
-            ctypes.addressof(self._attributes_begin),
-            1,
-            ctypes.addressof(failed),
-            stream,
-        )
-        if code:
-            raise RuntimeError(f"cuMemcpyBatchAsync of {sizes.size} copies failed with error {code} at {failed.value}")
+        for begin in range(0, sizes.size, MAX_COPIES):
+            failed = ctypes.c_size_t(0)
+            code = self._function(
+                *(array.ctypes.data + begin * array.itemsize for array in arrays),
+                min(MAX_COPIES, sizes.size - begin),
+                ctypes.addressof(self._attributes),
+                ctypes.addressof(self._attributes_begin),
+                1,
+                ctypes.addressof(failed),
+                stream,
+            )
+            if code:
+                place = f" at {begin + failed.value}" if failed.value < sizes.size else ""
+                raise RuntimeError(f"cuMemcpyBatchAsync of {sizes.size} copies failed with error {code}{place}")
 
 
 class DriverLoop:
@@ -104,22 +113,21 @@ class DriverLoop:
 
 def batched_copy() -> BatchedCopy:
     """The best that this process has. Raises RuntimeError if there is none."""
-    operator = getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
-    if operator is not None:
-        return VllmCopy(operator)
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        return driver_copy(driver.load())
     except OSError as error:
+        operator = getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
+        if operator is not None:
+            return VllmCopy(operator)
         raise RuntimeError(
-            f"neither vLLM's swap_blocks_batch nor the CUDA driver was found ({error}); install the NVIDIA driver, or "
+            f"neither the CUDA driver ({error}) nor vLLM's swap_blocks_batch was found; install the NVIDIA driver, or "
             "run inside vLLM"
         ) from None
-    return driver_copy(driver)
 
 
-def driver_copy(driver: Any) -> BatchedCopy:
+def driver_copy(library: Any) -> BatchedCopy:
     """The best of the CUDA driver, a loaded ``libcuda``."""
-    batch = _entry_point(driver, b"cuMemcpyBatchAsync", _BATCH_SINCE)
+    batch = _entry_point(library, b"cuMemcpyBatchAsync", _BATCH_SINCE)
     if batch is not None:
         prototype = ctypes.CFUNCTYPE(
             ctypes.c_uint,
@@ -130,16 +138,16 @@ def driver_copy(driver: Any) -> BatchedCopy:
             *[ctypes.c_void_p] * 2,
         )
         return DriverBatch(prototype(batch))
-    single = driver.cuMemcpyAsync
+    single = library.cuMemcpyAsync
     single.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     single.restype = ctypes.c_uint
     return DriverLoop(single)
 
 
-def _entry_point(driver: Any, name: bytes, version: int) -> int | None:
+def _entry_point(library: Any, name: bytes, version: int) -> int | None:
     """Address of a driver function as of an interface version; None if the driver is older."""
     try:
-        find = driver.cuGetProcAddress_v2
+        find = library.cuGetProcAddress_v2
     except AttributeError:
         return None
     find.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p]

@@ -6,14 +6,72 @@ on a thread of its own; until a chunk is done, copies of what it holds work unpi
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from undercroft.log import logger
 
-PIN_CHUNK = 128 << 20
-"""Bytes registered at once. A copy must not cross from one registration into the next."""
+PIN_CHUNK = 32 << 20
+"""Fewest bytes registered at once, a power of two. The process's launches may wait for a whole registration: some
+milliseconds. A copy must not cross from one registration into the next."""
+MAX_CHUNKS = 4096
+"""Most registrations of one arena. Eight processes then keep well below 65,536, where drivers have failed."""
+TURN_PAUSE_S = 0.001
+"""Pause before the next attempt to have the turn, while another process registers."""
+
+
+def chunk_bytes(size: int) -> int:
+    """Bytes registered at once of an arena of ``size`` bytes."""
+    chunk = PIN_CHUNK
+    while chunk * MAX_CHUNKS < size:
+        chunk *= 2
+    return chunk
+
+
+class Turns:
+    """Lets one process at a time register its mapping of a file.
+
+    The driver pins pages under locks of the whole machine. A process that waits for them holds its own locks, which its
+    launches need as well, so the ranks wait for each other here instead.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        """``descriptor``: of the file, which every process may have been given by the same open; None: no others."""
+        self._file: int | None = None
+        if descriptor is not None:
+            # A lock belongs to an open: each process needs its own.
+            with contextlib.suppress(OSError):
+                self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+    @contextlib.contextmanager
+    def turn(self, stop: threading.Event) -> Iterator[bool]:
+        """Wait for the turn and keep it for the body. False, and no turn, if ``stop`` is set before."""
+        while not stop.is_set() and not self._take():
+            stop.wait(TURN_PAUSE_S)
+        try:
+            yield not stop.is_set()
+        finally:
+            if self._file is not None:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _take(self) -> bool:
+        if self._file is None:
+            return True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class ArenaPinner:
@@ -25,14 +83,23 @@ class ArenaPinner:
         size: int,
         register: Callable[[int, int], str | None],
         unregister: Callable[[int], str | None],
-        chunk: int = PIN_CHUNK,
+        *,
+        populate: Callable[[int, int], None] | None = None,
+        turns: Turns | None = None,
+        chunk: int | None = None,
     ) -> None:
-        """``register(address, size)`` and ``unregister(address)`` return None, or what the driver refused with."""
+        """``register(address, size)`` and ``unregister(address)`` return None, or what the driver refused with.
+
+        ``populate(offset, size)`` puts memory behind a part of the region, and raises OSError when there is none.
+        ``turns``: closed with the pinner. ``chunk``: `chunk_bytes` of the region if None.
+        """
         self._address = address
         self._size = size
         self._register = register
         self._unregister = unregister
-        self._chunk = chunk
+        self._populate = populate
+        self._turns = turns or Turns(None)
+        self._chunk = chunk or chunk_bytes(size)
         self._stop = threading.Event()
         self._pinned = 0
         self._settled = threading.Event()
@@ -58,24 +125,39 @@ class ArenaPinner:
         # One thread does both, since the driver keeps the last error for each thread: a refusal stays here.
         registered: list[int] = []
         for begin in range(0, self._size, self._chunk):
-            if self._stop.is_set():
-                break
             size = min(self._chunk, self._size - begin)
-            started = time.monotonic()
-            refusal = self._register(self._address + begin, size)
+            took, refusal = self._pin(begin, size)
+            if took is None:
+                break
             if refusal is not None:
                 self._report(refusal)
                 break
             registered.append(self._address + begin)
             self._pinned = begin + size
             # The driver holds a lock while it registers, and the model's launches need it as well: half the time each.
-            self._stop.wait(time.monotonic() - started)
+            self._stop.wait(took)
         self._settled.set()
         self._stop.wait()
         self._pinned = 0
         for address in reversed(registered):
-            if (refusal := self._unregister(address)) is not None:
+            if (refusal := _refusal(self._unregister, address)) is not None:
                 logger.warning("undercroft: unregistering pinned memory failed: %s", refusal)
+        self._turns.close()
+
+    def _pin(self, begin: int, size: int) -> tuple[float | None, str | None]:
+        """Seconds that registering took, None if the pinner was closed before; and why the part is not pinned."""
+        with self._turns.turn(self._stop) as has_turn:
+            if not has_turn:
+                return None, None
+            if self._populate is not None:
+                # Else the driver faults the pages in, in its lock, and they stay small: pinned pages are not collapsed.
+                try:
+                    self._populate(begin, size)
+                except OSError as error:
+                    return 0.0, str(error)
+            started = time.monotonic()
+            refusal = _refusal(self._register, self._address + begin, size)
+            return time.monotonic() - started, refusal
 
     def _report(self, refusal: str) -> None:
         logger.warning(
@@ -86,3 +168,11 @@ class ArenaPinner:
             self._size,
             refusal,
         )
+
+
+def _refusal(call: Callable[..., str | None], *args: int) -> str | None:
+    """What the driver refused with. An error that is raised counts as well: whoever closes the pinner waits for it."""
+    try:
+        return call(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -95,16 +96,8 @@ class HitThreshold:
         prefix cache, ``external_tokens`` those beyond them that the connector offers. The connector may ask again for
         the same request before `collect`: the last answer holds.
         """
-        sampling = request.sampling_params
-        if sampling is None:  # Pooling: nothing is decoded.
-            return False
-        threshold: float = self._global
-        source: Source = "global"
-        if sampling.extra_args:
-            own = self._own_threshold(request)
-            if own is not None:
-                threshold, source = own, "request"
-        if threshold <= 0 or not self._applies(request, source):
+        threshold, source = self._threshold_of(request)
+        if threshold <= 0:
             return False
         if request.skip_reading_prefix_cache:
             local_tokens = external_tokens = 0
@@ -124,6 +117,15 @@ class HitThreshold:
         self._pending[request_id] = Rejection(request_id, threshold, source, local_tokens, external_tokens, required)
         return True
 
+    def needed_tokens(self, request: Request) -> int:
+        """The least number of cached tokens with which `check` does not reject the request; 0 if it never does."""
+        threshold, _ = self._threshold_of(request)
+        required = request.num_tokens
+        if threshold <= 0 or required == 0:
+            return 0
+        needed = math.ceil(threshold * required)
+        return needed - 1 if (needed - 1) / required >= threshold else needed
+
     def collect(self) -> list[Rejection]:
         """Rejected requests since the last call; logs and counts each. The caller finishes them."""
         if not self._pending:
@@ -141,6 +143,21 @@ class HitThreshold:
         if self._pending:
             self._pending.pop(request_id, None)
             self._asks.pop(request_id, None)
+
+    def _threshold_of(self, request: Request) -> tuple[float, Source]:
+        """The threshold that holds for a request, and where it comes from; 0 if none does."""
+        sampling = request.sampling_params
+        if sampling is None:  # Pooling: nothing is decoded.
+            return 0.0, "global"
+        threshold: float = self._global
+        source: Source = "global"
+        if sampling.extra_args:
+            own = self._own_threshold(request)
+            if own is not None:
+                threshold, source = own, "request"
+        if threshold <= 0 or not self._applies(request, source):
+            return 0.0, source
+        return threshold, source
 
     def _own_threshold(self, request: Request) -> float | None:
         try:

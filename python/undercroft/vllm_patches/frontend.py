@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from undercroft import request_params
+from undercroft.log import LogOnce
 from undercroft.threshold.params import NAME, InvalidThresholdError, of_request
 from undercroft.vllm_patches.rejections import STOP_REASON
 from undercroft.vllm_patches.table import HIT_THRESHOLD, failed
@@ -13,6 +16,7 @@ from undercroft.vllm_patches.table import HIT_THRESHOLD, failed
 FINISH_REASON = "cache_threshold"
 
 _OURS = "_undercroft_threshold"
+_log_once = LogOnce()
 
 
 class Frontend:
@@ -28,8 +32,10 @@ class EmptyDelta(list[int]):
         return True
 
 
-def wrap_input_processor_init(original: Callable[..., None], uses_undercroft: Callable[[Any], bool]) -> Any:
-    """``InputProcessor.__init__`` that notes whether its engine uses undercroft."""
+def wrap_input_processor_init(
+    original: Callable[..., None], uses_undercroft: Callable[[Any], bool], exempt_requests: Callable[[], bool]
+) -> Any:
+    """``InputProcessor.__init__`` that notes whether its engine uses undercroft; it calls ``exempt_requests`` then."""
 
     def init(processor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(processor, vllm_config, *args, **kwargs)
@@ -39,19 +45,34 @@ def wrap_input_processor_init(original: Callable[..., None], uses_undercroft: Ca
             failed(HIT_THRESHOLD, error)
             ours = False
         processor.__dict__[_OURS] = ours
-        Frontend.active = Frontend.active or ours
+        if ours:
+            Frontend.active = True
+            exempt_requests()
 
     return init
 
 
-def wrap_process_inputs(original: Callable[..., Any], validation_error: Callable[..., Exception]) -> Callable[..., Any]:
-    """``InputProcessor.process_inputs`` that refuses invalid parameters of every kind of request."""
+def wrap_process_inputs(
+    original: Callable[..., Any], validation_error: Callable[..., Exception], is_exempt: Callable[[], bool]
+) -> Callable[..., Any]:
+    """``InputProcessor.process_inputs`` that refuses invalid parameters of every kind of request.
+
+    A request that ``is_exempt`` has the threshold 0, whatever it asks for.
+    """
 
     def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if processor.__dict__.get(_OURS):
             extra_args = getattr(params, "extra_args", None)
-            if extra_args:
-                _checked(extra_args, validation_error)
+            own = _checked(extra_args, validation_error) if extra_args else None
+            if hasattr(params, "extra_args") and is_exempt():
+                if own:
+                    message = (
+                        "undercroft: %s of request %s is ignored, and that of later requests like it: their answers "
+                        "cannot report a rejection (docs/hit-threshold.md)"
+                    )
+                    _log_once(logging.WARNING, "ignored", message, NAME, request_id)
+                params = copy.copy(params)
+                params.extra_args = {**(extra_args or {}), NAME: 0}
         return original(processor, request_id, prompt, params, *args, **kwargs)
 
     return process_inputs
@@ -136,10 +157,11 @@ def make_rejected_state(request_state: Any) -> type:
     return RejectedRequestState
 
 
-def _checked(extra_args: dict[str, Any], validation_error: Callable[..., Exception]) -> None:
+def _checked(extra_args: dict[str, Any], validation_error: Callable[..., Exception]) -> float | None:
+    """The threshold of a request, None if it has none."""
     try:
-        of_request(extra_args)
         request_params.check(extra_args.get("kv_transfer_params"))
+        return of_request(extra_args)
     except InvalidThresholdError as error:
         raise validation_error(str(error), parameter=NAME) from None
     except request_params.InvalidParameterError as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 from undercroft.vllm_patches import frontend, rejections
 from undercroft.vllm_patches.checks import has, needs, sets, takes
+from undercroft.vllm_patches.exempt import exempt_requests, is_exempt
 from undercroft.vllm_patches.table import HIT_THRESHOLD, guarded, replace
 
 
@@ -41,17 +42,20 @@ def reject_requests() -> None:
             original, RequestStatus.FINISHED_ABORTED, EngineCoreOutput, EngineCoreOutputs
         )
 
+    def input_processor_init(original: Any) -> Any:
+        return frontend.wrap_input_processor_init(original, uses_undercroft, exempt_requests)
+
     def to_sampling_params(original: Any) -> Any:
         return frontend.wrap_to_sampling_params(original, VLLMValidationError)
 
     rejected_state = frontend.make_rejected_state(RequestState)
     replace(
         (Scheduler, "update_from_output", update_from_output),
-        (InputProcessor, "__init__", lambda original: frontend.wrap_input_processor_init(original, uses_undercroft)),
+        (InputProcessor, "__init__", input_processor_init),
         (
             InputProcessor,
             "process_inputs",
-            lambda original: frontend.wrap_process_inputs(original, VLLMValidationError),
+            lambda original: frontend.wrap_process_inputs(original, VLLMValidationError, is_exempt),
         ),
         (
             OutputProcessor,

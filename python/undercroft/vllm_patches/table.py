@@ -54,6 +54,22 @@ HIT_THRESHOLD = Patch(
     "0.31 to 0.33",
     "Requests are never rejected. The start is refused if `cache_hit_threshold` is configured.",
 )
+THRESHOLD_ENDPOINTS = Patch(
+    "threshold_endpoints",
+    (
+        "BeamSearchOfflineMixin.beam_search",
+        "BeamSearchOnlineMixin.beam_search",
+        "app.init_entrypoints_middleware",
+        "FastAPI.openapi",
+        "CompletionRequest.field_names",
+        "ChatCompletionRequest.field_names",
+    ),
+    "the classes and the module, in frontends whose engines use undercroft; the application of the HTTP server",
+    "The answers of some endpoints, and beam search, have no place for the finish reason of a rejected request. The "
+    "wrappers exempt such requests, and name the request parameter in the OpenAPI document.",
+    "0.32 to 0.33",
+    "Requests to every endpoint can be rejected: a beam search fails, and other answers are empty without a reason.",
+)
 MULTI_CONNECTOR_POLICY = Patch(
     "multi_connector_policy",
     ("Scheduler._handle_failed_recving",),
@@ -145,6 +161,7 @@ CONFIGURATION = Patch(
 
 PATCHES = (
     HIT_THRESHOLD,
+    THRESHOLD_ENDPOINTS,
     MULTI_CONNECTOR_POLICY,
     MULTI_CONNECTOR_HITS,
     LOAD_FAILURE_POLICY,

@@ -57,6 +57,10 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
 
     /// Enters the engine now and whenever it has progressed, until `done` or the timeout.
     fn wait_until(&self, timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool;
+
+    /// Lets threads enter the engine that wait for it, before one that enters it again and again goes on: a
+    /// mutex that is taken at once again keeps out those that have to be woken. Waits for microseconds.
+    fn give_way(&self);
 }
 
 /// What tells the engine the time.
@@ -206,17 +210,6 @@ impl Driver {
         let _ = self.shared.hook.set(Hook(Box::new(hook)));
     }
 
-    /// Lets threads enter the engine that wait for it, before one that enters it again and again goes on: a
-    /// mutex that is taken at once again keeps out those that have to be woken. Waits for microseconds.
-    pub fn give_way(&self) {
-        for _ in 0..GIVE_WAY_LOOKS {
-            if self.shared.waiting.load(Ordering::Relaxed) == 0 {
-                return;
-            }
-            std::thread::yield_now();
-        }
-    }
-
     /// Gives the engine a directory, without blocks, that could not be opened when it started.
     pub fn open_device(&self, device: u16, files: DeviceFiles, image: DeviceImage) {
         if let Some(mut state) = self.shared.lock() {
@@ -291,6 +284,15 @@ impl EngineAccess for Driver {
             }
         });
         waited.unwrap_or(false)
+    }
+
+    fn give_way(&self) {
+        for _ in 0..GIVE_WAY_LOOKS {
+            if self.shared.waiting.load(Ordering::Relaxed) == 0 {
+                return;
+            }
+            std::thread::yield_now();
+        }
     }
 }
 

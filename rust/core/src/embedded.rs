@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::driver::{Driver, EngineAccess};
-use crate::engine::{Engine, Granted, SessionId};
+use crate::engine::{Engine, Granted, LookupCursor, SessionId};
 use crate::error::RegisterError;
 use crate::session::{
     BlockEvents, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session,
@@ -58,17 +58,25 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
         let LookupRequest {
             computed, priority, ..
         } = *request;
-        let work = |engine: &mut Engine| engine.lookup(self.id, request);
+        let mut cursor = LookupCursor::default();
+        let mut step = |engine: &mut Engine| engine.step_lookup(self.id, request, &mut cursor);
         // An entry makes the IO thread retry promotions that are short of memory. The scheduler asks for
         // each pending request at each step, so a demanded lookup first only reads. A prefetch comes once.
-        let answer = match priority {
-            Priority::Prefetch => self.engine.enter(work),
+        let mut answer = match priority {
+            Priority::Prefetch => self.engine.enter(&mut step),
             Priority::Demand => self.engine.read_or_enter(
-                |engine| engine.still_pending(self.id, request.request, computed, priority),
-                work,
+                |engine| {
+                    let known = engine.still_pending(self.id, request.request, computed, priority);
+                    known.map(Some)
+                },
+                &mut step,
             ),
         };
-        answer.unwrap_or(Lookup::NOTHING)
+        while let Some(None) = answer {
+            self.engine.give_way();
+            answer = self.engine.enter(&mut step);
+        }
+        answer.flatten().unwrap_or(Lookup::NOTHING)
     }
 
     fn wait(&self, request: &str, timeout: Duration) -> bool {

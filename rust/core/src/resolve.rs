@@ -15,18 +15,43 @@ pub fn resolve(
     spec: &NamespaceSpec,
     limit: u32,
     local: u32,
-    mut has: impl FnMut(u32, usize) -> bool,
+    has: impl FnMut(u32, usize) -> bool,
 ) -> u32 {
+    resolve_part(spec, limit, local, 0, has).unwrap_or(local)
+}
+
+/// As [`resolve`], but gives up at the first boundary at or below `bottom`, unless that is not above `local`. `Err`: that
+/// boundary, which is to be looked at next; none above it will do.
+pub(crate) fn resolve_part(
+    spec: &NamespaceSpec,
+    limit: u32,
+    local: u32,
+    bottom: u32,
+    mut has: impl FnMut(u32, usize) -> bool,
+) -> Result<u32, u32> {
     let align = spec.alignment_tokens / spec.hash_block_size;
     let mut boundary = limit / align * align;
     while boundary > local {
+        if boundary <= bottom {
+            return Err(boundary);
+        }
         match missing(spec, boundary, local, &mut has) {
-            None => return boundary,
+            None => return Ok(boundary),
             // Every boundary from that block on needs it, too.
             Some(depth) => boundary = depth.saturating_sub(1) / align * align,
         }
     }
-    local
+    Ok(local)
+}
+
+/// Whether a hit may end at `boundary`, if every block of full attention can be had up to there. See [`resolve`].
+pub(crate) fn may_end_at(
+    spec: &NamespaceSpec,
+    boundary: u32,
+    local: u32,
+    mut has: impl FnMut(u32, usize) -> bool,
+) -> bool {
+    missing(spec, boundary, local, &mut has).is_none()
 }
 
 /// The end of the deepest block that a hit at `boundary` needs and cannot have.

@@ -133,6 +133,8 @@ pub struct LookupRequest<'a> {
     pub computed: Tokens,
     /// The deepest boundary of use.
     pub max: Tokens,
+    /// The least boundary of use: where no hit can end there or beyond, nothing is promoted.
+    pub min: Tokens,
     /// Instead of the engine's `promotion_wait`.
     pub wait: Option<PromotionWait>,
     /// Whether the scheduler waits.
@@ -147,6 +149,7 @@ impl<'a> LookupRequest<'a> {
             hashes,
             computed: Tokens(0),
             max: Tokens::MAX,
+            min: Tokens(0),
             wait: None,
             priority: Priority::Demand,
         }
@@ -162,6 +165,12 @@ impl<'a> LookupRequest<'a> {
     #[must_use]
     pub fn max(self, max: Tokens) -> Self {
         Self { max, ..self }
+    }
+
+    /// With another least boundary.
+    #[must_use]
+    pub fn min(self, min: Tokens) -> Self {
+        Self { min, ..self }
     }
 
     /// With a limit on the wait for its promotion.
@@ -195,7 +204,7 @@ pub enum Lookup {
     Hit(Hit),
     /// There is nothing to load.
     Miss {
-        /// As [`Hit::shared`].
+        /// As [`Hit::shared`]. If no hit reaches [`LookupRequest::min`], where the deepest one would end.
         shared: Tokens,
     },
 }

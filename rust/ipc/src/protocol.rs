@@ -124,12 +124,12 @@ pub enum ClientMessage<'a> {
         /// Names the reset.
         reset: u64,
     },
-    /// Asks what has changed in the tiers. The server replies with `Events`.
-    TakeEvents,
     /// Asks whether the server is there. The server replies with `Pong`.
     Ping,
     /// The server replies with `Status`. Allowed before `Register`.
     Status,
+    /// Asks what has changed in the tiers. The server replies with `Events`.
+    TakeEvents,
 }
 
 /// See [`LookupRequest`](undercroft_core::session::LookupRequest).
@@ -143,6 +143,8 @@ pub struct LookupMessage<'a> {
     pub computed: Tokens,
     /// The deepest boundary of use.
     pub max: Tokens,
+    /// The least boundary of use.
+    pub min: Tokens,
     /// Whether the scheduler waits for the lookup.
     pub priority: Priority,
     /// Limit on the wait for a promotion, instead of the server's.
@@ -239,16 +241,6 @@ pub enum ServerMessage {
         /// Whether the reset is durable.
         ok: bool,
     },
-    /// What has changed in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
-    Events {
-        /// Everything that was told before is void.
-        cleared: bool,
-        /// More is to be told at once.
-        more: bool,
-        /// The changes.
-        #[serde(with = "crate::events")]
-        events: Vec<BlockEvent>,
-    },
     /// The reply to `Ping`.
     Pong {
         /// `Engine.stats()` as JSON.
@@ -258,6 +250,16 @@ pub enum ServerMessage {
     Status {
         /// See the documentation of `undercroft status --json`.
         json: String,
+    },
+    /// What has changed in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
+    Events {
+        /// Everything that was told before is void.
+        cleared: bool,
+        /// More is to be told at once.
+        more: bool,
+        /// The changes.
+        #[serde(with = "crate::events")]
+        events: Vec<BlockEvent>,
     },
 }
 

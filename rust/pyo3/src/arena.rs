@@ -1,11 +1,14 @@
 //! `_core.Arena`: an engine's arena, mapped into a worker.
 
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use undercroft_core::session::SessionToken;
 use undercroft_host::HostError;
 
@@ -52,6 +55,34 @@ impl PyArena {
             arena_id: 0,
             connection: Mutex::new(None),
         })
+    }
+
+    /// Put memory behind a range and into this process's page tables, in huge pages where the kernel has them. Where
+    /// the kernel cannot be asked (before Linux 5.14), nothing happens. Raises OSError when the memory is not there,
+    /// or the range lies outside.
+    fn prefault(&self, py: Python<'_>, offset: u64, length: u64) -> PyResult<()> {
+        self.arena
+            .check(offset, length)
+            .map_err(|error| PyOSError::new_err(error.to_string()))?;
+        loop {
+            match py.detach(|| self.arena.prefault(offset, length)) {
+                Ok(()) | Err(Errno::INVAL) => return Ok(()),
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(error) => return Err(std::io::Error::from(error).into()),
+            }
+        }
+    }
+
+    /// The descriptor of the memory, which belongs to the arena. All processes that map the arena share one open file
+    /// description: to lock it against the others, open it anew.
+    fn fileno(&self) -> i32 {
+        self.arena.fd().as_raw_fd()
+    }
+
+    /// NUMA nodes over which the memory is interleaved; empty where the kernel chooses.
+    #[getter]
+    fn nodes(&self) -> Vec<u32> {
+        self.arena.nodes().to_vec()
     }
 
     /// Address of the first byte in this process.

@@ -27,7 +27,7 @@ mod _core {
     #[pymodule_export]
     use crate::inspect::{descriptions, drop_namespace, examine, inspect_directory, verify};
     #[pymodule_export]
-    use crate::memory::{available_memory, probe_io_uring};
+    use crate::memory::{available_memory, probe_io_uring, slots_in};
     #[pymodule_export]
     use crate::resolve::resolve;
     #[pymodule_export]

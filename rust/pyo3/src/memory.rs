@@ -1,6 +1,7 @@
 //! What the core finds out about this machine, for sizing and `undercroft doctor`.
 
 use pyo3::prelude::*;
+use undercroft_core::slots::{Owner, Slots, page_bytes_for};
 use undercroft_core::{io, memory};
 
 use crate::errors::UndercroftError;
@@ -21,4 +22,18 @@ pub(crate) fn available_memory() -> PyResult<u64> {
 #[pyfunction]
 pub(crate) fn probe_io_uring(py: Python<'_>) -> Option<String> {
     py.detach(io::probe_io_uring).err()
+}
+
+/// Payloads of `payload_bytes` that a tier of `capacity` bytes holds if it holds no others: slots are
+/// aligned, and lie in pages. 0 if a payload fits no page.
+#[pyfunction]
+pub(crate) fn slots_in(capacity: u64, payload_bytes: u64) -> u64 {
+    let page_bytes = page_bytes_for(capacity);
+    let mut page = Slots::new(page_bytes, page_bytes);
+    let Some(class) = page.class_for(payload_bytes) else {
+        return 0;
+    };
+    let owner = Owner { node: 0, group: 0 };
+    while page.alloc(class, owner).is_some() {}
+    page.used(class) * (capacity / page_bytes)
 }

@@ -33,8 +33,8 @@ impl PySession {
         self.session.namespace()
     }
 
-    /// How much of a prompt is cached.
-    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None))]
+    /// How much of a prompt is cached. Nothing is promoted if no hit can end at `min_tokens` or beyond.
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0))]
     fn lookup(
         &self,
         py: Python<'_>,
@@ -43,6 +43,7 @@ impl PySession {
         num_computed_tokens: u32,
         max_tokens: Option<u32>,
         wait_ms: Option<(f64, f64)>,
+        min_tokens: u32,
     ) -> PyResult<Py<PyLookup>> {
         let hashes = Hashes(hashes);
         let request = question(
@@ -51,12 +52,13 @@ impl PySession {
             num_computed_tokens,
             max_tokens,
             wait_ms,
+            min_tokens,
         );
         PyLookup::of(py, self.session.lookup(&request))
     }
 
     /// A lookup that the scheduler does not wait for: the tokens whose chain is in the index, as far as that is known.
-    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None))]
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0))]
     fn prefetch(
         &self,
         request_id: &str,
@@ -64,6 +66,7 @@ impl PySession {
         num_computed_tokens: u32,
         max_tokens: Option<u32>,
         wait_ms: Option<(f64, f64)>,
+        min_tokens: u32,
     ) -> u32 {
         let hashes = Hashes(hashes);
         let request = question(
@@ -72,6 +75,7 @@ impl PySession {
             num_computed_tokens,
             max_tokens,
             wait_ms,
+            min_tokens,
         );
         self.session.lookup(&request.prefetch()).shared().0
     }
@@ -176,10 +180,12 @@ fn question<'a>(
     computed: u32,
     max: Option<u32>,
     wait_ms: Option<(f64, f64)>,
+    min: u32,
 ) -> LookupRequest<'a> {
     LookupRequest::new(request, hashes)
         .computed(Tokens(computed))
         .max(max.map_or(Tokens::MAX, Tokens))
+        .min(Tokens(min))
         .wait(wait_ms.map(promotion_wait))
 }
 

@@ -112,7 +112,7 @@ impl World {
         let hashes: Vec<BlockHash> = keys.iter().filter_map(|&key| hash_of(key, len)).collect();
         let rest = self.random.below(u64::from(HASH_BLOCK)) as u32;
         self.history.names += 1;
-        let request = ClientRequest {
+        let mut request = ClientRequest {
             name: format!("r{}", self.history.names),
             tokens: keys.len() as u32 * HASH_BLOCK + rest,
             keys,
@@ -122,9 +122,13 @@ impl World {
             ready: None,
             promise: None,
             looked: Vec::new(),
+            min: Tokens(0),
             saved_tokens: 0,
             failed: false,
         };
+        if self.random.chance(50) {
+            request.min = Tokens(self.random.below(u64::from(request.tokens) + 40) as u32);
+        }
         self.note(|| {
             format!(
                 "new request {} of {} hash_blocks in namespace {namespace}",
@@ -165,7 +169,8 @@ impl World {
         request.promotions += 1;
         let question = LookupRequest::new(&request.name, &request.hashes)
             .computed(Tokens(local))
-            .max(Tokens(most));
+            .max(Tokens(most))
+            .min(request.min);
         session.session.lookup(&question.prefetch());
         let name = request.name.clone();
         self.note(|| format!("prefetch {name} local {local} most {most}"));
@@ -189,7 +194,8 @@ impl World {
         let (name, hashes) = (state.name.clone(), &state.hashes);
         let question = LookupRequest::new(&name, hashes)
             .computed(Tokens(local))
-            .max(Tokens(most));
+            .max(Tokens(most))
+            .min(state.min);
         let answer = of.session.lookup(&question.prefetch());
         (state.ready, state.promise) = (None, None);
         self.note(|| format!("prefetch {name} local {local} most {most}: {answer:?}"));
@@ -227,7 +233,8 @@ impl World {
         let asked_ns = *state.asked_ns.get_or_insert(now_ns);
         let question = LookupRequest::new(&state.name, &state.hashes)
             .computed(Tokens(local))
-            .max(Tokens(most));
+            .max(Tokens(most))
+            .min(state.min);
         let name = &state.name;
         let pending = self
             .engine
@@ -243,6 +250,9 @@ impl World {
         }
         self.note(|| format!("lookup {name} local {local} most {most}: {answer:?}"));
         let state = &mut self.sessions[session].requests[request];
+        if answer.is_pending() && answer.shared() < state.min {
+            return Err(format!("{name} waits for a hit that is too short"));
+        }
         match answer.tokens() {
             None => {
                 (state.ready, state.promise) = (None, None);
@@ -288,7 +298,8 @@ impl World {
                 most / HASH_BLOCK,
             );
             let gain = (boundary * HASH_BLOCK).saturating_sub(local);
-            let expected = if boundary > local / HASH_BLOCK && gain >= min_load {
+            let is_of_use = gain >= min_load && boundary * HASH_BLOCK >= state.min.0;
+            let expected = if boundary > local / HASH_BLOCK && is_of_use {
                 boundary * HASH_BLOCK
             } else {
                 0

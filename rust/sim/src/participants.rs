@@ -2,7 +2,7 @@
 
 use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{Session, TransferId};
+use undercroft_core::session::{Session, Tokens, TransferId};
 
 use crate::content::{PrefixKey, SavedPayload};
 use crate::events::RouterIndex;
@@ -23,6 +23,8 @@ pub(crate) struct ClientRequest {
     pub(crate) promise: Option<Vec<ClientBlock>>,
     /// The weights of its namespace at its lookups, each once.
     pub(crate) looked: Vec<u64>,
+    /// The least boundary of use to it.
+    pub(crate) min: Tokens,
     /// Tokens that it has asked to be saved.
     pub(crate) saved_tokens: u32,
     /// A load of it failed: there is nothing for it any more.

@@ -74,6 +74,7 @@ impl Settings {
         engine.writes_beside_reads = random.below(4) as usize;
         engine.removals = random.pick(&[1, 3, 16]);
         engine.event_ring = random.pick(&[1, 8, 64, 1 << 16]);
+        engine.lookup_nodes = random.pick(&[1, 2, 5, 1000]);
         let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
             .map(|_| (random.range(1, 10) * PAGE, PAGE))
             .collect();

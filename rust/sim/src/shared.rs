@@ -73,4 +73,6 @@ impl EngineAccess for SharedEngine {
     fn wait_until(&self, _timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool {
         self.with(done)
     }
+
+    fn give_way(&self) {}
 }

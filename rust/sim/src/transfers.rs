@@ -215,23 +215,26 @@ impl World {
             }
             self.engine.with(|engine| engine.check())?;
             if self.random.chance(300) {
-                self.others_step(session)?;
+                self.saving.push(session);
+                self.others_step()?;
+                self.saving.pop();
             }
         }
     }
 
     /// Something that happens between two steps of a session's save.
-    fn others_step(&mut self, session: usize) -> Result<(), String> {
+    fn others_step(&mut self) -> Result<(), String> {
         let other = self.random.index(self.sessions.len());
+        let is_free = !self.saving.contains(&other);
         match self.random.below(10) {
             0..=2 => self.start_io(),
             3..=5 => self.end_io(),
-            6 if other != session && self.random.chance(200) => {
+            6 if is_free && self.random.chance(200) => {
                 self.reset(other);
                 Ok(())
             }
-            7 if other != session => self.transfer_step(other),
-            8.. if other != session => self.request_step(other),
+            7 if is_free => self.transfer_step(other),
+            8.. if is_free => self.request_step(other),
             _ => Ok(()),
         }
     }

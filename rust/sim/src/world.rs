@@ -76,6 +76,8 @@ pub(crate) struct World {
     pub(crate) models: Vec<Model>,
     pub(crate) prompts: Prompts,
     pub(crate) sessions: Vec<SimClient>,
+    /// Sessions in the middle of a save by steps, one inside the other.
+    pub(crate) saving: Vec<usize>,
     pub(crate) history: History,
     pub(crate) log: Log,
 }
@@ -97,6 +99,7 @@ impl World {
             models,
             prompts: Prompts::default(),
             sessions: Vec::new(),
+            saving: Vec::new(),
             history: History::default(),
             log: Log {
                 traced,

@@ -1,5 +1,6 @@
 //! The host arena: its memory, and putting pages behind it.
 
+mod numa;
 mod populate;
 mod region;
 

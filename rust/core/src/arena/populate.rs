@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
+use super::numa;
 use super::region::{ARENA_ALIGN, Arena, HUGE_PAGE};
 
 /// How much the background thread populates in one step, in bytes.
@@ -29,8 +30,12 @@ impl Arena {
     fn gather(&self, offset: u64, len: u64) {
         let first = offset.next_multiple_of(HUGE_PAGE);
         let end = (offset + len) / HUGE_PAGE * HUGE_PAGE;
-        // A range without any page is not gathered.
-        let touch = |at| self.advise(at, ARENA_ALIGN, Advice::LinuxPopulateWrite);
+        // A range without any page is not gathered. The huge page comes from the node of the page that is there.
+        let touch = |at| {
+            let page =
+                at + ARENA_ALIGN * numa::page_of_node_in_turn(at / HUGE_PAGE, self.nodes.len());
+            self.advise(page, ARENA_ALIGN, Advice::LinuxPopulateWrite)
+        };
         if first < end
             && (first..end)
                 .step_by(HUGE_PAGE as usize)

@@ -15,6 +15,7 @@
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,6 +23,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use super::numa;
 use crate::checksum::{RunningChecksum, checksum};
 use crate::memory;
 use crate::size::Bytes;
@@ -100,6 +102,8 @@ pub struct Arena {
     base: NonNull<u8>,
     size: u64,
     huge_pages: bool,
+    /// NUMA nodes over which the pages are interleaved; empty if the kernel chooses.
+    pub(super) nodes: Vec<u32>,
     pub(super) populated: AtomicU64,
 }
 
@@ -187,17 +191,22 @@ impl Arena {
         }
         .map_err(os("mmap"))?;
         let base = NonNull::new(base.cast::<u8>()).ok_or(ArenaError::Size { size })?;
-        let arena = Self {
+        let mut arena = Self {
             fd,
             base,
             size,
             huge_pages,
+            nodes: Vec::new(),
             populated: AtomicU64::new(0),
         };
         // Both are wishes: without them the arena works, only slower or with larger core dumps.
         let _ = arena.advise(0, size, Advice::LinuxDontDump);
         if !huge_pages {
             let _ = arena.advise(0, size, Advice::LinuxHugepage);
+        }
+        let nodes = numa::gpu_nodes(Path::new("/sys"));
+        if nodes.len() > 1 && arena.interleave(&nodes).is_ok() {
+            arena.nodes = nodes;
         }
         Ok(arena)
     }
@@ -220,6 +229,11 @@ impl Arena {
     /// Whether it lies on reserved huge pages.
     pub fn huge_pages(&self) -> bool {
         self.huge_pages
+    }
+
+    /// NUMA nodes over which its pages are interleaved; empty if the kernel chooses.
+    pub fn nodes(&self) -> &[u32] {
+        &self.nodes
     }
 
     /// Bytes from the start that are known to have memory behind them.
@@ -340,6 +354,30 @@ impl Arena {
     }
 }
 
+impl Arena {
+    /// Has the kernel take pages that are not there yet from `nodes` in turn, whichever process touches
+    /// them first: the policy belongs to the file.
+    pub(super) fn interleave(&self, nodes: &[u32]) -> std::io::Result<()> {
+        let mask = numa::mask(nodes);
+        // SAFETY: the range is this mapping, the mask lives beyond the call, and no byte changes.
+        let code = unsafe {
+            libc::syscall(
+                libc::SYS_mbind,
+                self.base.as_ptr(),
+                self.size,
+                libc::MPOL_INTERLEAVE,
+                mask.as_ptr(),
+                numa::MASK_BITS,
+                0,
+            )
+        };
+        match code {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    }
+}
+
 /// Address space for `len` bytes, aligned to huge pages.
 fn reserve(len: usize) -> Result<*mut c_void, Errno> {
     let spare = HUGE_PAGE as usize;
@@ -445,6 +483,41 @@ mod tests {
                 ..
             })
         ));
+    }
+
+    /// `MPOL_F_ADDR`.
+    const OF_ADDRESS: libc::c_int = 2;
+
+    /// Policy and nodes of the page at an address, of which nothing is there yet.
+    fn policy_at(address: usize) -> (i32, u64) {
+        let mut mode: libc::c_int = -1;
+        let mut mask = numa::mask(&[]);
+        // SAFETY: the kernel writes the mode, and at most `MASK_BITS` bits of the mask.
+        let code = unsafe {
+            libc::syscall(
+                libc::SYS_get_mempolicy,
+                &raw mut mode,
+                mask.as_mut_ptr(),
+                numa::MASK_BITS,
+                address,
+                OF_ADDRESS,
+            )
+        };
+        assert_eq!(code, 0, "{}", std::io::Error::last_os_error());
+        (mode, mask[0])
+    }
+
+    #[test]
+    fn every_mapping_of_an_interleaved_arena_takes_its_pages_from_the_nodes() {
+        let arena = Arena::create(1 << 20).unwrap();
+        if let Err(error) = arena.interleave(&[0]) {
+            return eprintln!("not shown: this machine lets nobody choose nodes ({error})");
+        }
+        let fd = arena.fd().try_clone_to_owned().unwrap();
+        let other = Arena::from_fd(fd, 1 << 20).unwrap();
+        for address in [arena.address(), other.address() + (1 << 19)] {
+            assert_eq!(policy_at(address), (libc::MPOL_INTERLEAVE, 1));
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //! own checksum is right, and a payload only if it matches the checksum in its record.
 
 use crate::checksum::checksum;
+use crate::forest::TICK_MAX;
 use crate::key::{BlockHash, HASH_BYTES_MAX};
 use crate::namespace::NamespaceSpec;
 use crate::slots::SLOT_ALIGN;
@@ -197,7 +198,7 @@ impl NamespaceUse {
             tick: u64_at(block, 16),
             used_s: u32_at(block, 4),
         };
-        (found.instance == instance).then_some(found)
+        (found.instance == instance && found.tick <= TICK_MAX).then_some(found)
     }
 }
 
@@ -284,6 +285,10 @@ impl Record {
         if hash_bytes == 0 || hash_bytes > HASH_BYTES_MAX {
             return None;
         }
+        let last = u64_at(bytes, 44);
+        if last > TICK_MAX {
+            return None;
+        }
         let parent = match bytes[6] {
             0 => Some(BlockHash::new(&bytes[88..88 + hash_bytes])?),
             _ => None,
@@ -297,7 +302,7 @@ impl Record {
             payload_bytes: u32_at(bytes, 28),
             checksum: u64_at(bytes, 32),
             depth: u32_at(bytes, 40),
-            last: u64_at(bytes, 44),
+            last,
             written_s: u32_at(bytes, 52),
             hash: BlockHash::new(&bytes[56..56 + hash_bytes])?,
             parent,

@@ -2,11 +2,13 @@
 //! payloads are in the arena.
 
 use crate::forest::{NONE, NodeId, NsId};
+use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
 
 use super::coordinator::Engine;
 use super::promotions::{PromotionEnd, QueuePlace};
 use super::requests::{Promotion, RequestId, RequestState};
+use super::residency::Residency;
 use super::sessions::SessionId;
 
 /// Promotions that one lookup may start before it is answered: payloads that are evicted or lost again and again are left alone.
@@ -35,36 +37,126 @@ impl Span {
     }
 }
 
-impl Engine {
-    /// Looks a prompt up, see [`Session::lookup`](crate::session::Session::lookup).
-    pub fn lookup(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Lookup {
-        let Some(id) = self.request_of(session, request) else {
-            return Lookup::NOTHING;
+/// How far a lookup is that takes several entries.
+///
+/// With windows or states a hit may end far above the deepest node of the prompt, and each node on the way has to be
+/// looked at.
+#[derive(Debug, Default)]
+pub struct LookupCursor {
+    /// The first entry has been made.
+    has_begun: bool,
+    may_promote: bool,
+    /// The deepest node where a hit may end, by all that is known, and its epoch.
+    at: Option<(NodeId, u32)>,
+    /// A hit may end there, if it is read from disk, which it will not be: the search goes on for one that is in the
+    /// arena.
+    host_only: bool,
+}
+
+impl LookupCursor {
+    fn set(&mut self, node: NodeId, residency: &Residency) {
+        self.at = Some((node, residency.node(node).epoch));
+    }
+
+    /// Where the search goes on, at or above the depth `limit` on the chain of `deepest`. From the beginning, if the chain
+    /// has changed meanwhile.
+    fn top(
+        &mut self,
+        ns: NsId,
+        hashes: &dyn HashSource,
+        (deepest, limit): (NodeId, u32),
+        residency: &Residency,
+    ) -> NodeId {
+        let is_there = |&(id, epoch): &(NodeId, u32)| {
+            let node = residency.node(id);
+            residency.forest().is_live(id, epoch)
+                && node.is_visible()
+                && node.ns == ns
+                && node.depth <= limit
+                && hashes.get(node.depth as usize - 1) == Some(node.hash)
+                && !residency.has_left_index(id)
         };
-        let ns = self.sessions.get(session).map(|session| session.ns);
-        let ns = ns.expect("a request belongs to a session");
-        let state = &mut self.sessions.requests[id];
-        if state.failed {
-            return Lookup::NOTHING;
+        if let Some((id, _)) = self.at.filter(is_there) {
+            return id;
         }
-        match request.priority {
-            Priority::Demand => self.lookup_demanded(id, ns, request),
-            Priority::Prefetch if state.promotions.active.is_some() => self.pending(id),
-            Priority::Prefetch => {
-                // The last answer is void while the question is asked again.
-                state.promotions.reserved = false;
-                let answer = self.look_up_now(id, ns, request, true);
-                let session = self.sessions.get(session);
-                let leases = session.is_some_and(|session| session.leases_prefetches);
-                let state = &mut self.sessions.requests[id];
-                state.promotions.reserved = leases && matches!(answer, Lookup::Hit(_));
-                answer
+        (self.at, self.host_only) = (None, false);
+        residency.forest().ancestor(deepest, limit)
+    }
+}
+
+impl Engine {
+    /// Looks a prompt up, see [`Session::lookup`](crate::session::Session::lookup), for those who have the engine to
+    /// themselves: the work is proportional to the prompt's length.
+    pub fn lookup(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Lookup {
+        let mut cursor = LookupCursor::default();
+        loop {
+            if let Some(answer) = self.step_lookup(session, request, &mut cursor) {
+                return answer;
             }
         }
     }
 
-    /// The scheduler asks: its wait for a promotion has an end.
-    fn lookup_demanded(&mut self, id: RequestId, ns: NsId, request: &LookupRequest<'_>) -> Lookup {
+    /// A step of a lookup, whose cursor is new at first. `None`: it is to be called again.
+    pub fn step_lookup(
+        &mut self,
+        session: SessionId,
+        request: &LookupRequest<'_>,
+        cursor: &mut LookupCursor,
+    ) -> Option<Lookup> {
+        let Some(id) = self.request_of(session, request) else {
+            return Some(Lookup::NOTHING);
+        };
+        let ns = self.sessions.get(session).map(|session| session.ns);
+        let ns = ns.expect("a request belongs to a session");
+        if self.sessions.requests[id].failed {
+            return Some(Lookup::NOTHING);
+        }
+        if !std::mem::replace(&mut cursor.has_begun, true) {
+            let begun = match request.priority {
+                Priority::Demand => self.begin_demanded(id, ns, request),
+                Priority::Prefetch => self.begin_prefetch(id),
+            };
+            let Some(may_promote) = begun else {
+                return Some(self.pending(id));
+            };
+            cursor.may_promote = may_promote;
+        }
+        let answer = self.look_up_now(id, ns, request, cursor)?;
+        let session = self.sessions.get(session);
+        let leases = session.is_some_and(|session| session.leases_prefetches);
+        let state = &mut self.sessions.requests[id];
+        match request.priority {
+            Priority::Prefetch => {
+                state.promotions.reserved = leases && matches!(answer, Lookup::Hit(_));
+            }
+            Priority::Demand if !answer.is_pending() => {
+                state.demanded_ns = None;
+                state.promotions.tries = 0;
+            }
+            Priority::Demand => {}
+        }
+        Some(answer)
+    }
+
+    /// A prefetch begins: whether it may start a promotion. `None` if one is under way.
+    fn begin_prefetch(&mut self, id: RequestId) -> Option<bool> {
+        let promotions = &mut self.sessions.requests[id].promotions;
+        if promotions.active.is_some() {
+            return None;
+        }
+        // The last answer is void while the question is asked again.
+        promotions.reserved = false;
+        Some(true)
+    }
+
+    /// The scheduler asks: its wait for a promotion has an end. Whether another one may start; `None` if it waits for
+    /// the one under way.
+    fn begin_demanded(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+    ) -> Option<bool> {
         let now_ns = self.now_ns;
         let state = &mut self.sessions.requests[id];
         self.promotions.promote_to_demand(id, &mut state.promotions);
@@ -81,7 +173,7 @@ impl Engine {
             .saturating_sub(request.computed.0);
         let late = self.is_late(state, gain);
         if state.promotions.active.is_some() && gain > 0 && !late {
-            return self.pending(id);
+            return None;
         }
         let (promotions, mut parts) = self.promotions();
         let end = if late {
@@ -91,13 +183,7 @@ impl Engine {
         };
         promotions.end(id, end, &mut parts);
         // Of one that is late the answer is what is there now.
-        let answer = self.look_up_now(id, ns, request, !late);
-        if !answer.is_pending() {
-            let state = &mut self.sessions.requests[id];
-            state.demanded_ns = None;
-            state.promotions.tries = 0;
-        }
-        answer
+        Some(!late)
     }
 
     fn pending(&self, id: RequestId) -> Lookup {
@@ -223,14 +309,15 @@ impl Engine {
         Some(id)
     }
 
-    /// Looks the request up as the index is now. Only if it `may_promote` a promotion is started.
+    /// Looks the request up as the index is now. A promotion is started only if the cursor says so. `None`: there is
+    /// more to look at.
     fn look_up_now(
         &mut self,
         id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
-        may_promote: bool,
-    ) -> Lookup {
+        cursor: &mut LookupCursor,
+    ) -> Option<Lookup> {
         let state = &mut self.sessions.requests[id];
         let hash_block_size = self.residency.hash_block_size(ns);
         let span = Span {
@@ -249,27 +336,72 @@ impl Engine {
             .saturating_sub(dropped)
             .min(request.max.0 / hash_block_size);
         if limit <= span.local {
-            return self.miss(id);
+            return Some(self.miss(id));
         }
-        let anywhere = self.residency.boundary(deepest, limit, span.local, false);
-        if !span.is_worth(anywhere) {
-            return self.miss(id);
+        let mut top = cursor.top(ns, request.hashes, (deepest, limit), &self.residency);
+        if !cursor.host_only {
+            let min = request.min.0;
+            let Some(anywhere) = self.next_end(top, &span, cursor) else {
+                self.cap_shared(id, span.computed, min);
+                return Some(self.miss(id));
+            };
+            top = anywhere?;
+            let reach = self.residency.node(top).depth * hash_block_size;
+            if reach < min {
+                self.cap_shared(id, reach, min);
+                return Some(self.miss(id));
+            }
+            let is_ready = self.residency.is_hit_in_host(top, span.local)
+                && self.verified_end(id, top, span.local) == Some(top);
+            if is_ready {
+                return Some(self.hit(id, top, span.local));
+            }
+            if cursor.may_promote
+                && self.start_promotion(id, top, span.local, min.div_ceil(hash_block_size))
+            {
+                return Some(self.pending(id));
+            }
+            cursor.host_only = true;
+            cursor.set(top, &self.residency);
         }
-        let at = self.residency.forest().ancestor(deepest, anywhere);
-        let in_host = self.residency.boundary(at, anywhere, span.local, true);
-        let is_ready = in_host == anywhere && self.verified_end(id, at, span.local) == Some(at);
-        if !is_ready && may_promote && self.start_promotion(id, at, span.local) {
-            return self.pending(id);
-        }
-        if !span.is_worth(in_host) {
-            return self.miss(id);
-        }
-        let end = self.residency.forest().ancestor(at, in_host);
-        match self.verified_end(id, end, span.local) {
+        let Some(in_host) = self.next_end(top, &span, cursor) else {
+            return Some(self.miss(id));
+        };
+        Some(match self.verified_end(id, in_host?, span.local) {
             Some(end) if span.is_worth(self.residency.node(end).depth) => {
                 self.hit(id, end, span.local)
             }
             _ => self.miss(id),
+        })
+    }
+
+    /// A request that needs a hit of `min` tokens reaches `tokens` at best.
+    fn cap_shared(&mut self, id: RequestId, tokens: u32, min: u32) {
+        let shared = &mut self.sessions.requests[id].shared;
+        if tokens < min {
+            *shared = Tokens(shared.0.min(tokens));
+        }
+    }
+
+    /// The deepest node where a hit may end, at or above `top`. `None` if there is none, or none that is worth a load;
+    /// `Some(None)` if there is more to look at.
+    fn next_end(
+        &self,
+        top: NodeId,
+        span: &Span,
+        cursor: &mut LookupCursor,
+    ) -> Option<Option<NodeId>> {
+        let (residency, nodes_max) = (&self.residency, self.config.lookup_nodes);
+        match residency.boundary_within(top, span.local, cursor.host_only, nodes_max) {
+            Ok(boundary) if span.is_worth(boundary) => {
+                Some(Some(residency.forest().ancestor(top, boundary)))
+            }
+            Ok(_) => None,
+            Err(node) if span.is_worth(residency.node(node).depth) => {
+                cursor.set(node, residency);
+                Some(None)
+            }
+            Err(_) => None,
         }
     }
 
@@ -289,9 +421,9 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held,
-    /// or it was tried too often.
-    fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32) -> bool {
+    /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held, or
+    /// too little for a hit of `min` hash blocks, or it was tried too often.
+    fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32, min: u32) -> bool {
         let state = &mut self.sessions.requests[id];
         if state.promotions.tries >= PROMOTIONS_MAX {
             return false;
@@ -299,7 +431,8 @@ impl Engine {
         state.promotions.tries += 1;
         state.promotions.started += 1;
         let budget = self.promotions.budget_of(&state.promotions);
-        let Some(plan) = self.residency.plan_promotion(target, local, budget) else {
+        let plan = self.residency.plan_promotion(target, local, budget);
+        let Some(plan) = plan.filter(|plan| self.residency.node(plan.target).depth >= min) else {
             return false;
         };
         state.move_lease(plan.target, &mut self.residency);

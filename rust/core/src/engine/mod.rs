@@ -47,6 +47,7 @@ mod writeback;
 
 pub use config::EngineConfig;
 pub use coordinator::Engine;
+pub use lookup::LookupCursor;
 pub use recover::Recovery;
 pub use residency::Moves;
 pub use save::{Granted, SaveLimit, SaveProgress, Transfer};

@@ -306,7 +306,7 @@ impl Engine {
             if node.is_visible() {
                 plan.cursor.gaps.at = NONE;
             } else if plan.look() {
-                if node.is_gap {
+                if node.is_gap() {
                     plan.cursor.gaps.found.push(plan.cursor.gaps.at);
                 }
                 plan.cursor.gaps.at = node.parent();
@@ -330,7 +330,7 @@ impl Engine {
 
     /// Reserves slots for the required payloads of a node that are nowhere.
     fn fill_gap(&mut self, plan: &mut SavePlan<'_>, node: NodeId) -> Result<(), SlotRefusal> {
-        let hit_class = self.residency.node(node).touch.hit_class;
+        let hit_class = self.residency.node(node).touch().hit_class;
         while let Some(group) = self.residency.missing_group(node) {
             self.reserve(plan, node, group, hit_class)?;
         }
@@ -394,7 +394,7 @@ impl Engine {
             return SaveStep::Block;
         }
         plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
-        if self.residency.node(node).required == 0 {
+        if self.residency.node(node).required() == 0 {
             // Nothing has to be copied for it.
             let mut visible = Vec::new();
             self.residency.propagate_visible(node, &mut visible);
@@ -453,7 +453,7 @@ impl Engine {
             if state.depth != at || state.requires(offer.group) || is_here {
                 continue;
             }
-            let hit_class = state.touch.hit_class;
+            let hit_class = state.touch().hit_class;
             self.residency.renew(node);
             self.reserve(plan, node, offer.group, hit_class).ok()?;
         }
@@ -475,7 +475,7 @@ impl Engine {
         plan: &mut SavePlan<'_>,
     ) -> Result<(), SlotRefusal> {
         let state = self.residency.node(node);
-        let (depth, required, groups) = (state.depth, state.required, state.groups());
+        let (depth, required, groups) = (state.depth, state.required(), state.groups());
         for group in groups {
             let spec = self.residency.spec(plan.cursor.ns);
             if !spec.ends_block(usize::from(group), depth) {

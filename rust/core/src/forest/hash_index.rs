@@ -92,6 +92,14 @@ impl HashIndex {
         }
     }
 
+    /// Bytes that it takes.
+    pub(super) fn bytes(&self) -> u64 {
+        let tables = self.segments.iter().map(|of| of.nodes.allocation_size());
+        let segments = self.segments.capacity() * size_of::<Segment>();
+        let directory = self.directory.capacity() * size_of::<u32>();
+        (tables.sum::<usize>() + segments + directory) as u64
+    }
+
     pub(super) fn keys(&self) -> Keys {
         self.keys
     }

@@ -6,6 +6,8 @@ use crate::work;
 use super::hash_index::HashIndex;
 use super::node::{NONE, Node, NodeId, NsId, Reach, Tier};
 use super::pool::Pool;
+use super::slab::Slab;
+use super::view::{NodeMut, NodeRef, Side};
 
 /// The nodes of one namespace.
 #[derive(Debug)]
@@ -20,6 +22,7 @@ struct Tree {
 #[derive(Debug)]
 pub struct Forest {
     nodes: Pool<Node>,
+    side: Side,
     /// The first of the free ids, or `NONE`; each names the next.
     free: NodeId,
     live: usize,
@@ -32,6 +35,10 @@ impl Forest {
     pub fn new(seed: u64) -> Self {
         Self {
             nodes: Pool::new(),
+            side: Side {
+                counts: Slab::new(),
+                entries: Slab::new(),
+            },
             free: NONE,
             live: 0,
             index: HashIndex::new(seed),
@@ -64,14 +71,26 @@ impl Forest {
         self.len() == 0
     }
 
-    /// A node. The id must be of a live node.
-    pub fn node(&self, id: NodeId) -> &Node {
-        &self.nodes[id as usize]
+    /// Bytes that nodes and index take.
+    pub fn bytes(&self) -> u64 {
+        let side = self.side.counts.bytes() + self.side.entries.bytes();
+        self.nodes.bytes() + side + self.index.bytes()
     }
 
     /// A node. The id must be of a live node.
-    pub fn node_mut(&mut self, id: NodeId) -> &mut Node {
-        &mut self.nodes[id as usize]
+    pub fn node(&self, id: NodeId) -> NodeRef<'_> {
+        NodeRef {
+            node: &self.nodes[id as usize],
+            side: &self.side,
+        }
+    }
+
+    /// A node. The id must be of a live node.
+    pub fn node_mut(&mut self, id: NodeId) -> NodeMut<'_> {
+        NodeMut {
+            node: &mut self.nodes[id as usize],
+            side: &mut self.side,
+        }
     }
 
     /// Depth of a node; 0 for `NONE`.
@@ -93,7 +112,7 @@ impl Forest {
     pub fn find(&self, ns: NsId, hash: &BlockHash) -> Option<NodeId> {
         self.index.find(self.index.hash(ns, hash), |&id| {
             work::node();
-            let node = self.node(id);
+            let node = &self.nodes[id as usize];
             node.ns == ns && node.hash == *hash
         })
     }
@@ -110,7 +129,7 @@ impl Forest {
             let id = self.find(ns, &hashes.get(index)?)?;
             let node = self.node(id);
             // Of hashes that are no chain, only what stands where they say counts.
-            (node.depth as usize == index + 1 && accept(node)).then_some(id)
+            (node.depth as usize == index + 1 && accept(&node)).then_some(id)
         };
         // Up to `low` every probe has found a node, `best` the last of them; none has at `high`.
         let mut best = None;
@@ -173,7 +192,8 @@ impl Forest {
             assert_eq!(above.ns, ns, "a node is added to another namespace");
         }
         let depth = self.depth(parent) + 1;
-        let mut node = Node::new(ns, parent, hash, depth, groups, required);
+        let mut node = Node::new(ns, parent, hash, depth);
+        node.set_groups(groups, required);
         let id = self.free;
         let id = if id == NONE {
             let id = self.nodes.len();
@@ -216,7 +236,8 @@ impl Forest {
         }
         let parent = self.node(id).links.parent;
         if parent != NONE {
-            self.node_mut(parent).links.children += 1;
+            self.node_mut(parent)
+                .change_counts(|counts| counts.children += 1);
         }
     }
 
@@ -237,30 +258,28 @@ impl Forest {
         if next != NONE {
             self.node_mut(next).links.prev = prev;
         }
-        let node = self.node_mut(id);
+        let mut node = self.node_mut(id);
         (node.links.next, node.links.prev) = (NONE, NONE);
-        node.reach = Reach::Detached;
+        node.set_reach(Reach::Detached);
     }
 
     /// Frees a detached node without children.
     pub fn release(&mut self, id: NodeId) {
         let node = self.node(id);
         assert!(node.is_detached(), "node {id} is freed and in the index");
-        assert_eq!(
-            node.links.children, 0,
-            "node {id} is freed and has children"
-        );
+        assert_eq!(node.children(), 0, "node {id} is freed and has children");
         assert!(node.is_idle(), "node {id} is freed and in use");
         assert!(node.has_no_slots(), "node {id} is freed and has slots");
         work::node();
         let (parent, ns) = (node.links.parent, node.ns);
         if parent != NONE {
-            self.node_mut(parent).links.children -= 1;
+            self.node_mut(parent)
+                .change_counts(|counts| counts.children -= 1);
         }
         self.live -= 1;
         self.trees[usize::from(ns)].nodes -= 1;
         let free = std::mem::replace(&mut self.free, id);
-        let node = self.node_mut(id);
+        let mut node = self.node_mut(id);
         node.epoch = node.epoch.wrapping_add(1);
         node.depth = 0;
         node.links.next = free;
@@ -325,8 +344,7 @@ impl Forest {
     /// requires no payload and has a child that is active.
     pub fn is_active(&self, id: NodeId, tier: Tier) -> bool {
         let node = self.node(id);
-        node.tiers.slots[tier as usize] > 0
-            || (node.required == 0 && node.tiers.active_children[tier as usize] > 0)
+        node.slots(tier) > 0 || (node.required() == 0 && node.active_children(tier) > 0)
     }
 
     /// How many ids there are, of live nodes and free: all lie below.

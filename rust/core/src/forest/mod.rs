@@ -6,13 +6,19 @@
 //! This module keeps the tree and its counters. `engine::residency` decides which payload is in which
 //! tier, and which node may be evicted.
 
+mod counts;
 mod hash_index;
 mod index;
 mod node;
+mod payloads;
 mod pool;
+mod slab;
+mod view;
 
 pub use index::Forest;
 pub use node::{
     DeviceIndex, DiskState, Evictability, HostState, NONE, Node, NodeId, NsId, Payload, Reach,
-    Tier, TierCounts, Touch, Uses,
+    TICK_MAX, Tier, Touch, Uses,
 };
+pub use payloads::Payloads;
+pub use view::{NodeMut, NodeRef};

@@ -117,13 +117,6 @@ impl Payload {
     }
 }
 
-/// Most nodes have one group: their payload lies in the node.
-#[derive(Clone, Debug)]
-enum Payloads {
-    One(Payload),
-    Many(Box<[Payload]>),
-}
-
 /// How far a lookup reaches a node. Each state includes those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
@@ -169,91 +162,123 @@ pub struct Uses {
     pub busy: u32,
 }
 
-/// Counts by tier, and what follows from them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierCounts {
-    /// The policy's set that the node is in.
-    pub evictability: [Evictability; 2],
-    /// Payloads with a slot.
-    pub slots: [u8; 2],
-    /// Children that are active (see [`super::Forest::is_active`]).
-    pub active_children: [u32; 2],
-}
-
 /// A node's neighbours.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Links {
     pub(super) parent: NodeId,
-    pub(super) children: u32,
     pub(super) first_child: NodeId,
     pub(super) next: NodeId,
     pub(super) prev: NodeId,
 }
 
-/// One hash block of one prefix chain.
+/// One hash block of one prefix chain, as it lies in memory: there is one for each block of a store, so its bytes
+/// count. What few nodes have lies elsewhere: see [`super::NodeRef`].
 #[derive(Clone, Debug)]
 pub struct Node {
     /// Its block hash.
     pub hash: BlockHash,
-    /// Its namespace.
-    pub ns: NsId,
     /// Disk directory of its payloads.
     pub device: DeviceIndex,
-    /// Whether a lookup finds it.
-    pub reach: Reach,
-    /// A required payload was evicted although the nodes below have theirs.
-    pub is_gap: bool,
+    /// Its namespace.
+    pub ns: NsId,
     /// Hash blocks from the root; 1 for the first.
     pub depth: u32,
-    /// Groups whose payload must be readable for the node to be visible, one bit each.
-    pub required: u32,
     /// Distinguishes the nodes that one index names over time.
     pub epoch: u32,
-    /// When it was used.
-    pub touch: Touch,
-    /// What keeps it.
-    pub uses: Uses,
-    /// Its slots and its children's, by tier.
-    pub tiers: TierCounts,
     pub(super) links: Links,
-    payloads: Payloads,
+    /// Flags, and above them the higher bits of the tick of the last touch.
+    flags: u32,
+    /// The lower bits of the tick.
+    tick: u32,
+    /// Index of its [`super::counts::Counts`], or `NONE`: then the flags say them.
+    pub(super) counts: u32,
+    /// One payload, or where several are: see `payloads.rs`.
+    pub(super) payload: [u32; 4],
 }
 
-impl Node {
-    pub(super) fn new(
-        ns: NsId,
-        parent: NodeId,
-        hash: BlockHash,
-        depth: u32,
-        groups: usize,
-        required: u32,
-    ) -> Self {
-        let payloads = if groups == 1 {
-            Payloads::One(Payload::default())
-        } else {
-            Payloads::Many(vec![Payload::default(); groups].into())
-        };
+/// Some bits of the flags.
+#[derive(Clone, Copy)]
+pub(super) struct Bits {
+    shift: u32,
+    count: u32,
+}
+
+impl Bits {
+    const fn after(self, count: u32) -> Self {
         Self {
+            shift: self.shift + self.count,
+            count,
+        }
+    }
+}
+
+const REACH: Bits = Bits { shift: 0, count: 2 };
+const GAP: Bits = REACH.after(1);
+const HIT_CLASS: Bits = GAP.after(2);
+const EVICTABILITY: [Bits; 2] = [HIT_CLASS.after(2), HIT_CLASS.after(2).after(2)];
+/// Whether there are several groups.
+pub(super) const MANY: Bits = EVICTABILITY[1].after(1);
+/// Of a node with one group: whether its payload is required, its states, and whether it has slots.
+pub(super) const ONE_REQUIRED: Bits = MANY.after(1);
+pub(super) const ONE_HOST: Bits = ONE_REQUIRED.after(2);
+pub(super) const ONE_DISK: Bits = ONE_HOST.after(2);
+pub(super) const ONE_SLOTS: [Bits; 2] = [ONE_DISK.after(1), ONE_DISK.after(1).after(1)];
+/// Without [`super::counts::Counts`]: how many children, and active ones by tier.
+pub(super) const FEW_CHILDREN: Bits = ONE_SLOTS[1].after(1);
+pub(super) const FEW_ACTIVE: [Bits; 2] = [FEW_CHILDREN.after(1), FEW_CHILDREN.after(1).after(1)];
+const TICK_HIGH: Bits = FEW_ACTIVE[1].after(12);
+const _: () = assert!(TICK_HIGH.shift + TICK_HIGH.count == u32::BITS);
+
+/// The last tick that a node can be touched at: one for each request, for centuries.
+pub const TICK_MAX: u64 = (1 << (32 + TICK_HIGH.count)) - 1;
+
+const REACHES: [Reach; 4] = [
+    Reach::Detached,
+    Reach::Hidden,
+    Reach::Visible,
+    Reach::HostChain,
+];
+const EVICTABILITIES: [Evictability; 3] = [
+    Evictability::Kept,
+    Evictability::OptionalPayloads,
+    Evictability::Leaf,
+];
+
+impl Node {
+    pub(super) fn new(ns: NsId, parent: NodeId, hash: BlockHash, depth: u32) -> Self {
+        let mut node = Self {
             hash,
-            ns,
             device: DeviceIndex::default(),
-            reach: Reach::Hidden,
-            is_gap: false,
+            ns,
             depth,
-            required,
             epoch: 0,
-            touch: Touch::default(),
-            uses: Uses::default(),
-            tiers: TierCounts::default(),
             links: Links {
                 parent,
-                children: 0,
                 first_child: NONE,
                 next: NONE,
                 prev: NONE,
             },
-            payloads,
-        }
+            flags: 0,
+            tick: 0,
+            counts: NONE,
+            payload: [0; 4],
+        };
+        node.set_reach(Reach::Hidden);
+        node
+    }
+
+    pub(super) fn get(&self, bits: Bits) -> u32 {
+        self.flags >> bits.shift & ((1 << bits.count) - 1)
+    }
+
+    pub(super) fn has(&self, bits: Bits) -> bool {
+        self.get(bits) != 0
+    }
+
+    pub(super) fn put(&mut self, bits: Bits, value: u32) {
+        let mask = (1 << bits.count) - 1;
+        debug_assert!(value <= mask, "{value} does not fit {} bits", bits.count);
+        self.flags = self.flags & !(mask << bits.shift) | value << bits.shift;
     }
 
     /// The parent, or `NONE`.
@@ -261,68 +286,75 @@ impl Node {
         self.links.parent
     }
 
-    /// Number of children.
-    pub fn children(&self) -> u32 {
-        self.links.children
+    /// Whether a lookup finds it.
+    pub fn reach(&self) -> Reach {
+        REACHES[self.get(REACH) as usize]
     }
 
-    /// Indices of its groups.
-    pub fn groups(&self) -> std::ops::Range<u8> {
-        let count = self.payloads().len();
-        0..u8::try_from(count).expect("a namespace has at most GROUPS_MAX groups")
+    /// See [`Node::reach`].
+    pub fn set_reach(&mut self, reach: Reach) {
+        self.put(REACH, reach as u32);
     }
 
-    /// Payload of each group.
-    pub fn payloads(&self) -> &[Payload] {
-        match &self.payloads {
-            Payloads::One(payload) => std::slice::from_ref(payload),
-            Payloads::Many(payloads) => payloads,
+    /// Whether a required payload was evicted although the nodes below have theirs.
+    pub fn is_gap(&self) -> bool {
+        self.has(GAP)
+    }
+
+    /// See [`Node::is_gap`].
+    pub fn set_gap(&mut self, is_gap: bool) {
+        self.put(GAP, u32::from(is_gap));
+    }
+
+    /// When it was used.
+    pub fn touch(&self) -> Touch {
+        Touch {
+            last: u64::from(self.get(TICK_HIGH)) << 32 | u64::from(self.tick),
+            // Two bits.
+            hit_class: self.get(HIT_CLASS) as u8,
         }
     }
 
-    /// Payload of one group.
-    pub fn payload(&self, group: u8) -> &Payload {
-        &self.payloads()[usize::from(group)]
+    /// See [`Node::touch`].
+    ///
+    /// # Panics
+    /// If the tick is past [`TICK_MAX`], or the hit class is above 3.
+    pub fn set_touch(&mut self, touch: Touch) {
+        assert!(touch.last <= TICK_MAX, "tick {} is too late", touch.last);
+        assert!(touch.hit_class < 4, "hit class {}", touch.hit_class);
+        self.put(TICK_HIGH, (touch.last >> 32) as u32);
+        self.tick = touch.last as u32;
+        self.put(HIT_CLASS, u32::from(touch.hit_class));
     }
 
-    /// Payload of one group.
-    pub fn payload_mut(&mut self, group: u8) -> &mut Payload {
-        match &mut self.payloads {
-            Payloads::One(payload) => {
-                assert_eq!(group, 0, "the node's namespace has one group");
-                payload
-            }
-            Payloads::Many(payloads) => &mut payloads[usize::from(group)],
-        }
+    /// Sets the tick of the last touch.
+    pub fn set_last(&mut self, last: u64) {
+        let hit_class = self.touch().hit_class;
+        self.set_touch(Touch { last, hit_class });
     }
 
-    /// Whether the payload of `group` must be readable for the node to be visible.
-    pub fn requires(&self, group: u8) -> bool {
-        self.required >> group & 1 == 1
+    /// The policy's set of a tier that the node is in.
+    pub fn evictability(&self, tier: Tier) -> Evictability {
+        EVICTABILITIES[self.get(EVICTABILITY[tier as usize]) as usize]
+    }
+
+    /// See [`Node::evictability`].
+    pub fn set_evictability(&mut self, tier: Tier, evictability: Evictability) {
+        self.put(EVICTABILITY[tier as usize], evictability as u32);
     }
 
     /// Whether it has left the index.
     pub fn is_detached(&self) -> bool {
-        self.reach == Reach::Detached
+        self.reach() == Reach::Detached
     }
 
     /// Whether every required payload of the chain up to here is in some tier.
     pub fn is_visible(&self) -> bool {
-        self.reach >= Reach::Visible
+        self.reach() >= Reach::Visible
     }
 
     /// Whether every required payload of the chain up to here is in the arena.
     pub fn is_host_chain(&self) -> bool {
-        self.reach == Reach::HostChain
-    }
-
-    /// Whether nothing refers to it but its children.
-    pub fn is_idle(&self) -> bool {
-        self.uses.pins == 0 && self.uses.busy == 0
-    }
-
-    /// Whether it has no slot in any tier.
-    pub fn has_no_slots(&self) -> bool {
-        self.tiers.slots == [0, 0]
+        self.reach() == Reach::HostChain
     }
 }

@@ -30,6 +30,12 @@ impl<T> Pool<T> {
         }
     }
 
+    /// Bytes that it takes.
+    pub(super) fn bytes(&self) -> u64 {
+        let chunks = self.chunks.len() * CHUNK * size_of::<T>();
+        (chunks + self.chunks.capacity() * size_of::<Vec<T>>()) as u64
+    }
+
     pub(super) fn get(&self, index: usize) -> Option<&T> {
         self.chunks.get(index >> CHUNK_BITS)?.get(index % CHUNK)
     }

@@ -26,6 +26,7 @@ impl ClientState {
             shared = request.shared;
             let covered = question.max <= request.max
                 && question.computed >= request.computed
+                && question.min == request.min
                 && question.wait == request.wait;
             let (waited, may_wait) = (request.waited, !request.is_retry);
             match &request.stage {
@@ -140,6 +141,7 @@ impl ClientState {
             last: None,
             computed: Tokens(0),
             max: Tokens(0),
+            min: Tokens(0),
             wait: None,
             demanded: false,
             stage: Stage::Idle,
@@ -176,6 +178,7 @@ impl ClientState {
                 version,
                 computed: question.computed,
                 max: question.max,
+                min: question.min,
                 priority: question.priority,
                 wait: question.wait,
                 hashes,
@@ -189,7 +192,7 @@ impl ClientState {
         if let Some(request) = self.requests.get_mut(name) {
             request.version = version;
             (request.computed, request.max) = (question.computed, question.max);
-            request.wait = question.wait;
+            (request.min, request.wait) = (question.min, question.wait);
             request.demanded = question.priority == Priority::Demand;
             request.stage = Stage::Sent;
             (request.waited, request.is_retry) = (false, is_retry);

@@ -79,6 +79,7 @@ struct ClientRequest {
     /// Of the last lookup.
     computed: Tokens,
     max: Tokens,
+    min: Tokens,
     wait: Option<PromotionWait>,
     /// The server knows that the scheduler waits.
     demanded: bool,

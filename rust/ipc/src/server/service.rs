@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use slotmap::SlotMap;
+use undercroft_core::driver::EngineAccess;
 use undercroft_core::session::{SessionSpec, SessionToken};
 
 use super::admission::{describe, hand_over};

@@ -1,6 +1,7 @@
 //! One request of a session: its hashes, and its lookups.
 
-use undercroft_core::engine::{Engine, SessionId};
+use undercroft_core::driver::{Driver, EngineAccess};
+use undercroft_core::engine::{Engine, LookupCursor, SessionId};
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
@@ -26,6 +27,7 @@ pub(super) struct ServedRequest {
     pub(super) version: u32,
     pub(super) computed: Tokens,
     pub(super) max: Tokens,
+    pub(super) min: Tokens,
     /// Instead of the engine's `promotion_wait`.
     pub(super) wait: Option<PromotionWait>,
     pub(super) priority: Priority,
@@ -45,36 +47,53 @@ impl ServedRequest {
             .is_some()
     }
 
-    /// The engine's answer, with the extents at the end of a hit.
-    pub(super) fn lookup(&self, engine: &mut Engine, id: SessionId) -> Looked {
+    /// The engine's answer, with the extents at the end of a hit. The engine is entered as often as that takes, and
+    /// others in between. `None`: the engine is broken.
+    pub(super) fn lookup(&self, driver: &Driver, id: SessionId) -> Option<Looked> {
+        let mut cursor = LookupCursor::default();
+        loop {
+            if let Some(looked) = driver.enter(|engine| self.step(engine, id, &mut cursor))? {
+                return Some(looked);
+            }
+            driver.give_way();
+        }
+    }
+
+    fn step(
+        &self,
+        engine: &mut Engine,
+        id: SessionId,
+        cursor: &mut LookupCursor,
+    ) -> Option<Looked> {
         if self.over {
-            return Looked::Answer(LookupAnswer::NOTHING);
+            return Some(Looked::Answer(LookupAnswer::NOTHING));
         }
         let question = LookupRequest::new(&self.name, &self.hashes)
             .computed(self.computed)
             .max(self.max)
+            .min(self.min)
             .wait(self.wait)
             .priority(self.priority);
-        let hit = match engine.lookup(id, &question) {
+        let hit = match engine.step_lookup(id, &question, cursor)? {
             Lookup::Pending { shared } => {
-                return Looked::Answer(LookupAnswer::Pending { shared });
+                return Some(Looked::Answer(LookupAnswer::Pending { shared }));
             }
-            Lookup::Miss { shared } => return Looked::Answer(LookupAnswer::Miss { shared }),
+            Lookup::Miss { shared } => return Some(Looked::Answer(LookupAnswer::Miss { shared })),
             Lookup::Hit(hit) => hit,
         };
         let left = engine.start_hit_extents(id, &self.name, self.computed);
         let Some(mut left) = left else {
             let shared = hit.shared;
-            return Looked::Answer(LookupAnswer::Miss { shared });
+            return Some(Looked::Answer(LookupAnswer::Miss { shared }));
         };
         let part = engine.step_hit_extents(&mut left, HIT_STEP);
-        Looked::Hit(FoundHit {
+        Some(Looked::Hit(FoundHit {
             tokens: hit.tokens,
             shared: hit.shared,
             from_disk: engine.from_disk(id, &self.name),
             left,
             parts: part.into_iter().collect(),
-        })
+        }))
     }
 }
 

@@ -172,6 +172,7 @@ impl ServedSession {
                 version: 0,
                 computed: Tokens(0),
                 max: Tokens(0),
+                min: Tokens(0),
                 wait: None,
                 priority: Priority::Prefetch,
             });
@@ -241,7 +242,7 @@ impl ServedSession {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
             (state.computed, state.max) = (message.computed, message.max);
-            state.wait = message.wait;
+            (state.min, state.wait) = (message.min, message.wait);
             if message.priority == Priority::Demand {
                 state.priority = Priority::Demand;
             }
@@ -293,7 +294,7 @@ impl ServedSession {
         let Some(state) = self.requests.get(&request) else {
             return;
         };
-        let looked = driver.enter(|engine| state.lookup(engine, id));
+        let looked = state.lookup(driver, id);
         let looked = looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING));
         self.answer(driver, budgets, request, true, looked, out);
     }
@@ -505,7 +506,7 @@ impl ServedSession {
             let Some(state) = self.requests.get_mut(&request) else {
                 continue;
             };
-            let looked = driver.enter(|engine| state.lookup(engine, id));
+            let looked = state.lookup(driver, id);
             match looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING)) {
                 Looked::Answer(answer) if answer.is_pending() => self.pending.push_back(request),
                 looked => {

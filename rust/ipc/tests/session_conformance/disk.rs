@@ -131,6 +131,25 @@ pub(crate) fn a_promotion_that_takes_longer_than_its_wait_is_a_miss(of: Implemen
     assert_eq!(answer(&*session, &patient), hit(8, 8));
 }
 
+pub(crate) fn nothing_is_read_for_a_hit_that_is_too_short_to_be_of_use(of: Implementation) {
+    let dir = saved(of, &[8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    let mut prompt = hashes(1, 8);
+    prompt.extend(hashes(2, 8));
+    let reads = || rig.driver.read(|engine| engine.counters().disk_reads);
+    let too_short = LookupRequest::new("r", &prompt).min(tokens(9));
+    session.lookup(&too_short.prefetch());
+    rig.sync(&*session);
+    assert_eq!(answer(&*session, &too_short), miss(8));
+    rig.sync(&*session);
+    assert_eq!(reads(), Some(0));
+    // The answer to a question is none to another one.
+    assert_eq!(answer(&*session, &too_short.min(tokens(8))), hit(8, 8));
+    rig.sync(&*session);
+    assert_eq!(reads(), Some(8));
+}
+
 pub(crate) fn a_leased_prefetch_keeps_its_bytes_from_promotions_that_are_demanded(
     of: Implementation,
 ) {

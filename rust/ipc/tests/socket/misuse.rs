@@ -15,6 +15,7 @@ fn lookup(hashes: HashRun<'_>) -> ClientMessage<'_> {
         version: 1,
         computed: Tokens(0),
         max: Tokens(64),
+        min: Tokens(0),
         priority: Priority::Demand,
         wait: None,
         hashes,

@@ -112,6 +112,7 @@ impl Raw {
             version: 1,
             computed: Tokens(0),
             max: tokens_of(hashes),
+            min: Tokens(0),
             priority: Priority::Demand,
             wait: None,
             hashes: run(&bytes),

@@ -194,7 +194,7 @@ def run_cuda_copy_bench(
     device = torch.device("cuda", torch.cuda.current_device())
     streams = CudaStreams(device)
     arena = Arena.create(_arena_bytes(cases or GRID))
-    pinner = pin(device, arena.address, arena.size)
+    pinner = pin(device, arena)
     try:
         pinner.wait()
         if pinner.pinned_bytes < arena.size:

@@ -4,9 +4,10 @@
 
 mod rig;
 
-use rig::{Fault, Rig, chain, hash, namespace};
+use rig::{Fault, Rig, chain, hash, hybrid, namespace};
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::SessionSpec;
+use undercroft_core::namespace::GroupKind;
+use undercroft_core::session::{Offer, SessionSpec};
 
 /// Many times what one entry may touch.
 const BLOCKS: u64 = 40_000;
@@ -157,4 +158,25 @@ fn hashes_with_equal_beginnings_cost_no_more_than_others() {
         })
         .collect();
     assert_eq!(rig.save(session, &hashes), 12_000);
+}
+
+#[test]
+fn a_lookup_that_finds_no_state_for_a_long_way_up_takes_several_entries() {
+    for kind in [GroupKind::State, GroupKind::SlidingWindow { tokens: 1024 }] {
+        let mut rig = Rig::new(20_000, 0);
+        let session = rig.open(hybrid("model", kind));
+        let prompt = chain(0, 16_000);
+        // Of the states and windows only those of the beginning were saved.
+        let offer = Offer {
+            group: 1,
+            first_block: 0,
+            end_block: 64,
+        };
+        rig.save_with(session, &prompt[..64], &[offer]);
+        rig.save_with(session, &prompt, &[]);
+        // The prompt is long, and an entry does not do more for that.
+        let hit = rig.lookup_within(64, session, &prompt);
+        assert_eq!(hit, 64 * rig::BLOCK);
+        rig.engine().check().unwrap();
+    }
 }

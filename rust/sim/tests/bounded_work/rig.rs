@@ -2,11 +2,11 @@
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, LookupCursor, SessionId};
 use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_core::session::{LookupRequest, Offer, SaveRequest, Tokens};
 use undercroft_core::slots::page_bytes_for;
 use undercroft_core::work::Work;
 
@@ -65,6 +65,17 @@ pub(crate) fn namespace(name: &str) -> NamespaceSpec {
             payload_bytes: PAYLOAD,
         }],
     }
+}
+
+/// As [`namespace`], with another group.
+pub(crate) fn hybrid(name: &str, kind: GroupKind) -> NamespaceSpec {
+    let mut spec = namespace(name);
+    let of = GroupSpec {
+        kind,
+        ..spec.groups[0]
+    };
+    spec.groups.push(of);
+    spec
 }
 
 impl Rig {
@@ -129,6 +140,16 @@ impl Rig {
 
     /// Saves a prompt: blocks that were granted.
     pub(crate) fn save(&mut self, session: SessionId, hashes: &[BlockHash]) -> usize {
+        self.save_with(session, hashes, &[])
+    }
+
+    /// The same, with blocks of windows and states.
+    pub(crate) fn save_with(
+        &mut self,
+        session: SessionId,
+        hashes: &[BlockHash],
+        offers: &[Offer],
+    ) -> usize {
         let named = hashes.len() as u64;
         let hashes = hashes.to_vec();
         let granted = self.enter(named, |engine| {
@@ -139,7 +160,7 @@ impl Rig {
                     request: "save",
                     hashes: &hashes,
                     tokens,
-                    offers: &[],
+                    offers,
                 },
             )
         });
@@ -157,16 +178,33 @@ impl Rig {
 
     /// Tokens of a hit, once the device has delivered them.
     pub(crate) fn lookup(&mut self, session: SessionId, hashes: &[BlockHash]) -> u32 {
-        let hashes = hashes.to_vec();
         let named = hashes.len() as u64;
+        self.lookup_within(named, session, hashes)
+    }
+
+    /// The same. Each entry may do what one may that names so many hash blocks.
+    pub(crate) fn lookup_within(
+        &mut self,
+        named: u64,
+        session: SessionId,
+        hashes: &[BlockHash],
+    ) -> u32 {
+        let hashes = hashes.to_vec();
+        let mut cursor = LookupCursor::default();
         loop {
             let request = LookupRequest::new("lookup", &hashes);
-            let answer = self.enter(named, |engine| engine.lookup(session, &request));
-            if let Some(tokens) = answer.tokens() {
-                self.enter(named, |engine| engine.finish_request(session, "lookup"));
-                return tokens.0;
+            let step = |engine: &mut Engine| engine.step_lookup(session, &request, &mut cursor);
+            match self.enter(named, step).map(|answer| answer.tokens()) {
+                None => {}
+                Some(Some(tokens)) => {
+                    self.enter(named, |engine| engine.finish_request(session, "lookup"));
+                    return tokens.0;
+                }
+                Some(None) => {
+                    self.pump();
+                    cursor = LookupCursor::default();
+                }
             }
-            self.pump();
         }
     }
 

@@ -1,6 +1,6 @@
 //! New blocks: whether the policies admit them, and their nodes.
 
-use crate::forest::{NodeId, NsId};
+use crate::forest::{NodeId, NsId, Touch};
 use crate::key::BlockHash;
 
 use super::geometry::Region;
@@ -47,9 +47,10 @@ impl Residency {
         let spec = self.spec(ns);
         let (groups, required) = (spec.groups.len(), spec.required(depth));
         let id = self.forest.insert(ns, parent, hash, groups, required);
-        let touch = &mut self.forest.node_mut(id).touch;
-        touch.last = self.tick;
-        touch.hit_class = hit_class;
+        self.forest.node_mut(id).set_touch(Touch {
+            last: self.tick,
+            hit_class,
+        });
         id
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::forest::{DiskState, Evictability, HostState, NONE, Node, NodeId, Reach, Tier};
+use crate::forest::{DiskState, Evictability, HostState, NONE, NodeId, NodeRef, Reach, Tier};
 use crate::slots::{Class, Owner, slot_offset};
 
 use super::super::ensure::ensure;
@@ -107,7 +107,7 @@ impl Residency {
             }
         }
         for tier in Tier::ALL {
-            let evictability = node.tiers.evictability[tier as usize];
+            let evictability = node.evictability(tier);
             let is_leaf = evictability == Evictability::Leaf;
             for class in self.candidate_classes(id, tier, evictability) {
                 let key = (index_of(self.region(id, tier)), class, is_leaf);
@@ -161,7 +161,7 @@ impl Residency {
             "node {id}: {} children, linked or detached {children}",
             node.children()
         );
-        let counted = node.tiers.active_children;
+        let counted = Tier::ALL.map(|tier| node.active_children(tier));
         ensure!(
             counted == active,
             "node {id}: active_children {counted:?}, active {active:?}"
@@ -178,13 +178,13 @@ impl Residency {
     fn check_counts(&self, id: NodeId) -> Result<(), String> {
         let node = self.node(id);
         let slots = slots_of(node);
+        let counted = Tier::ALL.map(|tier| node.slots(tier));
         ensure!(
-            node.tiers.slots == slots,
-            "node {id}: slots {:?}, in use {slots:?}",
-            node.tiers.slots
+            counted == slots,
+            "node {id}: slots {counted:?}, in use {slots:?}"
         );
         for tier in Tier::ALL {
-            let known = node.tiers.evictability[tier as usize];
+            let known = node.evictability(tier);
             let expected = self.evictability(id, tier);
             ensure!(
                 known == expected,
@@ -192,16 +192,16 @@ impl Residency {
             );
         }
         ensure!(
-            !self.lacks_payload(id) || node.is_gap || node.is_detached(),
+            !self.lacks_payload(id) || node.is_gap() || node.is_detached(),
             "node {id}: lacks a required payload"
         );
         ensure!(
-            !node.is_gap || !node.is_visible(),
+            !node.is_gap() || !node.is_visible(),
             "node {id}: visible although a payload was evicted"
         );
         let is_empty_leaf = node.children() == 0
             && node.is_idle()
-            && node.payloads().iter().all(|payload| {
+            && node.payloads().all(|payload| {
                 payload.host == HostState::Empty && payload.disk == DiskState::Empty
             });
         ensure!(
@@ -212,7 +212,7 @@ impl Residency {
     }
 
     fn check_uses(&self, id: NodeId, leases: &LeaseCounts) -> Result<(), String> {
-        let uses = self.node(id).uses;
+        let uses = self.node(id).uses();
         let expected = leases.pins.get(&id).copied().unwrap_or(0);
         ensure!(
             uses.pins == expected,
@@ -225,7 +225,7 @@ impl Residency {
             "node {id}: {} holds, {expected} leases below",
             uses.holds
         );
-        let payloads = self.node(id).payloads().iter();
+        let payloads = self.node(id).payloads();
         let in_flight = payloads.map(|payload| {
             let host = matches!(payload.host, HostState::Filling | HostState::Reading);
             u32::from(host) + u32::from(payload.disk == DiskState::Writing)
@@ -244,11 +244,11 @@ impl Residency {
         if node.is_detached() || self.is_being_removed(id) {
             return Ok(());
         }
-        let above = self.parent(id).map(|parent| self.node(parent).reach);
+        let above = self.parent(id).map(|parent| self.node(parent).reach());
         let above = above.unwrap_or(Reach::HostChain);
         let complete = self.is_complete(id);
         // A payload that is read from a directory given up meanwhile is in no tier, and may yet come.
-        let mut payloads = node.payloads().iter();
+        let mut payloads = node.payloads();
         let is_coming = payloads.any(|payload| payload.host == HostState::Reading);
         ensure!(
             !node.is_visible() || above >= Reach::Visible && (complete || is_coming),
@@ -262,14 +262,14 @@ impl Residency {
         ensure!(
             node.is_host_chain() == in_host || in_host && self.is_rise_cut,
             "node {id}: reach is {:?}",
-            node.reach
+            node.reach()
         );
         Ok(())
     }
 
     fn check_disk_chain(&self, id: NodeId, writes_failed: bool) -> Result<(), String> {
         let node = self.node(id);
-        let has_slots = node.tiers.slots[Tier::Disk as usize] > 0;
+        let has_slots = node.slots(Tier::Disk) > 0;
         let may_lack = writes_failed || self.disk_gaps || self.is_being_removed(id);
         if node.is_detached() || !has_slots || may_lack {
             return Ok(());
@@ -306,7 +306,7 @@ impl Residency {
             "node {id} group {group}: its slot on disk {device} belongs to {found:?}"
         );
         if let Some(parent) = self.parent(id)
-            && self.node(parent).required == 0
+            && self.node(parent).required() == 0
         {
             ensure!(
                 disk.has_placeholder(parent) || disk.has_all_placeholders(),
@@ -371,7 +371,7 @@ fn index_of(region: Region) -> usize {
     }
 }
 
-fn slots_of(node: &Node) -> [u8; 2] {
+fn slots_of(node: NodeRef<'_>) -> [u8; 2] {
     let mut slots = [0, 0];
     for payload in node.payloads() {
         for tier in Tier::ALL {

@@ -30,7 +30,7 @@ impl Residency {
             return NONE;
         }
         let mut ancestors = self.forest.ancestors(id);
-        let found = ancestors.find(|&at| self.node(at).required != 0);
+        let found = ancestors.find(|&at| self.node(at).required() != 0);
         found.unwrap_or(NONE)
     }
 
@@ -92,7 +92,7 @@ impl Residency {
         counters: &mut Counters,
     ) -> Result<(DeviceIndex, u64), DiskRefusal> {
         let chosen = self.choose_disk(id, now_ns).ok_or(DiskRefusal::Degraded)?;
-        let bound = self.node(id).tiers.slots[Tier::Disk as usize] > 0;
+        let bound = self.node(id).slots(Tier::Disk) > 0;
         let others = self.devices().filter(|&device| device != chosen && !bound);
         for device in std::iter::once(chosen).chain(others) {
             let takes = self.disks[device.index()].health.takes_writes(now_ns);
@@ -101,7 +101,7 @@ impl Residency {
                 continue;
             }
             let region = Region::Disk(device);
-            let hit_class = self.node(id).touch.hit_class;
+            let hit_class = self.node(id).touch().hit_class;
             if !admitted && self.refuses_new(id, group, region, hit_class) {
                 return Err(DiskRefusal::Admission);
             }
@@ -124,13 +124,13 @@ impl Residency {
     pub(in crate::engine) fn choose_disk(&self, id: NodeId, now_ns: u64) -> Option<DeviceIndex> {
         let node = self.node(id);
         let takes = |disk: &Disk| disk.health.takes_writes(now_ns);
-        if node.tiers.slots[Tier::Disk as usize] > 0 {
+        if node.slots(Tier::Disk) > 0 {
             return Some(node.device).filter(|device| takes(&self.disks[device.index()]));
         }
         if let Some(parent) = self.parent(id) {
             let parent = self.node(parent);
             if parent.children() == 1
-                && parent.tiers.slots[Tier::Disk as usize] > 0
+                && parent.slots(Tier::Disk) > 0
                 && takes(&self.disks[parent.device.index()])
             {
                 return Some(parent.device);
@@ -176,10 +176,10 @@ impl Residency {
     /// gone to remembers it.
     pub(in crate::engine) fn note_refused_write(&mut self, id: NodeId, now_ns: u64) {
         let node = self.node(id);
-        if node.tiers.slots[Tier::Disk as usize] > 0 {
+        if node.slots(Tier::Disk) > 0 {
             return;
         }
-        let (touch, fingerprint) = (node.touch, node.hash.fingerprint());
+        let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
         if let Some(device) = self.choose_disk(id, now_ns) {
             let policy = &mut self.disk_mut(device).policies.leaves;
             policy.on_refuse(fingerprint, touch.hit_class, touch.last);
@@ -190,7 +190,9 @@ impl Residency {
     /// without them a restart could not find `id`.
     pub(in crate::engine) fn add_placeholders(&mut self, id: NodeId, device: DeviceIndex) {
         let mut at = self.node(id).parent();
-        while at != NONE && self.node(at).required == 0 && self.disk_mut(device).add_placeholder(at)
+        while at != NONE
+            && self.node(at).required() == 0
+            && self.disk_mut(device).add_placeholder(at)
         {
             work::node();
             at = self.node(at).parent();

@@ -29,7 +29,7 @@ impl Residency {
         let (node, region) = (self.node(id), self.region(id, tier));
         let mut classes = Classes::new();
         for (group, payload) in (0u8..).zip(node.payloads()) {
-            if !wanted(group, payload) {
+            if !wanted(group, &payload) {
                 continue;
             }
             let class = self.class(id, region, group);
@@ -75,7 +75,7 @@ impl Residency {
 
     fn withdraw_from(&mut self, id: NodeId, tier: Tier) {
         let node = self.node(id);
-        let (evictability, last) = (node.tiers.evictability[tier as usize], node.touch.last);
+        let (evictability, last) = (node.evictability(tier), node.touch().last);
         if evictability == Evictability::Kept {
             return;
         }
@@ -88,13 +88,14 @@ impl Residency {
                 "node {id} is a candidate that the policy does not know"
             );
         }
-        self.forest.node_mut(id).tiers.evictability[tier as usize] = Evictability::Kept;
+        let mut node = self.forest.node_mut(id);
+        node.set_evictability(tier, Evictability::Kept);
     }
 
     /// What of a node's payloads of a tier may be evicted.
     pub(super) fn evictability(&self, id: NodeId, tier: Tier) -> Evictability {
         let node = self.node(id);
-        if node.is_detached() || node.uses.pins > 0 || node.uses.holds > 0 {
+        if node.is_detached() || node.uses().pins > 0 || node.uses().holds > 0 {
             return Evictability::Kept;
         }
         let (mut last_copy, mut optional) = (false, false);
@@ -111,8 +112,8 @@ impl Residency {
                 optional |= payload.is_readable(tier);
             }
         }
-        let is_leaf = node.tiers.slots[tier as usize] > 0
-            && node.tiers.active_children[tier as usize] == 0
+        let is_leaf = node.slots(tier) > 0
+            && node.active_children(tier) == 0
             // A child on the other tier needs the last copy of its parent.
             && (!last_copy || node.children() == 0);
         if is_leaf {
@@ -128,7 +129,7 @@ impl Residency {
     pub(in crate::engine) fn refresh(&mut self, id: NodeId) {
         for tier in Tier::ALL {
             let evictability = self.evictability(id, tier);
-            if self.node(id).tiers.evictability[tier as usize] == evictability {
+            if self.node(id).evictability(tier) == evictability {
                 continue;
             }
             self.withdraw_from(id, tier);
@@ -136,12 +137,12 @@ impl Residency {
                 continue;
             }
             let classes = self.candidate_classes(id, tier, evictability);
-            let node = self.forest.node_mut(id);
-            node.tiers.evictability[tier as usize] = evictability;
+            let mut node = self.forest.node_mut(id);
+            node.set_evictability(tier, evictability);
             let leaf = Leaf {
                 node: id,
-                last: node.touch.last,
-                hit_class: node.touch.hit_class,
+                last: node.touch().last,
+                hit_class: node.touch().hit_class,
             };
             let policy = self.candidates(id, tier, evictability);
             for class in classes {
@@ -178,8 +179,8 @@ impl Residency {
     /// Evicts what may go of a candidate's payloads of a tier.
     fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
         work::eviction();
-        let (parent, last) = (self.parent(id), self.node(id).touch.last);
-        let evictability = self.node(id).tiers.evictability[tier as usize];
+        let (parent, last) = (self.parent(id), self.node(id).touch().last);
+        let evictability = self.node(id).evictability(tier);
         assert_ne!(
             evictability,
             Evictability::Kept,
@@ -196,11 +197,11 @@ impl Residency {
     /// Under LRU only the deepest block of a hit is touched: its parent inherits that.
     pub(super) fn inherit_touch(&mut self, parent: NodeId, tier: Tier, last: u64) {
         let leaves = &self.policies(self.region(parent, tier)).leaves;
-        if leaves.touches_every_block() || self.node(parent).touch.last >= last {
+        if leaves.touches_every_block() || self.node(parent).touch().last >= last {
             return;
         }
         self.withdraw(parent);
-        self.forest.node_mut(parent).touch.last = last;
+        self.forest.node_mut(parent).set_last(last);
         self.refresh(parent);
     }
 

@@ -1,7 +1,7 @@
 //! What a hit needs, and where it lies.
 
 use crate::forest::{DeviceIndex, HostState, NONE, NodeId, Tier};
-use crate::resolve::resolve;
+use crate::resolve::{may_end_at, resolve_part};
 use crate::session::{ArenaOffset, Extent};
 use crate::slots::slot_offset;
 use crate::work;
@@ -36,23 +36,67 @@ impl Residency {
         host_only: bool,
     ) -> u32 {
         let top = self.forest.ancestor(deepest, limit);
+        let found = self.boundary_within(top, local, host_only, u32::MAX);
+        found.unwrap_or(local)
+    }
+
+    /// As [`Residency::boundary`] from `top` on, but looks at about `nodes_max` nodes only. `Err`: the node at the
+    /// boundary that is to be looked at next; none above it will do.
+    pub(in crate::engine) fn boundary_within(
+        &self,
+        top: NodeId,
+        local: u32,
+        host_only: bool,
+        nodes_max: u32,
+    ) -> Result<u32, NodeId> {
+        let depth = self.node(top).depth;
         let reach = if host_only {
             self.host_reach(top, local, |_| false)
         } else if self.disks().iter().all(|disk| disk.health.answers_reads()) {
-            limit
+            depth
         } else {
             self.host_reach(top, local, |device| self.answers_reads(device))
         };
-        let mut chain = Chain {
+        let mut chain = self.chain(top, host_only);
+        let bottom = depth.saturating_sub(nodes_max);
+        let found = resolve_part(self.spec_of(top), reach, local, bottom, |depth, group| {
+            chain.has(depth, group)
+        });
+        found.map_err(|boundary| self.forest.ancestor(top, boundary))
+    }
+
+    /// Whether all that a hit at `end` needs beyond `local` is in the arena.
+    pub(in crate::engine) fn is_hit_in_host(&self, end: NodeId, local: u32) -> bool {
+        let mut at = end;
+        while at != NONE {
+            work::node();
+            let node = self.node(at);
+            // All above a node of the host chain are in the arena, too.
+            if node.depth <= local || node.is_host_chain() {
+                break;
+            }
+            if !self.is_in_host(at) {
+                return false;
+            }
+            at = node.parent();
+        }
+        let mut chain = self.chain(end, true);
+        may_end_at(
+            self.spec_of(end),
+            self.node(end).depth,
+            local,
+            |depth, group| chain.has(depth, group),
+        )
+    }
+
+    fn chain(&self, deepest: NodeId, host_only: bool) -> Chain<'_> {
+        Chain {
             residency: self,
-            deepest: top,
-            top: self.node(top).depth,
+            deepest,
+            top: self.node(deepest).depth,
             nodes: Vec::new(),
             host_only,
-        };
-        resolve(self.spec_of(top), reach, local, |depth, group| {
-            chain.has(depth, group)
-        })
+        }
     }
 
     fn answers_reads(&self, device: DeviceIndex) -> bool {
@@ -244,7 +288,8 @@ impl Chain<'_> {
             self.nodes.push(self.residency.node(last).parent());
         }
         let node = self.residency.node(self.nodes[index]);
-        let payload = node.payloads()[group];
+        let payload =
+            node.payload(u8::try_from(group).expect("a namespace has at most GROUPS_MAX groups"));
         payload.is_readable(Tier::Host)
             || !self.host_only
                 && payload.is_readable(Tier::Disk)

@@ -1,6 +1,6 @@
 //! Leases keep payloads where they are; touches tell the policies what was used.
 
-use crate::forest::{DiskState, NONE, NodeId, Tier};
+use crate::forest::{DiskState, NONE, NodeId, Tier, Touch};
 use crate::namespace::GroupKind;
 use crate::slots::slot_offset;
 use crate::work;
@@ -11,15 +11,15 @@ impl Residency {
     /// Adds a lease to a node.
     pub(in crate::engine) fn pin(&mut self, id: NodeId) {
         self.withdraw(id);
-        self.forest.node_mut(id).uses.pins += 1;
+        self.forest.node_mut(id).change_uses(|uses| uses.pins += 1);
     }
 
     /// Ends a lease.
     pub(in crate::engine) fn unpin(&mut self, id: NodeId) {
-        let pins = &mut self.forest.node_mut(id).uses.pins;
-        *pins = pins
-            .checked_sub(1)
-            .unwrap_or_else(|| panic!("a lease of node {id} ends twice"));
+        self.forest.node_mut(id).change_uses(|uses| {
+            let pins = uses.pins.checked_sub(1);
+            uses.pins = pins.unwrap_or_else(|| panic!("a lease of node {id} ends twice"));
+        });
         self.reconcile(id);
     }
 
@@ -28,19 +28,19 @@ impl Residency {
         self.pin(id);
         for above in self.window_above(id) {
             self.withdraw(above);
-            self.forest.node_mut(above).uses.holds += 1;
+            let mut node = self.forest.node_mut(above);
+            node.change_uses(|uses| uses.holds += 1);
         }
     }
 
     /// Ends such a lease.
     pub(in crate::engine) fn unpin_hit(&mut self, id: NodeId) {
         for above in self.window_above(id) {
-            let node = self.forest.node_mut(above);
-            node.uses.holds = node
-                .uses
-                .holds
-                .checked_sub(1)
-                .unwrap_or_else(|| panic!("a hold of node {above} ends twice"));
+            let mut node = self.forest.node_mut(above);
+            node.change_uses(|uses| {
+                let holds = uses.holds.checked_sub(1);
+                uses.holds = holds.unwrap_or_else(|| panic!("a hold of node {above} ends twice"));
+            });
             if !node.is_detached() {
                 self.refresh(above);
             }
@@ -91,9 +91,9 @@ impl Residency {
     /// Makes a node one of the current tick, without counting a hit.
     pub(in crate::engine) fn renew(&mut self, id: NodeId) {
         // A policy that learns ages accounts for every change of one by itself.
-        if self.node(id).touch.last != self.tick && !self.touches_every_block() {
+        if self.node(id).touch().last != self.tick && !self.touches_every_block() {
             self.withdraw(id);
-            self.forest.node_mut(id).touch.last = self.tick;
+            self.forest.node_mut(id).set_last(self.tick);
             self.refresh(id);
             self.note_touch(id);
         }
@@ -101,12 +101,12 @@ impl Residency {
 
     /// Has the records of a node's payloads on disk tell of its last touch, some time.
     fn note_touch(&mut self, id: NodeId) {
-        if self.node(id).tiers.slots[Tier::Disk as usize] == 0 {
+        if self.node(id).slots(Tier::Disk) == 0 {
             return;
         }
         let region = self.region(id, Tier::Disk);
         for group in self.node(id).groups() {
-            let payload = *self.node(id).payload(group);
+            let payload = self.node(id).payload(group);
             if payload.disk == DiskState::Present {
                 let (class, device) = (self.class(id, region, group), self.node(id).device);
                 let offset = slot_offset(payload.disk_slot);
@@ -118,22 +118,23 @@ impl Residency {
     /// Notes a touch at the current tick.
     fn touch(&mut self, id: NodeId) {
         let tick = self.tick;
-        if self.node(id).touch.last == tick {
+        if self.node(id).touch().last == tick {
             return;
         }
         self.withdraw(id);
-        let before = self.node(id).touch;
+        let before = self.node(id).touch();
         let mut hit_class = before.hit_class;
         for tier in Tier::ALL {
-            if self.node(id).tiers.slots[tier as usize] > 0 {
+            if self.node(id).slots(tier) > 0 {
                 let region = self.region(id, tier);
                 let policy = &mut self.policies(region).leaves;
                 hit_class = policy.on_hit(before.hit_class, before.last, tick);
             }
         }
-        let touch = &mut self.forest.node_mut(id).touch;
-        touch.hit_class = hit_class;
-        touch.last = tick;
+        self.forest.node_mut(id).set_touch(Touch {
+            last: tick,
+            hit_class,
+        });
         self.refresh(id);
         self.note_touch(id);
     }

@@ -33,7 +33,7 @@ impl Residency {
         let node = self.node(id);
         let above = self
             .parent(id)
-            .map_or(Reach::HostChain, |parent| self.node(parent).reach);
+            .map_or(Reach::HostChain, |parent| self.node(parent).reach());
         let host_chain = above == Reach::HostChain && self.is_in_host(id);
         if node.is_host_chain() || host_chain {
             Reach::HostChain
@@ -56,7 +56,7 @@ impl Residency {
         let mut rises = 0;
         while let Some(id) = next.take().or_else(|| stack.pop()) {
             work::node();
-            let before = self.node(id).reach;
+            let before = self.node(id).reach();
             // A child that has left the index stays linked while it is in use.
             if before == Reach::Detached {
                 continue;
@@ -69,7 +69,7 @@ impl Residency {
                 reach > before,
                 "node {id} gained a payload and fell from {before:?} to {reach:?}"
             );
-            self.forest.node_mut(id).reach = reach;
+            self.forest.node_mut(id).set_reach(reach);
             if before == Reach::Hidden {
                 became_visible.push(id);
                 stack.extend(self.forest.children(id));
@@ -99,7 +99,7 @@ impl Residency {
             if reach != Reach::HostChain {
                 return;
             }
-            self.forest.node_mut(at).reach = reach;
+            self.forest.node_mut(at).set_reach(reach);
         }
     }
 
@@ -109,9 +109,9 @@ impl Residency {
         let mut stack = vec![id];
         while let Some(id) = stack.pop() {
             work::node();
-            let node = self.forest.node_mut(id);
+            let mut node = self.forest.node_mut(id);
             if node.is_host_chain() {
-                node.reach = Reach::Visible;
+                node.set_reach(Reach::Visible);
                 stack.extend(self.forest.children(id));
             }
         }
@@ -132,14 +132,13 @@ impl Residency {
                     None => return,
                 }
             }
-            let is_lost = !node.is_gap && self.lacks_payload(id);
+            let is_lost = !node.is_gap() && self.lacks_payload(id);
             let node = self.node(id);
             let is_empty_leaf = node.children() == 0
                 && node.is_idle()
                 && node.has_no_slots()
                 && node
                     .payloads()
-                    .iter()
                     .all(|payload| payload.disk == DiskState::Empty);
             if !is_lost && !is_empty_leaf {
                 self.refresh(id);
@@ -173,17 +172,16 @@ impl Residency {
     /// A node lacks a required payload, and those below keep theirs: no lookup reaches any of them until
     /// the payload is saved again.
     pub(super) fn make_gap(&mut self, id: NodeId) {
-        let node = self.forest.node_mut(id);
-        node.is_gap = true;
         self.moves.gaps += 1;
-        let node = self.forest.node_mut(id);
-        self.disk_gaps |= node.tiers.active_children[Tier::Disk as usize] > 0;
+        self.forest.node_mut(id).set_gap(true);
+        let node = self.node(id);
+        self.disk_gaps |= node.active_children(Tier::Disk) > 0;
         let mut stack = vec![id];
         while let Some(id) = stack.pop() {
             work::node();
-            let node = self.forest.node_mut(id);
+            let mut node = self.forest.node_mut(id);
             if node.is_visible() {
-                node.reach = Reach::Hidden;
+                node.set_reach(Reach::Hidden);
                 stack.extend(self.forest.children(id));
             }
         }
@@ -198,7 +196,7 @@ impl Residency {
         }
         let parent = self.parent(id);
         for group in node.groups() {
-            let payload = *self.node(id).payload(group);
+            let payload = self.node(id).payload(group);
             if payload.has_slot(Tier::Host) {
                 self.free_host(id, group, Loss::Dropped);
             }
@@ -206,7 +204,7 @@ impl Residency {
                 self.free_disk(id, group, Loss::Dropped);
             }
         }
-        if self.node(id).required == 0 {
+        if self.node(id).required() == 0 {
             let disks = self.disks.iter_mut();
             disks.for_each(|disk| disk.remove_placeholder(id));
         }

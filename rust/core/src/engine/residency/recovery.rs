@@ -2,7 +2,7 @@
 
 use crate::disk::format::{PLACEHOLDER, Record};
 use crate::disk::{DeviceImage, Disk};
-use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier};
+use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier, Touch};
 use crate::policy::{HIT_CLASSES, PolicyKind};
 use crate::slots::{Class, Owner, Slots, slot_offset};
 
@@ -135,10 +135,12 @@ impl Residency {
         let id = self
             .forest
             .insert(ns, parent, record.hash, groups, required);
-        let node = self.forest.node_mut(id);
+        let mut node = self.forest.node_mut(id);
         node.device = found.device;
-        node.touch.last = record.last;
-        node.touch.hit_class = record.hit_class.min(HIT_CLASSES - 1);
+        node.set_touch(Touch {
+            last: record.last,
+            hit_class: record.hit_class.min(HIT_CLASSES - 1),
+        });
         Some(id)
     }
 
@@ -150,8 +152,7 @@ impl Residency {
         let (class, offset) = slot.expect("a slot that was claimed makes sense");
         let id = self.node_of(found).filter(|&id| {
             let node = self.node(id);
-            let elsewhere =
-                node.device != found.device && node.tiers.slots[Tier::Disk as usize] > 0;
+            let elsewhere = node.device != found.device && node.slots(Tier::Disk) > 0;
             !elsewhere && node.payload(record.group).disk == DiskState::Empty
         });
         let Some(id) = id else {
@@ -163,12 +164,13 @@ impl Residency {
         };
         self.disk_mut(found.device)
             .set_owner(class, offset, found.index, owner);
-        let node = self.forest.node_mut(id);
+        let mut node = self.forest.node_mut(id);
         node.device = found.device;
-        let payload = node.payload_mut(record.group);
-        payload.disk = DiskState::Present;
-        payload.disk_slot = record.slot;
-        payload.checksum = record.checksum;
+        node.change_payload(record.group, |payload| {
+            payload.disk = DiskState::Present;
+            payload.disk_slot = record.slot;
+            payload.checksum = record.checksum;
+        });
         self.slot_taken(id, Tier::Disk);
         true
     }
@@ -208,7 +210,7 @@ impl Residency {
                 continue;
             }
             let node = self.node(id);
-            if node.tiers.slots[Tier::Disk as usize] > 0 {
+            if node.slots(Tier::Disk) > 0 {
                 // Placeholders that were lost are written anew.
                 self.add_placeholders(id, node.device);
             }

@@ -221,14 +221,14 @@ impl Residency {
             return false;
         };
         losses.visits = visits;
-        if self.is_used(id) || node.uses.holds > 0 || !payload.is_readable(tier) {
+        if self.is_used(id) || node.uses().holds > 0 || !payload.is_readable(tier) {
             return false;
         }
         let bytes = self
             .slots(region)
             .slot_bytes(self.class(id, region, owner.group)) as f64;
         if !node.requires(owner.group) {
-            losses.loss += bytes * self.worth(node.touch.last);
+            losses.loss += bytes * self.worth(node.touch().last);
             return true;
         }
         let has_copy = match tier {
@@ -236,7 +236,7 @@ impl Residency {
             Tier::Disk => payload.host == HostState::Present,
         };
         // A restart would not find those below, and the copy in the arena could not leave it.
-        if tier == Tier::Disk && has_copy && node.tiers.active_children[Tier::Disk as usize] > 0 {
+        if tier == Tier::Disk && has_copy && node.active_children(Tier::Disk) > 0 {
             return false;
         }
         let Some(last) = self.look_below(id, losses, !has_copy) else {
@@ -251,7 +251,7 @@ impl Residency {
     /// Looks at a node and those below. Returns the tick at which one of them was used last, `None` if one
     /// is in use or has left the index, or there are too many. Adds what `lost` ones are worth, each once.
     fn look_below(&self, id: NodeId, losses: &mut RunLoss, lost: bool) -> Option<u64> {
-        let mut youngest = self.node(id).touch.last;
+        let mut youngest = self.node(id).touch().last;
         let mut bytes = 0.0;
         let mut stack = vec![id];
         while let Some(id) = stack.pop() {
@@ -264,7 +264,7 @@ impl Residency {
                 return None;
             }
             let node = self.node(id);
-            youngest = youngest.max(node.touch.last);
+            youngest = youngest.max(node.touch().last);
             if lost {
                 losses.unreachable.insert(id);
                 if node.is_visible() {
@@ -286,7 +286,7 @@ impl Residency {
     /// Whether a lease, a copy or an IO operation needs a node, or one of its payloads is to be written.
     fn is_used(&self, id: NodeId) -> bool {
         let node = self.node(id);
-        let mut payloads = node.payloads().iter();
+        let mut payloads = node.payloads();
         node.is_detached() || !node.is_idle() || payloads.any(|payload| payload.is_in_flight())
     }
 
@@ -335,7 +335,7 @@ impl Residency {
             }
         }
         if let Some(parent) = self.parent(id) {
-            self.inherit_touch(parent, tier, self.node(id).touch.last);
+            self.inherit_touch(parent, tier, self.node(id).touch().last);
         }
         if self.node(id).children() > 0 && self.lacks_payload(id) {
             self.make_gap(id);

@@ -41,18 +41,19 @@ impl Residency {
             }
         };
         self.withdraw(id);
-        let node = self.forest.node_mut(id);
-        let payload = node.payload_mut(group);
-        assert_eq!(
-            payload.host,
-            HostState::Empty,
-            "node {id} group {group} has a slot in the arena already"
-        );
-        payload.host = state;
-        payload.host_slot = slot_number(offset);
-        // What is read from disk has the checksum of its record, or fails.
-        let checksum = (state == HostState::Reading).then_some(payload.checksum);
-        node.uses.busy += 1;
+        let mut node = self.forest.node_mut(id);
+        let checksum = node.change_payload(group, |payload| {
+            assert_eq!(
+                payload.host,
+                HostState::Empty,
+                "node {id} group {group} has a slot in the arena already"
+            );
+            payload.host = state;
+            payload.host_slot = slot_number(offset);
+            // What is read from disk has the checksum of its record, or fails.
+            (state == HostState::Reading).then_some(payload.checksum)
+        });
+        node.change_uses(|uses| uses.busy += 1);
         self.set_host_checksum(id, group, checksum);
         self.slot_taken(id, Tier::Host);
         self.refresh(id);
@@ -69,20 +70,21 @@ impl Residency {
         became_visible: &mut Vec<NodeId>,
     ) {
         self.end_use(id);
-        let node = self.forest.node_mut(id);
-        let payload = node.payload_mut(group);
-        assert!(
-            matches!(payload.host, HostState::Filling | HostState::Reading),
-            "node {id} group {group} was filled while {:?}",
-            payload.host
-        );
-        payload.host = HostState::Present;
+        let mut node = self.forest.node_mut(id);
+        node.change_payload(group, |payload| {
+            assert!(
+                matches!(payload.host, HostState::Filling | HostState::Reading),
+                "node {id} group {group} was filled while {:?}",
+                payload.host
+            );
+            payload.host = HostState::Present;
+        });
         if node.is_detached() {
             return;
         }
         self.note_event(id, group, Tier::Host, true);
-        if self.node(id).is_gap && self.is_complete(id) {
-            self.forest.node_mut(id).is_gap = false;
+        if self.node(id).is_gap() && self.is_complete(id) {
+            self.forest.node_mut(id).set_gap(false);
             self.moves.filled_gaps += 1;
         }
         self.propagate_visible(id, became_visible);
@@ -96,25 +98,28 @@ impl Residency {
 
     /// A copy or an IO operation on a node has ended.
     fn end_use(&mut self, id: NodeId) {
-        let busy = &mut self.forest.node_mut(id).uses.busy;
-        *busy = busy
-            .checked_sub(1)
-            .unwrap_or_else(|| panic!("more operations on node {id} ended than began"));
+        self.forest.node_mut(id).change_uses(|uses| {
+            let busy = uses.busy.checked_sub(1);
+            uses.busy =
+                busy.unwrap_or_else(|| panic!("more operations on node {id} ended than began"));
+        });
     }
 
     /// Frees a payload's slot in the arena; the caller reconciles the node.
     pub(super) fn free_host(&mut self, id: NodeId, group: u8, loss: Loss) {
         let class = self.class(id, Region::Host, group);
         self.withdraw(id);
-        let payload = self.forest.node_mut(id).payload_mut(group);
-        assert_ne!(
-            payload.host,
-            HostState::Empty,
-            "node {id} group {group} has no slot in the arena to free"
-        );
-        let was_readable = payload.is_readable(Tier::Host);
-        payload.host = HostState::Empty;
-        let offset = slot_offset(payload.host_slot);
+        let mut node = self.forest.node_mut(id);
+        let (was_readable, offset) = node.change_payload(group, |payload| {
+            assert_ne!(
+                payload.host,
+                HostState::Empty,
+                "node {id} group {group} has no slot in the arena to free"
+            );
+            let was_readable = payload.is_readable(Tier::Host);
+            payload.host = HostState::Empty;
+            (was_readable, slot_offset(payload.host_slot))
+        });
         self.host.free(class, offset);
         if was_readable {
             self.note_event(id, group, Tier::Host, false);
@@ -128,30 +133,32 @@ impl Residency {
     /// Puts a payload into the write queue's account.
     pub(in crate::engine) fn queue_write(&mut self, id: NodeId, group: u8) {
         self.withdraw(id);
-        let payload = self.forest.node_mut(id).payload_mut(group);
-        assert_eq!(
-            payload.host,
-            HostState::Present,
-            "node {id} group {group} is queued to be written and not in the arena"
-        );
-        assert_eq!(
-            payload.disk,
-            DiskState::Empty,
-            "node {id} group {group} is queued to be written and on disk"
-        );
-        payload.disk = DiskState::Queued;
+        self.forest.node_mut(id).change_payload(group, |payload| {
+            assert_eq!(
+                payload.host,
+                HostState::Present,
+                "node {id} group {group} is queued to be written and not in the arena"
+            );
+            assert_eq!(
+                payload.disk,
+                DiskState::Empty,
+                "node {id} group {group} is queued to be written and on disk"
+            );
+            payload.disk = DiskState::Queued;
+        });
         self.queued_bytes += self.slot_bytes(id, group);
     }
 
     /// Takes a payload out of the write queue's account; the caller refreshes the node.
     pub(in crate::engine) fn unqueue_write(&mut self, id: NodeId, group: u8) {
-        let payload = self.forest.node_mut(id).payload_mut(group);
-        assert_eq!(
-            payload.disk,
-            DiskState::Queued,
-            "node {id} group {group} is not in the write queue"
-        );
-        payload.disk = DiskState::Empty;
+        self.forest.node_mut(id).change_payload(group, |payload| {
+            assert_eq!(
+                payload.disk,
+                DiskState::Queued,
+                "node {id} group {group} is not in the write queue"
+            );
+            payload.disk = DiskState::Empty;
+        });
         let left = self.queued_bytes.checked_sub(self.slot_bytes(id, group));
         self.queued_bytes = left.expect("queued_bytes counts every queued payload");
     }
@@ -166,16 +173,17 @@ impl Residency {
     ) {
         self.unqueue_write(id, group);
         self.withdraw(id);
-        let node = self.forest.node_mut(id);
+        let mut node = self.forest.node_mut(id);
         assert!(
-            node.tiers.slots[Tier::Disk as usize] == 0 || node.device == device,
+            node.slots(Tier::Disk) == 0 || node.device == device,
             "node {id} is on two directories"
         );
-        node.uses.busy += 1;
+        node.change_uses(|uses| uses.busy += 1);
         node.device = device;
-        let payload = node.payload_mut(group);
-        payload.disk = DiskState::Writing;
-        payload.disk_slot = slot_number(offset);
+        node.change_payload(group, |payload| {
+            payload.disk = DiskState::Writing;
+            payload.disk_slot = slot_number(offset);
+        });
         self.slot_taken(id, Tier::Disk);
     }
 
@@ -184,17 +192,18 @@ impl Residency {
         self.end_use(id);
         let region = self.region(id, Tier::Disk);
         let class = self.class(id, region, group);
-        let node = self.forest.node_mut(id);
+        let mut node = self.forest.node_mut(id);
         let device = node.device;
-        let payload = node.payload_mut(group);
-        assert_eq!(
-            payload.disk,
-            DiskState::Writing,
-            "node {id} group {group} was written without a write"
-        );
-        payload.disk = DiskState::Present;
-        payload.checksum = checksum;
-        let offset = slot_offset(payload.disk_slot);
+        let offset = node.change_payload(group, |payload| {
+            assert_eq!(
+                payload.disk,
+                DiskState::Writing,
+                "node {id} group {group} was written without a write"
+            );
+            payload.disk = DiskState::Present;
+            payload.checksum = checksum;
+            slot_offset(payload.disk_slot)
+        });
         self.disk_mut(device).mark_dirty(class, offset);
         self.note_event(id, group, Tier::Disk, true);
     }
@@ -209,7 +218,7 @@ impl Residency {
     /// be overwritten. The caller reconciles `id`.
     pub(in crate::engine) fn drop_unreadable(&mut self, id: NodeId, group: u8) {
         let node = self.node(id);
-        let (device, payload) = (node.device, *node.payload(group));
+        let (device, payload) = (node.device, node.payload(group));
         if payload.disk == DiskState::Present {
             let class = self.class(id, Region::Disk(device), group);
             let offset = slot_offset(payload.disk_slot);
@@ -223,14 +232,16 @@ impl Residency {
         let device = self.node(id).device;
         let class = self.class(id, Region::Disk(device), group);
         self.withdraw(id);
-        let payload = self.forest.node_mut(id).payload_mut(group);
-        assert!(
-            matches!(payload.disk, DiskState::Writing | DiskState::Present),
-            "node {id} group {group} has no slot on disk to free"
-        );
-        let was_readable = payload.is_readable(Tier::Disk);
-        payload.disk = DiskState::Empty;
-        let offset = slot_offset(payload.disk_slot);
+        let mut node = self.forest.node_mut(id);
+        let (was_readable, offset) = node.change_payload(group, |payload| {
+            assert!(
+                matches!(payload.disk, DiskState::Writing | DiskState::Present),
+                "node {id} group {group} has no slot on disk to free"
+            );
+            let was_readable = payload.is_readable(Tier::Disk);
+            payload.disk = DiskState::Empty;
+            (was_readable, slot_offset(payload.disk_slot))
+        });
         self.disk_mut(device).free(class, offset);
         if was_readable {
             self.note_event(id, group, Tier::Disk, false);
@@ -241,10 +252,11 @@ impl Residency {
     /// A node has one more slot in a tier.
     pub(super) fn slot_taken(&mut self, id: NodeId, tier: Tier) {
         let was_active = self.forest.is_active(id, tier);
-        let node = self.forest.node_mut(id);
-        node.tiers.slots[tier as usize] += 1;
-        if node.tiers.slots[tier as usize] == 1 {
-            let (touch, fingerprint) = (node.touch, node.hash.fingerprint());
+        let mut node = self.forest.node_mut(id);
+        let slots = node.slots(tier) + 1;
+        node.set_slots(tier, slots);
+        if slots == 1 {
+            let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
             let region = self.region(id, tier);
             let policy = &mut self.policies(region).leaves;
             policy.on_insert(fingerprint, touch.hit_class, touch.last);
@@ -257,13 +269,14 @@ impl Residency {
     /// A node has one slot fewer in a tier.
     fn slot_freed(&mut self, id: NodeId, tier: Tier, loss: Loss) {
         self.freed[tier as usize] += 1;
-        let node = self.forest.node_mut(id);
-        let slots = &mut node.tiers.slots[tier as usize];
-        *slots = slots
+        let mut node = self.forest.node_mut(id);
+        let slots = node
+            .slots(tier)
             .checked_sub(1)
             .unwrap_or_else(|| panic!("node {id} has no slot in {tier:?}"));
-        if *slots == 0 {
-            let (touch, fingerprint) = (node.touch, node.hash.fingerprint());
+        node.set_slots(tier, slots);
+        if slots == 0 {
+            let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
             let region = self.region(id, tier);
             let policy = &mut self.policies(region).leaves;
             match loss {
@@ -282,14 +295,16 @@ impl Residency {
         // A parent with slots of its own stays active: the walk ends there.
         while let Some(parent) = self.parent(child) {
             let was_active = self.forest.is_active(parent, tier);
-            let count = &mut self.forest.node_mut(parent).tiers.active_children[tier as usize];
-            *count = if active {
-                *count + 1
-            } else {
-                count
-                    .checked_sub(1)
-                    .unwrap_or_else(|| panic!("node {parent} has no active child in {tier:?}"))
-            };
+            let mut node = self.forest.node_mut(parent);
+            node.change_active_children(tier, |count| {
+                *count = if active {
+                    *count + 1
+                } else {
+                    count
+                        .checked_sub(1)
+                        .unwrap_or_else(|| panic!("node {parent} has no active child in {tier:?}"))
+                };
+            });
             self.refresh(parent);
             if was_active == self.forest.is_active(parent, tier) {
                 return;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::disk::Disk;
-use crate::forest::{DeviceIndex, Forest, NONE, Node, NodeId, NsId, Tier};
+use crate::forest::{DeviceIndex, Forest, NONE, NodeId, NodeRef, NsId, Tier};
 use crate::namespace::NamespaceSpec;
 use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
@@ -24,8 +24,8 @@ const POLICY_BLOCKS_MIN: u64 = 64;
 /// Invariants:
 /// - a payload has a slot in a tier exactly while its state there says so, and the slot's owner is the
 ///   payload; all payloads of a node on disk are in one directory;
-/// - `Node::tiers` counts a node's slots and its active children, `Node::uses.busy` its copies and IO
-///   operations, `queued_bytes` the payloads in state `Queued`;
+/// - a node counts its slots and its active children, and in `Uses::busy` its copies and IO operations,
+///   `queued_bytes` the payloads in state `Queued`;
 /// - a node is visible if and only if its parent is and every required payload is readable in some tier,
 ///   or is being read; it is in the host chain only if its parent is and every required payload is in the
 ///   arena, and unless it is one of very many below its parent, also if they are;
@@ -89,7 +89,7 @@ impl Residency {
     }
 
     /// A node. The id must be of a live node.
-    pub(in crate::engine) fn node(&self, id: NodeId) -> &Node {
+    pub(in crate::engine) fn node(&self, id: NodeId) -> NodeRef<'_> {
         self.forest.node(id)
     }
 

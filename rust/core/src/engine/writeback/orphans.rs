@@ -25,7 +25,7 @@ impl Orphaned {
     /// Remembers a node whose children have become orphans, if it has any.
     pub(super) fn note(&mut self, id: NodeId, residency: &Residency) {
         let node = residency.node(id);
-        if node.tiers.active_children[Tier::Disk as usize] > 0 && !node.is_detached() {
+        if node.active_children(Tier::Disk) > 0 && !node.is_detached() {
             self.nodes.push_back((id, node.epoch));
         }
     }

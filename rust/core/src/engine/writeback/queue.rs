@@ -94,7 +94,7 @@ impl WriteBack {
             if residency.disks().is_empty() {
                 return;
             }
-            if self.doorkeeper.is_some() && residency.node(id).touch.hit_class == 0 {
+            if self.doorkeeper.is_some() && residency.node(id).touch().hit_class == 0 {
                 counters.refused_admission += 1;
                 self.orphaned.note(id, residency);
             } else {
@@ -134,7 +134,7 @@ impl WriteBack {
         let mut chain = Vec::new();
         let mut at = id;
         while at != NONE
-            && (residency.node(at).required == 0 || residency.writable_group(at).is_some())
+            && (residency.node(at).required() == 0 || residency.writable_group(at).is_some())
         {
             work::node();
             chain.push(at);

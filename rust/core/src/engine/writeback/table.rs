@@ -124,14 +124,14 @@ impl BlockEncoder<'_> {
         let parent = state.parent();
         Some(Record {
             group,
-            hit_class: state.touch.hit_class,
+            hit_class: state.touch().hit_class,
             seq: self.seq,
             instance: self.namespaces.instance(state.ns),
             slot,
             payload_bytes,
             checksum,
             depth: state.depth,
-            last: state.touch.last,
+            last: state.touch().last,
             written_s: self.written_s,
             hash: state.hash,
             parent: (parent != NONE).then(|| self.residency.node(parent).hash),

@@ -1,0 +1,89 @@
+"""How many tokens a tier holds, for people and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+INDEX_BYTES_PER_NODE = 170
+"""Memory of the index for each hash block, as `undercroft bench recover` measures it."""
+INDEX_BYTES_PER_GROUP = 24
+"""More for each group where there are several."""
+BOUNDARY_TOKENS = 8192
+"""Tokens from one place where a hit may end to the next, where nothing else is known: the default of
+``state_interval_tokens``."""
+
+
+class Group(Protocol):
+    """A KV cache group, as the engine is told of it."""
+
+    @property
+    def kind(self) -> str:
+        """The engine's word for what a hit needs of it."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block; 0 if it is neither saved nor loaded."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block, all ranks together."""
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of its window or chunk; 0 where there is none."""
+
+
+def boundary_blocks(group: Group) -> int:
+    """Blocks that one more place where a hit may end needs of a group; of a chunk, the most. 0 for full attention."""
+    if group.kind == "state":
+        return 1
+    if group.kind == "sliding_window":
+        return max(1, -(-(group.window_tokens - 1) // group.block_tokens))
+    return group.window_tokens // group.block_tokens if group.kind == "chunked_local" else 0
+
+
+def token_bytes(groups: Sequence[Group]) -> float:
+    """Bytes of full attention that each token needs, without the rounding to slots."""
+    full = [group for group in groups if group.kind == "full" and group.block_tokens]
+    return sum(group.payload_bytes / group.block_tokens for group in full)
+
+
+def boundary_bytes(groups: Sequence[Group]) -> int:
+    """Bytes of windows and states that one more place where a hit may end needs."""
+    return sum(boundary_blocks(group) * group.payload_bytes for group in groups if group.block_tokens)
+
+
+def tokens_in(capacity: int, groups: Sequence[Group], interval: int = BOUNDARY_TOKENS) -> int:
+    """Tokens of prompts that a tier of ``capacity`` bytes holds, with a place where a hit may end every ``interval``
+    (0: every `BOUNDARY_TOKENS`).
+
+    Counts what slots and pages leave unused. 0 if a block fits no slot.
+    """
+    from undercroft import _core
+
+    each = 0.0
+    interval = interval or BOUNDARY_TOKENS
+    for group in groups:
+        if not group.block_tokens or group.kind == "ignored":
+            continue
+        slots = _core.slots_in(capacity, group.payload_bytes) if capacity else 0
+        if not slots:
+            return 0
+        blocks = 1 / group.block_tokens if group.kind == "full" else _kept(group, interval) / interval
+        each += capacity / slots * blocks
+    return int(capacity / each) if each else 0
+
+
+def _kept(group: Group, interval: int) -> float:
+    """Blocks of a window, chunk or state that are kept in ``interval`` tokens: never more than all."""
+    if group.kind == "chunked_local" and interval % group.window_tokens == 0:
+        return 0.0
+    return min(boundary_blocks(group), interval / group.block_tokens)
+
+
+def index_bytes(tokens: int, groups: Sequence[Group]) -> int:
+    """Memory of the index of so many tokens, whose blocks are in any tier."""
+    block = max(group.block_tokens for group in groups)
+    several = INDEX_BYTES_PER_GROUP * len(groups) if len(groups) > 1 else 0
+    return tokens // block * (INDEX_BYTES_PER_NODE + several)

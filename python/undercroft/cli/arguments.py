@@ -1,0 +1,70 @@
+"""Types of arguments that several subcommands take; each refuses a wrong value with what is allowed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from undercroft.model.layers import DTYPE_BYTES
+from undercroft.units import SIZE_FORMAT, parse_size
+
+
+def size(text: str) -> int:
+    """Bytes, above 0."""
+    try:
+        found = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}. Allowed: {SIZE_FORMAT}") from None
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: zero. Allowed: {SIZE_FORMAT}, above 0")
+    return found
+
+
+def sizes(text: str) -> list[int]:
+    """Sizes separated by commas."""
+    return [size(part) for part in text.split(",")]
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A whole number from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """A time in seconds, from 0.1 to a day."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.1 <= found <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 86400")
+    return found
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say how vLLM keeps a model's KV cache."""
+    types = ("auto", *DTYPE_BYTES)
+    parser.add_argument(
+        "--tensor-parallel-size", type=whole(1, 1024), default=1, metavar="N", help="as given to vLLM (%(default)s)"
+    )
+    parser.add_argument(
+        "--block-size", type=whole(1, 1 << 20), metavar="TOKENS", help="as given to vLLM (16, its default on GPUs)"
+    )
+    parser.add_argument(
+        "--dtype", choices=types[:4], default="auto", help="as given to vLLM; auto: that of the weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=types, default="auto", help="as given to vLLM; auto: the model's (%(default)s)"
+    )
+    parser.add_argument(
+        "--mamba-ssm-cache-dtype",
+        choices=types[:4],
+        default="auto",
+        help="as given to vLLM, for models with states (%(default)s)",
+    )

@@ -1,0 +1,52 @@
+"""The CUDA driver beside PyTorch: questions and settings that PyTorch has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+LIBRARY = "libcuda.so.1"
+
+HOST_POINTER_FOR_REGISTERED_MEMORY = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+CAPTURE_MODE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+def load() -> Any:
+    """The driver's library. Raises OSError where there is none."""
+    return ctypes.CDLL(LIBRARY)
+
+
+def why_not_pinnable(driver: Any, device: int) -> str | None:
+    """Why copies of registered host memory would fail on this device, for people; None if they would not.
+
+    Copies name host addresses. Where the device knows registered memory by another address (WSL2), a batch of such
+    copies reads and writes addresses that are not mapped on the device.
+    """
+    value = ctypes.c_int()
+    code = driver.cuDeviceGetAttribute(
+        ctypes.byref(value), ctypes.c_int(HOST_POINTER_FOR_REGISTERED_MEMORY), ctypes.c_int(device)
+    )
+    if code == 0 and value.value == 0:
+        where = " (WSL2)" if is_wsl() else ""
+        return f"the device cannot use host addresses of registered memory{where}"
+    return None
+
+
+def allow_during_capture(driver: Any) -> None:
+    """Let the calling thread register memory while another thread captures a CUDA graph.
+
+    Else the call is refused then, and the capture may be lost: vLLM captures in a mode that forbids it to all threads.
+    """
+    mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:
+    """Whether this is Linux under Windows, whose driver differs."""
+    try:
+        return "microsoft" in release.read_text(encoding="utf-8").lower()
+    except OSError:
+        return False

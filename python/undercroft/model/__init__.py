@@ -1,0 +1,1 @@
+"""A model's KV cache from its configuration alone, without vLLM: for `undercroft size` and `undercroft estimate`."""

@@ -1,0 +1,153 @@
+"""The requests that the hit threshold leaves alone: those whose answer cannot say that they were rejected.
+
+Of vLLM's HTTP server, only the endpoints of `ENDPOINTS` report a finish reason of the engine as it is. A beam search
+asks for one token at a time, and fails on a request that brings none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from undercroft.threshold.params import ALLOWED, NAME
+from undercroft.vllm_patches.checks import needs, takes
+from undercroft.vllm_patches.table import THRESHOLD_ENDPOINTS, failed, guarded, replace
+
+ENDPOINTS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/inference/v1/generate",
+    "/invocations",
+)
+"""The endpoints whose answers report the finish reason. ``/invocations`` hands requests to the first two."""
+
+SCHEMA = {
+    "title": "Cache Hit Threshold",
+    "description": f"Share of the prompt that must be cached for the request to be served: {ALLOWED}. With less the "
+    'request ends at once with the finish reason "cache_threshold".',
+    "anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}],
+}
+"""The request parameter in the server's OpenAPI document."""
+
+_APP = "vllm.entrypoints.launchers.app"
+_exempt: ContextVar[bool] = ContextVar("undercroft_exempt", default=False)
+
+
+def is_exempt() -> bool:
+    """Whether what runs now is on behalf of a request that must not be rejected."""
+    return _exempt.get()
+
+
+@contextmanager
+def _exempting() -> Iterator[None]:
+    token = _exempt.set(True)
+    try:
+        yield
+    finally:
+        _exempt.reset(token)
+
+
+class ExemptEndpoints:
+    """ASGI middleware: requests to endpoints that cannot report the finish reason are exempt."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request or connection."""
+        if scope["type"] not in ("http", "websocket") or scope["path"].endswith(ENDPOINTS):
+            await self._app(scope, receive, send)
+            return
+        with _exempting():
+            await self._app(scope, receive, send)
+
+
+@guarded(THRESHOLD_ENDPOINTS)
+def exempt_requests() -> None:
+    """Exempt beam searches, and the other endpoints of an HTTP server that is loaded in this process."""
+    from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    takes(BeamSearchOfflineMixin, "beam_search")
+    takes(BeamSearchOnlineMixin, "beam_search")
+    places: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (BeamSearchOfflineMixin, "beam_search", wrap_function),
+        (BeamSearchOnlineMixin, "beam_search", wrap_generator),
+    ]
+    if (app := sys.modules.get(_APP)) is not None:
+        takes(app, "init_entrypoints_middleware", "args", "app")
+        places.append((app, "init_entrypoints_middleware", wrap_init_middleware))
+        _know_parameter(CompletionRequest, ChatCompletionRequest)
+    replace(*places)
+
+
+def wrap_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose requests are exempt."""
+
+    def exempting(*args: Any, **kwargs: Any) -> Any:
+        with _exempting():
+            return original(*args, **kwargs)
+
+    return exempting
+
+
+def wrap_generator(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    """An asynchronous generator whose requests are exempt, and not those of whoever iterates over it."""
+
+    async def exempting(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        generator: Any = original(*args, **kwargs)
+        try:
+            while True:
+                with _exempting():
+                    try:
+                        item = await anext(generator)
+                    except StopAsyncIteration:
+                        return
+                yield item
+        finally:
+            await generator.aclose()
+
+    return exempting
+
+
+def wrap_init_middleware(original: Callable[..., None]) -> Callable[..., None]:
+    """``init_entrypoints_middleware`` that adds `ExemptEndpoints`, and documents the request parameter."""
+
+    def init_entrypoints_middleware(args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
+        original(args, app, *rest, **kwargs)
+        try:
+            app.openapi = _documented(app.openapi)
+            app.add_middleware(ExemptEndpoints)
+        except Exception as error:
+            failed(THRESHOLD_ENDPOINTS, error)
+
+    return init_entrypoints_middleware
+
+
+def _documented(original: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    def openapi() -> dict[str, Any]:
+        document = original()
+        schemas = document.get("components", {}).get("schemas", {})
+        for name in ("CompletionRequest", "ChatCompletionRequest"):
+            if name in schemas:
+                schemas[name]["properties"].setdefault(NAME, SCHEMA)
+        return document
+
+    return openapi
+
+
+def _know_parameter(*protocols: Any) -> None:
+    """Keep vLLM from saying in its debug log that it ignores the parameter."""
+    for protocol in protocols:
+        needs(hasattr(protocol, "field_names"), f"{protocol.__name__} has no field_names")
+        known = protocol.__dict__.get("field_names")
+        if known is None:
+            fields = protocol.model_fields.items()
+            known = {name for name, _ in fields} | {field.alias for _, field in fields if field.alias}
+        protocol.field_names = known | {NAME}

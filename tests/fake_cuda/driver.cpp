@@ -1,0 +1,64 @@
+// The functions of libcuda that undercroft and PyTorch call, under the driver's rules.
+#include "fake.h"
+
+#include <dlfcn.h>
+#include <stddef.h>
+#include <string.h>
+
+using namespace fake;
+
+static_assert(sizeof(CUmemcpyAttributes) == 24 && offsetof(CUmemcpyAttributes, flags) == 20, "CUDA 12.8's structure");
+
+namespace {
+CUresult batch(CUdeviceptr* destinations, CUdeviceptr* sources, size_t* sizes, size_t copies,
+               CUmemcpyAttributes* attributes, size_t* attribute_begins, size_t attribute_count, size_t* failed,
+               CUstream handle) {
+  count(BATCHES);
+  count(DESCRIPTORS, copies);
+  *failed = SIZE_MAX;
+  if (reinterpret_cast<uintptr_t>(handle) <= 1) return CUDA_ERROR_INVALID_VALUE;
+  if (!has_context(current_device()) || stream_of(handle)->device != current_device()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!copies || !attribute_count || attribute_count > copies || attribute_begins[0] != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (attributes->srcAccessOrder < 1 || attributes->srcAccessOrder > 3 || attributes->flags > 1)
+    return CUDA_ERROR_INVALID_VALUE;
+  for (size_t i = 0; i < copies; i++) {
+    auto* to = reinterpret_cast<void*>(destinations[i]);
+    auto* from = reinterpret_cast<void*>(sources[i]);
+    if (auto error = copy(to, from, sizes[i], handle)) {
+      *failed = i;
+      return static_cast<CUresult>(error);
+    }
+  }
+  return CUDA_SUCCESS;
+}
+}  // namespace
+
+EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+EXPORT CUresult cuDriverGetVersion(int* version) { *version = 13000; return CUDA_SUCCESS; }
+EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) { *device = ordinal; return CUDA_SUCCESS; }
+EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { *value = 1; return CUDA_SUCCESS; }
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+  *flags = 0;
+  *active = has_context(device);
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
+  const auto device = static_cast<uintptr_t>(current_device());
+  *context = has_context(device) ? reinterpret_cast<CUcontext>(device + 1) : nullptr;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuGetErrorString(CUresult, const char** text) { *text = "an error of the fake"; return CUDA_SUCCESS; }
+EXPORT CUresult cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, size_t size, CUstream stream) {
+  count(SINGLE_COPIES);
+  return static_cast<CUresult>(
+      copy(reinterpret_cast<void*>(destination), reinterpret_cast<void*>(source), size, stream));
+}
+EXPORT CUresult cuGetProcAddress_v2(const char* name, void** function, int version, cuuint64_t,
+                                    CUdriverProcAddressQueryResult* status) {
+  if (status) *status = CU_GET_PROC_ADDRESS_SUCCESS;
+  if (!strcmp(name, "cuMemcpyBatchAsync"))
+    *function = version < 12080 ? nullptr : reinterpret_cast<void*>(batch);
+  else
+    *function = dlsym(RTLD_DEFAULT, name);
+  return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}

@@ -1,0 +1,105 @@
+// A CUDA without a GPU: a stream is a thread with a queue, device memory is host memory, and kernels are counted.
+#pragma once
+#include <cuda.h>
+#undef cuGetProcAddress
+#undef cuMemcpyBatchAsync
+#include <driver_types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace fake {
+
+using Work = std::function<void()>;
+
+/// What the tests count. Each is counted for the process and for the calling thread.
+enum Counter {
+  LAUNCHES,
+  BATCHES,
+  DESCRIPTORS,
+  SINGLE_COPIES,
+  PAGEABLE_COPIES,
+  EVENTS_MADE,
+  EVENTS_RECORDED,
+  HOST_ALLOCATIONS,
+  DEVICE_ALLOCATIONS,
+  REGISTRATIONS,
+  UNREGISTRATIONS,
+  STREAMS,
+  COUNTERS,
+};
+void count(Counter counter, long by = 1);
+
+/// Notes what a correct program never does; the tests read the list.
+void violation(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+struct Done {
+  void set();
+  void wait();
+  bool happened();
+  double at = 0;  // seconds; read after it has happened
+
+ private:
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+};
+
+struct Event {
+  std::shared_ptr<Done> recorded;
+  bool timed = false;
+};
+
+struct Graph {
+  std::vector<Work> work;
+};
+
+class Stream {
+ public:
+  explicit Stream(int device);
+  void push(Work work);
+  void finish();
+  bool idle();
+  const int device;
+  std::shared_ptr<Graph> capturing;  // while set, work goes into the graph instead
+
+ private:
+  void run();
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Work> queue;
+  bool running = false;
+};
+
+int device_count();
+int& current_device();
+/// Makes the primary context of a device, as the first use of it does. Notes the thread that did.
+void need_context(int device, const char* function);
+bool has_context(int device);
+
+Stream* new_stream();
+/// The stream of a handle; the current device's default stream for the handles of the default streams.
+Stream* stream_of(void* handle);
+void finish_device(int device);
+bool capturing_anywhere();
+void captures(int by);
+
+cudaError_t allocate_device(void** pointer, size_t size);
+cudaError_t free_device(void* pointer);
+cudaError_t allocate_host(void** pointer, size_t size);
+cudaError_t free_host(void* pointer);
+cudaError_t register_host(void* pointer, size_t size);
+cudaError_t unregister_host(void* pointer);
+cudaMemoryType type_of(const void* pointer);
+/// Queues a copy under the driver's rules.
+cudaError_t copy(void* destination, const void* source, size_t size, void* stream);
+
+}  // namespace fake

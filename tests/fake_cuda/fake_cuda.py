@@ -1,0 +1,187 @@
+"""A CUDA without a GPU, for PyTorch's own CUDA build: compiled here, loaded before everything else of a process.
+
+See docs/testing.md for what it can show, and `fake.h` for how it works. In the process that has it, `Fake` reads what
+was counted, and `run_kernels` makes the two kernels that undercroft needs do their work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+BUILT = HERE.parents[1] / ".run" / "fake_cuda"
+NAME = "libcuda.so.1"
+COUNTERS = (
+    "launches",
+    "batches",
+    "descriptors",
+    "single_copies",
+    "pageable_copies",
+    "events_recorded",
+    "host_allocations",
+    "device_allocations",
+    "registrations",
+    "unregistrations",
+    "streams",
+)
+
+
+def missing() -> str | None:
+    """What this machine lacks for the fake; None if nothing."""
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is no CUDA build"
+    if _headers() is None:
+        return "no wheel of this environment brings cuda.h"
+    if shutil.which("g++") is None:
+        return "there is no g++"
+    return None
+
+
+def environment(devices: int = 2, own_device: int | None = None) -> dict[str, str]:
+    """The environment of a process that believes in so many GPUs. A context on another one than its own is noted."""
+    environment = {**os.environ, "LD_PRELOAD": str(_library()), "FAKE_CUDA_DEVICES": str(devices)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if own_device is not None:
+        environment["FAKE_CUDA_OWN_DEVICE"] = str(own_device)
+    return environment
+
+
+def is_loaded() -> bool:
+    """Whether this process was started with it."""
+    return NAME in os.environ.get("LD_PRELOAD", "")
+
+
+def _headers() -> Path | None:
+    nvidia = importlib.util.find_spec("nvidia")
+    places = nvidia.submodule_search_locations if nvidia is not None else None
+    found = [header.parent for place in places or () for header in Path(place).glob("*/include/cuda.h")]
+    return found[0] if found else None
+
+
+def _library() -> Path:
+    sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.c"), *HERE.rglob("*.h")])
+    headers = _headers()
+    assert headers is not None, missing()
+    digest = hashlib.sha256(b"".join([str(headers).encode(), *(source.read_bytes() for source in sources)]))
+    directory = BUILT / digest.hexdigest()[:16]
+    library = directory / NAME
+    if not library.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        making = directory / str(os.getpid())
+        cpp = [str(source) for source in sources if source.suffix == ".cpp"]
+        options = ["-O1", "-fPIC", "-fvisibility=hidden"]
+        subprocess.run(["gcc", *options, "-c", str(HERE / "unused.c"), "-o", f"{making}.o"], check=True)
+        command = ["g++", "-std=c++17", *options, "-shared", f"-I{HERE}", f"-I{headers}", *cpp, f"{making}.o"]
+        subprocess.run([*command, "-o", str(making), f"-Wl,-soname,{NAME}", "-ldl", "-lpthread"], check=True)
+        making.rename(library)  # several processes may build at once
+    return library
+
+
+class Fake:
+    """What the fake of this process has counted."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(NAME)
+        self._library.fake_count.restype = ctypes.c_long
+        self._library.fake_count.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        self._library.fake_violations.restype = ctypes.c_long
+        self._library.fake_violations.argtypes = [ctypes.c_char_p, ctypes.c_long]
+        self._library.fake_kernels.argtypes = [ctypes.c_char_p, ctypes.c_long]
+
+    def counts(self, *, here: bool = False) -> dict[str, int]:
+        """Everything counted so far, by the process or by the calling thread alone."""
+        return {name: self._library.fake_count(name.encode(), int(here)) for name in COUNTERS}
+
+    def during(self, call: Callable[[], Any], *, here: bool = False) -> dict[str, int]:
+        """What was counted during a call, without what was not."""
+        before = self.counts(here=here)
+        call()
+        return {name: now - before[name] for name, now in self.counts(here=here).items() if now != before[name]}
+
+    def violations(self) -> list[str]:
+        """What no correct program does, and this one did."""
+        text = ctypes.create_string_buffer(1 << 16)
+        self._library.fake_violations(text, len(text))
+        return text.value.decode().splitlines()
+
+    def forget_violations(self) -> None:
+        """Start anew."""
+        self._library.fake_forget_violations()
+
+    def kernels(self) -> list[str]:
+        """The mangled names of all kernels launched since the last call, each once."""
+        text = ctypes.create_string_buffer(1 << 20)
+        self._library.fake_kernels(text, len(text))
+        return text.value.decode().splitlines()
+
+    def registered_ranges(self) -> int:
+        """How many ranges of host memory are registered."""
+        return int(self._library.fake_registered_ranges())
+
+    def has_context(self, device: int) -> bool:
+        """Whether this process has a context on a device."""
+        return bool(self._library.fake_has_context(device))
+
+    def copies_at(self, bytes_per_second: float) -> None:
+        """How fast each stream copies from now on; 0: as fast as the machine. Below 0: nothing is moved at all."""
+        self._library.fake_copies_at(ctypes.c_double(bytes_per_second))
+
+
+def run_kernels() -> Any:
+    """Let the kernels of a gather and of a scatter move bytes, in their stream's order; PyTorch still launches them.
+
+    The effect lasts as long as what is returned.
+    """
+    aten = torch.library.Library("aten", "IMPL")
+    for name, effect in (("index_select.out", _gather), ("index_copy_", _scatter)):
+        aten.impl(
+            name, _with(torch.library.get_kernel(f"aten::{name}", "CUDA"), name, effect), "CUDA", with_keyset=True
+        )
+    return aten
+
+
+def _with(kernel: Any, name: str, effect: Callable[..., None]) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def call(keys: Any, *arguments: Any, **named: Any) -> Any:
+        kernel.call_boxed(keys, *arguments, **named)
+        effect(*arguments, **named)
+        return named.get("out", arguments[0])
+
+    assert operator is not None
+    return call
+
+
+def _gather(pages: torch.Tensor, dimension: int, ids: torch.Tensor, *, out: torch.Tensor) -> None:
+    assert dimension == 0
+    _rows(out, pages, ids, scatter=False)
+
+
+def _scatter(pages: torch.Tensor, dimension: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    assert dimension == 0
+    _rows(rows, pages, ids, scatter=True)
+
+
+def _rows(rows: torch.Tensor, pages: torch.Tensor, ids: torch.Tensor, *, scatter: bool) -> None:
+    """Rows may have a second dimension of runs that lie apart."""
+    if rows.ndim == 3:
+        for run in range(rows.shape[1]):
+            _rows(rows[:, run], pages[:, run], ids, scatter=scatter)
+        return
+    assert rows.stride(1) == pages.stride(1) == 1
+    width = rows.element_size()
+    stream = torch.cuda.current_stream(rows.device).cuda_stream
+    pointers = (ctypes.c_void_p(value) for value in (stream, rows.data_ptr(), pages.data_ptr(), ids.data_ptr()))
+    sizes = (ids.numel(), rows.shape[1] * width, rows.stride(0) * width, pages.stride(0) * width)
+    ctypes.CDLL(NAME).fake_rows(*pointers, *(ctypes.c_long(size) for size in sizes), int(scatter))

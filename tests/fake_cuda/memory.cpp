@@ -1,0 +1,165 @@
+// Device memory, page-locked host memory, and the rules for copies between them.
+#include "fake.h"
+
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <map>
+
+namespace fake {
+namespace {
+
+/// Ranges by their first byte.
+using Ranges = std::map<uintptr_t, size_t>;
+auto& mutex = *new std::mutex;
+auto& on_device = *new Ranges;
+auto& allocated = *new Ranges;
+auto& registered = *new Ranges;
+
+bool holds(const Ranges& ranges, uintptr_t begin, size_t size) {
+  auto next = ranges.upper_bound(begin);
+  if (next == ranges.begin()) return false;
+  --next;
+  return begin + size <= next->first + next->second;
+}
+
+bool touches(const Ranges& ranges, uintptr_t begin, size_t size) {
+  auto next = ranges.upper_bound(begin + size - 1);
+  if (next == ranges.begin()) return false;
+  --next;
+  return next->first + next->second > begin;
+}
+
+cudaError_t allocate(Ranges& ranges, void** pointer, size_t size) {
+  // Not reserved: a KV cache of 40 GiB takes the pages that are written.
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return cudaErrorMemoryAllocation;
+  std::lock_guard<std::mutex> held(mutex);
+  ranges[reinterpret_cast<uintptr_t>(memory)] = size;
+  *pointer = memory;
+  return cudaSuccess;
+}
+
+cudaError_t release(Ranges& ranges, void* pointer) {
+  if (!pointer) return cudaSuccess;
+  std::lock_guard<std::mutex> held(mutex);
+  auto range = ranges.find(reinterpret_cast<uintptr_t>(pointer));
+  if (range == ranges.end()) return cudaErrorInvalidValue;
+  munmap(pointer, range->second);
+  ranges.erase(range);
+  return cudaSuccess;
+}
+
+enum class Side { DIRECT, PAGEABLE, REFUSED };
+
+Side side(const void* pointer, size_t size) {
+  const auto begin = reinterpret_cast<uintptr_t>(pointer);
+  std::lock_guard<std::mutex> held(mutex);
+  if (holds(on_device, begin, size) || holds(allocated, begin, size) || holds(registered, begin, size))
+    return Side::DIRECT;
+  if (touches(on_device, begin, size) || touches(allocated, begin, size) || touches(registered, begin, size))
+    return Side::REFUSED;
+  return Side::PAGEABLE;
+}
+
+/// Memory may have gone by the time that the stream comes to a copy: the device would fail, and so does the test.
+bool still_there(const void* pointer, size_t size, Side was) {
+  return was == Side::PAGEABLE || side(pointer, size) == Side::DIRECT;
+}
+
+/// Bytes a second of each stream; 0: as fast as they can be moved; below 0: nothing is moved.
+std::atomic<double> speed{0};
+
+void move(void* destination, const void* source, size_t size) {
+  if (speed < 0) return;
+  memcpy(destination, source, size);
+  if (speed > 0) usleep(size / speed * 1e6);
+}
+
+}  // namespace
+
+cudaError_t allocate_device(void** pointer, size_t size) {
+  count(DEVICE_ALLOCATIONS);
+  return allocate(on_device, pointer, size);
+}
+
+cudaError_t free_device(void* pointer) {
+  finish_device(current_device());
+  return release(on_device, pointer);
+}
+
+cudaError_t allocate_host(void** pointer, size_t size) {
+  count(HOST_ALLOCATIONS);
+  return allocate(allocated, pointer, size);
+}
+
+cudaError_t free_host(void* pointer) { return release(allocated, pointer); }
+
+cudaError_t register_host(void* pointer, size_t size) {
+  count(REGISTRATIONS);
+  if (capturing_anywhere()) {
+    violation("cudaHostRegister while a stream is captured");
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(pointer);
+  std::lock_guard<std::mutex> held(mutex);
+  if (touches(registered, begin, size)) return cudaErrorHostMemoryAlreadyRegistered;
+  registered[begin] = size;
+  return cudaSuccess;
+}
+
+cudaError_t unregister_host(void* pointer) {
+  count(UNREGISTRATIONS);
+  std::lock_guard<std::mutex> held(mutex);
+  return registered.erase(reinterpret_cast<uintptr_t>(pointer)) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
+
+cudaMemoryType type_of(const void* pointer) {
+  const auto begin = reinterpret_cast<uintptr_t>(pointer);
+  std::lock_guard<std::mutex> held(mutex);
+  if (holds(on_device, begin, 1)) return cudaMemoryTypeDevice;
+  if (holds(allocated, begin, 1) || holds(registered, begin, 1)) return cudaMemoryTypeHost;
+  return cudaMemoryTypeUnregistered;
+}
+
+cudaError_t copy(void* destination, const void* source, size_t size, void* handle) {
+  if (!size) return cudaSuccess;
+  const Side to = side(destination, size), from = side(source, size);
+  if (to == Side::REFUSED || from == Side::REFUSED) {
+    violation("a copy of %zu bytes from %p to %p reaches over the end of memory or of a registration", size, source,
+              destination);
+    return cudaErrorInvalidValue;
+  }
+  auto* stream = stream_of(handle);
+  stream->push([=] {
+    if (still_there(destination, size, to) && still_there(source, size, from))
+      move(destination, source, size);
+    else
+      violation("a copy of %zu bytes from %p to %p ran after its memory had gone", size, source, destination);
+  });
+  if (to == Side::PAGEABLE || from == Side::PAGEABLE) {
+    count(PAGEABLE_COPIES);
+    stream->finish();  // as the driver, which blocks the caller
+  }
+  return cudaSuccess;
+}
+
+}  // namespace fake
+
+EXPORT long fake_registered_ranges() {
+  std::lock_guard<std::mutex> held(fake::mutex);
+  return fake::registered.size();
+}
+/// Copies whole rows in a stream's order: rows[i] = pages[ids[i]], or the other way round.
+EXPORT void fake_rows(void* stream, char* rows, char* pages, const int64_t* ids, long count, long size, long row_step,
+                      long page_step, int scatter) {
+  fake::stream_of(stream)->push([=] {
+    for (long i = 0; i < count; i++) {
+      char *row = rows + i * row_step, *page = pages + ids[i] * page_step;
+      memcpy(scatter ? page : row, scatter ? row : page, size);
+    }
+  });
+}
+EXPORT void fake_copies_at(double bytes_per_second) { fake::speed = bytes_per_second; }
