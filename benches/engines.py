@@ -70,6 +70,14 @@ class Runner:
             engine.close()
 
 
+def with_faults() -> None:
+    """Let the disks of the engines that follow be made slow (`_core.Engine.limit_reads`)."""
+    from undercroft import engine
+
+    options_of = engine.engine_options
+    engine.engine_options = lambda *args, **kwargs: options_of(*args, **kwargs) | {"inject_faults": True}
+
+
 Ask = Callable[[Runner, int], FirstToken]
 """One measurement with a runner, given the number of the round."""
 

@@ -57,18 +57,24 @@ def installed_package() -> Path:
     return package
 
 
+def download(version: str, target: Path, purpose: str) -> Path:
+    """The wheel of a vLLM for CUDA, put into a folder."""
+    print(f"Downloading the wheel of vllm {version} (about 340 MB), for {purpose}", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    subprocess.run([*command, "--dest", str(target), f"vllm=={version}"], check=True)
+    [wheel] = target.glob("*.whl")
+    return wheel
+
+
 def make(version: str, target: Path) -> None:
     """Put the overlay together next to its final place, and move it there once it is whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        new, wheels = Path(scratch, "overlay"), Path(scratch, "wheel")
-        print(f"Downloading the wheel of vllm {version} (about 340 MB), for its Python files", file=sys.stderr)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "--dest", str(wheels), f"vllm=={version}"], check=True)
+        new = Path(scratch, "overlay")
+        wheel = download(version, Path(scratch, "wheel"), "its Python files")
         shutil.copytree(
             installed_package(), new / "vllm", ignore=shutil.ignore_patterns("*.py", "__pycache__"), symlinks=True
         )
-        [wheel] = wheels.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
             archive.extractall(new, members)

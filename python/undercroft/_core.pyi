@@ -165,10 +165,10 @@ class Engine:
 
         ``server`` ("unix:///path"), ``server_timeout_ms``, ``lookup_spin_us``, ``host_memory`` (bytes), ``disks`` (list
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``io_engine``,
-        ``io_depth``, ``min_load_tokens``, ``eviction_policy``, ``disk_admission``, ``disk_write_rate`` (bytes per
-        second), ``verify_host``, ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and
-        ``share`` (if a directory is in use by another engine of this user, use that one, and take the directories over
-        when it ends).
+        ``io_depth``, ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
+        ``disk_write_rate`` (bytes per second), ``verify_host``, ``inject_faults`` (see `limit_reads`),
+        ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
+        directory is in use by another engine of this user, use that one, and take the directories over when it ends).
         With ``server`` the engine's own options mean nothing.
 
         Raises ConfigError, StoreError.
@@ -229,6 +229,12 @@ class Engine:
         Returns whether that is so. Of another process's engine nothing is waited for.
         """
 
+    def limit_reads(self, bytes_per_s: float | None = None) -> bool:
+        """For benchmarks: let reads from the disks end at a rate, not at all if that is 0, or as they come.
+
+        False unless the engine is this process's and was opened with ``inject_faults``.
+        """
+
     def close(self) -> None:
         """End the session with a server; finish writes under way (bounded), stop the threads and release the
         directories of an engine of this process. Idempotent."""
@@ -264,14 +270,18 @@ class Session:
         max_tokens: int | None = None,
         wait_ms: tuple[float, float] | None = None,
         min_tokens: int = 0,
+        planned: bool = False,
+        queued_tokens: int = 0,
     ) -> Lookup:
         """How much of a prompt is cached. Starts to promote the payloads that are on disk only.
 
         ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched.
         ``max_tokens``: the deepest boundary of use. ``min_tokens``: the least: where no hit can end there or beyond,
         nothing is promoted, and `Lookup.shared_tokens` is where the deepest hit would end. ``wait_ms``: (base, per
-        1,000 tokens) after which the answer is the hit in host memory; None waits for all. The payloads of a hit stay
-        in the arena until the request's next lookup, its load, or its end.
+        1,000 tokens) after which the answer is the hit in host memory; without it ``planned`` loads what takes less
+        time to load than to compute, else all is waited for. ``queued_tokens``: tokens of requests that came before
+        and are not computed. The payloads of a hit stay in the arena until the request's next lookup, its load, or its
+        end.
         """
 
     def prefetch(
@@ -282,6 +292,8 @@ class Session:
         max_tokens: int | None = None,
         wait_ms: tuple[float, float] | None = None,
         min_tokens: int = 0,
+        planned: bool = False,
+        queued_tokens: int = 0,
     ) -> int:
         """As `lookup`, but the scheduler does not wait for the answer yet: reads for others go before its reads.
 
@@ -330,6 +342,9 @@ class Session:
 
     def finish_request(self, request_id: str) -> None:
         """The request has finished or was aborted. Loads and saves under way go on."""
+
+    def report_steps(self, steps: Sequence[tuple[int, int, int, float]]) -> None:
+        """Steps that the vLLM has run, for the planner: prompt tokens, the sum of their positions, decodes, seconds."""
 
     def reset(self, timeout_s: float = 10.0) -> bool:
         """Drop everything of this namespace, durably. False if that could not be made durable in time."""
@@ -399,8 +414,11 @@ class Copier:
     """
 
     def __new__(cls, arena: Arena, threads: int = 1) -> Copier: ...
-    def submit(self, job_id: int, to_arena: bool, addresses: bytes, offsets: bytes, sizes: bytes) -> None:
-        """Queue copies: little-endian int64 arrays of device addresses, arena offsets and sizes in bytes.
+    def submit(
+        self, to_arena: bool, jobs: list[tuple[int, int]], addresses: bytes, offsets: bytes, sizes: bytes
+    ) -> None:
+        """Queue jobs, all of them or none: of each its number and how many of the pieces are its own. The pieces are
+        little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
 
         The memory at the addresses must stay valid, and untouched by others, until the job is returned by `poll`. A
         range outside the arena raises UndercroftError and queues nothing.
@@ -415,6 +433,24 @@ class Copier:
 
     def drain(self) -> None:
         """Wait until every queued job has ended (GIL released)."""
+
+@final
+class Replay:
+    """The engine's index, slots and policies, to replay a trace on. Nothing is stored."""
+
+    def __new__(
+        cls, host_blocks: int, disk_blocks: int = 0, leafhd: bool = False, second_touch: bool = False
+    ) -> Replay:
+        """An empty engine; capacities in blocks, 0 disk blocks for none. Raises ConfigError."""
+
+    def request(self, prompt: int, blocks: list[int]) -> tuple[int, int]:
+        """Serve a request: look up the first ``prompt`` of its blocks, then save all. A block's number, below 2**64,
+        stands for its content and all before it. Returns the blocks found in host memory and those found on disk.
+        """
+
+    @property
+    def disk_writes(self) -> int:
+        """Blocks written to disk so far."""
 
 def available_memory() -> int:
     """Bytes of memory that this process may still take: what the kernel estimates, or what the limit of its control

@@ -25,12 +25,14 @@ EXTRA_CONFIG = "kv_connector_extra_config"
 class PromotionWait:
     """How long a lookup waits for blocks that are on disk only.
 
-    ``base_ms`` None means until all are in host memory, otherwise the wait ends after ``base_ms`` +
+    ``planned``: as long as loading takes less time than computing, by measurement. Otherwise ``base_ms`` None means
+    until all are in host memory, else the wait ends after ``base_ms`` +
     ``per_1k_tokens_ms`` for each 1,000 tokens that are looked up; (0, 0) takes only what host memory holds at once.
     """
 
     base_ms: float | None = None
     per_1k_tokens_ms: float = 0.0
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,10 @@ def _number(low: float, high: float) -> Callable[[Any], float]:
     return parse
 
 
+def _or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else parse(value)
+
+
 def _bool(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{type(value).__name__} instead of true or false")
@@ -146,6 +152,8 @@ def _server(value: Any) -> str:
 
 
 def _promotion_wait(value: Any) -> PromotionWait:
+    if value == "planned":
+        return PromotionWait(planned=True)
     if value == "complete":
         return PromotionWait()
     if value == "best_effort":
@@ -162,7 +170,7 @@ def _promotion_wait(value: Any) -> PromotionWait:
             numbers[key] = _number(0, 3_600_000)(value.get(key, 0))
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
-    return PromotionWait(**numbers)
+    return PromotionWait(numbers["base_ms"], numbers["per_1k_tokens_ms"])
 
 
 def _text_bool(text: str) -> bool:
@@ -242,11 +250,16 @@ class UndercroftConfig:
         "between, every so many tokens; 0: not between. States are saved wherever vLLM keeps them.",
         _integer(0, 10_000_000), _text_number,
     )]
-    min_load_tokens: Annotated[int, Option(
-        "number", 64, "0 to 1000000",
-        "A hit that gains fewer tokens over what the device holds is not loaded: a load takes one engine step more "
-        "than computing. 64 suits an idle engine; for a busy one, step time times prompt tokens a second.",
-        _integer(0, 1_000_000), _text_number, "session",
+    min_load_tokens: Annotated[int | None, Option(
+        "number", None, "0 to 1000000",
+        "A hit that gains fewer tokens over what the device holds is not loaded. By default the planner decides by "
+        "what it has measured, and by 64 tokens before that.",
+        _or_none(_integer(0, 1_000_000)), _text_number, "session",
+    )]
+    load_margin: Annotated[float, Option(
+        "number", 0.25, "0 to 10",
+        "Part of the time of computing that a planned wait may take although less than a proportional part has come.",
+        _number(0, 10), _text_number, "engine",
     )]
     lookup: Annotated[str, Option(
         "text", "async", '"async" or "blocking"',
@@ -259,9 +272,10 @@ class UndercroftConfig:
         _number(0, 60_000), _text_number,
     )]
     promotion_wait: Annotated[PromotionWait, Option(
-        "text or object", "complete",
-        '"complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
-        "How long a lookup waits for blocks on disk: for all, not at all, or a time that grows with the prompt.",
+        "text or object", "planned",
+        '"planned", "complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
+        "How long a lookup waits for blocks on disk: as long as loading takes less time than computing, for all, not "
+        "at all, or a time that grows with the prompt.",
         _promotion_wait, _text_object,
     )]
     promotion_memory: Annotated[Amount, Option(
@@ -334,6 +348,12 @@ class UndercroftConfig:
         "text", "", "any text",
         "Stands for the weights, which are not looked at then: you vouch that it changes when they do.",
         _text, str,
+    )]
+    record: Annotated[str, Option(
+        "path", "", "a file, which is appended to up to 1 GiB",
+        "Write a line for each request (time, numbers of tokens, renumbered block hashes, no text), for "
+        "`undercroft estimate`. Of several data-parallel ranks each appends its number to the name.",
+        _directory, str,
     )]
     server: Annotated[str, Option(
         "text", "", '"unix:///path" of a running `undercroft serve`',
@@ -434,7 +454,7 @@ def option_table() -> str:
     """The options as a Markdown table, for the README."""
     lines = ["| option | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
     for option in OPTIONS:
-        default = "none" if option.default in ("", []) else json.dumps(option.default)
+        default = "none" if option.default in ("", [], None) else json.dumps(option.default)
         lines.append(f"| `{option.name}` | {option.type} | `{default}` | {option.allowed} | {option.help} |")
     return "\n".join(lines) + "\n"
 

@@ -105,6 +105,37 @@ METRICS: tuple[Metric, ...] = (
          "disk_degraded"),
     _one("load_failures", "counter", "Failed loads. Their requests computed the tokens.", "failed_loads"),
     _one("save_failures", "counter", "Failed saves. Their blocks were dropped."),
+    Metric(
+        "plans", "counter", "Decisions to load or to compute, by their reason.", ("decision", "reason"),
+        {
+            f"plans_{decision}_{reason}": (decision, reason)
+            for decision, reasons in (
+                ("load", ("faster", "unknown", "measure", "other_way")),
+                ("compute", ("faster", "small", "other_way")),
+                ("stopped", ("rest", "guarantee")),
+            )
+            for reason in reasons
+        },
+    ),
+    Metric("tokens_not_loaded", "counter", "Cached tokens that were computed, by the reason.", ("reason",),
+           {f"tokens_not_loaded_{why}": (why,) for why in ("disk", "small", "other_way", "rest", "guarantee")}),
+    Metric("plan_predicted_time_seconds", "counter", "Predicted times of loads that have ended, by tier.", ("tier",),
+           {f"plan_predicted_{tier}_seconds": (tier,) for tier in _TIERS}),
+    Metric("plan_actual_time_seconds", "counter", "Actual times of the same loads.", ("tier",),
+           {f"plan_actual_{tier}_seconds": (tier,) for tier in _TIERS}),
+    Metric("plan_error_time_seconds", "counter",
+           "Sum of the differences of both. Divided by the actual times, it is the error of the predictions.",
+           ("tier",),
+           {f"plan_error_{tier}_seconds": (tier,) for tier in _TIERS}),
+    _one("saved_time_seconds", "counter", "Predicted time of computing, less the actual time of the loads instead.",
+         "plan_saved_seconds"),
+    Metric("learned_bytes_per_second", "gauge", "Learned rate of reads from disk, and of loads from host memory.",
+           ("tier",), {"plan_copy_bytes_per_s": ("host",), "plan_disk_bytes_per_s": ("disk",)}),
+    Metric("learned_latency_seconds", "gauge", "Learned time of a read or a load beside its bytes.", ("tier",),
+           {"plan_copy_latency_seconds": ("host",), "plan_disk_latency_seconds": ("disk",)}),
+    Metric("learned_prefill_tokens_per_second", "gauge", "Learned rate of computing, by the position in the prompt.",
+           ("position",), {"plan_prefill_tokens_per_s": ("0",), "plan_prefill_tokens_per_s_32k": ("32768",)}),
+    _one("bytes_per_token", "gauge", "Bytes of a token in the tiers.", "plan_bytes_per_token"),
     Metric("rejected_requests", "counter", "Requests rejected by the hit threshold, by the source of the threshold.",
            ("source",), {"rejected_request": ("request",), "rejected_global": ("global",)}),
     _one("hook_errors", "counter", "Errors caught in the connector's hooks."),

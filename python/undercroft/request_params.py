@@ -34,7 +34,9 @@ class LookupParams:
     timeout_s: float
     """Longest wait of a blocking lookup."""
     wait_ms: tuple[float, float] | None
-    """Longest wait for the disk: a base and an addition for every 1,000 tokens; None: no limit."""
+    """Longest wait for the disk: a base and an addition for every 1,000 tokens; None: no limit of time."""
+    planned: bool = False
+    """Without a limit of time: load what takes less time to load than to compute, and wait no longer."""
 
     def at_once(self) -> LookupParams:
         """The same without any wait: the hit ends with the part in host memory."""
@@ -54,6 +56,7 @@ def of_request(kv_transfer_params: Any, config: UndercroftConfig) -> LookupParam
         blocking=given.get("lookup", config.lookup) == "blocking",
         timeout_s=given.get("lookup_timeout_ms", config.lookup_timeout_ms) / 1e3,
         wait_ms=None if wait.base_ms is None else (wait.base_ms, wait.per_1k_tokens_ms),
+        planned=wait.planned,
     )
 
 

@@ -136,6 +136,10 @@ class Fake:
         """How fast each stream copies from now on; 0: as fast as the machine. Below 0: nothing is moved at all."""
         self._library.fake_copies_at(ctypes.c_double(bytes_per_second))
 
+    def unregisters_in(self, seconds: float) -> None:
+        """How long the driver takes to unregister a range."""
+        self._library.fake_unregisters_in(ctypes.c_double(seconds))
+
 
 def run_kernels() -> Any:
     """Let the kernels of a gather and of a scatter move bytes, in their stream's order; PyTorch still launches them.

@@ -72,10 +72,12 @@ bool still_there(const void* pointer, size_t size, Side was) {
 /// Bytes a second of each stream; 0: as fast as they can be moved; below 0: nothing is moved.
 std::atomic<double> speed{0};
 
+std::atomic<double> unregister_seconds{0};
+
 void move(void* destination, const void* source, size_t size) {
-  if (speed < 0) return;
-  memcpy(destination, source, size);
-  if (speed > 0) usleep(size / speed * 1e6);
+  const double now = speed;
+  if (now >= 0) memcpy(destination, source, size);
+  if (now > 0) usleep(size / now * 1e6);
 }
 
 }  // namespace
@@ -112,6 +114,7 @@ cudaError_t register_host(void* pointer, size_t size) {
 
 cudaError_t unregister_host(void* pointer) {
   count(UNREGISTRATIONS);
+  usleep(unregister_seconds * 1e6);
   std::lock_guard<std::mutex> held(mutex);
   return registered.erase(reinterpret_cast<uintptr_t>(pointer)) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
 }
@@ -162,4 +165,5 @@ EXPORT void fake_rows(void* stream, char* rows, char* pages, const int64_t* ids,
     }
   });
 }
+EXPORT void fake_unregisters_in(double seconds) { fake::unregister_seconds = seconds; }
 EXPORT void fake_copies_at(double bytes_per_second) { fake::speed = bytes_per_second; }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,11 @@ import torch
 
 from copy_workload import Workload
 from undercroft._core import Arena
+from undercroft.device.api import Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier
 from undercroft.device.cuda_streams import CudaStreams, pin
 from undercroft.device.factory import make_copier
+from undercroft.device.lane import Lanes
 from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy
 from undercroft.device.memcpy import BatchedCopy, DriverBatch, DriverLoop, VllmCopy, driver_copy
 from undercroft.device.pinning import ArenaPinner
@@ -66,7 +68,23 @@ def driver() -> BatchedCopy:
     return driver_copy(ctypes.CDLL("libcuda.so.1"))
 
 
-def pinned(device: torch.device, arena: Arena) -> ArenaPinner:
+@pytest.fixture
+def pinned(device: torch.device) -> Iterator[Callable[[Arena], ArenaPinner]]:
+    """Pins arenas for as long as the test runs."""
+    pinners: list[tuple[ArenaPinner, Arena]] = []
+
+    def pinned(arena: Arena) -> ArenaPinner:
+        pinner = pin_whole(device, arena)
+        pinners.append((pinner, arena))
+        return pinner
+
+    yield pinned
+    torch.cuda.synchronize()
+    for pinner, _ in pinners:
+        pinner.close()
+
+
+def pin_whole(device: torch.device, arena: Arena) -> ArenaPinner:
     pinner = pin(device, arena)
     assert pinner.wait(60)
     assert pinner.pinned_bytes == arena.size
@@ -77,7 +95,7 @@ def work(
     streams: CudaStreams, device: torch.device, seed: int, layout: str, pinner: Any, arena: Arena, **more: Any
 ) -> None:
     cache: SyntheticCache = synthetic_cache(PAGE, 17, LAYERS, layout, device)
-    copier = CudaCopier(cache.layout, arena, 0, streams, pinner, staging_bytes=2 * PAGE * LAYERS, **more)
+    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(streams, 2 * PAGE * LAYERS), pinner, **more)
 
     def enqueue(what: Callable[[], None]) -> None:
         torch.cuda._sleep(SPIN)
@@ -105,10 +123,12 @@ def work(
 
 
 @pytest.mark.parametrize(("layout", "strategy"), list(itertools.product(SUPPORTED_LAYOUTS, STRATEGIES)))
-def test_bytes_are_right_on_slow_streams(device: torch.device, layout: str, strategy: str) -> None:
+def test_bytes_are_right_on_slow_streams(
+    device: torch.device, layout: str, strategy: str, pinned: Callable[[Arena], ArenaPinner]
+) -> None:
     for seed in SEEDS:
         arena = Arena.create(ARENA)
-        work(SlowStreams(device), device, seed, layout, pinned(device, arena), arena, strategy=strategy)
+        work(SlowStreams(device), device, seed, layout, pinned(arena), arena, strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", ["direct", "gather"])
@@ -120,11 +140,13 @@ def test_bytes_are_right_in_memory_that_is_not_pinned(device: torch.device, stra
 
 @pytest.mark.parametrize("broken", [WithoutWaits, EventsTooEarly])
 @pytest.mark.parametrize("strategy", ["direct", "gather"])
-def test_a_missing_dependency_is_found(device: torch.device, broken: type[SlowStreams], strategy: str) -> None:
+def test_a_missing_dependency_is_found(
+    device: torch.device, broken: type[SlowStreams], strategy: str, pinned: Callable[[Arena], ArenaPinner]
+) -> None:
     with pytest.raises(AssertionError, match="wrong bytes"):
         for seed in SEEDS:
             arena = Arena.create(ARENA)
-            work(broken(device), device, seed, "LBHNC", pinned(device, arena), arena, strategy=strategy)
+            work(broken(device), device, seed, "LBHNC", pinned(arena), arena, strategy=strategy)
 
 
 def test_the_driver_copies_in_batches() -> None:
@@ -133,7 +155,7 @@ def test_the_driver_copies_in_batches() -> None:
 
 
 @pytest.mark.parametrize("name", ["batch", "loop", "vllm"])
-def test_every_way_to_copy_a_batch(device: torch.device, name: str) -> None:
+def test_every_way_to_copy_a_batch(device: torch.device, name: str, pinned: Callable[[Arena], ArenaPinner]) -> None:
     torch.cuda.init()
     if name == "vllm":
         pytest.importorskip("vllm._custom_ops", reason="needs vLLM")
@@ -151,36 +173,36 @@ def test_every_way_to_copy_a_batch(device: torch.device, name: str) -> None:
             single.restype = ctypes.c_uint
             copy = DriverLoop(single)
     arena = Arena.create(ARENA)
-    work(CudaStreams(device, copy), device, 1, "LBNHC", pinned(device, arena), arena)
+    work(CudaStreams(device, copy), device, 1, "LBNHC", pinned(arena), arena)
 
 
-def test_inside_and_outside_of_inference_mode(device: torch.device) -> None:
+def test_inside_and_outside_of_inference_mode(device: torch.device, pinned: Callable[[Arena], ArenaPinner]) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 9, LAYERS, "LBHNC", device)
-    copier = CudaCopier(cache.layout, arena, 0, CudaStreams(device), pinned(device, arena), strategy="gather")
+    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena), strategy="gather")
     for pages in cache.pages:
         pages[3].copy_(torch.randint(-128, 128, (PAGE,), dtype=torch.int8))
     expected = [pages[3].cpu() for pages in cache.pages]
     job = [GroupCopy(0, np.array([3]), np.array([0]))]
     with torch.inference_mode():
-        copier.submit(1, True, job)
-    copier.submit(2, True, job)
+        copier.submit(True, [Job(1, job)])
+    copier.submit(True, [Job(2, job)])
     copier.drain()
     for pages in cache.pages:
         pages[3].copy_(torch.zeros(PAGE, dtype=torch.int8))
     with torch.inference_mode():
-        copier.submit(3, False, job)
-    copier.submit(4, False, job)
+        copier.submit(False, [Job(3, job)])
+    copier.submit(False, [Job(4, job)])
     copier.drain()
     assert all(ended.ok for ended in copier.poll())
     assert all(torch.equal(pages[3].cpu(), was) for pages, was in zip(cache.pages, expected, strict=True))
     copier.close()
 
 
-def test_copies_beside_the_replay_of_a_graph(device: torch.device) -> None:
+def test_copies_beside_the_replay_of_a_graph(device: torch.device, pinned: Callable[[Arena], ArenaPinner]) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 9, LAYERS, "BLHNC", device)
-    copier = CudaCopier(cache.layout, arena, 0, CudaStreams(device), pinned(device, arena))
+    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena))
     content = torch.zeros(PAGE, dtype=torch.int8, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -190,27 +212,27 @@ def test_copies_beside_the_replay_of_a_graph(device: torch.device) -> None:
         torch.cuda._sleep(SPIN)
         content.copy_(torch.full((PAGE,), step, dtype=torch.int8).pin_memory(), non_blocking=True)
         graph.replay()
-        copier.submit(step, True, [GroupCopy(0, np.array([1]), np.array([0]))])
+        copier.submit(True, [Job(step, [GroupCopy(0, np.array([1]), np.array([0]))])])
         copier.drain()
         assert [ended.ticket for ended in copier.poll()] == [step]
         assert ctypes.string_at(arena.address, PAGE * LAYERS) == bytes([step]) * PAGE * LAYERS
     copier.close()
 
 
-def test_submitting_does_not_wait_for_the_device(device: torch.device) -> None:
+def test_submitting_does_not_wait_for_the_device(device: torch.device, pinned: Callable[[Arena], ArenaPinner]) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
-    copier = CudaCopier(cache.layout, arena, 0, CudaStreams(device), pinned(device, arena))
+    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena))
     job = [GroupCopy(0, np.arange(1, 17), np.arange(16) * SLOT)]
     for ticket in (1, 2):  # brings buffers into being
-        copier.submit(ticket, ticket == 1, job)
+        copier.submit(ticket == 1, [Job(ticket, job)])
     copier.drain()
     copier.poll()
     torch.cuda._sleep(4_000_000_000)
     spinning = torch.cuda.Event()
     spinning.record()
-    copier.submit(3, True, job)
-    copier.submit(4, False, job)
+    copier.submit(True, [Job(3, job)])
+    copier.submit(False, [Job(4, job)])
     assert copier.poll() == []
     assert not spinning.query(), "submit or poll waited for the model's stream"
     copier.close()
@@ -227,4 +249,4 @@ def test_the_device_chooses_the_copier(device: torch.device) -> None:
 def test_pinning_registers_and_lets_go(device: torch.device) -> None:
     arena = Arena.create(ARENA)
     for _ in range(2):  # a second registration of what is still registered would be refused
-        pinned(device, arena).close()
+        pin_whole(device, arena).close()

@@ -15,6 +15,7 @@ import torch
 
 from undercroft._core import Arena
 from undercroft.device.api import DeviceCopier
+from undercroft.device.api import Job as CopyJob
 from undercroft.device.layout import GroupCopy
 from undercroft.device.synthetic import SyntheticCache
 
@@ -73,24 +74,32 @@ class Workload:
         return np.random.default_rng(value).bytes(self.shard)
 
     def compute_and_save(self) -> None:
+        """A step that saves for one request or two."""
+        self._submit([job for _ in range(self.random.randint(1, 2)) if (job := self._save()) is not None])
+
+    def load(self) -> None:
+        """The same with loads."""
+        self._submit([job for _ in range(self.random.randint(1, 2)) if (job := self._load()) is not None])
+
+    def _save(self) -> Job | None:
         count = min(self.random.randint(1, 3), len(self.blocks), len(self.slots))
         if count == 0:
-            return
+            return None
         blocks, slots = self._take(self.blocks, count), self._take(self.slots, count)
         values = [self._number() for _ in blocks]
         for block, value in zip(blocks, values, strict=True):
             self._write(block, self.content(value))
-        self._submit(Job(True, blocks, slots, values))
+        return Job(True, blocks, slots, values)
 
-    def load(self) -> None:
+    def _load(self) -> Job | None:
         count = min(self.random.randint(1, 3), len(self.blocks), len(self.visible))
         if count == 0:
-            return
+            return None
         slots = self.random.sample(sorted(self.visible), count)
         blocks = self._take(self.blocks, count)
         for block in blocks:
             self._write(block, bytes(self.shard))
-        self._submit(Job(False, blocks, slots, [self.visible[slot] for slot in slots]))
+        return Job(False, blocks, slots, [self.visible[slot] for slot in slots])
 
     def cancel(self) -> None:
         loads = [job for job in self.running.values() if not job.saves]
@@ -146,11 +155,14 @@ class Workload:
 
         self.enqueue(write)
 
-    def _submit(self, job: Job) -> None:
-        ticket = self._number()
-        self.running[ticket] = job
-        queued = self.copier.submit(ticket, job.saves, [GroupCopy(0, np.array(job.blocks), np.array(job.slots))])
-        assert queued == len(job.blocks) * self.shard
+    def _submit(self, jobs: list[Job]) -> None:
+        tickets = [self._number() for _ in jobs]
+        self.running.update(zip(tickets, jobs, strict=True))
+        copies = [[GroupCopy(0, np.array(job.blocks), np.array(job.slots))] for job in jobs]
+        if jobs:
+            submitted = [CopyJob(*job) for job in zip(tickets, copies, strict=True)]
+            queued = self.copier.submit(jobs[0].saves, submitted)
+            assert queued == [len(job.blocks) * self.shard for job in jobs]
 
     def _number(self) -> int:
         self.next_number += 1

@@ -69,6 +69,7 @@ class FakeSession:
         self.gone: set[str] = set()
         self.calls: list[tuple] = []
         self.closed = False
+        self.steps: list[tuple] = []
 
     # Test controls
 
@@ -87,6 +88,9 @@ class FakeSession:
         self.disk.clear()
 
     # Interface
+
+    def report_steps(self, steps):
+        self.steps.extend(steps)
 
     def wait(self, request_id, timeout_s):
         self.calls.append(("wait", request_id, timeout_s))
@@ -109,11 +113,11 @@ class FakeSession:
             tokens = end * self.hash_block_size
         return tokens
 
-    def prefetch(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, min_tokens=0):
+    def prefetch(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, min_tokens=0, *plan):
         self.calls.append(("prefetch", request_id, num_computed_tokens, max_tokens))
         return self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms, min_tokens).shared_tokens
 
-    def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, min_tokens=0):
+    def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, min_tokens=0, *plan):
         self.calls.append(("lookup", request_id, num_computed_tokens, max_tokens))
         answer = self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms, min_tokens)
         return SimpleNamespace(pending=True, tokens=0, shared_tokens=0) if answer.pending else answer

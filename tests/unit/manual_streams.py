@@ -28,6 +28,8 @@ class Queue:
 
 
 class ManualStreams:
+    copy_name = "by hand"
+
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.model = Queue("model")
@@ -35,6 +37,9 @@ class ManualStreams:
         self.now = 0
         self.fault_rate = 0.0
         """How often queueing a batch of copies fails, half of it queued."""
+
+    def select(self) -> None:
+        pass
 
     def compute(self) -> Queue:
         return self.model
@@ -84,10 +89,10 @@ class ManualStreams:
         if fault:
             raise RuntimeError("injected: the driver refuses")
 
-    def upload(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.copy())
-
     def buffer(self, stream: Queue, size: int) -> torch.Tensor:
+        return torch.full((size,), 0xEE, dtype=torch.uint8)
+
+    def pinned(self, size: int) -> torch.Tensor:
         return torch.full((size,), 0xEE, dtype=torch.uint8)
 
     def step(self) -> bool:
@@ -110,6 +115,17 @@ class ManualStreams:
             pass
 
 
+class AtOnceExecutor:
+    """Runs what is submitted in the caller's thread."""
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Any:
+        function(*args)
+        return self
+
+    def result(self) -> None:
+        pass
+
+
 class LaterExecutor:
     """Runs what was submitted when it is told to, or when somebody waits for a result."""
 
@@ -127,6 +143,3 @@ class LaterExecutor:
     def run_one(self) -> None:
         if self.pending:
             self.pending.popleft()()
-
-    def shutdown(self) -> None:
-        assert not self.pending

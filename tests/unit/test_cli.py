@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ import undercroft
 from core_values import Group
 from undercroft import _core, errors
 from undercroft.cli import main, output
-from undercroft.cli.doctor import system
+from undercroft.cli.doctor import software, system
 from undercroft.cli.doctor.check import Check
+from undercroft.config import UndercroftConfig
 from undercroft_bench import pending
 
 
@@ -51,7 +53,7 @@ def test_a_disk_path_that_cannot_be_written_fails() -> None:
 
 def test_doctor_says_of_a_directory_what_serve_does_with_it(tmp_path: Path) -> None:
     def judged(path: Path) -> tuple[str, str]:
-        check = system.store(path)[0]
+        (check,) = system.stores(UndercroftConfig.parse({"disk_path": str(path)}, {}), "vllm")
         return check.status, check.found
 
     store = tmp_path / "store"
@@ -87,9 +89,66 @@ def test_doctor_says_of_a_directory_what_serve_does_with_it(tmp_path: Path) -> N
     assert status == "warn" and "data is missing" in found
 
 
-def test_a_directory_in_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "_filesystem", lambda _path: "tmpfs")
-    assert [check.status for check in system.store(tmp_path / "store")] == ["ok", "warn"]
+@pytest.mark.parametrize(
+    ("mount", "kind", "said"),
+    [
+        ("/", "tmpfs", "is in memory (tmpfs)"),
+        ("/", "overlay", "container's own filesystem"),
+        ("/x", "nfs4", "on the network"),
+        ("/", "ext4", "no disk is mounted there"),
+        ("/mnt/x", "xfs", None),
+    ],
+)
+def test_a_directory_that_is_on_no_disk_of_its_own_is_told(
+    mount: str, kind: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "_mount", lambda _path: (mount, kind))
+    found = list(system.device(Path("/mnt/x/cache")))
+    assert [check.status for check in found] == (["warn"] if said else [])
+    assert said is None or said in found[0].found
+
+
+def test_doctor_checks_what_its_role_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    disks = [word for name in ("a", "b") for word in ("--disk-path", str(tmp_path / name))]
+    code, report = run_json(capsys, "doctor", "--role", "serve", "--disk-capacity", "64MiB", *disks)
+    names = [check["name"] for check in report["checks"]]
+    assert code == 0
+    assert not {"vLLM", "torch", "plugin"} & set(names)
+    assert (names.count("disk store"), names.count("disk path")) == (2, 2)
+    assert "61.5 MiB for blocks" in report["checks"][names.index("disk store")]["found"]
+    assert list(tmp_path.iterdir()) == []
+    code, report = run_json(capsys, "doctor", "--role", "serve", "--host-memory", "1000TiB")
+    failed = [check for check in report["checks"] if check["status"] == "fail"]
+    assert (code, [check["name"] for check in failed]) == (1, ["host memory"])
+    assert main.main(["doctor", "--host-memory", "much"]) == 2
+    assert "--host-memory much" in capsys.readouterr().err
+
+
+def test_doctor_prints_each_check_when_it_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(software, "core", lambda: said.append(capsys.readouterr().out) or Check("undercroft", "ok", ""))
+    assert main.main(["doctor", "--role", "serve"]) == 0
+    assert "memory" in said[0]
+
+
+def test_a_command_loads_neither_the_others_nor_vllm() -> None:
+    code = (
+        "import sys; from undercroft.cli import main; main.build_parser('doctor'); "
+        "found = {'vllm', 'torch', 'undercroft.cli.serve', 'undercroft.cli.doctor'} & set(sys.modules); "
+        "assert found == {'undercroft.cli.doctor'}, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert output.coloured("x", "32") == "x"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert output.coloured("x", "32") == "\033[32mx\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert output.coloured("x", "32") == "x"
 
 
 def test_io_uring_is_judged_by_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +202,7 @@ def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixtu
 
 
 def test_an_expected_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(_path: str | None) -> list[Check]:
+    def fail(*_: object) -> list[Check]:
         raise output.CommandError("the reason")
 
     monkeypatch.setattr(system, "checks", fail)
@@ -164,7 +223,7 @@ def test_an_expected_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_exit_code_2_is_what_the_operator_must_change(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_path: str | None) -> list[Check]:
+    def fail(*_: object) -> list[Check]:
         raise error
 
     monkeypatch.setattr(system, "checks", fail)
@@ -229,6 +288,37 @@ def test_bench_recover_finds_every_block(capsys: pytest.CaptureFixture[str], tmp
     assert code == 0
     assert report["blocks"] == 10_000
     assert report["bytes_read"] < 10_000 * 4096
+    assert list(tmp_path.iterdir()) == []
+
+
+NEVER_ENDS = """
+import ctypes, pathlib, sys
+from undercroft_bench import _bench
+from undercroft.cli import main
+
+def measure(directory, *_):
+    pathlib.Path(directory, "store").touch()
+    print("measuring", flush=True)
+    mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)  # the second waits for ever, and signals do not end it
+
+_bench.disk = _bench.recover = measure
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["recover", "disk"])
+def test_an_interrupt_ends_a_measurement_at_once_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NEVER_ENDS, "bench", kind, "--path", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "measuring\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,8 @@ def test_defaults():
     assert config.disk_path == ()
     assert config.early_prefetch is True
     assert config.cache_hit_threshold == 0.0
-    assert config.promotion_wait == PromotionWait(None)
+    assert config.promotion_wait == PromotionWait(planned=True)
+    assert config.min_load_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,7 @@ BAD = {
     "disk_capacity": ["x", 0, False],
     "save": ["al", "", None, True, 1],
     "state_interval_tokens": [-1, 1.5, "8k", True, 10**9],
+    "load_margin": [-0.1, 11, "0.25", True],
     "min_load_tokens": [-1, 1.0, "64", True, 10**9],
     "lookup": ["sync", None],
     "lookup_timeout_ms": [-1, "5", True, float("inf"), float("nan"), 10**400, 60_001],
@@ -120,6 +122,7 @@ BAD = {
     "server": [1, "/run/undercroft.sock", "unix://run/x.sock", "tcp://localhost:1"],
     "server_timeout_ms": [0, -1, "5", True, 60_001],
     "lookup_spin_us": [-1, "200", True, 100_001],
+    "record": [1, ["/tmp"]],
     "socket_dir": [1, ["/tmp"]],
 }
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from manual_streams import Event, ManualStreams, Queue
+from manual_streams import AtOnceExecutor, Event, ManualStreams, Queue
 from undercroft._core import Arena
 from undercroft.cli import main
+from undercroft.device.lane import Lanes
 from undercroft_bench.copy_cuda import GRID, Bench, Case
 
 
@@ -43,7 +44,7 @@ class AtOnce(ManualStreams):
 
 def bench(streams: ManualStreams) -> Bench:
     return Bench(
-        streams,
+        Lanes.make(streams, thread=lambda name: AtOnceExecutor()),
         torch.device("cpu"),
         Arena.create(16 << 20),
         lambda size: torch.empty(size, dtype=torch.uint8),
@@ -83,10 +84,10 @@ def test_every_block_is_copied_once_each_way() -> None:
     one.matmul_seconds = 1e-9
     result = one.run([Case("BLHNC", 4, 4096)])
     assert result["cases"][0]["jobs"] == 4
-    saves = [size for name, size in copied if name == "copies 2"]
-    loads = [size for name, size in copied if name == "copies 3"]
-    assert sum(saves) == sum(loads)
-    assert set(saves) == set(loads) == {64 * 4096}
+    saves = [size for name, size in copied if name == "copies 1"]
+    loads = [size for name, size in copied if name == "copies 2"]
+    assert sum(saves) > sum(loads), "those of whole steps are saves"
+    assert set(loads) == {64 * 4096}
     # Alone and together, once unmeasured and once measured, and beside the matrix products.
     assert len(saves) >= 4 * 4 + 4
 

@@ -9,7 +9,7 @@ import pytest
 
 from kv_caches import BLOCKS, allocate, block_content, fill, full, group, mixed_group, plan, sliding, state, storage
 from undercroft._core import Arena, Copier, UndercroftError
-from undercroft.device.api import Ended
+from undercroft.device.api import Ended, Job
 from undercroft.device.cpu import CpuCopier, job_copies
 from undercroft.device.factory import make_copier
 from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, device_layout
@@ -23,7 +23,7 @@ def copy_of(group_id: int, blocks: list[int], slots: list[int]) -> GroupCopy:
 
 
 def run(copier: CpuCopier, ticket: int, to_arena: bool, *groups: GroupCopy) -> int:
-    queued = copier.submit(ticket, to_arena, groups)
+    (queued,) = copier.submit(to_arena, [Job(ticket, groups)])
     copier.drain()
     assert [(ended.ticket, ended.ok) for ended in copier.poll()] == [(ticket, True)]
     return queued
@@ -94,7 +94,7 @@ def test_what_cannot_be_copied_queues_nothing() -> None:
         (copy_of(3, [1], [0]), ValueError, "group 3"),
     ]:
         with pytest.raises(error, match=message):
-            copier.submit(1, False, [good, bad])
+            copier.submit(False, [Job(1, [good]), Job(2, [bad])])
     copier.drain()
     assert copier.poll() == []
     assert (storage(caches) == before).all()
@@ -105,7 +105,7 @@ def test_an_empty_job_ends() -> None:
     layout = device_layout(config, allocate(config))
     assert job_copies(layout, [], rank=0).bytes == 0
     copier = CpuCopier(layout, Arena.create(ARENA), rank=0)
-    assert copier.submit(4, True, []) == 0
+    assert copier.submit(True, [Job(4, [])]) == [0]
     assert copier.poll() == [Ended(4, True, 0.0)]
 
 
@@ -123,7 +123,7 @@ def test_arrays_that_are_no_int64_arrays_are_refused() -> None:
     eight = bytes(8)
     for arrays in [(eight, eight, bytes(16)), (bytes(7), bytes(7), bytes(7))]:
         with pytest.raises(ValueError, match="int64 arrays of one length"):
-            copier.submit(1, True, *arrays)
+            copier.submit(True, [(1, len(arrays[0]) // 8)], *arrays)
     with pytest.raises(ValueError, match="at least 1"):
         Copier(Arena.create(ARENA), threads=0)
     with pytest.raises(UndercroftError, match="round host_memory"):

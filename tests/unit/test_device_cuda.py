@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from copy_workload import Workload
-from manual_streams import Event, LaterExecutor, ManualStreams, Queue
+from manual_streams import AtOnceExecutor, Event, LaterExecutor, ManualStreams, Queue
 from undercroft._core import Arena
-from undercroft.device.api import Ended
+from undercroft.device.api import Ended, Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier, join, split
+from undercroft.device.lane import Lanes
 from undercroft.device.layout import SUPPORTED_LAYOUTS, GroupCopy
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
 
@@ -28,28 +30,33 @@ class Pinned:
 
     def __init__(self, pinned_bytes: int = 0) -> None:
         self.pinned_bytes = pinned_bytes
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def make(
-    streams: ManualStreams, layout: str = "LBHNC", page: int = 1000, pinner: Pinned | None = None, **settings: Any
-) -> tuple[CudaCopier, SyntheticCache, Arena, LaterExecutor]:
+    streams: ManualStreams,
+    layout: str = "LBHNC",
+    page: int = 1000,
+    pinner: Pinned | None = None,
+    thread: Callable[[str], Any] = lambda name: AtOnceExecutor(),
+    row_numbers: int = 1000,
+    **settings: Any,
+) -> tuple[CudaCopier, SyntheticCache, Arena]:
     cache = synthetic_cache(page, 7, LAYERS, layout)
     arena = Arena.create(ARENA)
-    later = LaterExecutor()
-    copier = CudaCopier(
-        cache.layout, arena, 0, streams, pinner, staging_bytes=2 * page * LAYERS, background=later, **settings
-    )
-    return copier, cache, arena, later
+    lanes = Lanes.make(streams, 2 * page * LAYERS, row_numbers, thread)
+    return CudaCopier(cache.layout, arena, 0, lanes, pinner, **settings), cache, arena
 
 
 def work(
     streams: ManualStreams, seed: int, steps: int = 250, pinner: Pinned | None = None, **settings: Any
 ) -> Workload:
-    copier, cache, arena, later = make(streams, pinner=pinner, **settings)
+    threads: list[LaterExecutor] = []
+
+    def thread(name: str) -> LaterExecutor:
+        threads.append(LaterExecutor())
+        return threads[-1]
+
+    copier, cache, arena = make(streams, pinner=pinner, thread=thread, **settings)
 
     def enqueue(what: Callable[[], None]) -> None:
         streams.run(streams.model, what)
@@ -57,7 +64,7 @@ def work(
     def tick() -> None:
         if pinner is not None:
             pinner.pinned_bytes = min(ARENA, pinner.pinned_bytes + 512)
-        later.run_one()
+        streams.random.choice(threads).run_one()
         for _ in range(streams.random.randint(0, 30)):
             streams.step()
 
@@ -71,10 +78,11 @@ def work(
 
 @pytest.mark.parametrize(("layout", "strategy"), list(itertools.product(SUPPORTED_LAYOUTS, STRATEGIES)))
 def test_bytes_are_right_in_any_order(layout: str, strategy: str) -> None:
+    ended: Counter[str] = Counter()
     for seed in SEEDS:
         # A chunk of pinned memory ends in the middle of every second slot.
-        workload = work(ManualStreams(seed), seed, layout=layout, strategy=strategy, pin_chunk=6000)
-        assert min(workload.ended[what] for what in ("saved", "loaded", "cancelled")) > 0
+        ended += Counter(work(ManualStreams(seed), seed, layout=layout, strategy=strategy, pin_chunk=6000).ended)
+    assert min(ended[what] for what in ("saved", "loaded", "cancelled")) > 0
 
 
 @pytest.mark.parametrize("page", [64, 1002, 1001])
@@ -89,7 +97,6 @@ def test_bytes_are_right_while_memory_is_being_pinned(strategy: str) -> None:
         pinner = Pinned()
         work(ManualStreams(seed), seed, pinner=pinner, strategy=strategy)
         assert pinner.pinned_bytes > 0
-        assert pinner.closed
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -171,9 +178,9 @@ def copy_of(blocks: list[int], slots: list[int], group: int = 0) -> GroupCopy:
 def test_nothing_waits_and_nothing_ends_before_the_device_says_so() -> None:
     streams = ManualStreams(0)
     copier, *_ = make(streams)
-    assert copier.submit(1, True, [copy_of([1], [0])]) == 3000
-    assert copier.submit(2, True, [copy_of([2], [4096])]) == 3000
-    assert copier.submit(3, True, []) == 0
+    assert copier.submit(True, [Job(1, [copy_of([1], [0])])]) == [3000]
+    assert copier.submit(True, [Job(2, [copy_of([2], [4096])])]) == [3000]
+    assert copier.submit(True, [Job(3, [])]) == [0]
     assert copier.poll() == []
     polled = []
     while streams.step():
@@ -183,7 +190,7 @@ def test_nothing_waits_and_nothing_ends_before_the_device_says_so() -> None:
     copier.close()
     copier.close()
     with pytest.raises(RuntimeError, match="closed"):
-        copier.submit(4, True, [])
+        copier.submit(True, [Job(4, [])])
 
 
 @pytest.mark.parametrize(
@@ -201,30 +208,36 @@ def test_what_cannot_be_copied_queues_nothing(bad: GroupCopy, message: str) -> N
     streams = ManualStreams(0)
     copier, *_ = make(streams)
     with pytest.raises(ValueError, match=message):
-        copier.submit(1, False, [copy_of([1], [0]), bad])
+        copier.submit(False, [Job(1, [copy_of([1], [0]), bad])])
     assert not streams.step()
     copier.drain()
     assert copier.poll() == []
 
 
-def test_copies_of_unpinned_memory_are_queued_by_another_thread() -> None:
+def test_jobs_on_memory_that_is_not_pinned_yet_go_a_way_of_their_own() -> None:
     streams = ManualStreams(0)
     pinner = Pinned(4096 + 3000)
-    copier, _, _, later = make(streams, pinner=pinner)
-    copier.submit(1, False, [copy_of([1, 2], [0, 4096])])
-    assert not later.pending
-    copier.submit(2, False, [copy_of([3], [4097])])
-    copier.submit(3, True, [copy_of([4], [8192])])
-    assert len(later.pending) == 2
+    threads: dict[str, LaterExecutor] = defaultdict(LaterExecutor)
+    copier, *_ = make(streams, pinner=pinner, thread=lambda name: threads[name])
+
+    def pending() -> dict[str, int]:
+        return {name.removeprefix("undercroft-"): len(thread.pending) for name, thread in threads.items()}
+
+    copier.submit(False, [Job(1, [copy_of([1, 2], [0, 4096])])])
+    assert pending() == {"save": 0, "load": 1, "unpinned": 0}
+    copier.submit(False, [Job(2, [copy_of([3], [4097])]), Job(3, [copy_of([4], [0])])])
+    copier.submit(True, [Job(4, [copy_of([4], [8192])])])
+    assert pending() == {"save": 0, "load": 2, "unpinned": 2}
+    threads["undercroft-load"].result()
     streams.settle()
-    assert [ended.ticket for ended in copier.poll()] == [1]
-    later.run_one()
+    assert [ended.ticket for ended in copier.poll()] == [1, 3], "one that is pinned does not wait for one that is not"
+    threads["undercroft-unpinned"].run_one()
     streams.settle()
     assert [ended.ticket for ended in copier.poll()] == [2]
     pinner.pinned_bytes = ARENA
-    copier.submit(4, True, [copy_of([5], [12288])])
+    copier.submit(True, [Job(5, [copy_of([5], [12288])])])
     copier.close()
-    assert [ended.ticket for ended in copier.poll()] == [4, 3]
+    assert [ended.ticket for ended in copier.poll()] == [5, 4]
 
 
 class Failing(ManualStreams):
@@ -251,23 +264,23 @@ class Failing(ManualStreams):
 def test_jobs_on_a_failed_device_end_as_failed() -> None:
     streams = Failing(0)
     copier, *_ = make(streams)
-    copier.submit(1, True, [copy_of([1], [0])])
+    copier.submit(True, [Job(1, [copy_of([1], [0])])])
     streams.failed = True
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        copier.submit(2, True, [copy_of([2], [4096])])
+        copier.submit(True, [Job(2, [copy_of([2], [4096])])])
     copier.drain()
     assert copier.poll() == [Ended(1, False, 0.0)]
     copier.close()
 
 
 class NoLastEvent(ManualStreams):
-    """The third event of a job, the one behind its copies, cannot be recorded."""
+    """The second event of a job, the one behind its copies, cannot be recorded."""
 
     count = 0
 
     def record(self, stream: Queue) -> Event:
         self.count += 1
-        if self.count == 3:
+        if self.count == 2:
             raise RuntimeError("out of memory")
         return super().record(stream)
 
@@ -275,7 +288,7 @@ class NoLastEvent(ManualStreams):
 def test_a_job_whose_end_cannot_be_recorded_is_waited_for() -> None:
     streams = NoLastEvent(0)
     copier, *_ = make(streams)
-    copier.submit(1, True, [copy_of([1], [0])])
+    copier.submit(True, [Job(1, [copy_of([1], [0])])])
     assert not streams.step(), "its copies may still be under way"
     assert copier.poll() == [Ended(1, False, 0.0)]
 
@@ -297,7 +310,7 @@ def test_many_pages_make_few_copies() -> None:
     ]:
         streams = Counting()
         copier, *_ = make(streams, layout, page=1024)
-        copier.submit(1, False, [copy_of([1, 3], slots)])
+        copier.submit(False, [Job(1, [copy_of([1, 3], slots)])])
         assert streams.batches == expected
 
 

@@ -170,11 +170,11 @@ def test_populating_puts_memory_behind_the_range_of_a_real_arena() -> None:
 
 
 HOLD = """
-import fcntl, os, sys
-file = os.open(f"/proc/self/fd/{sys.argv[1]}", os.O_RDWR)
-fcntl.flock(file, fcntl.LOCK_EX)
-print("has the turn", flush=True)
-sys.stdin.readline()
+import sys, threading
+from undercroft.device.pinning import Turns
+with Turns(int(sys.argv[1])).turn(threading.Event()) as has_turn:
+    print("has the turn" if has_turn else "has none", flush=True)
+    sys.stdin.readline()
 """
 
 

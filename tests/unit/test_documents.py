@@ -18,7 +18,12 @@ from undercroft.metrics import METRICS, PREFIX, SERVER_METRICS
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benches/RESULTS.md")
+    for path in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "deploy/README.md",
+        ROOT / "benches/RESULTS.md",
+    )
 )
 SOURCES = {".rs", ".py", ".pyi", ".toml", ".txt", ".service", ".json", ""}
 SUFFIXES = r"\.(?:rs|py|pyi|md|toml|txt|service|so)"
@@ -113,7 +118,7 @@ def files() -> frozenset[str]:
     ).stdout.splitlines()
     names = {name for name in listing if (ROOT / name).exists()}
     if not names:  # no git here: whatever lies in the directories that are ours
-        ours = ("rust", "python", "tests", "tools", "examples", "benches", "docs", ".ci", ".config")
+        ours = ("rust", "python", "tests", "tools", "examples", "benches", "docs", "deploy", ".ci", ".config")
         names = {path.relative_to(ROOT).as_posix() for top in ours for path in (ROOT / top).rglob("*")}
         names |= {path.name for path in ROOT.iterdir() if path.is_file()}
     parents = {parent.as_posix() + "/" for name in names for parent in Path(name).parents}

@@ -47,14 +47,8 @@ def made(groups: Groups | None = None, specs: int = 1) -> tuple[Events, Session]
 def request(blocks: int = 8, lora: Any = None) -> Any:
     tokens = list(range(blocks * BLOCK + 3))
     return SimpleNamespace(
-        block_hashes=HASHES[:blocks], all_token_ids=tokens, lora_request=lora, session_id="a session"
+        request_id="one", block_hashes=HASHES[:blocks], all_token_ids=tokens, lora_request=lora, session_id="a session"
     )
-
-
-def remember(events: Events, asked: Any, end: int, begin: int = 0) -> None:
-    state: Any = SimpleNamespace(request=asked, remembered_hashes=begin)
-    events.remember(state, end)
-    assert state.remembered_hashes == min(end, len(events._groups.hashes(asked.block_hashes)))
 
 
 def stored(index: int, on_disk: bool = False, group: int = 0) -> Change:
@@ -67,7 +61,7 @@ def removed(index: int, on_disk: bool = False) -> Change:
 
 def test_a_chain_is_one_event_with_its_tokens() -> None:
     events, session = made()
-    remember(events, request(lora=SimpleNamespace(adapter_id=7, name="adapter")), 8, begin=0)
+    events.arrived(request(lora=SimpleNamespace(adapter_id=7, name="adapter")))
     session.told = [(False, [stored(2), stored(3), stored(4)], False)]
     (event,) = events.take()
     assert isinstance(event, BlockStored)
@@ -78,14 +72,27 @@ def test_a_chain_is_one_event_with_its_tokens() -> None:
     assert event.kv_cache_spec_kind == "full_attention"
 
 
-def test_tokens_that_are_remembered_later_follow_on_those_before() -> None:
+def test_generated_tokens_are_told_too() -> None:
     events, session = made()
-    remember(events, request(3), 3, begin=0)
-    remember(events, request(8), 8, begin=3)
+    growing, whole = request(3), request(8)
+    events.arrived(growing)
+    growing.block_hashes, growing.all_token_ids = whole.block_hashes, whole.all_token_ids
     session.told = [(False, [stored(index) for index in range(8)], False)]
     first, second = events.take()
     assert first.token_ids + second.token_ids == list(range(8 * BLOCK))
     assert second.parent_block_hash == HASHES[2]
+
+
+def test_tokens_are_known_when_a_request_has_finished() -> None:
+    events, session = made()
+    growing, whole = request(1), request(4)
+    events.arrived(growing)
+    growing.block_hashes, growing.all_token_ids = whole.block_hashes, whole.all_token_ids
+    events.finished(growing)
+    growing.block_hashes, growing.all_token_ids = [], []
+    session.told = [(False, [stored(index) for index in range(4)], False)]
+    assert [token for event in events.take() for token in event.token_ids] == list(range(4 * BLOCK))
+    assert not events._live
 
 
 def test_unknown_blocks_are_told_without_tokens() -> None:
@@ -128,7 +135,7 @@ def test_of_several_blocks_in_one_of_the_engine_the_last_one_is_told_for_all() -
     groups = Groups(BLOCK, BLOCK, ("full", "full"), (BLOCK, 2 * BLOCK), (0, 0), 0)
     events, session = made(groups, specs=2)
     assert [(of.group, of.index) for of in groups.engine_groups] == [(0, 0), (0, 1), (1, 0)]
-    remember(events, request(8), 4, begin=0)
+    events.arrived(request(8))
     session.told = [(False, [(True, False, group, HASHES[1], None) for group in range(3)], False)]
     told = events.take()
     assert [event.group_idx for event in told] == [0, 1]
@@ -139,7 +146,7 @@ def test_the_oldest_blocks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(events_module, "BLOCKS_REMEMBERED", 6)
     monkeypatch.setattr(events_module, "_FORGOTTEN", 4)
     events, session = made()
-    remember(events, request(), 8, begin=0)
+    events.arrived(request())
     session.told = [(False, [stored(3), stored(4)], False)]
     assert [len(event.token_ids) for event in events.take()] == [0, BLOCK]
 

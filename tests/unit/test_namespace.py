@@ -482,5 +482,7 @@ def test_draft_groups_drop_tokens_unless_hashes_look_ahead():
 )
 def test_devices_that_are_not_supported_are_named(monkeypatch, device, rocm, message):
     monkeypatch.setattr(compat, "is_rocm", lambda: rocm)
-    reason = why_unsupported(changed("device_config", SimpleNamespace(device_type=device)), kv_cache_config())
+    config = vllm_config()
+    config.device_config = SimpleNamespace(device_type=device)
+    reason = why_unsupported(config, kv_cache_config())
     assert reason is None if message is None else message in reason

@@ -139,7 +139,7 @@ def test_a_directory_in_use_is_refused_with_its_owner(server: ServeProcess, plac
 def test_what_the_operator_must_change_is_exit_code_2_and_named_as_it_was_written(
     tmp_path: Path, flags: list[str], message: str
 ) -> None:
-    """As docs/undercroft.service relies on: systemd does not start it again."""
+    """As deploy/undercroft.service relies on: systemd does not start it again."""
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "holiday.jpg").touch()

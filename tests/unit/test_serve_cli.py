@@ -159,7 +159,8 @@ def test_the_default_socket_is_where_the_user_has_runtime_files(monkeypatch: pyt
         assert serve.default_socket() == f"/somewhere/undercroft-{os.getuid()}/serve.sock"
 
 
-def test_status_asks_where_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_asks_where_the_server_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     asked: list[str] = []
 
     def answer(socket: str, _timeout_s: float) -> dict:
@@ -199,7 +200,7 @@ def test_the_socket_replaces_no_other_file_and_lies_in_no_open_directory(
 
 
 @pytest.fixture
-def readings(monkeypatch: pytest.MonkeyPatch) -> list[dict | Exception]:
+def readings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict | Exception]:
     """What the server answers, one after the other; time passes at once, and the last answer is an interrupt."""
     answers: list[dict | Exception] = []
 
@@ -212,6 +213,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[dict | Exception]:
             raise reading
         return reading
 
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(_core, "server_status", answer, raising=False)
     monkeypatch.setattr("time.sleep", lambda _seconds: None)
     return answers
@@ -274,12 +276,13 @@ def test_watching_outlasts_a_restart_and_makes_no_rates_over_it(
     readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     restarted = later(-90) | {"pid": 78}
-    readings += [STATUS, later(), errors.ServerError("gone"), restarted, later(-80) | {"pid": 78}]
+    gone = errors.ServerError("gone")
+    readings += [STATUS, later(), gone, gone, gone, restarted, later(-80) | {"pid": 78}, gone]
     assert main.main(["status", "--json", "--watch", "0.5"]) == 130
     printed = capsys.readouterr()
     shown = [json.loads(line) for line in printed.out.splitlines()]
     assert [reading["rates"] and reading["rates"]["lookups"] for reading in shown] == [None, 50, None, 0]
-    assert printed.err == "undercroft: gone\n"
+    assert printed.err == "undercroft: gone; waiting for it\n" * 2, "said once each time that it goes"
 
 
 def test_rates_are_of_one_server_only() -> None:

@@ -126,6 +126,29 @@ def test_with_states_a_request_waits_only_for_a_load_that_ends_inside_its_prompt
     assert not flight.fills("same", hashes, 0, 4)
 
 
+def test_a_load_within_the_windows_is_shared_by_prompts_that_part_inside_it():
+    hashes = [bytes([number]) for number in range(8)]
+    other = [*hashes[:2], *(bytes([100 + number]) for number in range(6))]
+    flight = SingleFlight(any_part=False, whole_blocks=3)
+    flight.begin("short", hashes, 0, 3)
+    assert flight.fills("other", other, 0, 8)
+    flight.begin("short", hashes, 0, 4)
+    assert not flight.fills("other", other, 0, 8)
+
+
+def test_how_many_blocks_a_load_brings_of_every_window():
+    def blocks(kinds, windows, sizes=(BLOCK, BLOCK)):
+        return Groups(BLOCK, BLOCK, kinds, sizes, windows, 0).window_blocks
+
+    assert blocks(("full", "sliding_window"), (0, 4 * BLOCK)) == 4
+    assert blocks(("full", "sliding_window"), (0, 4 * BLOCK + 1)) == 4
+    assert blocks(("full", "sliding_window"), (0, 4 * BLOCK + 2)) == 5
+    assert blocks(("full", "full"), (0, 0)) == 0
+    assert blocks(("full", "state"), (0, 0)) == 0
+    assert blocks(("full", "chunked_local"), (0, 4 * BLOCK)) == 0
+    assert blocks(("full", "sliding_window"), (0, 4 * BLOCK), (2 * BLOCK, BLOCK)) == 0
+
+
 def test_the_end_of_one_of_two_loads_of_a_block_leaves_the_other():
     hashes = [b"a", b"b"]
     flight = SingleFlight(any_part=True)

@@ -59,7 +59,11 @@ def test_windows_are_grouped_as_vllm_groups_them() -> None:
         ("sliding_window", 9), ("sliding_window", 9), ("sliding_window", 9), ("sliding_window", 9),
         ("sliding_window", 8), ("sliding_window", 8), ("full", 10),
     ]  # fmt: skip
-    # 12 and 13 are not split.
+    # Twice as many are split.
+    double = gemma3 | {"num_hidden_layers": 30, "layer_types": ["sliding_attention", "sliding_attention"] * 10}
+    double["layer_types"] = [*double["layer_types"], *["full_attention"] * 10]
+    assert [count for _, count, _, _ in groups(double)] == [10, 10, 10]
+    # 12 and 13 are not.
     uneven = gemma3 | {"num_hidden_layers": 25, "layer_types": ["sliding_attention", "full_attention"] * 12}
     uneven["layer_types"] = [*uneven["layer_types"], "full_attention"]
     assert [(kind, count) for kind, count, _, _ in groups(uneven)] == [("sliding_window", 12), ("full", 13)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 from undercroft.connector.stats import COUNTERS, GAUGES, SAMPLES, STATS_KEYS, Counts, EngineStats, UndercroftStats
 from undercroft.metrics import METRICS
@@ -17,6 +18,7 @@ class Engine:
 
     is_shared = False
     took_over = False
+    arena = SimpleNamespace(socket="/run/engine.sock")
 
     def connection(self):
         return ("up", "")
@@ -32,6 +34,7 @@ def test_engine_counters_become_differences_at_most_once_a_second():
     stats = EngineStats(engine)
     first = stats.collect(100.0)
     assert first["counters"] == {}
+    assert first["socket"] == "/run/engine.sock"
     assert first["gauges"] == {"host_used_bytes": 0, "host_capacity_bytes": 1000}
     engine.values.update(saved_blocks=5, host_used_bytes=50, disk_read_seconds=0.25)
     assert stats.collect(100.5) == {}

@@ -22,13 +22,13 @@ class Session:
         self.held, self.owed = set(held), set(owed)
         self.open: dict[str, list[int]] = {}
 
-    def prefetch(self, name: str, hashes: list[int], computed: int, limit: int, wait_ms: Any) -> int:
+    def prefetch(self, name: str, hashes: list[int], computed: int, limit: int, *wait: Any) -> int:
         assert (computed, limit) == (0, UNIT)
         assert name not in self.open
         self.open[name] = hashes
         return 0
 
-    def lookup(self, name: str, hashes: list[int], computed: int, limit: int, wait_ms: Any) -> SimpleNamespace:
+    def lookup(self, name: str, hashes: list[int], computed: int, limit: int, *wait: Any) -> SimpleNamespace:
         assert (computed, limit) == (0, UNIT)
         assert self.open[name] == hashes
         end = hashes[0]

@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "rust/core/src"
 MAX_LINES = 600
-SOURCE_DIRECTORIES = ("rust", "python", "tests", "tools", "examples", "benches", "docs", ".ci")
-SOURCE_SUFFIXES = {".rs", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".yml", ".service", ""}
+SOURCE_DIRECTORIES = ("rust", "python", "tests", "tools", "examples", "benches", "docs", "deploy", ".ci")
+SOURCE_SUFFIXES = {".rs", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".yml", ".yaml", ".service", ""}
 
 # Modules of the core, lowest layer first; a module uses its own layer and lower ones only.
 LAYERS = (

@@ -41,8 +41,9 @@ class Host:
 class Rank:
     """One worker with its KV cache; `step` calls its hooks as vLLM's model runner does."""
 
-    def __init__(self, host: Host, layout: str = "LBHNC", rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, host: Host, layout: str = "LBHNC", rank: int = 0, ranks: int = 1, replicas: int = 1) -> None:
         self.config = plan(layout, [group("full", 3, full())])
+        self.config.kv_tp_replicas = replicas
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=ranks)
         vllm_config: Any = SimpleNamespace(parallel_config=parallel)
         self.worker = WorkerConnector(vllm_config, self.config, attach=host.attach, clock=lambda: host.now)
@@ -102,6 +103,30 @@ def test_save_then_load_restores_the_bytes(host: Host, layout: str) -> None:
     assert stats.pop("save_seconds") > 0
     assert stats == {"load_bytes": 2 * shard, "save_bytes": 2 * shard, "loads_done": 1, "saves_done": 1}
     assert one.worker.get_kv_connector_stats() is None
+
+
+def test_ranks_with_the_same_kv_have_one_shard_and_take_turns_to_save_it(host: Host) -> None:
+    """Of four ranks two hold one half of the heads each: a payload has two shards."""
+    ranks = [Rank(host, rank=rank, ranks=4, replicas=2) for rank in range(4)]
+    shard, blocks = 3 * 1024, [1, 2, 3, 5]
+    slots = [2 * shard * place for place in range(len(blocks))]
+    expected, answer = [], UndercroftWorkerMetadata()
+    for rank, one in enumerate(ranks):
+        fill(one.caches, seed=rank // 2)
+        one.worker.register_kv_caches(one.caches)
+        expected.append([one.block(block) for block in blocks])
+        saved = one.step(meta(saves=[job(1, blocks, slots), job(2, [4], [2 * shard * 7])]))[2]
+        assert saved is not None
+        answer = answer.aggregate(saved)
+        stats = one.worker.get_kv_connector_stats()
+        assert stats is not None
+        # The even blocks are 2 and 4, the odd ones 1, 3 and 5.
+        assert stats["save_bytes"] == shard * (2 if rank % 2 == 0 else 3)
+    assert answer == UndercroftWorkerMetadata({1: 4, 2: 4}, set())
+    for one, content in zip(ranks, expected, strict=True):
+        fill(one.caches, seed=77)
+        assert one.step(meta(loads=[job(3, blocks, slots)])) == ({"r"}, set(), None)
+        assert [one.block(block) for block in blocks] == content
 
 
 def test_ranks_fill_one_payload_and_their_answers_add_up(host: Host) -> None:
@@ -301,18 +326,18 @@ def test_an_arena_that_serves_no_more_is_let_go_of(host: Host, why: str, monkeyp
     monkeypatch.setitem(host.arenas, "/a", old)
     monkeypatch.setattr(
         "undercroft.connector.worker.make_copier",
-        lambda layout, arena, rank: make_copier(layout, getattr(arena, "arena", arena), rank),
+        lambda layout, arena, *more: make_copier(layout, getattr(arena, "arena", arena), *more),
     )
     one.worker.register_kv_caches(one.caches)
     assert one.step(meta(saves=[job(1, [2], [0])]))[2] == UndercroftWorkerMetadata({1: 1})
     one.step(meta())
-    assert one.worker._arena is old
+    assert one.worker._attached is not None and one.worker._attached.mapping is old
     if why == "its engine has gone":
         old.is_served = False
         one.step(meta())
     else:
         one.step(meta(socket="/b"))
-    assert one.worker._arena is None and one.worker._copier is None
+    assert one.worker._attached is None and one.worker._copier is None
     host.arenas["/b"] = Arena.create(ARENA)
     assert one.step(meta(socket="/b", saves=[job(2, [2], [0])]))[2] == UndercroftWorkerMetadata({2: 1})
     assert host.attempts == ["/a", "/b"]
@@ -328,5 +353,5 @@ def test_loads_of_a_step_are_answered_although_the_old_arena_cannot_be_let_go_of
     def broken() -> None:
         raise RuntimeError("the device has failed")
 
-    monkeypatch.setattr(one.worker, "_release_copier", broken)
+    monkeypatch.setattr(one.worker, "_end_copies", broken)
     assert one.step(meta(socket="/b", loads=[job(2, [2], [0], "x")]))[:2] == ({"x"}, {"x"})

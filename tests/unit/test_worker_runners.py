@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu import kv_connector as v2
 
 from fake_config import vllm_config
 from kv_caches import allocate, block_content, full, group, plan
-from manual_streams import ManualStreams
+from manual_streams import AtOnceExecutor, ManualStreams
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorRole
 from undercroft.connector import worker
@@ -22,6 +22,7 @@ from undercroft.connector.connector import UndercroftConnector
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.worker import WorkerConnector
 from undercroft.device.cuda import CudaCopier
+from undercroft.device.lane import Lanes
 
 NOTHING = UndercroftMetadata("/a", 0)
 
@@ -35,8 +36,10 @@ class Runner:
         self.config = plan(layout, [group("full", 3, full())])
         self.caches = allocate(self.config)
 
-        def copier(device: Any, arena: Arena, rank: int) -> CudaCopier:
-            return CudaCopier(device, arena, rank, self.streams, None)
+        lanes = Lanes.make(self.streams, row_numbers=1000, thread=lambda name: AtOnceExecutor())
+
+        def copier(device: Any, arena: Arena, rank: int, pinner: None) -> CudaCopier:
+            return CudaCopier(device, arena, rank, lanes, pinner)
 
         monkeypatch.setattr(worker, "make_copier", copier)
         config = vllm_config()

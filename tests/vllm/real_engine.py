@@ -25,6 +25,11 @@ ENVIRONMENT = {
 """Set by the conftest before torch and vLLM are imported."""
 
 
+NOT_PLANNED = {"promotion_wait": "complete", "min_load_tokens": 64}
+"""Options of engines that are not told otherwise: what is loaded follows from the test, not from how busy the machine
+is."""
+
+
 def set_environment() -> None:
     """Make vLLM run in this process, with a small KV cache. What the caller has set already stays."""
     for name, value in ENVIRONMENT.items():
@@ -69,6 +74,8 @@ class Engine:
         one NUMA node also VLLM_CPU_OMP_THREADS_BIND="0|1"). ``transfer``: further fields of ``KVTransferConfig``.
         """
         set_environment()
+        if undercroft is not None:
+            undercroft = NOT_PLANNED | dict(undercroft)
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown

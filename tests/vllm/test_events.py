@@ -238,4 +238,4 @@ def test_without_events_nothing_is_noted(engine: Make, llama: Path) -> None:
     running.generate(prompt(897), 1)
     assert running.idle_steps() < 100
     assert list(running.connector.take_events()) == []
-    assert running.connector._scheduler._events is NO_EVENTS
+    assert running.connector._events is NO_EVENTS

@@ -33,7 +33,7 @@ OTHER = prompt(897, seed=9)
 @pytest.fixture(scope="module")
 def client(llama_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    sizes = ["--max-num-seqs", "32", "--num-gpu-blocks-override", "512"]
+    sizes = ["--max-num-seqs", "32", "--num-gpu-blocks-override", "512", "--enable-scale-out"]
     options = {"cache_hit_threshold": GLOBAL, "host_memory": "256MiB"}
     with start_server(llama_with_tokenizer, log, options, *sizes) as client:
         yield client

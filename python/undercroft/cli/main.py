@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from importlib import metadata
 from types import ModuleType
 
-from undercroft.cli import doctor, inspect, serve, size, status
 from undercroft.errors import ConfigError, StoreError, UndercroftError
+
+COMMANDS = ("serve", "status", "doctor", "check-config", "inspect", "size", "estimate")
+"""Subcommands; the module of each has its name."""
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the whole command; that of ``bench`` only if it is the ``command``. Raises ConfigError."""
+    """The parser of one of `COMMANDS` alone, which loads soonest, or else of the whole command; that of ``bench`` only
+    if it is the ``command``. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="undercroft", description="Tiered KV cache for vLLM: serve it, look at it and at this machine, measure."
     )
@@ -28,7 +31,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    for module in (serve, status, doctor, inspect, size):
+    for name in [one for one in COMMANDS if command == one] or COMMANDS:
+        module = importlib.import_module(f"undercroft.cli.{name.replace('-', '_')}")
         module.add_parser(commands, shared)
     bench = commands.add_parser("bench", help="measure lookup, disk, copies or recovery; replay a trace")
     if command == "bench":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,11 @@ from undercroft.errors import UndercroftError
 
 class CommandError(UndercroftError):
     """A command cannot give its result; the message says why."""
+
+
+def coloured(text: str, colour: str) -> str:
+    """The text in one of the terminal's colours, unless it goes elsewhere or NO_COLOR is set (no-color.org)."""
+    return f"\033[{colour}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def print_json(value: Mapping[str, Any]) -> None:

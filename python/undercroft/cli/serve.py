@@ -100,8 +100,8 @@ def default_socket() -> str:
 
 
 def absolute_path(path: str) -> str:
-    """A path as given on the command line, from the root on."""
-    return str(Path(path).expanduser().absolute())
+    """A path as given on the command line, from the root on; also in the form that vLLM takes, ``unix://PATH``."""
+    return str(Path(path.removeprefix("unix://")).expanduser().absolute())
 
 
 def _address(text: str) -> tuple[str, int]:

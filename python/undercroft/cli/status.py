@@ -1,4 +1,4 @@
-"""``undercroft status``: what a running server holds and does."""
+"""``undercroft status``: what a running engine holds and does: a server's, or one inside a vLLM."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import sys
 import time
 from typing import Any
 
-from undercroft.cli import output
+from undercroft.cli import arguments, engines, output, planning
 from undercroft.cli.serve import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.errors import UndercroftError
 from undercroft.metrics import METRICS
 from undercroft.units import format_size
 
-# A server answers within milliseconds; one that does not is frozen.
-TIMEOUT_S = 2.0
 # Between the two readings from which rates come.
 INTERVAL_S = 1.0
 COUNTERS = frozenset(key for metric in METRICS if metric.kind == "counter" for key in metric.sources)
@@ -35,29 +33,62 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "status",
         parents=[shared],
-        help="show what a running server holds and does",
-        description="Asks a server started by `undercroft serve`. Exit code 1 if none answers.",
+        help="show what running engines hold and do",
+        description="Asks `undercroft serve`, or the engine inside a vLLM. Without --socket and --disk-path: the "
+        "engine of this user, or a line for each if there are several. Exit code 1 if none answers.",
+        epilog="example: undercroft status --disk-path /var/cache/undercroft --watch 2",
     )
-    parser.add_argument("--socket", type=absolute_path, metavar="PATH", help=f"the server's ({DEFAULT_SOCKET})")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument(
+        "--socket", type=absolute_path, metavar="PATH", help=f"where the engine listens ({DEFAULT_SOCKET})"
+    )
+    place.add_argument("--disk-path", metavar="DIR", help="the engine that has this directory open")
     parser.add_argument(
-        "--watch", type=_seconds, metavar="S", help="show it again every S seconds; with --json, an object a line"
+        "--watch",
+        type=arguments.seconds,
+        metavar="S",
+        help="show it again every S seconds; with --json, an object a line",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the status, once or until interrupted."""
-    socket = args.socket or default_socket()
-    if args.watch is None:
-        first = _ask(socket)
-        time.sleep(INTERVAL_S)
-        status = with_rates(first, _ask(socket))
-        if args.json:
-            output.print_json(status)
-        else:
-            print_status(status)
+    socket = args.socket
+    if args.disk_path is not None:
+        socket = engines.of_directory(args.disk_path)
+    elif socket is None and args.watch is None and len(found := engines.all_of_user()) > 1:
+        _list(found, as_json=args.json)
         return 0
-    return _watch(socket, args.watch, as_json=args.json)
+    elif socket is None:
+        socket = found[0]["socket"] if args.watch is None and found else default_socket()
+    if args.watch is not None:
+        return _watch(socket, args.watch, as_json=args.json)
+    first = engines.ask(socket)
+    time.sleep(INTERVAL_S)
+    status = with_rates(first, engines.ask(socket))
+    if args.json:
+        output.print_json(status)
+    else:
+        print_status(status)
+    return 0
+
+
+def _list(found: list[dict[str, Any]], *, as_json: bool) -> None:
+    """A line for each engine."""
+    if as_json:
+        output.print_json({"engines": found})
+        return
+    rows = []
+    for one in found:
+        stats, disks = one["stats"], one["info"].get("disks", ())
+        host, disk = (format_size(stats[f"{tier}_used_bytes"]) for tier in ("host", "disk"))
+        places = ", ".join(str(disk["path"]) for disk in disks)
+        rows.append(
+            (one["pid"], output.age_text(one["uptime_s"]), host, disk, places or "-", f"unix://{one['socket']}")
+        )
+    output.print_table(("pid", "up", "host used", "disk used", "directories", "socket"), rows)
+    print("\nmore of one: undercroft status --socket PATH", file=sys.stderr)
 
 
 def with_rates(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +130,9 @@ def print_status(status: dict[str, Any]) -> None:
     if disks := status["info"].get("disks"):
         print()
         output.print_table(("disk", "capacity", "health", "trouble"), [_disk(disk) for disk in disks])
+    if plan := planning.sentence(stats):
+        print(f"\n{plan}")
+        output.print_table(("tokens", "computing", "loading from disk", "equal at"), planning.table(stats))
     if status["sessions"]:
         print()
         columns = ("connected", "workers", "lookups", "pending", "loads", "saves")
@@ -133,15 +167,18 @@ def _disk(disk: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:
-    """A server that goes away is waited for: it may be on its way back."""
-    before = None
+    """An engine that goes away is waited for: it may be on its way back. That it is away is said once."""
+    before, said = None, ""
     while True:
         try:
-            now = _ask(socket)
+            now = engines.ask(socket)
         except UndercroftError as error:
             before = None
-            print(f"undercroft: {error}", file=sys.stderr, flush=True)
+            if str(error) != said:
+                print(f"undercroft: {error}; waiting for it", file=sys.stderr, flush=True)
+            said = str(error)
         else:
+            said = ""
             status = with_rates(before, now)
             before = now
             if as_json:
@@ -152,16 +189,3 @@ def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:
                 print_status(status)
                 print(flush=True)
         time.sleep(interval_s)
-
-
-def _ask(socket: str) -> dict[str, Any]:
-    from undercroft import _core
-
-    return _core.server_status(socket, TIMEOUT_S)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.1 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 86400 seconds")
-    return seconds

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from undercroft import capacity, vllm_patches
@@ -25,10 +26,12 @@ from undercroft.compat import (
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
-from undercroft.connector.events import events_of
+from undercroft.connector.differences import ignored_options
+from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
+from undercroft.connector.recording import Recorder
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
@@ -94,6 +97,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._resets: Resets | None = None
+        self._events: Events | NoEvents = NO_EVENTS
+        self._recorder: Recorder | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
@@ -137,7 +142,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         payload_bytes = [group_shard_bytes(self._kv_cache_config, group) * shards for group in range(len(groups.kinds))]
         not_reused = identity.why_not_reused(description, config, naming.digests)
         identity.warn_of_names(description)
-        engine = open_engine(config, ranks=vllm_patches.ranks_of(self._vllm_config))
+        ranks = vllm_patches.ranks_of(self._vllm_config)
+        engine = open_engine(config, ranks=ranks)
         try:
             if seed_reason:
                 identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
@@ -154,13 +160,19 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._counts,
                 self._report,
                 self._threshold.needed_tokens,
-                events_of(self._vllm_config, session, groups, self._kv_cache_config),
             )
+            self._events = events_of(self._vllm_config, session, groups, self._kv_cache_config)
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
+            if config.record:
+                parallel = self._vllm_config.parallel_config
+                suffix = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+                self._recorder = Recorder(Path(config.record + suffix), groups)
             tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
             self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
             logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
+            if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
+                logger.warning("undercroft: the options of the engine that is shared count: %s", "; ".join(ignored))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
         except BaseException:
@@ -229,6 +241,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last call; None if nothing was."""
         stats = UndercroftStats()
         if self._engine_stats is not None and self._scheduler is not None:
+            # vLLM asks at the end of each step.
+            self._scheduler.steps.ended()
             stats.data = self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle())
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             stats = stats.aggregate(UndercroftStats({"counters": counters}))
@@ -243,8 +257,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
                 closing.callback(self._engine.close)
+            if self._engine_stats is not None:
+                closing.callback(self._engine_stats.close)
             if self._scheduler is not None:
                 closing.callback(self._scheduler.close)
+            if self._recorder is not None:
+                closing.callback(self._recorder.close)
             if self._worker is not None:
                 closing.callback(self._worker.shutdown)
 
@@ -268,29 +286,37 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.on_new_request`."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
+        self._events.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and given
         back at the end of the step."""
         # Guarded here: each step asks for each waiting request, and the wrapper would cost as much as the question.
         answer: tuple[int | None, bool] = 0, False
+        unread_tokens = 0
         try:
             if self._scheduler is not None:
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+                if answer[0] == 0:
+                    unread_tokens = self._scheduler.unread_tokens(request)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
         if answer[0] is None or self._threshold is None or self._is_child:
             return answer
-        return self.judge(request, num_computed_tokens, answer)
+        return self.judge(request, num_computed_tokens, answer, unread_tokens)
 
-    def judge(self, request: Request, local_tokens: int, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
-        """The final answer of the scheduler's connector, or "later" for a request below its threshold."""
+    def judge(
+        self, request: Request, local_tokens: int, answer: tuple[int | None, bool], unread_tokens: int = 0
+    ) -> tuple[int | None, bool]:
+        """The final answer of the scheduler's connector, or "later" for a request below its threshold.
+
+        ``unread_tokens``: see `SchedulerConnector.unread_tokens`.
+        """
         # Also without a cache (it is off, or failed): then only what the device and other connectors hold counts.
         gain, _ = answer
         assert self._threshold is not None and gain is not None
         try:
-            unread = 0 if gain or self._scheduler is None else self._scheduler.unread_tokens(request)
-            rejected = self._threshold.check(request, local_tokens, gain or unread)
+            rejected = self._threshold.check(request, local_tokens, gain or unread_tokens)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
             return answer
@@ -378,14 +404,17 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are never kept from being freed: what is being saved from them is pinned."""
         if self._threshold is not None:
             self._threshold.discard(request.request_id)
+        if self._recorder is not None:
+            self._recorder.finished(request)
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
+        self._events.finished(request)
         return False, None
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """See `SchedulerConnector.take_events`."""
-        return () if self._scheduler is None else self._scheduler.take_events()
+        """What has changed in the tiers, where vLLM publishes events."""
+        return self._events.take()
 
     @_fail_open(bool)
     def has_pending_block_frees(self) -> bool:
@@ -394,8 +423,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(bool)
     def has_pending_push_work(self) -> bool:
-        """See `SchedulerConnector.has_pending_push_work`."""
-        return self._scheduler is not None and self._scheduler.has_pending_push_work()
+        """As `SchedulerConnector.has_pending_push_work`; also while the engine has more to tell."""
+        return self._events.more or (self._scheduler is not None and self._scheduler.has_pending_push_work())
 
     @_fail_open(bool)
     def reset_cache(self) -> bool:

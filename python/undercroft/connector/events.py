@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
     from undercroft._core import Session
     from undercroft.connector.groups import Groups
-    from undercroft.connector.request_state import RequestState
 
 OWNERSHIP = "undercroft"
 """The tiers' name in events."""
@@ -68,19 +68,28 @@ class Events:
                 spec = kv_cache_config.kv_cache_groups[of_engine.group].kv_cache_spec
                 self._told[index] = _Group(of_engine.group, *compat.event_spec(spec))
         self._sources: dict[bytes, tuple[_Source, int]] = {}
+        self._live: dict[str, tuple[Request, int]] = {}
+        """Requests that have not finished, and how many of the blocks of each are remembered."""
         self.more = True
         """Whether the engine has more to tell, so that vLLM should go on stepping."""
 
-    def remember(self, state: RequestState, num_hashes: int) -> None:
-        """Remember the tokens of a request's first ``num_hashes`` blocks (the engine's)."""
-        request, begin = state.request, state.remembered_hashes
-        if num_hashes <= begin:
-            return
+    def arrived(self, request: Request) -> None:
+        """A request has arrived: the tokens of its blocks are known from now on."""
+        self._live[request.request_id] = request, 0
+        self._remember(request, 0)
+
+    def finished(self, request: Request) -> None:
+        """A request has finished. The tokens of its blocks stay known until too many others are."""
+        live, remembered = self._live.pop(request.request_id, (None, 0))
+        if live is request:
+            self._remember(request, remembered)
+
+    def _remember(self, request: Request, begin: int) -> int:
+        """Remember the tokens of a request's blocks (the engine's) from ``begin`` on; returns how many are known."""
         hashes = self._groups.hashes(request.block_hashes)
-        end = min(num_hashes, len(hashes))
+        end = len(hashes)
         if begin >= end:
-            return
-        state.remembered_hashes = end
+            return begin
         size, lora = self._block_size, request.lora_request
         source = _Source(
             array("i", request.all_token_ids[begin * size : end * size]),
@@ -93,14 +102,23 @@ class Events:
         if len(self._sources) > BLOCKS_REMEMBERED:
             for known in list(islice(self._sources, _FORGOTTEN)):
                 del self._sources[known]
+        return end
+
+    def _remember_new(self) -> None:
+        """Requests grow by the tokens that they generate."""
+        for request_id, (request, begin) in self._live.items():
+            self._live[request_id] = request, self._remember(request, begin)
 
     def take(self) -> list[Any]:
         """The events since the last call, as vLLM publishes them."""
+        # Whatever fails below, vLLM must not step for it for ever.
+        self.more = False
         taken = self._session.take_events()
         if taken is None:
-            self.more = False
             return []
         cleared, changes, self.more = taken
+        if changes:
+            self._remember_new()
         events: list[Any] = [compat.AllBlocksCleared()] if cleared else []
         run = _Run(self)
         for change in changes:
@@ -183,8 +201,11 @@ class NoEvents:
 
     more = False
 
-    def remember(self, state: RequestState, num_hashes: int) -> None:
-        """See `Events.remember`."""
+    def arrived(self, request: Request) -> None:
+        """See `Events.arrived`."""
+
+    def finished(self, request: Request) -> None:
+        """See `Events.finished`."""
 
     def take(self) -> list[Any]:
         """See `Events.take`."""

@@ -149,6 +149,16 @@ class Groups:
         return any(kind in ("sliding_window", "chunked_local") for kind in self.kinds)
 
     @property
+    def window_blocks(self) -> int:
+        """The most blocks of a load that brings every block of each window; 0 if a load may leave out any of them."""
+        if not set(self.kinds) <= {"full", "sliding_window", "ignored"}:
+            return 0
+        if not set(self.block_tokens) <= {0, self.engine_block_size}:
+            return 0
+        windows = (of_engine for of_engine in self.engine_groups if of_engine.kind == "sliding_window")
+        return min((-(-(of_engine.window - 1) // of_engine.block_tokens) for of_engine in windows), default=0)
+
+    @property
     def has_states(self) -> bool:
         """Whether some group carries a state."""
         return "state" in self.kinds

@@ -6,6 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorPromMetrics
+from undercroft.connector.idle_gauges import IdleGauges
+from undercroft.connector.stats import GAUGES
 from undercroft.log import LogOnce
 from undercroft.metrics import IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX
 
@@ -40,6 +42,7 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
             for engine, values in per_engine_labelvalues.items():
                 for key, labels in metric.sources.items():
                     self._series[engine, key] = family.labels(*values, *labels)
+        self._idle = IdleGauges(self._show)
         family = self._family("gauge", "io_engine_info", IO_ENGINE_HELP, ("io_engine",))
         for engine, values in per_engine_labelvalues.items():
             for name in IO_ENGINES:
@@ -74,13 +77,19 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
                 error=error,
             )
 
+    def _show(self, stats: dict[str, Any], engine: int) -> None:
+        """Set the gauges among these statistics."""
+        for key in GAUGES & stats.keys():
+            if (series := self._series.get((engine, key))) is not None:
+                series.set(stats[key])
+
     def _observe(self, data: dict[str, Any], engine: int) -> None:
         for key, amount in data.get("counters", {}).items():
             if (series := self._series.get((engine, key))) is not None:
                 series.inc(amount)
-        for key, value in data.get("gauges", {}).items():
-            if (series := self._series.get((engine, key))) is not None:
-                series.set(value)
+        self._show(data.get("gauges", {}), engine)
+        if socket := data.get("socket"):
+            self._idle.reported(engine, socket)
         for key, values in data.get("samples", {}).items():
             if (series := self._series.get((engine, key))) is not None:
                 for value in values:

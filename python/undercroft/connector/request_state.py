@@ -20,6 +20,10 @@ class RequestState:
     lookup: LookupParams
     num_computed_tokens: int = 0
     """Tokens the device itself held when the scheduler last asked."""
+    queued_behind: int = 0
+    """Tokens of all prompts that came before (`Steps`)."""
+    uncomputed: int = 0
+    """Tokens of the prompt that are neither computed nor loaded."""
     shared_tokens: int = 0
     """Tokens of the prompt whose chain the last lookup found in the engine, whether a hit may end there or not."""
     asked_at: float | None = None
@@ -45,8 +49,6 @@ class RequestState:
     """A load failed or a lookup was given up: this request computes its prompt from now on."""
     saved_hashes: int = 0
     """The engine's blocks up to which saves have been asked for."""
-    remembered_hashes: int = 0
-    """The engine's blocks whose tokens are remembered for events."""
     saved_tokens: int = 0
     """Tokens up to which slots were granted, or were not needed."""
     windows_kept: int = 0

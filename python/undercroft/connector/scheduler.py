@@ -11,13 +11,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat, request_params, vllm_patches
-from undercroft.connector.events import NO_EVENTS, Events, NoEvents
 from undercroft.connector.loads import LoadPlan, plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.offers import BoundaryState
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
 from undercroft.connector.single_flight import SingleFlight
+from undercroft.connector.steps import Steps
 from undercroft.connector.tails import Tails
 from undercroft.log import LogOnce, logger
 
@@ -62,7 +62,6 @@ class SchedulerConnector:
         counts: Counts,
         report: Callable[[str, Exception], None],
         needed_tokens: Callable[[Request], int] = lambda request: 0,
-        events: Events | NoEvents = NO_EVENTS,
     ) -> None:
         """Make the half of one scheduler.
 
@@ -72,7 +71,6 @@ class SchedulerConnector:
         """
         self._needed_tokens = needed_tokens
         self._report = report
-        self._events = events
         self._log_rarely = LogOnce(again_after_s=_WARN_AGAIN_S)
         self._session = session
         self._groups = groups
@@ -81,10 +79,14 @@ class SchedulerConnector:
         self._lookup = request_params.of_request(None, config)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
         self._tails = Tails(session, groups)
+        self.steps = Steps(session)
+        self._least = max(1, config.min_load_tokens or 0)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}
         """Loads that the workers have not reported yet, by request; None for one that failed before it began."""
-        self._single_flight = SingleFlight(any_part=not (groups.has_windows or groups.has_states))
+        self._single_flight = SingleFlight(
+            any_part=not (groups.has_windows or groups.has_states), whole_blocks=groups.window_blocks
+        )
         self._metadata = UndercroftMetadata()
         """What the next step's metadata already holds."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0
@@ -125,9 +127,11 @@ class SchedulerConnector:
             return
         local = self._device_tokens(request)
         if limit:
-            hashes, wait_ms = self._groups.hashes(request.block_hashes), state.lookup.wait_ms
-            least = self._least_boundary(self._min_tokens(request), local)
-            state.shared_tokens = self._session.prefetch(request.request_id, hashes, local, limit, wait_ms, least)
+            hashes, lookup = self._groups.hashes(request.block_hashes), state.lookup
+            least, queued = self._least_boundary(self._min_tokens(request), local), self.steps.queued(state)
+            state.shared_tokens = self._session.prefetch(
+                request.request_id, hashes, local, limit, lookup.wait_ms, least, lookup.planned, queued
+            )
             if least > state.shared_tokens:
                 return
         if self._groups.tail_step:
@@ -155,6 +159,7 @@ class SchedulerConnector:
             if max(limit, self._tails.limit(request)) <= num_computed_tokens:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
+            self.steps.computed(state, num_computed_tokens)
             state.min_tokens = self._min_tokens(request)
         boundary = self._boundary(state, num_computed_tokens)
         if boundary is None:
@@ -163,7 +168,7 @@ class SchedulerConnector:
                 return None, False
             return self._give_up(state), False
         gain = boundary - num_computed_tokens
-        if gain < max(1, self._config.min_load_tokens):
+        if gain < self._least:
             gain = 0
         elif self._waits_for_load(state, num_computed_tokens, boundary):
             return None, False
@@ -206,6 +211,7 @@ class SchedulerConnector:
             self._load_impossible(state)
             return
         self._loading[request_id] = plan
+        self.steps.computed(state, state.num_computed_tokens + num_external_tokens)
         self._metadata.loads.append(plan.job)
         begin = state.num_computed_tokens
         size = self._groups.engine_block_size
@@ -231,6 +237,7 @@ class SchedulerConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """What the workers copy in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
+        self.steps.scheduled(scheduler_output.num_scheduled_tokens)
         # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
@@ -298,6 +305,8 @@ class SchedulerConnector:
         """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
+        if state is not None:
+            self.steps.gone(state)
         # vLLM frees the blocks of a load whose request was aborted, and caches none of them.
         self._single_flight.end(request_id)
         try:
@@ -320,12 +329,8 @@ class SchedulerConnector:
             state.partial_tails = [BoundaryState(*state) for state in offered]
 
     def has_pending_push_work(self) -> bool:
-        """Whether a transfer is pending, or events are, so that the engine must go on stepping to hear of them."""
-        return bool(self._saves or self._loading or self._events.more)
-
-    def take_events(self) -> list[Any]:
-        """The KV events of the tiers since the last call."""
-        return self._events.take()
+        """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
+        return bool(self._saves or self._loading)
 
     def loading(self, request_ids: Iterable[str]) -> set[str]:
         """Those of the requests that a load is pending for."""
@@ -379,6 +384,7 @@ class SchedulerConnector:
         if state is None or state.request is not request:
             if state is not None:
                 self._tails.drop(state)
+                self.steps.gone(state)
             lookup = self._lookup
             if request.kv_transfer_params:
                 try:
@@ -387,16 +393,13 @@ class SchedulerConnector:
                     # The frontend refuses them; here the request is in the engine already.
                     self._report("on_new_request", error)
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
-            self._events.remember(state, len(request.block_hashes))
+            self.steps.arrived(state)
         return state
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
         request, limit, lookup = state.request, state.limit, state.lookup
-        # As `_look_up`, without a call: each step asks for each waiting request.
-        hashes = self._groups.hashes(request.block_hashes)
-        least = self._least_boundary(state.min_tokens, num_computed_tokens)
-        answer = self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least)
+        answer = self._look_up(state, num_computed_tokens, limit)
         if answer.pending:
             if not lookup.blocking:
                 return None
@@ -404,6 +407,7 @@ class SchedulerConnector:
             if answer.pending:
                 return None
         state.shared_tokens = answer.shared_tokens
+        least = self._least_boundary(state.min_tokens, num_computed_tokens)
         if least and not answer.tokens and answer.shared_tokens < least:
             state.unread_tokens = max(0, min(answer.shared_tokens, limit) - num_computed_tokens)
             return num_computed_tokens
@@ -417,10 +421,12 @@ class SchedulerConnector:
         return end
 
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
-        request = state.request
+        request, lookup, queued = state.request, state.lookup, self.steps.queued(state)
         hashes = self._groups.hashes(request.block_hashes)
         least = self._least_boundary(state.min_tokens, num_computed_tokens)
-        return self._session.lookup(request.request_id, hashes, num_computed_tokens, limit, state.lookup.wait_ms, least)
+        return self._session.lookup(
+            request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least, lookup.planned, queued
+        )
 
     def _min_tokens(self, request: Request) -> int:
         # Other connectors may bring what is needed.
@@ -490,7 +496,7 @@ class SchedulerConnector:
                 return False
             state.min_tokens = self._min_tokens(request)
             answer = self._look_up(state, local_tokens, limit)
-            return answer.pending or answer.tokens - local_tokens >= max(1, self._config.min_load_tokens)
+            return answer.pending or answer.tokens - local_tokens >= self._least
         except Exception as error:
             self._report("get_computed_blocks_for_connector", error)
             return False
@@ -552,7 +558,6 @@ class SchedulerConnector:
     ) -> None:
         state.saved_hashes = num_hashes
         state.save_refused = False
-        self._events.remember(state, num_hashes)
         request = state.request
         num_tokens = num_hashes * self._groups.engine_block_size
         try:

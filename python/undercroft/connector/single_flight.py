@@ -25,13 +25,14 @@ class _Load:
 class SingleFlight:
     """The loads in progress, by the blocks that they fill."""
 
-    def __init__(self, *, any_part: bool) -> None:
+    def __init__(self, *, any_part: bool, whole_blocks: int = 0) -> None:
         """Know of no load yet.
 
         ``any_part``: whether each loaded block is a hit of the device by itself. Without it (windows, states) a device
-        hit ends only where a load ends.
+        hit ends only where a load ends, or at any block of a load of at most ``whole_blocks``.
         """
         self.any_part = any_part
+        self._whole_blocks = whole_blocks
         self._loads: dict[str, _Load] = {}
         self._filled_by: dict[bytes, str] = {}
         """The request whose load fills the block with that hash: the latest, where there are two."""
@@ -60,4 +61,6 @@ class SingleFlight:
         if begin >= end or (loader := self._filled_by.get(hashes[begin])) in (None, request_id):
             return False
         load = self._loads[loader]
-        return self.any_part or (load.end <= end and hashes[load.end - 1] == load.hashes[load.end - 1])
+        if self.any_part or load.end - load.begin <= self._whole_blocks:
+            return True
+        return load.end <= end and hashes[load.end - 1] == load.hashes[load.end - 1]

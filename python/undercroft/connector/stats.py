@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
 from undercroft.engine import io_engine
+from undercroft.log import logger
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -61,6 +64,37 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "write_failures": ("counter", "failed writes to disk"),
     "load_failures": ("counter", "loads that ended with a failure or could not begin"),
     "save_failures": ("counter", "saves that ended with a failure"),
+    "plans_load_faster": ("counter", "prompts read from disk: that takes less time than computing"),
+    "plans_load_unknown": ("counter", "prompts read from disk before enough was measured"),
+    "plans_load_measure": ("counter", "prompts read from disk since nothing was read for a second"),
+    "plans_load_other_way": ("counter", "prompts read from disk as one in a hundred near-even decisions"),
+    "plans_compute_faster": ("counter", "prompts not read from disk: computing takes less time"),
+    "plans_compute_small": ("counter", "hits in host memory not loaded: computing takes less time than the copy"),
+    "plans_compute_other_way": ("counter", "prompts not read from disk as one in a hundred near-even decisions"),
+    "plans_stopped_rest": ("counter", "waits for the disk that ended: the rest took longer than it saved"),
+    "plans_stopped_guarantee": (
+        "counter",
+        "waits for the disk that ended: load_margin was over, and too little had come",
+    ),
+    "tokens_not_loaded_disk": ("counter", "tokens on disk that were computed by plans_compute_faster"),
+    "tokens_not_loaded_small": ("counter", "tokens in host memory that were computed by plans_compute_small"),
+    "tokens_not_loaded_other_way": ("counter", "tokens on disk that were computed by plans_compute_other_way"),
+    "tokens_not_loaded_rest": ("counter", "tokens that had not come by plans_stopped_rest"),
+    "tokens_not_loaded_guarantee": ("counter", "tokens that had not come by plans_stopped_guarantee"),
+    "plan_predicted_disk_seconds": ("counter", "predicted time of finished promotions, summed"),
+    "plan_actual_disk_seconds": ("counter", "actual time of the same promotions, summed"),
+    "plan_error_disk_seconds": ("counter", "difference of the two, without its sign, summed"),
+    "plan_predicted_host_seconds": ("counter", "predicted time of loads from host memory, summed"),
+    "plan_actual_host_seconds": ("counter", "actual time of the same loads, summed"),
+    "plan_error_host_seconds": ("counter", "difference of the two, without its sign, summed"),
+    "plan_saved_seconds": ("counter", "predicted time of computing less the actual time of loads, summed"),
+    "plan_disk_bytes_per_s": ("gauge", "learned rate of all disks together; 0 before enough was read"),
+    "plan_disk_latency_seconds": ("gauge", "learned latency of the slowest disk"),
+    "plan_copy_bytes_per_s": ("gauge", "learned rate of loads from host memory; 0 before enough were made"),
+    "plan_copy_latency_seconds": ("gauge", "learned time of a load beside its bytes"),
+    "plan_prefill_tokens_per_s": ("gauge", "learned rate of computing at a prompt's start; 0 before enough steps"),
+    "plan_prefill_tokens_per_s_32k": ("gauge", "the same at 32,768 tokens"),
+    "plan_bytes_per_token": ("gauge", "bytes of a token in the tiers, of the model that reported last"),
 }
 """Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""
 
@@ -108,8 +142,8 @@ SAMPLES = ("lookup_seconds", "wait_seconds")
 class UndercroftStats(KVConnectorStats):
     """The statistics since the last report, in plain types that travel between processes.
 
-    ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended) and
-    ``io_engine`` (a name; empty or absent without a disk tier).
+    ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended),
+    ``io_engine`` (a name; empty or absent without a disk tier) and ``socket`` (that of the engine).
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -136,6 +170,7 @@ class UndercroftStats(KVConnectorStats):
             "gauges": {**mine.get("gauges", {}), **theirs.get("gauges", {})},
             "samples": samples,
             "io_engine": theirs.get("io_engine") or mine.get("io_engine"),
+            "socket": theirs.get("socket") or mine.get("socket"),
         }
         return UndercroftStats({name: value for name, value in data.items() if value})
 
@@ -200,10 +235,17 @@ class Counts:
 class EngineStats:
     """The engine's counters as differences, read at most once in ``interval`` seconds.
 
-    ``tokens_in``: the tokens that a tier of so many bytes holds.
+    ``tokens_in``: the tokens that a tier of so many bytes holds. ``idle_s``: seconds after which the engine's health is
+    checked where nobody collects.
     """
 
-    def __init__(self, engine: Engine, interval: float = 1.0, tokens_in: Callable[[int], int] = lambda _: 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        interval: float = 1.0,
+        tokens_in: Callable[[int], int] = lambda _: 0,
+        idle_s: float = 5.0,
+    ) -> None:
         self._engine = engine
         # A tier's size seldom changes.
         self._tokens_in = functools.cache(tokens_in)
@@ -213,6 +255,9 @@ class EngineStats:
         self._health = DiskHealth(engine)
         self._namespaces = NamespaceHealth()
         self._link = ConnectionHealth(engine)
+        self._checking = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, args=(idle_s,), name="undercroft-health", daemon=True).start()
 
     def collect(self, now: float, force: bool = False) -> dict[str, Any]:
         """The changes since the last reading, as the data of `UndercroftStats`; empty before the interval has passed.
@@ -222,16 +267,10 @@ class EngineStats:
         if now < self._due and not force:
             return {}
         self._due = now + self._interval
-        self._link.check()
-        if self._engine.is_shared and not self._engine.took_over:
-            # Another process counts for all that share its engine.
-            return {}
-        stats = self._engine.stats()
+        stats = self._stats()
+        self._check(stats)
         if not stats:
-            # The directories were taken over, and the engine has not answered yet.
             return {}
-        self._health.check(stats.get("disk_degraded", 0))
-        self._namespaces.check(stats.get("volatile_namespaces", 0))
         counters = {
             name: since
             for name in STATS_KEYS
@@ -242,7 +281,44 @@ class EngineStats:
             if tokens := self._tokens_in(stats.get(key.replace("tokens", "bytes"), 0)):
                 gauges[key] = tokens
         self._last = stats
-        return {"counters": counters, "gauges": gauges, "io_engine": io_engine(self._engine.info())}
+        return {
+            "counters": counters,
+            "gauges": gauges,
+            "io_engine": io_engine(self._engine.info()),
+            "socket": self._engine.arena.socket,
+        }
+
+    def close(self) -> None:
+        """End the checks."""
+        self._closed.set()
+
+    def _stats(self) -> dict[str, float]:
+        if self._engine.is_shared and not self._engine.took_over:
+            # Another process counts for all that share its engine.
+            return {}
+        # Nothing while the directories were taken over, and the engine has not answered yet.
+        return self._engine.stats()
+
+    def _check(self, stats: dict[str, float]) -> None:
+        # The scheduler does not wait while the other thread logs.
+        if not self._checking.acquire(blocking=False):
+            return
+        try:
+            self._link.check()
+            if stats:
+                self._health.check(int(stats.get("disk_degraded", 0)))
+                self._namespaces.check(int(stats.get("volatile_namespaces", 0)))
+        finally:
+            self._checking.release()
+
+    def _watch(self, idle_s: float) -> None:
+        """Check while vLLM is idle: it collects in its steps only."""
+        while not self._closed.wait(idle_s):
+            try:
+                if time.monotonic() >= self._due + idle_s - self._interval:
+                    self._check(self._stats())
+            except Exception as error:
+                logger.debug("undercroft: the health check failed: %s", error)
 
 
 def _since(now: float, before: float) -> float:

@@ -8,7 +8,7 @@ that is cached to the end of a tail in the block after it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -94,8 +94,9 @@ class Tails:
                 self._session.finish_request(tail_name(state.request.request_id, end))
         state.tails = [found] if found else state.tails[1:]
 
-    def _question(self, state: RequestState, end: int) -> tuple[str, list[bytes], int, int, tuple[float, float] | None]:
+    def _question(self, state: RequestState, end: int) -> tuple[Any, ...]:
         """What the engine is asked about a tail."""
         block_hash = state.request.block_hashes[end // self._groups.hash_block_size - 1]
         name = tail_name(state.request.request_id, end)
-        return name, [block_hash], 0, self._groups.engine_block_size, state.lookup.wait_ms
+        lookup = state.lookup
+        return name, [block_hash], 0, self._groups.engine_block_size, lookup.wait_ms, 0, lookup.planned

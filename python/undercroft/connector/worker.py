@@ -7,19 +7,21 @@ in exactly one acknowledgement, whatever fails: the scheduler's half holds block
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
+from undercroft.connector.attached import AttachedArena
 from undercroft.connector.attaching import AttachAttempt
 from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.device.api import DeviceCopier
+from undercroft.device.api import DeviceCopier, Job
 from undercroft.device.factory import make_copier
-from undercroft.device.layout import DeviceLayout, GroupCopy, device_layout, kv_replicas
+from undercroft.device.layout import DeviceLayout, device_layout, kv_replicas
 from undercroft.log import LogOnce
 
 if TYPE_CHECKING:
@@ -44,8 +46,7 @@ class _AttachPendingError(WorkerError):
     """The attempt to attach is under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(NamedTuple):
     """A job that the copier has."""
 
     job: TransferJob
@@ -79,7 +80,10 @@ class WorkerConnector:
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: DeviceLayout | None = None
         self._copier: DeviceCopier | None = None
-        self._arena: Arena | None = None
+        self._attached: AttachedArena | None = None
+        self._kept: AttachedArena | None = None
+        """The arena of a session that was lost, pinned still, in case that the next session has the same one."""
+        self._unpinning: list[threading.Thread] = []
         self._arena_key: tuple[str, int, int] | None = None
         self._attach_timeout_s = attach_timeout_s
         self._attempt: AttachAttempt | None = None
@@ -99,8 +103,11 @@ class WorkerConnector:
         self._layout = device_layout(self._config, kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """The device memory is about to go (sleep): end all copies and forget where the pages lie."""
-        self._release_copier()
+        """The device memory is about to go (sleep): end all copies and forget where the pages lie.
+
+        The arena stays attached and pinned.
+        """
+        self._end_copies()
         self._layout = None
 
     def restore_kv_caches(self) -> None:
@@ -113,25 +120,21 @@ class WorkerConnector:
 
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
-        if self._arena is not None and (_arena_key(metadata) != self._arena_key or not self._arena.is_served):
-            # The next engine may need the arena's memory, and a lost session ends once no worker maps the arena.
-            try:
-                self._release_copier()
-            except Exception as error:
-                # vLLM waits for the loads of this step whatever becomes of the old arena.
-                self._report(error)
+        try:
+            self._leave_old_arena(metadata)
+        except Exception as error:
+            # vLLM waits for the loads of this step whatever becomes of the old arena.
+            self._report(error)
         for request_id in metadata.failed_loads:
             self._end_load(request_id, ok=False)
-        for job in metadata.loads:
-            self._start(job, metadata, to_arena=False)
+        self._start(metadata.loads, metadata, to_arena=False)
 
     def wait_for_save(self, metadata: UndercroftMetadata) -> None:
         """Start the saves of this step, whose blocks its forward pass has computed or will, in stream order.
 
         Raises nothing: a save that cannot start is acknowledged as failed.
         """
-        for job in metadata.saves:
-            self._start(job, metadata, to_arena=True)
+        self._start(metadata.saves, metadata, to_arena=True)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended since the last call, and those of them that failed."""
@@ -157,34 +160,64 @@ class WorkerConnector:
 
     def shutdown(self) -> None:
         """Wait for running copies and release the arena. Idempotent."""
-        self._release_copier()
+        self._release_arena()
+        while self._unpinning:
+            self._unpinning.pop().join()
         self._kv_caches.clear()
         self._layout = None
 
-    def _start(self, job: TransferJob, metadata: UndercroftMetadata, *, to_arena: bool) -> None:
-        groups = self._saved_here(job.groups) if to_arena else job.groups
-        if not groups:
-            self._end(job, to_arena, ok=True)
+    def _start(self, jobs: Sequence[TransferJob], metadata: UndercroftMetadata, *, to_arena: bool) -> None:
+        """Start the jobs of a step and direction with one call of the copier, or report them as failed."""
+        if to_arena and self._replicas > 1:
+            jobs = self._saved_here(jobs)
+        current = [job for job in jobs if job.session == metadata.arena_session]
+        if len(current) < len(jobs):
+            lost = WorkerError("the session with the engine's server was lost, and with it the slots of this job")
+            self._fail([job for job in jobs if job.session != metadata.arena_session], lost, to_arena=to_arena)
+        if not current:
             return
-        ticket = self._next_ticket
-        self._next_ticket += 1
         try:
-            if job.session != metadata.arena_session:
-                raise WorkerError("the session with the engine's server was lost, and with it the slots of this job")
-            queued = self._current_copier(metadata).submit(ticket, to_arena, groups)
+            copier = self._current_copier(metadata)
         except Exception as error:
-            # Nothing was queued, so nothing will copy; the engine must hear that the job is over.
-            self._report(error)
-            self._end(job, to_arena, ok=False)
-        else:
-            self._running[ticket] = _Running(job, to_arena, queued)
+            self._fail(current, error, to_arena=to_arena)
+            return
+        try:
+            self._submit(copier, current, to_arena=to_arena)
+        except Exception:
+            # Nothing was queued. A job that cannot be copied fails alone.
+            for job in current:
+                try:
+                    self._submit(copier, [job], to_arena=to_arena)
+                except Exception as error:
+                    self._fail([job], error, to_arena=to_arena)
 
-    def _saved_here(self, groups: list[GroupCopy]) -> list[GroupCopy]:
-        """The part of a save that this rank copies: ranks with the same KV take turns by block."""
-        if self._replicas == 1:
-            return groups
-        turns = [group.turn(self._replica, self._replicas) for group in groups]
-        return [turn for turn in turns if turn.block_ids.size]
+    def _submit(self, copier: DeviceCopier, jobs: Sequence[TransferJob], *, to_arena: bool) -> None:
+        first = self._next_ticket
+        self._next_ticket += len(jobs)
+        queued = copier.submit(to_arena, [Job(first + nth, job.groups) for nth, job in enumerate(jobs)])
+        for nth, (job, size) in enumerate(zip(jobs, queued, strict=True)):
+            self._running[first + nth] = _Running(job, to_arena, size)
+
+    def _fail(self, jobs: Sequence[TransferJob], error: Exception, *, to_arena: bool) -> None:
+        """Nothing was queued, so nothing will copy; the engine must hear that the jobs are over."""
+        self._report(error)
+        for job in jobs:
+            self._end(job, to_arena, ok=False)
+
+    def _saved_here(self, jobs: Sequence[TransferJob]) -> list[TransferJob]:
+        """The part of each save that this rank copies: ranks with the same KV take turns by block.
+
+        A save of which nothing is left has ended.
+        """
+        mine = []
+        for job in jobs:
+            turns = [group.turn(self._replica, self._replicas) for group in job.groups]
+            groups = [turn for turn in turns if turn.block_ids.size]
+            if groups:
+                mine.append(replace(job, groups=groups))
+            else:
+                self._end(job, True, ok=True)
+        return mine
 
     def _current_copier(self, metadata: UndercroftMetadata) -> DeviceCopier:
         """The copier for the arena that the metadata names; attached at its first use."""
@@ -192,7 +225,7 @@ class WorkerConnector:
             raise WorkerError("the KV cache is not registered, or its layout was declined")
         key = _arena_key(metadata)
         if key != self._arena_key:
-            self._release_copier()
+            self._leave_old_arena(metadata)
             self._arena_key = key
             self._attempt = None
             self._attach_failures = 0
@@ -203,20 +236,11 @@ class WorkerConnector:
 
     def _attached_copier(self, key: tuple[str, int, int], layout: DeviceLayout) -> DeviceCopier:
         """Attach the arena, but not soon after a failure: a frozen engine must not cost a wait in every step."""
-        socket, arena_id, session = key
         if self._clock() < self._attach_after:
-            raise WorkerError(f"the arena at {socket} could not be attached; the next attempt follows later")
-        # A step waits once for each attempt.
-        timeout_s = self._attach_timeout_s if self._attempt is None else 0.0
-        attempt = self._attempt or AttachAttempt(self._attach, socket, session)
-        self._attempt = attempt
+            raise WorkerError(f"the arena at {key[0]} could not be attached; the next attempt follows later")
         try:
-            arena = attempt.arena(timeout_s)
-            if arena is None:
-                raise _AttachPendingError(f"the engine at {socket} has not handed out its arena yet")
-            if arena.arena_id != arena_id:
-                raise WorkerError(f"{socket} hands out arena {arena.arena_id}, expected {arena_id}")
-            copier = make_copier(layout, arena, self._shard)
+            self._attached = self._attached or self._attach_now(key, layout)
+            return make_copier(layout, self._attached.mapping, self._shard, self._attached.pinner)
         except _AttachPendingError:
             raise
         except Exception:
@@ -224,21 +248,67 @@ class WorkerConnector:
             self._attempt = None
             self._attach_failures += 1
             self._attach_after = self._clock() + wait
+            self._release_arena()
             raise
-        self._attempt = None
-        self._arena = arena
-        return copier
 
-    def _release_copier(self) -> None:
-        """End all copies, and keep their results for the next report."""
+    def _attach_now(self, key: tuple[str, int, int], layout: DeviceLayout) -> AttachedArena:
+        """The arena as it is mapped and pinned already, if it is the same one; else as it is attached now."""
+        socket, arena_id, session = key
+        # A step waits once for each attempt.
+        timeout_s = self._attach_timeout_s if self._attempt is None else 0.0
+        self._attempt = self._attempt or AttachAttempt(self._attach, socket, session)
+        arena = self._attempt.arena(timeout_s)
+        if arena is None:
+            raise _AttachPendingError(f"the engine at {socket} has not handed out its arena yet")
+        if arena.arena_id != arena_id:
+            raise WorkerError(f"{socket} hands out arena {arena.arena_id}, expected {arena_id}")
+        self._attempt = None
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return AttachedArena(layout.device, arena)
+        kept.hold_for(arena)
+        return kept
+
+    def _leave_old_arena(self, metadata: UndercroftMetadata) -> None:
+        """End the copies of a session that is over; keep the memory only while the next session may have the same."""
+        if self._kept is not None and self._kept.arena_id != metadata.arena_id:
+            self._discard(self._kept)
+            self._kept = None
+        attached = self._attached
+        if attached is None or (_arena_key(metadata) == self._arena_key and attached.is_served):
+            return
+        if (metadata.arena_socket, metadata.arena_id) == (self._arena_key or ("", 0))[:2] and attached.is_served:
+            # A lost session ends once no worker copies for it; what it was lost from may be as it was.
+            self._end_copies()
+            attached.let_go()
+            self._attached, self._kept = None, attached
+        else:
+            # The next engine may need the arena's memory.
+            self._release_arena()
+
+    def _release_arena(self) -> None:
+        """End all copies, and let go of the arena without waiting for the driver."""
+        self._end_copies()
+        attached, self._attached = self._attached, None
+        kept, self._kept = self._kept, None
+        if attached is not None:
+            attached.let_go()
+        self._discard(attached)
+        self._discard(kept)
+
+    def _discard(self, attached: AttachedArena | None) -> None:
+        if attached is not None:
+            self._unpinning = [thread for thread in self._unpinning if thread.is_alive()]
+            self._unpinning.append(attached.discard())
+
+    def _end_copies(self) -> None:
+        """Wait until all copies have ended, and keep their results for the next report."""
         if self._copier is not None:
-            copier, arena = self._copier, self._arena
+            copier = self._copier
             copier.drain()
             self._collect()
-            self._copier = self._arena = None
+            self._copier = None
             copier.close()
-            if arena is not None:
-                arena.let_go()
 
     def _collect(self) -> None:
         if self._copier is None:

@@ -8,13 +8,21 @@ from typing import NamedTuple, Protocol
 from undercroft.device.layout import GroupCopy
 
 
+class Job(NamedTuple):
+    """The load or save of one request."""
+
+    ticket: int
+    """A number of the caller's choice."""
+    groups: Sequence[GroupCopy]
+
+
 class Ended(NamedTuple):
     """A job that has ended: none of its copies reads or writes memory any more."""
 
     ticket: int
     ok: bool
     seconds: float
-    """From the first byte copied to the last."""
+    """From the first byte copied to the last. Jobs that were submitted together: the time that each added."""
 
 
 class DeviceCopier(Protocol):
@@ -25,10 +33,10 @@ class DeviceCopier(Protocol):
     read the destination. `submit` never waits itself.
     """
 
-    def submit(self, ticket: int, to_arena: bool, groups: Sequence[GroupCopy]) -> int:
-        """Queue a job under a number of the caller's choice; the bytes that it will copy.
+    def submit(self, to_arena: bool, jobs: Sequence[Job]) -> list[int]:
+        """Queue all jobs of a step and direction at once, to be carried out in their order; the bytes of each.
 
-        Raises an exception, and queues nothing, if a block or a slot lies outside its range.
+        Raises an exception, and queues nothing, if a block or a slot of any of them lies outside its range.
         """
 
     def poll(self) -> list[Ended]:
@@ -38,4 +46,4 @@ class DeviceCopier(Protocol):
         """Wait until every job has ended; they are still returned by `poll`."""
 
     def close(self) -> None:
-        """Wait until every job has ended, and release threads and pinned memory. No job may be submitted afterwards."""
+        """Wait until every job has ended. No job may be submitted afterwards."""

@@ -1,79 +1,53 @@
-"""A copy stream and the jobs on it.
+"""The jobs of a copier on one lane.
 
-Three rules of order: a job runs after the event that `CopyStream.start` gets. A job has ended when the event recorded
+Three rules of order: jobs run after the event that `CopyStream.start` gets. A job has ended when an event recorded
 after its last copy has happened, not before. Copies queued before an error still run and are waited for.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from undercroft.device.api import Ended
-from undercroft.device.streams import Streams
-from undercroft.log import LogOnce, logger
+from undercroft.device.lane import Lane
+from undercroft.log import LogOnce
+
+Work = Callable[[Lane], Iterator[int]]
+"""Queues the copies of some jobs, and yields now and then how many of them, from the first, are queued in full."""
 
 
 @dataclass(slots=True)
-class _Job:
+class _Submitted:
     ticket: int
-    begin: Any = None
+    began: Any = None
+    """The event that the jobs of its step waited for, or the end of what ran before them."""
     end: Any = None
     ok: bool = True
-    issued: bool = False
+    first: bool = False
+    """Whether it is the first that ends at its event: the time is counted once."""
+    queued: bool = False
     """Set last: everything is queued, or never will be."""
 
 
 class CopyStream:
-    """One stream, the staging buffer that only it uses, and its jobs in order. Work is queued by one thread only."""
+    """The jobs of one copier on a lane, in order."""
 
-    def __init__(self, streams: Streams, staging_bytes: int, background: Executor | None = None) -> None:
-        """``background``: where jobs are queued from, if queueing them may block; else by the caller."""
-        self.streams = streams
-        self.handle = streams.create()
-        self._staging_bytes = staging_bytes
-        self._staging: torch.Tensor | None = None
-        self._refused: int | None = None
-        self._background = background
-        self._jobs: deque[_Job] = deque()
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._jobs: deque[_Submitted] = deque()
+        self._last_end: Any = None
         self._log_once = LogOnce()
 
-    def start(self, ticket: int, ready: Any, work: Callable[[CopyStream], None]) -> None:
-        """Let ``work`` queue a job's copies, which run after the event ``ready``. Raises nothing."""
-        job = _Job(ticket)
-        self._jobs.append(job)
-        if self._background is None:
-            self._issue(job, ready, work)
-        else:
-            self._background.submit(self._issue, job, ready, work)
-
-    def staging(self, row_bytes: int) -> torch.Tensor | None:
-        """Device memory as rows of ``row_bytes``, at least one; used by this stream's work alone, in its order.
-
-        None if the device has no memory for it; it is asked once.
-        """
-        size = max(self._staging_bytes, row_bytes)
-        if self._refused is not None and size >= self._refused:
-            return None
-        if self._staging is None or self._staging.numel() < size:
-            try:
-                self._staging = self.streams.buffer(self.handle, size)
-            except torch.OutOfMemoryError:
-                self._refused = size
-                logger.warning(
-                    "undercroft: the device has no %d bytes free for a staging buffer; small pages are copied one by "
-                    "one, which is slower. Lower gpu_memory_utilization a little.",
-                    size,
-                )
-                return None
-        rows = self._staging.numel() // row_bytes
-        return self._staging[: rows * row_bytes].view(rows, row_bytes)
+    def start(self, tickets: Sequence[int], ready: Any, work: Work) -> None:
+        """Let the lane's thread call ``work``, whose copies run after the event ``ready``. Raises nothing."""
+        jobs = [_Submitted(ticket) for ticket in tickets]
+        self._jobs.extend(jobs)
+        self._lane.thread.submit(self._queue, jobs, ready, work)
 
     def poll(self) -> list[Ended]:
         """The jobs at the front that have ended, in order."""
@@ -85,48 +59,69 @@ class CopyStream:
 
     def drain(self) -> None:
         """Wait until all jobs have ended. Raises nothing: what failed is in `poll`'s answer."""
-        if self._background is not None:
-            self._background.submit(lambda: None).result()
-        self._finish()
-
-    def _issue(self, job: _Job, ready: Any, work: Callable[[CopyStream], None]) -> None:
         try:
-            self.streams.wait(self.handle, ready)
-            job.begin = self.streams.record(self.handle)
-            work(self)
+            self._lane.finish()
         except Exception as error:
-            job.ok = False
             self._report(error)
+
+    def _queue(self, jobs: Sequence[_Submitted], ready: Any, work: Work) -> None:
+        queued = 0
         try:
-            job.end = self.streams.record(self.handle)
+            self._lane.streams.wait(self._lane.handle, ready)
+            for done in work(self._lane):
+                if done > queued:
+                    self._end(jobs[queued:done], ready)
+                    queued = done
+        except Exception as error:
+            for job in jobs[queued:]:
+                job.ok = False
+            self._report(error)
+        if queued < len(jobs):
+            self._end(jobs[queued:], ready)
+
+    def _end(self, jobs: Sequence[_Submitted], ready: Any) -> None:
+        """Everything of the jobs is queued, or never will be: one event tells when it has run."""
+        try:
+            end = self._lane.streams.record(self._lane.handle)
         except Exception as error:
             # Nothing tells when the copies end, so wait here; if that fails too, the device runs nothing any more.
-            job.ok = False
             self._report(error)
             self._finish()
-        job.issued = True
+            end = None
+        for job in jobs:
+            job.first = job is jobs[0]
+            job.began, job.end = (ready, self._last_end), end
+            job.ok = job.ok and end is not None
+            job.queued = True
+        self._last_end = end
 
     def _finish(self) -> None:
         try:
-            self.streams.finish(self.handle)
+            self._lane.streams.finish(self._lane.handle)
         except Exception as error:
             self._report(error)
 
-    def _ended(self, job: _Job) -> Ended | None:
-        if not job.issued:
+    def _ended(self, job: _Submitted) -> Ended | None:
+        if not job.queued:
             return None
         if job.end is None:
             return Ended(job.ticket, False, 0.0)
         try:
-            if not self.streams.happened(job.end):
+            if not self._lane.streams.happened(job.end):
                 return None
-            seconds = self.streams.seconds(job.begin, job.end) if job.begin is not None else 0.0
+            seconds = self._seconds(job) if job.first else 0.0
         except Exception as error:
             # An event answers with an error only when the device's context has failed, and with it all copies.
             self._report(error)
             return Ended(job.ticket, False, 0.0)
         return Ended(job.ticket, job.ok, seconds)
 
+    def _seconds(self, job: _Submitted) -> float:
+        """The lane was free for the job from the later of the two events on."""
+        return min(self._lane.streams.seconds(event, job.end) for event in job.began if event is not None)
+
     def _report(self, error: Exception) -> None:
         message = "undercroft: copying between device and host memory failed: %s"
-        self._log_once(logging.ERROR, type(error), message, error, error=error)
+        # Numbers of copies and of the failing one differ from one time to the next; what has failed does not.
+        kind = f"{type(error).__name__}: {re.sub('[0-9]+', '', str(error))}"
+        self._log_once(logging.ERROR, kind, message, error, error=error)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from undercroft._core import Arena, Copier
-from undercroft.device.api import Ended
+from undercroft.device.api import Ended, Job
 from undercroft.device.layout import Copies, DeviceLayout, GroupCopy, block_copies
 
 
@@ -19,13 +19,15 @@ class CpuCopier:
         self._rank = rank
         self._copier = Copier(arena, threads)
 
-    def submit(self, ticket: int, to_arena: bool, groups: Sequence[GroupCopy]) -> int:
-        """Queue a job; see `DeviceCopier`."""
-        copies = job_copies(self._layout, groups, self._rank)
-        self._copier.submit(
-            ticket, to_arena, copies.addresses.tobytes(), copies.offsets.tobytes(), copies.sizes.tobytes()
+    def submit(self, to_arena: bool, jobs: Sequence[Job]) -> list[int]:
+        """Queue jobs in one call of the core; see `DeviceCopier`."""
+        copies = [job_copies(self._layout, job.groups, self._rank) for job in jobs]
+        counts = [(job.ticket, own.sizes.size) for job, own in zip(jobs, copies, strict=True)]
+        arrays = (
+            b"".join(getattr(own, name).tobytes() for own in copies) for name in ("addresses", "offsets", "sizes")
         )
-        return copies.bytes
+        self._copier.submit(to_arena, counts, *arrays)
+        return [own.bytes for own in copies]
 
     @property
     def routine(self) -> str:

@@ -1,35 +1,31 @@
 """Copies between a CUDA device and the arena, in the background of the model's own work.
 
-Saves and loads have a stream each. A job is queued by `CudaCopier.submit` in a fixed number of calls, whatever the
-number of layers: either one batch of copies straight between pages and slots, or, where pages are small, through a
-staging buffer on the device. Jobs on memory that is not pinned go a way of their own, since the driver blocks whoever
-queues such copies: another stream, queued by another thread.
+The model runner's thread records one event and hands the jobs of a step to a lane's thread, which queues everything
+else: for each chunk either one batch of copies straight between pages and slots, or, where pages are small, one kernel
+that gathers or scatters them and one batch of copies of whole shards. Jobs on memory that is not pinned have a lane of
+their own, since the driver blocks whoever queues such copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from undercroft._core import Arena
-from undercroft.device.api import Ended
+from undercroft.device.api import Ended, Job
 from undercroft.device.copy_stream import CopyStream
 from undercroft.device.gather import Gather
+from undercroft.device.lane import Lane, Lanes
 from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, block_copies, check_blocks
 from undercroft.device.pinning import chunk_bytes
-from undercroft.device.streams import Streams
 
 GATHER_BELOW = 128 << 10
 """Pages smaller than this many bytes are gathered: a copy of its own costs the device as much time as the bus needs for
 some tens of KiB."""
-STAGING_BYTES = 64 << 20
-"""Device memory of each direction's staging buffer."""
-UNPINNED_STAGING_BYTES = 16 << 20
-"""The same for copies of memory that is not pinned, which take longer anyway."""
 
 STRATEGIES = ("auto", "direct", "gather")
 """How pages are copied: straight, through the staging buffer, or as their size suggests."""
@@ -42,16 +38,16 @@ class Pinner(Protocol):
     def pinned_bytes(self) -> int:
         """How much of the arena is pinned, counted from its start."""
 
-    def close(self) -> None:
-        """Unpin everything."""
 
-
-class _CheckedCopy(NamedTuple):
-    """A `GroupCopy` within the bounds of device and arena: blocks, and the arena offsets of this rank's shards."""
+class _Blocks(NamedTuple):
+    """The blocks of one group of some jobs, within the bounds of device and arena."""
 
     layout: GroupLayout
     block_ids: np.ndarray
     offsets: np.ndarray
+    """Where this rank's shards lie in the arena."""
+    ends: list[int]
+    """For each job, how many of the blocks are its own or belong to jobs before it."""
 
 
 class CudaCopier:
@@ -62,46 +58,47 @@ class CudaCopier:
         layout: DeviceLayout,
         arena: Arena,
         rank: int,
-        streams: Streams,
+        lanes: Lanes,
         pinner: Pinner | None,
         *,
         strategy: str = "auto",
-        staging_bytes: int = STAGING_BYTES,
         pin_chunk: int | None = None,
-        background: Executor | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``pinner``: pins the arena and is closed with the copier; None if all of it is pinned already.
-
-        ``background``: one thread that queues copies of unpinned memory; its own if None.
-        """
+        """``lanes``: nobody else uses them until ``on_close`` is called. ``pinner``: pins the arena; None if all of it
+        is pinned already."""
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: not one of {', '.join(STRATEGIES)}")
         self._layout = layout
         self._arena = arena
         self._rank = rank
-        self._streams = streams
+        self._streams = lanes.save.streams
         self._pinner = pinner
         self._pin_chunk = pin_chunk or chunk_bytes(arena.size)
         self._gathers = {index: _gather(group, layout, strategy) for index, group in layout.groups.items()}
-        self._pinned = {to_arena: CopyStream(streams, staging_bytes) for to_arena in (True, False)}
-        self._background = background or ThreadPoolExecutor(1, thread_name_prefix="undercroft-unpinned")
+        self._pinned = {True: CopyStream(lanes.save), False: CopyStream(lanes.load)}
+        self._unpinned = CopyStream(lanes.unpinned)
+        self._on_close = on_close
         self._closed = False
-        self._unpinned = CopyStream(streams, min(staging_bytes, UNPINNED_STAGING_BYTES), self._background)
 
-    def submit(self, ticket: int, to_arena: bool, groups: Sequence[GroupCopy]) -> int:
-        """Queue a job behind all that the calling thread has queued on the device so far; see `DeviceCopier`.
+    def submit(self, to_arena: bool, jobs: Sequence[Job]) -> list[int]:
+        """Queue jobs behind all that the calling thread has queued on the device so far; see `DeviceCopier`.
 
         After `close` it raises RuntimeError.
         """
         if self._closed:
             raise RuntimeError("the copier is closed")
-        copies = [self._checked(group) for group in groups]
-        ends = [int(copy.offsets.max()) + copy.layout.shard_bytes for copy in copies if copy.offsets.size]
-        pinned = self._pinner is None or max(ends, default=0) <= self._pinner.pinned_bytes
-        stream = self._pinned[to_arena] if pinned else self._unpinned
+        blocks = self._merged(jobs)
         ready = self._streams.record(self._streams.compute())
-        stream.start(ticket, ready, lambda stream: self._queue(stream, to_arena, copies))
-        return sum(copy.offsets.size * copy.layout.shard_bytes for copy in copies)
+        if self._fits(blocks):
+            self._start(self._pinned[to_arena], to_arena, jobs, blocks, ready)
+        else:
+            alone = [(job, self._merged([job])) for job in jobs]
+            for stream, fits in ((self._pinned[to_arena], True), (self._unpinned, False)):
+                some = [job for job, own in alone if self._fits(own) == fits]
+                if some:
+                    self._start(stream, to_arena, some, self._merged(some), ready)
+        return _bytes(blocks, len(jobs))
 
     def poll(self) -> list[Ended]:
         """Jobs that have ended since the last call, those of one direction in their order."""
@@ -109,77 +106,136 @@ class CudaCopier:
 
     def drain(self) -> None:
         """Wait until every job has ended."""
-        if self._closed:
-            return
         for stream in self._copy_streams():
             stream.drain()
 
     def close(self) -> None:
-        """End every job, unpin the arena, end the threads. Idempotent."""
-        if self._closed:
-            return
-        self.drain()
-        self._closed = True
-        self._background.shutdown()
-        if self._pinner is not None:
-            self._pinner.close()
+        """End every job, and hand the lanes back. Idempotent."""
+        if not self._closed:
+            self.drain()
+            self._closed = True
+            self._on_close()
 
     def _copy_streams(self) -> tuple[CopyStream, ...]:
         return (*self._pinned.values(), self._unpinned)
 
-    def _checked(self, copy: GroupCopy) -> _CheckedCopy:
-        known = self._layout.groups.get(copy.group)
+    def _merged(self, jobs: Sequence[Job]) -> list[_Blocks]:
+        """The blocks of all jobs, group after group. Raises ValueError if any lies out of range."""
+        groups = sorted({copy.group for job in jobs for copy in job.groups})
+        return [self._blocks(group, jobs) for group in groups]
+
+    def _blocks(self, group: int, jobs: Sequence[Job]) -> _Blocks:
+        known = self._layout.groups.get(group)
         if known is None:
-            raise ValueError(f"KV cache group {copy.group} cannot be copied; groups {sorted(self._layout.groups)} can")
-        block_ids = np.asarray(copy.block_ids, dtype=np.int64)
-        offsets = np.asarray(copy.offsets, dtype=np.int64) + self._rank * known.shard_bytes
+            raise ValueError(f"KV cache group {group} cannot be copied; groups {sorted(self._layout.groups)} can")
+        ids: list[np.ndarray] = []
+        starts: list[np.ndarray] = []
+        ends: list[int] = []
+        total = 0
+        for job in jobs:
+            for copy in job.groups:
+                if copy.group == group:
+                    _check_lengths(copy)
+                    ids.append(copy.block_ids)
+                    starts.append(copy.offsets)
+                    total += len(copy.block_ids)
+            ends.append(total)
+        block_ids = np.concatenate(ids, dtype=np.int64)
+        offsets = np.concatenate(starts, dtype=np.int64) + self._rank * known.shard_bytes
         check_blocks(known, block_ids, offsets)
-        outside = (offsets < 0) | (offsets > self._arena.size - known.shard_bytes)
-        if outside.any():
+        last = self._arena.size - known.shard_bytes
+        if total and (offsets.min() < 0 or offsets.max() > last):
+            wrong = offsets[(offsets < 0) | (offsets > last)]
             raise ValueError(
-                f"group {copy.group}: a shard of {known.shard_bytes} bytes at {int(offsets[outside][0])} lies outside "
+                f"group {group}: a shard of {known.shard_bytes} bytes at {int(wrong[0])} lies outside "
                 f"the arena of {self._arena.size} bytes"
             )
-        return _CheckedCopy(known, block_ids, offsets)
+        return _Blocks(known, block_ids, offsets, ends)
 
-    def _queue(self, stream: CopyStream, to_arena: bool, copies: Sequence[_CheckedCopy]) -> None:
-        for copy in copies:
-            gather = self._gathers[copy.layout.group]
-            staging = None if gather is None else stream.staging(copy.layout.shard_bytes)
-            if gather is None or staging is None:
-                pieces = block_copies(copy.layout, copy.block_ids, copy.offsets, rank=0)
-                self._copy(stream, to_arena, pieces.addresses, pieces.offsets, pieces.sizes)
-            else:
-                self._staged(stream, to_arena, copy, gather, staging)
+    def _fits(self, blocks: Sequence[_Blocks]) -> bool:
+        """Whether all slots lie in pinned memory."""
+        if self._pinner is None:
+            return True
+        ends = [int(some.offsets.max()) + some.layout.shard_bytes for some in blocks if some.offsets.size]
+        return max(ends, default=0) <= self._pinner.pinned_bytes
+
+    def _start(
+        self, stream: CopyStream, to_arena: bool, jobs: Sequence[Job], blocks: Sequence[_Blocks], ready: object
+    ) -> None:
+        stream.start([job.ticket for job in jobs], ready, lambda lane: self._queue(lane, to_arena, blocks))
+
+    def _queue(self, lane: Lane, to_arena: bool, blocks: Sequence[_Blocks]) -> Iterator[int]:
+        for some in blocks:
+            last = some is blocks[-1]
+            for queued in self._chunks(lane, to_arena, some):
+                if last:
+                    yield bisect_right(some.ends, queued)
+
+    def _chunks(self, lane: Lane, to_arena: bool, blocks: _Blocks) -> Iterator[int]:
+        """Queue the blocks of a group, and yield after each chunk how many are queued."""
+        gather = self._gathers[blocks.layout.group]
+        staging = None
+        if gather is not None and gather.rows_per_block <= lane.row_numbers:
+            staging = lane.staging(blocks.layout.shard_bytes)
+        if gather is None or staging is None:
+            yield from self._direct(lane, to_arena, blocks)
+        else:
+            yield from self._staged(lane, to_arena, blocks, gather, staging)
+
+    def _direct(self, lane: Lane, to_arena: bool, blocks: _Blocks) -> Iterator[int]:
+        count = max(1, lane.staging_bytes // blocks.layout.shard_bytes)
+        for begin in range(0, blocks.block_ids.size, count):
+            some = slice(begin, begin + count)
+            pieces = block_copies(blocks.layout, blocks.block_ids[some], blocks.offsets[some], rank=0)
+            self._copy(lane, to_arena, pieces.addresses, pieces.offsets, pieces.sizes)
+            yield begin + count
 
     def _staged(
-        self, stream: CopyStream, to_arena: bool, copy: _CheckedCopy, gather: Gather, staging: torch.Tensor
-    ) -> None:
-        shard = copy.layout.shard_bytes
-        for begin in range(0, copy.block_ids.size, len(staging)):
-            block_ids = copy.block_ids[begin : begin + len(staging)]
-            offsets = copy.offsets[begin : begin + len(staging)]
-            rows = staging[: block_ids.size]
-            addresses = rows.data_ptr() + np.arange(block_ids.size, dtype=np.int64) * shard
-            sizes = np.full(block_ids.size, shard, dtype=np.int64)
-            if to_arena:
-                self._streams.run(stream.handle, self._on_device(gather.gather, block_ids, rows))
-            self._copy(stream, to_arena, addresses, offsets, sizes)
-            if not to_arena:
-                self._streams.run(stream.handle, self._on_device(gather.scatter, block_ids, rows))
+        self, lane: Lane, to_arena: bool, blocks: _Blocks, gather: Gather, staging: torch.Tensor
+    ) -> Iterator[int]:
+        shard, width = blocks.layout.shard_bytes, gather.rows_per_block
+        addresses = staging.data_ptr() + np.arange(len(staging), dtype=np.int64) * shard
+        sizes = np.full(len(staging), shard, dtype=np.int64)
+        # The numbers of all rows go to the device in one copy, unless the job is larger than any prompt.
+        for first in range(0, blocks.block_ids.size, lane.row_numbers // width):
+            some = blocks.block_ids[first : first + lane.row_numbers // width]
+            numbers = lane.upload(gather.rows(some))
+            for begin in range(0, some.size, len(staging)):
+                count = min(len(staging), some.size - begin)
+                move = _moving(gather, to_arena, numbers[begin * width : (begin + count) * width], staging[:count])
+                offsets = blocks.offsets[first + begin : first + begin + count]
+                if to_arena:
+                    self._streams.run(lane.handle, move)
+                self._copy(lane, to_arena, addresses[:count], offsets, sizes[:count])
+                if not to_arena:
+                    self._streams.run(lane.handle, move)
+                yield first + begin + count
 
-    def _on_device(self, move: Callable[..., None], block_ids: np.ndarray, rows: torch.Tensor) -> Callable[[], None]:
-        return lambda: move(self._streams.upload(block_ids), rows)
-
-    def _copy(
-        self, stream: CopyStream, to_arena: bool, addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
-    ) -> None:
+    def _copy(self, lane: Lane, to_arena: bool, addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> None:
         if sizes.size == 0:
             return
         addresses, offsets, sizes = split(*join(addresses, offsets, sizes), self._pin_chunk)
         hosts = offsets + self._arena.address
         destinations, sources = (hosts, addresses) if to_arena else (addresses, hosts)
-        self._streams.copy(stream.handle, destinations, sources, sizes)
+        self._streams.copy(lane.handle, destinations, sources, sizes)
+
+
+def _bytes(blocks: Sequence[_Blocks], jobs: int) -> list[int]:
+    """The bytes of each job."""
+    sizes = [0] * jobs
+    for some in blocks:
+        before = 0
+        for nth, end in enumerate(some.ends):
+            sizes[nth] += (end - before) * some.layout.shard_bytes
+            before = end
+    return sizes
+
+
+def _check_lengths(copy: GroupCopy) -> None:
+    if copy.block_ids.shape != copy.offsets.shape:
+        raise ValueError(
+            f"group {copy.group}: {copy.block_ids.shape} block ids for {copy.offsets.shape} slots; both must be as long"
+        )
 
 
 def join(addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -203,6 +259,10 @@ def split(
     begin = np.maximum(offsets[index], (offsets[index] // every + nth) * every)
     end = np.minimum((offsets + sizes)[index], (offsets[index] // every + nth + 1) * every)
     return addresses[index] + begin - offsets[index], begin, end - begin
+
+
+def _moving(gather: Gather, to_arena: bool, rows: torch.Tensor, shards: torch.Tensor) -> Callable[[], None]:
+    return lambda: (gather.gather if to_arena else gather.scatter)(rows, shards)
 
 
 def _gather(group: GroupLayout, layout: DeviceLayout, strategy: str) -> Gather | None:

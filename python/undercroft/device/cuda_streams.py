@@ -27,14 +27,18 @@ class CudaStreams:
         self.copy_name = self._copy.name
         """Name of the function that queues batches of copies, for people."""
 
+    def select(self) -> None:
+        """See `Streams.select`."""
+        torch.cuda.set_device(self._device)
+
     def compute(self) -> torch.cuda.Stream:
         """See `Streams.compute`."""
         return torch.cuda.current_stream(self._device)
 
     def create(self) -> torch.cuda.Stream:
         """See `Streams.create`."""
-        lowest, _ = torch.cuda.Stream.priority_range()
-        return torch.cuda.Stream(self._device, priority=lowest)
+        # No priority is lower than the default, which the model's stream has as well.
+        return torch.cuda.Stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """See `Streams.record`."""
@@ -69,16 +73,15 @@ class CudaStreams:
         with torch.cuda.stream(stream):
             self._copy(destinations, sources, sizes, stream.cuda_stream)
 
-    def upload(self, values: np.ndarray) -> torch.Tensor:
-        """See `Streams.upload`."""
-        # PyTorch keeps the pinned memory from reuse until the stream has read it.
-        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
-
     def buffer(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
         """See `Streams.buffer`."""
         # On the stream itself: PyTorch may hand out memory that work queued on another stream still uses.
         with torch.cuda.stream(stream):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """See `Streams.pinned`."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def pin(device: torch.device, arena: Arena) -> ArenaPinner:

@@ -1,24 +1,45 @@
-"""Chooses the copier for the device that the KV cache is on."""
+"""Chooses what copies for the device that the KV cache is on."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from undercroft._core import Arena
 from undercroft.device.api import DeviceCopier
 from undercroft.device.cpu import CpuCopier
 from undercroft.device.layout import DeviceLayout
 
+if TYPE_CHECKING:
+    import torch
 
-def make_copier(layout: DeviceLayout, arena: Arena, rank: int) -> DeviceCopier:
-    """The copier for the device that the KV cache is on.
+    from undercroft.device.pinning import ArenaPinner
+
+
+def make_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None = None) -> DeviceCopier:
+    """The copier for the device that the KV cache is on. ``pinner``: what `pin_arena` gave for it.
 
     Raises ValueError if there is none for this kind of device, RuntimeError if the device's driver lacks what it needs.
     """
     if layout.device.type == "cpu":
         return CpuCopier(layout, arena, rank)
     if layout.device.type == "cuda":
-        from undercroft.device.cuda import CudaCopier
-        from undercroft.device.cuda_streams import CudaStreams, pin
-
-        streams = CudaStreams(layout.device)
-        return CudaCopier(layout, arena, rank, streams, pin(layout.device, arena))
+        return _cuda_copier(layout, arena, rank, pinner)
     raise ValueError(f"no copier for a KV cache on {layout.device}; CUDA devices and vLLM's CPU platform are supported")
+
+
+def pin_arena(device: torch.device, arena: Arena) -> ArenaPinner | None:
+    """Start to pin the arena for a device that copies faster then; None for any other."""
+    if device.type != "cuda":
+        return None
+    from undercroft.device.cuda_streams import pin
+
+    return pin(device, arena)
+
+
+def _cuda_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None) -> DeviceCopier:
+    from undercroft.device.cuda import CudaCopier
+    from undercroft.device.cuda_streams import CudaStreams
+    from undercroft.device.lane import Lanes, borrow, give_back
+
+    lanes = borrow(layout.device, lambda: Lanes.make(CudaStreams(layout.device)))
+    return CudaCopier(layout, arena, rank, lanes, pinner, on_close=lambda: give_back(layout.device, lanes))

@@ -1,6 +1,10 @@
 """Pages scattered over device memory into one run of bytes for each block, and back, by PyTorch on the device.
 
 Where a block is many small pages, one copy for each page would be all overhead. Gathered, a block is one copy.
+
+The memory of the KV cache is seen as one table of equal rows, and a page as one row of it or several. PyTorch then
+moves any number of pages in one kernel: a view with a dimension for the layers would span the whole cache, and PyTorch
+cuts such work into one kernel for every 2 GiB spanned.
 """
 
 from __future__ import annotations
@@ -8,98 +12,81 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from undercroft.device.layout import GroupLayout
 
-_ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Bytes are moved in the widest integers that fit; their meaning does not matter here."""
-
-
-class _Section(NamedTuple):
-    """Runs of equal size that lie at equal distances, as a tensor [block, run, element]."""
-
-    pages: torch.Tensor
-    begin: int
-    """First element of the shard that they make up."""
-    end: int
+_ELEMENTS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Bytes are moved in the widest elements that fit; their meaning does not matter here."""
+SMALLEST_ROW = 256
+"""Pages smaller than this are rows themselves; others are cut into rows of no fewer bytes, or not gathered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
     """The pages of one KV cache group, to be gathered into shards."""
 
-    sections: tuple[_Section, ...]
-    dtype: torch.dtype
+    table: torch.Tensor
+    """Device memory as [row, element]."""
+    first: np.ndarray
+    """For each row of a shard, its row of the table in block 0 (int64)."""
+    step: np.ndarray
+    """Rows of the table from one block to the next (int64)."""
 
     @classmethod
-    def of(cls, layout: GroupLayout, tensors: Sequence[torch.Tensor]) -> Gather:
-        """For the pages of ``layout``, which lie in the storages of ``tensors``. Raises ValueError if they do not."""
-        arrays = (layout.addresses, layout.strides, layout.sizes, layout.shard_offsets)
-        common = math.gcd(8, *(int(value) for array in arrays for value in array))
-        dtype = _ELEMENTS[common]
-        sections = []
-        for begin, end in _alike(layout):
-            shape = (layout.num_blocks, end - begin, int(layout.sizes[begin]) // common)
-            step = int(layout.addresses[begin + 1] - layout.addresses[begin]) if end - begin > 1 else common
-            strides = (int(layout.strides[begin]) // common, step // common, 1)
-            pages = _view(tensors, int(layout.addresses[begin]), dtype, shape, strides)
-            first = int(layout.shard_offsets[begin]) // common
-            sections.append(_Section(pages, first, first + shape[1] * shape[2]))
-        return cls(tuple(sections), dtype)
+    def of(cls, layout: GroupLayout, tensors: Sequence[torch.Tensor]) -> Gather | None:
+        """For the pages of ``layout``, which lie in the storages of ``tensors``.
 
-    def gather(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy the pages of the blocks (int64, on the device) into ``rows``, uint8 [block, byte of the shard]."""
-        for pages, section in self._sections(rows):
-            torch.index_select(pages, 0, block_ids, out=section)
+        None if they do not fit one table: they lie in several storages, or at distances of no common measure.
+        """
+        base = int(layout.addresses.min())
+        storage = _storage(layout, tensors)
+        if storage is None:
+            return None
+        arrays = (layout.addresses - base, layout.strides, layout.sizes)
+        row = math.gcd(*(int(value) for array in arrays for value in array))
+        if row < min(SMALLEST_ROW, int(layout.sizes.min())):
+            return None
+        skipped = base - storage.data_ptr()
+        dtype = _ELEMENTS[math.gcd(16, row, skipped, storage.data_ptr())]
+        rows, width = (storage.nbytes() - skipped) // row, row // dtype.itemsize
+        table = torch.empty(0, dtype=dtype, device=tensors[0].device)
+        table.set_(storage, skipped // dtype.itemsize, (rows, width), (width, 1))
+        counts = layout.sizes // row
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = np.repeat((layout.addresses - base) // row, counts) + within
+        return cls(table, first, np.repeat(layout.strides // row, counts))
 
-    def scatter(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy ``rows`` into the pages of the blocks, each of which may occur once."""
-        for pages, section in self._sections(rows):
-            pages.index_copy_(0, block_ids, section)
+    @property
+    def rows_per_block(self) -> int:
+        """Row numbers that one block takes."""
+        return int(self.first.size)
 
-    def _sections(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        elements = rows.view(self.dtype)
-        return [
-            (section.pages, elements[:, section.begin : section.end].view(len(elements), *section.pages.shape[1:]))
-            for section in self.sections
-        ]
+    def rows(self, block_ids: np.ndarray) -> np.ndarray:
+        """The numbers of the rows of the blocks, block after block, as `gather` and `scatter` take them."""
+        rows: np.ndarray = block_ids[:, None] * self.step + self.first
+        return rows.reshape(-1)
 
+    def gather(self, rows: torch.Tensor, shards: torch.Tensor) -> None:
+        """Copy the rows (their numbers, on the device) into ``shards``, uint8 [block, byte of the shard]."""
+        torch.index_select(self.table, 0, rows, out=self._like_table(shards))
 
-def _alike(layout: GroupLayout) -> list[tuple[int, int]]:
-    """Ranges of runs that have one size, one stride, and one distance to the next."""
-    ranges = []
-    begin = 0
-    count = layout.sizes.size
-    steps = np.diff(layout.addresses)
-    for index in range(1, count + 1):
-        joins = (
-            index < count
-            and layout.sizes[index] == layout.sizes[begin]
-            and layout.strides[index] == layout.strides[begin]
-            and steps[index - 1] == steps[begin]
-            and steps[begin] > 0
-        )
-        if not joins:
-            ranges.append((begin, index))
-            begin = index
-    return ranges
+    def scatter(self, rows: torch.Tensor, shards: torch.Tensor) -> None:
+        """Copy ``shards`` into the rows, each of which may occur once."""
+        self.table.index_copy_(0, rows, self._like_table(shards))
+
+    def _like_table(self, shards: torch.Tensor) -> torch.Tensor:
+        return shards.view(-1).view(self.table.dtype).view(-1, self.table.shape[1])
 
 
-def _view(
-    tensors: Sequence[torch.Tensor],
-    address: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-) -> torch.Tensor:
+def _storage(layout: GroupLayout, tensors: Sequence[torch.Tensor]) -> torch.UntypedStorage | None:
+    """The one storage that holds all pages."""
+    ends = layout.addresses + (layout.num_blocks - 1) * layout.strides + layout.sizes
+    begin, end = int(layout.addresses.min()), int(ends.max())
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        offset = address - storage.data_ptr()
-        if 0 <= offset < storage.nbytes():
-            empty = torch.empty(0, dtype=dtype, device=tensor.device)
-            return empty.set_(storage, offset // dtype.itemsize, shape, strides)
-    raise ValueError(f"no tensor of the KV cache holds address {address:#x}")
+        if storage.data_ptr() <= begin and end <= storage.data_ptr() + storage.nbytes():
+            return storage
+    return None

@@ -143,11 +143,10 @@ def block_copies(layout: GroupLayout, block_ids: np.ndarray, payload_offsets: np
     ids = np.asarray(block_ids, dtype=np.int64)
     starts = np.asarray(payload_offsets, dtype=np.int64) + rank * layout.shard_bytes
     check_blocks(layout, ids, starts)
-    shape = (ids.size, layout.sizes.size)
     return Copies(
         addresses=(layout.addresses + ids[:, None] * layout.strides).reshape(-1),
         offsets=(starts[:, None] + layout.shard_offsets).reshape(-1),
-        sizes=np.broadcast_to(layout.sizes, shape).reshape(-1),
+        sizes=np.tile(layout.sizes, ids.size),
     )
 
 

@@ -21,11 +21,17 @@ class Streams(Protocol):
     method may raise once the device has failed.
     """
 
+    copy_name: str
+    """Name of the function that queues batches of copies, for people."""
+
+    def select(self) -> None:
+        """Make the device that of the calling thread. A thread that has not done so uses the first one."""
+
     def compute(self) -> Any:
         """The stream that the calling thread's own work, the model's, is queued on."""
 
     def create(self) -> Any:
-        """A new stream for copies, of the lowest priority."""
+        """A new stream for copies."""
 
     def record(self, stream: Any) -> Any:
         """An event that happens when what is queued on ``stream`` so far has run."""
@@ -48,8 +54,8 @@ class Streams(Protocol):
     def copy(self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
         """Queue copies of bytes between host and device: parallel int64 arrays of addresses and sizes."""
 
-    def upload(self, values: np.ndarray) -> torch.Tensor:
-        """The int64 values on the device; to be called by the ``work`` of `run`."""
-
     def buffer(self, stream: Any, size: int) -> torch.Tensor:
         """``size`` bytes (uint8) of device memory for the use of ``stream`` alone."""
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """``size`` bytes (uint8) of host memory that the device copies from while the caller goes on."""

@@ -16,6 +16,10 @@ class SyntheticCache(NamedTuple):
     layout: DeviceLayout
     pages: tuple[torch.Tensor, ...]
     """For each layer, the bytes (int8) of its pages: [block, byte]."""
+    config: Any
+    """Stands in for vLLM's ``KVCacheConfig``."""
+    views: dict[str, torch.Tensor]
+    """What vLLM registers with a connector."""
 
 
 def synthetic_cache(
@@ -38,4 +42,4 @@ def synthetic_cache(
     )
     pages = [raw.as_strided((blocks, page_bytes), (block_stride, 1), index * layer_stride) for index in range(layers)]
     views = {name: page.view(blocks, 1, 1, page_bytes) for name, page in zip(names, pages, strict=True)}
-    return SyntheticCache(device_layout(config, views), tuple(pages))
+    return SyntheticCache(device_layout(config, views), tuple(pages), config, views)

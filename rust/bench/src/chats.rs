@@ -51,7 +51,7 @@ impl Directory {
             capacity: self.capacity,
             page_bytes: self.page_bytes,
             super_bytes: self.superblock.clone(),
-            table_bytes: self.table.clone(),
+            table: self.table.clone().into(),
         }
     }
 

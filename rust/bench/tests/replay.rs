@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use naive::{ModelCache, Outcome};
 use proptest::prelude::*;
-use undercroft_bench::replay::{EngineCache, Options, Report, Trace, replay};
+use undercroft_bench::replay::{Options, ReplayEngine, Report, Trace, replay};
 use undercroft_core::policy::PolicyKind;
 
 fn sample() -> Trace {
@@ -22,7 +22,7 @@ fn run(trace: &Trace, capacities: &[usize], kind: PolicyKind) -> Report {
 }
 
 fn run_engine(trace: &Trace, options: &Options) -> Report {
-    replay(trace, &mut EngineCache::new(options).unwrap())
+    replay(trace, &mut ReplayEngine::new(options).unwrap())
 }
 
 fn options(host_blocks: usize, disk_blocks: usize, policy: PolicyKind) -> Options {
@@ -192,7 +192,7 @@ fn second_touch_writes_what_comes_again_and_no_more() {
 
 #[test]
 fn a_host_tier_below_one_page_is_refused() {
-    assert!(EngineCache::new(&options(1, 0, PolicyKind::Lru)).is_err());
+    assert!(ReplayEngine::new(&options(1, 0, PolicyKind::Lru)).is_err());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::engine::{Engine, Granted, LookupCursor, SessionId};
 use crate::error::RegisterError;
 use crate::session::{
     BlockEvents, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session,
-    SessionSpec, SessionToken, Tokens, TransferId,
+    SessionSpec, SessionToken, Step, Tokens, TransferId,
 };
 
 /// A session of an engine in this process.
@@ -139,6 +139,11 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
             |engine| engine.take_events(self.id),
         );
         taken.unwrap_or_default()
+    }
+
+    fn report_steps(&self, steps: &[Step]) {
+        self.engine
+            .enter(|engine| engine.report_steps(self.id, steps));
     }
 
     fn reset(&self, timeout: Duration) -> bool {

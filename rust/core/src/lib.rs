@@ -18,6 +18,7 @@ pub mod metrics;
 pub mod namespace;
 pub mod panics;
 pub mod policy;
+mod pool;
 pub mod resolve;
 pub mod session;
 pub mod size;

@@ -136,6 +136,22 @@ impl NamespaceSpec {
             .any(|group| group.kind == GroupKind::Full)
     }
 
+    /// Whether every group needs every block of a prefix, or none.
+    pub fn has_full_only(&self) -> bool {
+        let mut kinds = self.groups.iter().map(|group| group.kind);
+        kinds.all(|kind| matches!(kind, GroupKind::Full | GroupKind::Ignored))
+    }
+
+    /// Bytes that a load of a long prefix copies for each token, of the groups that need every block.
+    pub fn bytes_per_token(&self) -> f64 {
+        let full = self
+            .groups
+            .iter()
+            .filter(|group| group.kind == GroupKind::Full);
+        full.map(|group| f64::from(group.payload_bytes) / f64::from(group.block_tokens))
+            .sum()
+    }
+
     /// Groups whose payload a node at `depth` cannot do without, one bit each.
     pub fn required(&self, depth: u32) -> u32 {
         (0..self.groups.len())

@@ -103,14 +103,33 @@ pub struct Offer {
     pub end_block: u32,
 }
 
-/// How long a lookup may stay pending: `base_ns`, and `per_1k_tokens_ns` for every 1,000 tokens that the
-/// promotion would bring, in nanoseconds.
+/// How long a lookup may stay pending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PromotionWait {
-    /// The part that does not depend on the prompt.
-    pub base_ns: u64,
-    /// The part for every 1,000 tokens.
-    pub per_1k_tokens_ns: u64,
+pub enum PromotionWait {
+    /// As long as reads come in.
+    Complete,
+    /// As long as a load takes less time than computing, by measurement.
+    Planned,
+    /// `base_ns`, and `per_1k_tokens_ns` for every 1,000 tokens that the promotion would bring.
+    Limit {
+        /// The part that does not depend on the prompt, in nanoseconds.
+        base_ns: u64,
+        /// The part for every 1,000 tokens, in nanoseconds.
+        per_1k_tokens_ns: u64,
+    },
+}
+
+/// A step that a vLLM has run, for the model of its times.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Step {
+    /// Tokens of prompts that it computed.
+    pub tokens: u32,
+    /// The sum of these tokens' positions in their prompts.
+    pub positions: u64,
+    /// Requests that it computed one token of, after their prompts.
+    pub decodes: u32,
+    /// How long it took, in nanoseconds.
+    pub duration_ns: u64,
 }
 
 /// Whether the scheduler waits for a lookup.
@@ -137,6 +156,8 @@ pub struct LookupRequest<'a> {
     pub min: Tokens,
     /// Instead of the engine's `promotion_wait`.
     pub wait: Option<PromotionWait>,
+    /// Tokens of requests that came before and are not computed yet.
+    pub queued: Tokens,
     /// Whether the scheduler waits.
     pub priority: Priority,
 }
@@ -151,6 +172,7 @@ impl<'a> LookupRequest<'a> {
             max: Tokens::MAX,
             min: Tokens(0),
             wait: None,
+            queued: Tokens(0),
             priority: Priority::Demand,
         }
     }
@@ -177,6 +199,12 @@ impl<'a> LookupRequest<'a> {
     #[must_use]
     pub fn wait(self, wait: Option<PromotionWait>) -> Self {
         Self { wait, ..self }
+    }
+
+    /// With so many tokens to be computed before.
+    #[must_use]
+    pub fn queued(self, queued: Tokens) -> Self {
+        Self { queued, ..self }
     }
 
     /// With another priority.
@@ -440,6 +468,9 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// What has come to the tiers or left them since the last call. The first call begins with what is there,
     /// a part in each call. Until then nothing is noted.
     fn take_events(&self) -> BlockEvents;
+
+    /// Steps that the vLLM has run since the last call.
+    fn report_steps(&self, steps: &[Step]);
 
     /// Drops everything of the namespace. Nothing of before is found when this returns; true if nothing
     /// of it is found after a restart either, which takes at most `timeout` to ensure. False, and nothing is

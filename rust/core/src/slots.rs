@@ -11,6 +11,8 @@ use crate::buddy::Buddy;
 pub(crate) use crate::error::PAGE_BYTES_MAX;
 use crate::work;
 
+use cells::Cells;
+
 /// Slot sizes are multiples of this, in bytes (O_DIRECT alignment).
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
 
@@ -76,8 +78,17 @@ impl OwnerCell {
         })
     }
 
-    pub(crate) fn is_free(&self) -> bool {
-        self.group == NO_GROUP
+    /// A cell that nobody uses, with the number of another such slot of its page.
+    fn free_before(next: u32) -> Self {
+        Self {
+            node: next.to_ne_bytes(),
+            group: NO_GROUP,
+        }
+    }
+
+    /// See [`OwnerCell::free_before`].
+    fn next_free(self) -> u32 {
+        u32::from_ne_bytes(self.node)
     }
 
     /// Gives it to an owner; returns the one before.
@@ -89,11 +100,6 @@ impl OwnerCell {
         };
         std::mem::replace(self, new).get()
     }
-
-    /// Frees it; returns the owner.
-    pub(crate) fn take(&mut self) -> Option<Owner> {
-        std::mem::replace(self, Self::FREE).get()
-    }
 }
 
 #[derive(Debug)]
@@ -101,15 +107,18 @@ struct Page {
     class: Class,
     /// First unit.
     unit: u32,
-    owners: Vec<OwnerCell>,
-    free: Vec<u32>,
+    /// First cell; the others follow.
+    cell: u32,
+    /// Free slots.
+    free: u32,
+    /// One of them. Its cell names the next.
+    first_free: u32,
 }
 
 impl Page {
     /// Position among the class's pages with a free slot: the fullest first.
     fn rank(&self, number: u32) -> (u32, u32) {
-        // `give_page` counts the slots in 32 bits.
-        (self.free.len() as u32, number)
+        (self.free, number)
     }
 }
 
@@ -141,6 +150,7 @@ pub struct Slots {
     free_numbers: Vec<u32>,
     /// Page of each unit, or `NO_PAGE`.
     page_at: Vec<u32>,
+    cells: Cells,
     free_units: Buddy,
     classes: Vec<ClassState>,
     used_bytes: u64,
@@ -173,7 +183,9 @@ impl Slots {
         Self {
             page_bytes,
             unit_bytes,
-            pages: Vec::new(),
+            // Of the address space only; it never moves.
+            pages: Vec::with_capacity(units as usize),
+            cells: Cells::new(),
             free_numbers: Vec::new(),
             page_at: vec![NO_PAGE; units as usize],
             free_units: Buddy::new(units, units_per_page.ilog2()),
@@ -293,22 +305,32 @@ impl Slots {
         };
         self.leave_partial(number);
         let slot_bytes = self.slot_bytes(class);
-        let page = self.page_mut(number);
-        let slot = page.free.pop().expect("a partial page has a free slot");
-        let before = page.owners[slot as usize].replace(owner);
+        let page = self.page(number);
+        assert!(page.free > 0, "a partial page has a free slot");
+        let (unit, slot) = (page.unit, page.first_free);
+        let cell = self.cells.get_mut(page.cell + slot);
+        let next = cell.next_free();
+        let before = cell.replace(owner);
         assert!(before.is_none(), "a free slot has the owner {before:?}");
-        let unit = page.unit;
+        let page = self.page_mut(number);
+        page.free -= 1;
+        page.first_free = next;
         self.enter_partial(number);
         self.classes[usize::from(class)].used += 1;
         self.used_bytes += slot_bytes;
         Some(u64::from(unit) * self.unit_bytes + u64::from(slot) * slot_bytes)
     }
 
-    /// Takes the slot at `offset` (recovery). False if it is taken, misplaced or of another class.
-    pub fn claim(&mut self, class: Class, offset: u64, owner: Owner) -> bool {
-        // The offset comes from disk: it may lie anywhere.
+    /// The table on disk has `records`: cells for slots that are claimed with them.
+    pub(crate) fn reserve_cells(&mut self, records: u32) {
+        self.cells.reserve(records);
+    }
+
+    /// Who has claimed the bytes of a slot, or of its page for another class. `None` if no slot of `class` is
+    /// at `offset`, which comes from disk and may be anything.
+    pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
         if offset >= self.capacity() {
-            return false;
+            return None;
         }
         let (slot_bytes, units) = (self.slot_bytes(class), self.units(class));
         let unit = self.unit_of(offset) / units * units;
@@ -316,56 +338,147 @@ impl Slots {
         if !within.is_multiple_of(slot_bytes)
             || within / slot_bytes >= self.slots_per_page(class) as u64
         {
-            return false;
+            return None;
         }
+        let number = self.page_at[unit as usize];
+        if number != NO_PAGE && self.page(number).class == class {
+            let cell = self.page(number).cell + self.slot_at(class, offset) as u32;
+            let owner = self.cells.owner(cell);
+            return Some(owner.map(|owner| (owner, cell)).into_iter().collect());
+        }
+        let pages = self.pages_in(self.run_at(offset, class));
+        let cells = pages.flat_map(|page| self.cells_in(page));
+        Some(
+            cells
+                .filter_map(|cell| Some((self.cells.owner(cell)?, cell)))
+                .collect(),
+        )
+    }
+
+    /// Takes a slot without rivals (recovery); its cell, which is `record` unless that belongs to other slots.
+    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> u32 {
+        let units = self.units(class);
+        let unit = self.unit_of(offset) / units * units;
+        let slot = self.slot_at(class, offset) as u32;
         let mut number = self.page_at[unit as usize];
         if number == NO_PAGE {
-            let run = unit as usize..(unit + units) as usize;
-            if self.page_at[run].iter().any(|&page| page != NO_PAGE) {
-                return false;
-            }
-            number = self.give_page(unit, class);
+            number = self.give_page(unit, class, record.checked_sub(slot));
         }
-        if self.page(number).class != class {
-            return false;
-        }
-        let slot = self.slot_at(class, offset);
-        let owner_of_slot = &mut self.page_mut(number).owners[slot];
-        if !owner_of_slot.is_free() {
-            return false;
-        }
-        owner_of_slot.replace(owner);
-        // The free lists are rebuilt once, by `finish_claims`.
+        assert_eq!(
+            self.page(number).class,
+            class,
+            "the slot at {offset} is claimed for another class"
+        );
+        let cell = self.page(number).cell + slot;
+        let before = self.cells.get_mut(cell).replace(owner);
+        assert!(before.is_none(), "the slot at {offset} is claimed twice");
+        // The list of free slots is made by `finish_claims`.
+        self.page_mut(number).free -= 1;
         self.classes[usize::from(class)].used += 1;
-        self.used_bytes += slot_bytes;
-        true
+        self.used_bytes += self.slot_bytes(class);
+        cell
     }
 
-    /// Names the owner of a slot in use.
-    pub fn set_owner(&mut self, class: Class, offset: u64, owner: Owner) {
-        let (page, slot) = (self.page_of(offset), self.slot_at(class, offset));
-        let before = self.page_mut(page).owners[slot].replace(owner);
-        assert!(before.is_some(), "the slot at {offset} is not in use");
+    /// Takes a claim back.
+    pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
+        let (number, cell) = (self.page_of(offset), self.cell_of(class, offset));
+        *self.cells.get_mut(cell) = OwnerCell::FREE;
+        self.classes[usize::from(class)].used -= 1;
+        self.used_bytes -= self.slot_bytes(class);
+        let slots = self.slots_per_page(class);
+        let page = self.page_mut(number);
+        page.free += 1;
+        if page.free as usize == slots {
+            self.clear_page(number);
+        }
     }
 
-    /// Rebuilds the free lists after a series of [`Slots::claim`].
-    pub fn finish_claims(&mut self) {
+    /// Makes the lists of free units and slots after a series of [`Slots::claim`].
+    pub(crate) fn finish_claims(&mut self) {
         let is_free = |unit: u32| self.page_at[unit as usize] == NO_PAGE;
         self.free_units.rebuild(is_free);
         for class in &mut self.classes {
             class.partial.clear();
         }
         for number in 0..u32::try_from(self.pages.len()).expect("`give_page` counts the pages") {
-            let Some(page) = &mut self.pages[number as usize] else {
-                continue;
-            };
-            let free = (0u32..)
-                .zip(&page.owners)
-                .filter(|(_, owner)| owner.is_free());
-            page.free = free.map(|(slot, _)| slot).collect();
-            page.free.reverse();
-            self.enter_partial(number);
+            if self.pages[number as usize].is_some() {
+                self.link_free(number);
+                self.enter_partial(number);
+            }
         }
+    }
+
+    /// Makes a page's list of free slots, the first of them first.
+    fn link_free(&mut self, number: u32) {
+        let page = self.page(number);
+        let (mut first_free, mut free) = (0, 0);
+        let cells = self.cells_in(page);
+        for cell in cells.clone().rev() {
+            let of_cell = self.cells.get_mut(cell);
+            if of_cell.get().is_none() {
+                *of_cell = OwnerCell::free_before(first_free);
+                first_free = cell - cells.start;
+                free += 1;
+            }
+        }
+        let page = self.page_mut(number);
+        (page.first_free, page.free) = (first_free, free);
+    }
+
+    /// Cells of a page.
+    fn cells_in(&self, page: &Page) -> std::ops::Range<u32> {
+        // At most the page size over the alignment.
+        page.cell..page.cell + self.slots_per_page(page.class) as u32
+    }
+
+    /// Cells of a page in use.
+    pub(crate) fn cells_of_page(&self, number: u32) -> std::ops::Range<u32> {
+        self.cells_in(self.page(number))
+    }
+
+    /// Cell of the slot at `offset`.
+    pub(crate) fn cell_of(&self, class: Class, offset: u64) -> u32 {
+        let page = self.page(self.page_of(offset));
+        page.cell + self.slot_at(class, offset) as u32
+    }
+
+    /// Who uses a cell, if anybody does.
+    pub(crate) fn owner_of_cell(&self, cell: u32) -> Option<Owner> {
+        self.cells.owner(cell)
+    }
+
+    /// A cell without a slot.
+    pub(crate) fn take_cell(&mut self, owner: Owner) -> u32 {
+        let cell = self.cells.take(1);
+        self.cells.get_mut(cell).replace(owner);
+        cell
+    }
+
+    /// Takes a cell without a slot, if it is free.
+    pub(crate) fn take_cell_at(&mut self, cell: u32, owner: Owner) -> bool {
+        let is_free = self.cells.take_at(cell..cell + 1);
+        if is_free {
+            self.cells.get_mut(cell).replace(owner);
+        }
+        is_free
+    }
+
+    /// Gives a cell without a slot back.
+    pub(crate) fn put_cell(&mut self, cell: u32) {
+        self.cells.put(cell..cell + 1);
+    }
+
+    /// Cells in use.
+    #[cfg(feature = "check")]
+    pub(crate) fn cells_used(&self) -> usize {
+        self.cells.used()
+    }
+
+    /// Bytes that the bookkeeping takes.
+    pub fn bytes(&self) -> u64 {
+        let pages = self.pages.len() * size_of::<Option<Page>>();
+        let numbers = self.page_at.len() + self.free_numbers.capacity();
+        self.cells.bytes() + (pages + numbers * size_of::<u32>()) as u64
     }
 
     /// Gives a slot back.
@@ -380,11 +493,19 @@ impl Slots {
             "the slot at {offset} is freed into another class"
         );
         self.leave_partial(number);
+        let slots = self.slots_per_page(class);
+        let page = self.page(number);
+        let freed = OwnerCell::free_before(page.first_free);
+        let cell = self.cells.get_mut(page.cell + slot as u32);
+        let before = std::mem::replace(cell, freed);
+        assert!(
+            before.get().is_some(),
+            "the slot at {offset} is freed twice"
+        );
         let page = self.page_mut(number);
-        let owner = page.owners[slot].take();
-        assert!(owner.is_some(), "the slot at {offset} is freed twice");
-        page.free.push(slot as u32);
-        let is_empty = page.free.len() == page.owners.len();
+        page.first_free = slot as u32;
+        page.free += 1;
+        let is_empty = page.free as usize == slots;
         let used = &mut self.classes[usize::from(class)].used;
         *used = used.checked_sub(1).expect("the class has a slot in use");
         let used_bytes = self.used_bytes.checked_sub(slot_bytes);
@@ -429,8 +550,19 @@ impl Slots {
 
     /// Classes and owners of the slots in use of a run.
     pub(crate) fn owners(&self, run: Run) -> impl Iterator<Item = (Class, Owner)> + '_ {
+        self.pages_in(run).flat_map(|page| {
+            let cells = self.cells_in(page);
+            let owners = cells.filter_map(|cell| self.cells.owner(cell));
+            owners
+                .map(|owner| (page.class, owner))
+                .inspect(|_| work::slots(1))
+        })
+    }
+
+    /// Pages in use of a run.
+    fn pages_in(&self, run: Run) -> impl Iterator<Item = &Page> + '_ {
         let mut unit = run.unit;
-        let pages = std::iter::from_fn(move || {
+        std::iter::from_fn(move || {
             while unit < run.unit + run.units {
                 let number = self.page_at[unit as usize];
                 if number == NO_PAGE {
@@ -442,12 +574,6 @@ impl Slots {
                 return Some(page);
             }
             None
-        });
-        pages.flat_map(|page| {
-            let owners = page.owners.iter().filter_map(|owner| owner.get());
-            owners
-                .map(|owner| (page.class, owner))
-                .inspect(|_| work::slots(1))
         })
     }
 
@@ -456,7 +582,9 @@ impl Slots {
     pub(crate) fn owner_at(&self, class: Class, offset: u64) -> Option<Owner> {
         let number = *self.page_at.get(self.unit_of(offset) as usize)?;
         let page = self.pages.get(number as usize)?.as_ref()?;
-        let owner = page.owners.get(self.slot_at(class, offset))?.get();
+        let owner = self
+            .cells
+            .owner(page.cell + self.slot_at(class, offset) as u32);
         owner.filter(|_| page.class == class)
     }
 
@@ -482,18 +610,25 @@ impl Slots {
     fn assign_page(&mut self, class: Class) -> Option<u32> {
         let order = self.classes[usize::from(class)].order;
         let unit = self.free_units.take(order)?;
-        Some(self.give_page(unit, class))
+        let number = self.give_page(unit, class, None);
+        self.enter_partial(number);
+        Some(number)
     }
 
-    /// Makes a page for `class` of free units.
-    fn give_page(&mut self, unit: u32, class: Class) -> u32 {
+    /// Makes a page for `class` of free units, with the cells from `cell` on if they are free.
+    fn give_page(&mut self, unit: u32, class: Class, cell: Option<u32>) -> u32 {
         let slots = u32::try_from(self.slots_per_page(class))
             .expect("a page of at most 64 MiB has fewer than 2^32 slots");
+        let cell = cell.filter(|&cell| {
+            let end = cell.checked_add(slots);
+            end.is_some_and(|end| self.cells.take_at(cell..end))
+        });
         let page = Page {
             class,
             unit,
-            owners: vec![OwnerCell::FREE; slots as usize],
-            free: (0..slots).rev().collect(),
+            cell: cell.unwrap_or_else(|| self.cells.take(slots)),
+            free: slots,
+            first_free: 0,
         };
         let number = self.free_numbers.pop().unwrap_or_else(|| {
             self.pages.push(None);
@@ -502,26 +637,33 @@ impl Slots {
         self.pages[number as usize] = Some(page);
         let run = unit as usize..(unit + self.units(class)) as usize;
         self.page_at[run].fill(number);
-        self.enter_partial(number);
+        self.link_free(number);
         number
     }
 
     /// An empty page goes back to the pool.
     fn take_page_back(&mut self, number: u32) {
-        let page = self.pages[number as usize].take();
-        let Page { class, unit, .. } = page.expect("the number of a page in use");
-        self.free_numbers.push(number);
-        let run = unit as usize..(unit + self.units(class)) as usize;
-        self.page_at[run].fill(NO_PAGE);
+        let Page { class, unit, .. } = self.clear_page(number);
         self.free_units
             .put(unit, self.classes[usize::from(class)].order);
+    }
+
+    /// An empty page is one no more.
+    fn clear_page(&mut self, number: u32) -> Page {
+        self.cells.put(self.cells_in(self.page(number)));
+        let page = self.pages[number as usize].take();
+        let page = page.expect("the number of a page in use");
+        self.free_numbers.push(number);
+        let run = page.unit as usize..(page.unit + self.units(page.class)) as usize;
+        self.page_at[run].fill(NO_PAGE);
+        page
     }
 
     /// A page's count of free slots has changed: the page is listed if it has any.
     fn enter_partial(&mut self, number: u32) {
         let page = self.page(number);
         let (class, rank) = (usize::from(page.class), page.rank(number));
-        if !page.free.is_empty() {
+        if page.free > 0 {
             let is_new = self.classes[class].partial.insert(rank);
             assert!(is_new, "page {number} is listed as partial twice");
         }
@@ -535,5 +677,6 @@ impl Slots {
     }
 }
 
+mod cells;
 #[cfg(test)]
 mod tests;

@@ -30,7 +30,7 @@ fn engine_of(policy: PolicyKind, host_blocks: u64, disk_blocks: u64) -> (Engine,
             capacity: disk_blocks * PAYLOAD,
             page_bytes: PAGE,
             super_bytes: Vec::new(),
-            table_bytes: Vec::new(),
+            table: Vec::new().into(),
         }]);
     }
     let spec = NamespaceSpec {

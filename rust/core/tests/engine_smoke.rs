@@ -64,7 +64,7 @@ impl Machine {
             capacity: DATA_BYTES as u64,
             page_bytes: PAGE_BYTES,
             super_bytes: self.super_file.clone(),
-            table_bytes: self.table.clone(),
+            table: self.table.clone().into(),
         }
     }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use undercroft_core::arena::ARENA_ALIGN;
 use undercroft_core::disk::open::OnOtherVersion;
 use undercroft_core::engine::EngineConfig;
@@ -17,7 +17,7 @@ use crate::error::HostError;
 const UNIX: &str = "unix://";
 
 /// One device of the disk tier.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskConfig {
     /// Its directory.
@@ -27,7 +27,7 @@ pub struct DiskConfig {
 }
 
 /// A size of a directory.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(untagged)]
 pub enum DiskCapacity {
     /// In bytes.
@@ -40,7 +40,7 @@ pub enum DiskCapacity {
 }
 
 /// What becomes of a directory that cannot be opened, though it is configured well.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnDiskError {
     /// The engine starts without it, and tries it again later.
@@ -51,7 +51,7 @@ pub enum OnDiskError {
 }
 
 /// Which blocks are written to disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DiskAdmission {
     /// Every block.
@@ -62,7 +62,7 @@ pub enum DiskAdmission {
 }
 
 /// How to open an engine. Sizes are in bytes.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HostConfig {
     /// `unix:///path` of a running server whose engine is used; empty for an engine of this process.
@@ -85,8 +85,10 @@ pub struct HostConfig {
     pub socket: PathBuf,
     /// Most bytes of the arena that reads from disk hold at once; by default half of the arena.
     pub promotion_memory: Option<u64>,
-    /// A hit that gains fewer tokens is not worth a load; 0 as 1.
-    pub min_load_tokens: u32,
+    /// A hit that gains fewer tokens is not worth a load; by default the planner decides.
+    pub min_load_tokens: Option<u32>,
+    /// The part of the time of computing that a planned wait may take although nothing comes; by default 0.25.
+    pub load_margin: Option<f64>,
     /// Eviction policy of every tier.
     pub eviction_policy: PolicyKind,
     /// Which blocks are written to disk.
@@ -95,6 +97,8 @@ pub struct HostConfig {
     pub disk_write_rate: u64,
     /// Compare the checksums of blocks in host memory before each hit.
     pub verify_host: bool,
+    /// The disks can be made slow, or to hang ([`crate::EngineHost::limit_reads`]): for benchmarks.
+    pub inject_faults: bool,
     /// If another engine of this user has the directories open, use that one, and take the directories
     /// over when it ends.
     pub share: bool,
@@ -161,7 +165,8 @@ impl HostConfig {
         EngineConfig {
             policy: self.eviction_policy,
             promotion_bytes: self.promotion_memory.unwrap_or(defaults.promotion_bytes),
-            min_load_tokens: self.min_load_tokens.max(1),
+            min_load_tokens: self.min_load_tokens,
+            load_margin: self.load_margin.unwrap_or(defaults.load_margin),
             second_touch: self.disk_admission == DiskAdmission::SecondTouch,
             write_rate: self.disk_write_rate,
             verify_host: self.verify_host,

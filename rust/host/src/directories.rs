@@ -209,12 +209,12 @@ mod tests {
 
     fn start(config: &HostConfig, choice: IoEngineChoice) -> RunningEngine {
         let arena = Arc::new(Arena::create(16 << 20).unwrap());
-        RunningEngine::start_with_pause(
+        RunningEngine::start_with(
             EngineConfig::new(arena.size()),
             Directories::open(config).unwrap(),
             (choice, 8),
             arena,
-            Some(Duration::from_millis(1)),
+            (Some(Duration::from_millis(1)), false),
         )
         .unwrap()
     }

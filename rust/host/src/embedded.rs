@@ -50,7 +50,13 @@ impl EmbeddedHost {
         let directories = Directories::open(config)?;
         let arena = Arc::new(Arena::create(config.arena_bytes())?);
         let io = (config.io_engine, config.io_depth());
-        let engine = RunningEngine::start(of_engine, directories, io, Arc::clone(&arena))?;
+        let engine = RunningEngine::start_with(
+            of_engine,
+            directories,
+            io,
+            Arc::clone(&arena),
+            (None, config.inject_faults),
+        )?;
         let (engine, arena_id) = (Arc::new(engine), random());
         let token = new_token();
         let server = serve(config, &engine, arena_id, token)?;
@@ -79,12 +85,18 @@ fn serve(
     own_token: SessionToken,
 ) -> Result<Server, HostError> {
     let (of_info, of_stats) = (Arc::clone(engine), Arc::clone(engine));
+    let options = serde_json::to_value(config).unwrap_or_default();
     let served = Served {
         driver: Arc::clone(engine.driver()),
         arena: Arc::clone(engine.arena()),
         arena_id,
         own_token,
-        info: Box::new(move || of_info.info()),
+        info: Box::new(move || {
+            let mut info = of_info.info();
+            // So that others that come to use this engine can tell what differs from their own.
+            info["options"] = options.clone();
+            info
+        }),
         stats: StatsSource::new(move || of_stats.stats()),
     };
     let default_dir = default_socket_dir();
@@ -117,6 +129,10 @@ impl EngineHost for EmbeddedHost {
 
     fn stats(&self) -> Value {
         self.engine.stats()
+    }
+
+    fn limit_reads(&self, bytes_per_s: Option<f64>) -> bool {
+        self.engine.limit_reads(bytes_per_s)
     }
 
     fn info(&self) -> Value {

@@ -11,6 +11,7 @@ mod error;
 pub mod inspect;
 mod namespace;
 mod remote;
+pub mod replay;
 mod retry;
 mod running;
 mod shared;
@@ -90,6 +91,12 @@ pub trait EngineHost: Debug + Send + Sync {
             Some(address) => server_status(&address.socket, STATUS_TIMEOUT),
             None => Err(HostError::NotConnected(self.connection().reason)),
         }
+    }
+
+    /// For benchmarks: from now on reads from the disks end at this rate in bytes a second, not at all if that is
+    /// 0, or as they come. False unless the engine is this process's and was opened with `inject_faults`.
+    fn limit_reads(&self, _bytes_per_s: Option<f64>) -> bool {
+        false
     }
 
     /// Waits until nothing is in flight or waits to be written, at most for `timeout`: whether that is so.

@@ -10,6 +10,7 @@ use undercroft_core::arena::Arena;
 use undercroft_core::disk::Health;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery};
+use undercroft_core::io::fault::{FaultControl, FaultEngine};
 use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
 use undercroft_ipc::stats_json;
 
@@ -24,6 +25,8 @@ pub struct RunningEngine {
     arena: Arc<Arena>,
     io: IoFeatures,
     recovery: Recovery,
+    /// Makes the disks slow, if faults can be injected.
+    faults: Option<FaultControl>,
     directories: Arc<SharedDirectories>,
     /// The thread that tries directories again.
     retry: Mutex<Option<JoinHandle<()>>>,
@@ -47,16 +50,17 @@ impl RunningEngine {
         io: (IoEngineChoice, usize),
         arena: Arc<Arena>,
     ) -> Result<Self, HostError> {
-        Self::start_with_pause(config, directories, io, arena, None)
+        Self::start_with(config, directories, io, arena, (None, false))
     }
 
-    /// As [`RunningEngine::start`]; `pause` comes before directories that are not open are tried again.
-    pub(crate) fn start_with_pause(
+    /// As [`RunningEngine::start`]; `pause` comes before directories that are not open are tried again, and
+    /// disks can be made slow if `inject_faults`.
+    pub(crate) fn start_with(
         config: EngineConfig,
         directories: Directories,
         (choice, depth): (IoEngineChoice, usize),
         arena: Arc<Arena>,
-        pause: Option<Duration>,
+        (pause, inject_faults): (Option<Duration>, bool),
     ) -> Result<Self, HostError> {
         // Without a disk there is nothing for a ring to do.
         let choice = if directories.states.is_empty() {
@@ -71,6 +75,12 @@ impl RunningEngine {
         } = directories;
         let (io, features) =
             open_io_engine(choice, depth, Arc::clone(&arena), files).map_err(HostError::Io)?;
+        let (io, faults) = if inject_faults {
+            let (io, faults) = FaultEngine::new(io);
+            (Box::new(io) as _, Some(faults))
+        } else {
+            (io, None)
+        };
         let mut engine = Engine::new(config);
         let recovery = engine.attach_disks(images);
         for (state, blocks) in states.iter_mut().zip(engine.disk_blocks_by_device()) {
@@ -86,6 +96,7 @@ impl RunningEngine {
             arena,
             io: features,
             recovery,
+            faults,
             directories,
             retry: Mutex::new(retry),
         })
@@ -99,6 +110,14 @@ impl RunningEngine {
     /// The arena.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
+    }
+
+    /// See [`crate::EngineHost::limit_reads`].
+    pub(crate) fn limit_reads(&self, bytes_per_s: Option<f64>) -> bool {
+        if let Some(faults) = &self.faults {
+            faults.limit_reads(bytes_per_s);
+        }
+        self.faults.is_some()
     }
 
     /// How the disks are read and written.

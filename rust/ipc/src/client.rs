@@ -15,7 +15,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::panics::contained;
 use undercroft_core::session::{
-    BlockEvents, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Tokens,
+    BlockEvents, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step, Tokens,
     TransferId,
 };
 
@@ -256,6 +256,10 @@ impl Session for Client {
     fn take_events(&self) -> BlockEvents {
         let take = |state: &mut ClientState| state.take_events(Instant::now());
         self.shared.with(take).unwrap_or_default()
+    }
+
+    fn report_steps(&self, steps: &[Step]) {
+        self.shared.with(|state| state.report_steps(steps));
     }
 
     fn reset(&self, timeout: Duration) -> bool {

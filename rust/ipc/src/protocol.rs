@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
-    BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Tokens,
+    BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
@@ -19,6 +19,9 @@ pub const HASHES_MAX: usize = 1 << 19;
 
 /// Most offers of a save.
 pub const OFFERS_MAX: usize = 4096;
+
+/// Most steps of a report.
+pub const STEPS_MAX: usize = 256;
 
 /// A run of a request's block hashes: those after the first `known`, which the server has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -86,6 +89,8 @@ pub enum ClientMessage<'a> {
     Demand {
         /// The request.
         request: u64,
+        /// As [`LookupMessage::queued`], now.
+        queued: Tokens,
     },
     /// The lookup is not needed any more. The server keeps the hashes for saves.
     EndLookup {
@@ -124,6 +129,12 @@ pub enum ClientMessage<'a> {
         /// Names the reset.
         reset: u64,
     },
+    /// Steps that the vLLM has run, at most [`STEPS_MAX`].
+    ReportSteps {
+        /// Those since the last report.
+        #[serde(deserialize_with = "few_steps")]
+        steps: Vec<Step>,
+    },
     /// Asks whether the server is there. The server replies with `Pong`.
     Ping,
     /// The server replies with `Status`. Allowed before `Register`.
@@ -149,6 +160,8 @@ pub struct LookupMessage<'a> {
     pub priority: Priority,
     /// Limit on the wait for a promotion, instead of the server's.
     pub wait: Option<PromotionWait>,
+    /// Tokens of requests that came before and are not computed yet.
+    pub queued: Tokens,
     /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
     #[serde(borrow)]
     pub hashes: HashRun<'a>,
@@ -173,27 +186,36 @@ pub struct SaveMessage<'a> {
 
 /// Offers, as long as they are few: nothing is allocated for more.
 fn few_offers<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Offer>, D::Error> {
-    struct Few;
-    impl<'de> serde::de::Visitor<'de> for Few {
-        type Value = Vec<Offer>;
+    few(deserializer, OFFERS_MAX)
+}
+
+/// The same of steps.
+fn few_steps<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Step>, D::Error> {
+    few(deserializer, STEPS_MAX)
+}
+
+fn few<'de, T: Deserialize<'de>, D: serde::Deserializer<'de>>(
+    deserializer: D,
+    most: usize,
+) -> Result<Vec<T>, D::Error> {
+    struct Few<T>(usize, std::marker::PhantomData<T>);
+    impl<'de, T: Deserialize<'de>> serde::de::Visitor<'de> for Few<T> {
+        type Value = Vec<T>;
         fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            write!(f, "at most {OFFERS_MAX} offers")
+            write!(f, "at most {} elements", self.0)
         }
-        fn visit_seq<A: serde::de::SeqAccess<'de>>(
-            self,
-            mut seq: A,
-        ) -> Result<Vec<Offer>, A::Error> {
-            let mut offers = Vec::new();
-            while let Some(offer) = seq.next_element()? {
-                if offers.len() == OFFERS_MAX {
-                    return Err(serde::de::Error::custom("too many offers"));
+        fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<T>, A::Error> {
+            let mut all = Vec::new();
+            while let Some(one) = seq.next_element()? {
+                if all.len() == self.0 {
+                    return Err(serde::de::Error::custom("too many elements"));
                 }
-                offers.push(offer);
+                all.push(one);
             }
-            Ok(offers)
+            Ok(all)
         }
     }
-    deserializer.deserialize_seq(Few)
+    deserializer.deserialize_seq(Few(most, std::marker::PhantomData))
 }
 
 /// A message of the server.

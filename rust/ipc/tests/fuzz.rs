@@ -12,7 +12,7 @@ use undercroft_core::forest::Tier;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
-    ArenaOffset, BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Tokens,
+    ArenaOffset, BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
 };
 use undercroft_ipc::frame::{self, FrameKind};
 use undercroft_ipc::protocol::{
@@ -72,13 +72,28 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             max: Tokens::MAX,
             min: Tokens(0),
             priority: Priority::Demand,
-            wait: Some(PromotionWait {
+            wait: Some(PromotionWait::Limit {
                 base_ns: 1,
                 per_1k_tokens_ns: 2,
             }),
+            queued: Tokens(9),
             hashes,
         }),
-        ClientMessage::Demand { request: 1 },
+        ClientMessage::Demand {
+            request: 1,
+            queued: Tokens(7),
+        },
+        ClientMessage::ReportSteps {
+            steps: vec![
+                Step {
+                    tokens: 512,
+                    positions: 9000,
+                    decodes: 3,
+                    duration_ns: 1
+                };
+                3
+            ],
+        },
         ClientMessage::EndLookup { request: 1 },
         ClientMessage::FinishRequest { request: 1 },
         ClientMessage::BeginLoad {

@@ -39,14 +39,19 @@ impl PyCopier {
         })
     }
 
-    /// Queue copies: little-endian int64 arrays of device addresses, arena offsets and sizes in bytes.
+    /// Queue jobs, all of them or none: of each its number and how many of the pieces are its own. The pieces are
+    /// little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
     ///
     /// The memory at the addresses must stay valid, and untouched by others, until the job is
     /// returned by `poll`. A range outside the arena raises UndercroftError and queues nothing.
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "PyO3 makes the list from Python's"
+    )]
     fn submit(
         &self,
-        job_id: u64,
         to_arena: bool,
+        jobs: Vec<(u64, usize)>,
         addresses: &[u8],
         offsets: &[u8],
         sizes: &[u8],
@@ -57,10 +62,22 @@ impl PyCopier {
             Direction::Load
         };
         let pieces = pieces(addresses, offsets, sizes)?;
+        let counted: usize = jobs.iter().map(|(_, count)| count).sum();
+        if counted != pieces.len() {
+            return Err(PyValueError::new_err(format!(
+                "the jobs have {counted} pieces, but {} were given",
+                pieces.len()
+            )));
+        }
+        let mut rest = pieces.into_iter();
+        let jobs = jobs.iter().map(|&(id, count)| {
+            let own: Vec<Piece> = rest.by_ref().take(count).collect();
+            (id, own)
+        });
         // SAFETY: the class documents that the memory at the addresses stays valid and untouched
         // until the job has ended; `undercroft.device.layout` computes them from vLLM's tensors.
-        unsafe { self.copier.submit(job_id, direction, pieces) }
-            .map_err(|error| UndercroftError::new_err(format!("copy job {job_id}: {error}")))
+        unsafe { self.copier.submit(direction, jobs) }
+            .map_err(|error| UndercroftError::new_err(format!("a copy job: {error}")))
     }
 
     /// How bytes are copied: what a measurement of this processor found to be the fastest. Waits for it.

@@ -100,6 +100,12 @@ impl PyEngine {
         py.detach(|| self.host.flush(timeout(timeout_s, 1e6)))
     }
 
+    /// For benchmarks: let reads from the disks end at a rate, not at all if that is 0, or as they come.
+    #[pyo3(signature = (bytes_per_s = None))]
+    fn limit_reads(&self, bytes_per_s: Option<f64>) -> bool {
+        self.host.limit_reads(bytes_per_s)
+    }
+
     /// Finish writes under way (bounded), stop the threads, release the directories. Idempotent.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.host.close());

@@ -9,6 +9,7 @@ mod hashes;
 mod inspect;
 mod json;
 mod memory;
+mod replay;
 mod resolve;
 mod session;
 mod values;
@@ -28,6 +29,8 @@ mod _core {
     use crate::inspect::{descriptions, drop_namespace, examine, inspect_directory, verify};
     #[pymodule_export]
     use crate::memory::{available_memory, probe_io_uring, slots_in};
+    #[pymodule_export]
+    use crate::replay::PyReplay;
     #[pymodule_export]
     use crate::resolve::resolve;
     #[pymodule_export]

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 use undercroft_core::forest::Tier;
 use undercroft_core::session::{
-    BlockEvent, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Tokens, TransferId,
+    BlockEvent, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step, Tokens, TransferId,
 };
 
 use crate::hashes::Hashes;
@@ -34,7 +34,8 @@ impl PySession {
     }
 
     /// How much of a prompt is cached. Nothing is promoted if no hit can end at `min_tokens` or beyond.
-    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0))]
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0, planned = false, queued_tokens = 0))]
+    #[expect(clippy::too_many_arguments, reason = "Python's keyword arguments")]
     fn lookup(
         &self,
         py: Python<'_>,
@@ -44,6 +45,8 @@ impl PySession {
         max_tokens: Option<u32>,
         wait_ms: Option<(f64, f64)>,
         min_tokens: u32,
+        planned: bool,
+        queued_tokens: u32,
     ) -> PyResult<Py<PyLookup>> {
         let hashes = Hashes(hashes);
         let request = question(
@@ -51,14 +54,15 @@ impl PySession {
             &hashes,
             num_computed_tokens,
             max_tokens,
-            wait_ms,
+            promotion_wait(wait_ms, planned),
             min_tokens,
-        );
+        )
+        .queued(Tokens(queued_tokens));
         PyLookup::of(py, self.session.lookup(&request))
     }
 
     /// A lookup that the scheduler does not wait for: the tokens whose chain is in the index, as far as that is known.
-    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0))]
+    #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0, planned = false, queued_tokens = 0))]
     fn prefetch(
         &self,
         request_id: &str,
@@ -67,6 +71,8 @@ impl PySession {
         max_tokens: Option<u32>,
         wait_ms: Option<(f64, f64)>,
         min_tokens: u32,
+        planned: bool,
+        queued_tokens: u32,
     ) -> u32 {
         let hashes = Hashes(hashes);
         let request = question(
@@ -74,9 +80,10 @@ impl PySession {
             &hashes,
             num_computed_tokens,
             max_tokens,
-            wait_ms,
+            promotion_wait(wait_ms, planned),
             min_tokens,
-        );
+        )
+        .queued(Tokens(queued_tokens));
         self.session.lookup(&request.prefetch()).shared().0
     }
 
@@ -161,6 +168,18 @@ impl PySession {
             .map(Some)
     }
 
+    /// The vLLM has run steps: each as (tokens of prompts, the sum of their positions, decodes, seconds).
+    fn report_steps(&self, steps: Vec<(u32, u64, u32, f64)>) {
+        let step = |(tokens, positions, decodes, seconds): (u32, u64, u32, f64)| Step {
+            tokens,
+            positions,
+            decodes,
+            duration_ns: timeout(seconds, 3600.0).as_nanos() as u64,
+        };
+        let steps: Vec<Step> = steps.into_iter().map(step).collect();
+        self.session.report_steps(&steps);
+    }
+
     /// Drop everything of the namespace. False if that could not be made durable in time.
     #[pyo3(signature = (timeout_s = 10.0))]
     fn reset(&self, py: Python<'_>, timeout_s: f64) -> bool {
@@ -179,21 +198,25 @@ fn question<'a>(
     hashes: &'a Hashes<'_, '_>,
     computed: u32,
     max: Option<u32>,
-    wait_ms: Option<(f64, f64)>,
+    wait: PromotionWait,
     min: u32,
 ) -> LookupRequest<'a> {
     LookupRequest::new(request, hashes)
         .computed(Tokens(computed))
         .max(max.map_or(Tokens::MAX, Tokens))
         .min(Tokens(min))
-        .wait(wait_ms.map(promotion_wait))
+        .wait(Some(wait))
 }
 
-/// Of milliseconds: the base, and the part for every 1,000 tokens.
-fn promotion_wait((base, per_1k_tokens): (f64, f64)) -> PromotionWait {
+/// Of a limit in milliseconds (the base, and the part for every 1,000 tokens), if there is one.
+fn promotion_wait(limit_ms: Option<(f64, f64)>, planned: bool) -> PromotionWait {
     let nanoseconds = |ms: f64| timeout(ms / 1e3, 1e6).as_nanos() as u64;
-    PromotionWait {
-        base_ns: nanoseconds(base),
-        per_1k_tokens_ns: nanoseconds(per_1k_tokens),
+    match limit_ms {
+        Some((base, per_1k_tokens)) => PromotionWait::Limit {
+            base_ns: nanoseconds(base),
+            per_1k_tokens_ns: nanoseconds(per_1k_tokens),
+        },
+        None if planned => PromotionWait::Planned,
+        None => PromotionWait::Complete,
     }
 }

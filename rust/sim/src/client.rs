@@ -7,7 +7,7 @@ use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{
-    Extent, LookupRequest, Priority, SessionSpec, Tokens, append_extents,
+    Extent, LookupRequest, Priority, PromotionWait, SessionSpec, Step, Tokens, append_extents,
 };
 
 use crate::content::hash_of;
@@ -226,6 +226,22 @@ impl World {
     ) -> Result<(), String> {
         self.note_weights(session, request);
         let now_ns = self.clock.now_ns;
+        let is_planned = self.settings.engine.promotion_wait == PromotionWait::Planned;
+        if is_planned && self.random.chance(200) {
+            let tokens = self.random.below(600) as u32;
+            let step = Step {
+                tokens,
+                positions: u64::from(tokens) * self.random.below(5000),
+                decodes: self.random.below(50) as u32,
+                duration_ns: self.random.below(400_000_000),
+            };
+            self.sessions[session].session.report_steps(&[step]);
+        }
+        let queued = if is_planned {
+            self.random.below(4000)
+        } else {
+            0
+        };
         let of = &mut self.sessions[session];
         let id = of.id;
         let state = &mut of.requests[request];
@@ -233,6 +249,7 @@ impl World {
         let asked_ns = *state.asked_ns.get_or_insert(now_ns);
         let question = LookupRequest::new(&state.name, &state.hashes)
             .computed(Tokens(local))
+            .queued(Tokens(queued as u32))
             .max(Tokens(most))
             .min(state.min);
         let name = &state.name;
@@ -258,9 +275,13 @@ impl World {
                 (state.ready, state.promise) = (None, None);
                 state.promotions += u32::from(is_new);
                 let config = &self.settings.engine;
-                if let Some(wait) = config.promotion_wait {
-                    let part = wait.per_1k_tokens_ns * u64::from(state.tokens) / 1000;
-                    let most_ns = wait.base_ns + part;
+                if let PromotionWait::Limit {
+                    base_ns,
+                    per_1k_tokens_ns,
+                } = config.promotion_wait
+                {
+                    let part = per_1k_tokens_ns * u64::from(state.tokens) / 1000;
+                    let most_ns = base_ns + part;
                     if now_ns - asked_ns > most_ns {
                         return Err(format!("{name} waits for longer than {most_ns} ns"));
                     }
@@ -289,7 +310,8 @@ impl World {
         let state = &mut self.sessions[session].requests[request];
         let name = state.name.clone();
         (state.ready, state.promise) = (None, None);
-        let min_load = self.settings.engine.min_load_tokens;
+        // What the planner does not load is a miss.
+        let min_load = self.settings.engine.min_load_tokens.unwrap_or(1);
         if self.settings.roomy && !self.history.roomy_broken && !state.failed {
             let boundary = model.deepest(
                 namespace,

@@ -144,7 +144,7 @@ impl SimDevice {
             capacity: self.capacity,
             page_bytes: self.page_bytes,
             super_bytes: self.now.super_file.clone(),
-            table_bytes: self.now.table.clone(),
+            table: self.now.table.clone().into(),
         }
     }
 

@@ -58,13 +58,16 @@ impl Settings {
             2 => engine.host_bytes,
             _ => engine.host_bytes / 2,
         };
-        engine.min_load_tokens = random.pick(&[1, 1, 16, 40]);
+        engine.min_load_tokens = Some(random.pick(&[1, 1, 16, 40]));
         engine.stall_ns = random.range(1, 200) * MILLISECOND;
         if random.chance(300) {
-            engine.promotion_wait = Some(PromotionWait {
+            engine.promotion_wait = PromotionWait::Limit {
                 base_ns: random.below(20 * MILLISECOND),
                 per_1k_tokens_ns: random.below(50 * MILLISECOND),
-            });
+            };
+        } else if random.chance(400) {
+            engine.promotion_wait = PromotionWait::Planned;
+            engine.min_load_tokens = None;
         }
         if random.chance(200) {
             engine.write_rate = random.range(1, 200) << 20;
@@ -102,7 +105,8 @@ impl Settings {
             if random.chance(500) {
                 engine.promotion_bytes = engine.host_bytes;
             }
-            engine.promotion_wait = None;
+            engine.promotion_wait = PromotionWait::Complete;
+            engine.min_load_tokens = engine.min_load_tokens.or(Some(1));
             engine.write_rate = 0;
             engine.second_touch = false;
             devices.iter_mut().for_each(|device| device.0 = 24 * PAGE);

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from undercroft.cli import output
 from undercroft.cli.doctor.check import Check
+from undercroft.config import OPTIONS, UndercroftConfig
+
+_SIZES = ("host_memory", "disk_path", "disk_capacity")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -17,32 +19,58 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "doctor",
         parents=[shared],
         help="check the machine and the installation, with advice on each shortfall",
-        description="Checks kernel, limits, memory, disk, GPU and vLLM. "
-        "The exit code is 1 if a check fails; warnings do not count.",
+        description="Checks kernel, limits, memory, disks, GPU and vLLM, and says what a start would do with the "
+        "directories. The exit code is 1 if a check fails; warnings do not count.",
+        epilog="example: undercroft doctor --role serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft "
+        "--disk-path /mnt/nvme1/undercroft",
     )
-    parser.add_argument("--disk-path", metavar="DIR", help="also check the directory of the disk tier")
+    parser.add_argument(
+        "--role",
+        choices=("vllm", "serve"),
+        default="vllm",
+        help="what is to run here: vLLM, or undercroft serve, which needs neither vLLM nor a GPU (%(default)s)",
+    )
+    for option in (option for option in OPTIONS if option.name in _SIZES):
+        several = option.name == "disk_path"
+        parser.add_argument(
+            option.flag,
+            action="append" if several else "store",
+            metavar="DIR" if several else "SIZE",
+            help="also check this directory of the disk tier; may be given several times"
+            if several
+            else f"the option {option.name} (default: {option.default})".replace("%", "%%"),
+        )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all checks and print them."""
-    from undercroft.cli.doctor import software, system
-
-    checks = [*system.checks(args.disk_path), *software.checks()]
+    """Run all checks, and print each when it is done."""
+    given = {name: value for name in _SIZES if (value := getattr(args, name)) is not None}
+    config = UndercroftConfig.parse(given, {}, flags=True)
+    checks = []
+    for check in _checks(config, args.role):
+        checks.append(check)
+        if not args.json:
+            _print(check)
     ok = all(check.status != "fail" for check in checks)
     if args.json:
         output.print_json({"ok": ok, "checks": [asdict(check) for check in checks]})
-    else:
-        _print(checks)
     return 0 if ok else 1
 
 
-def _print(checks: Iterable[Check]) -> None:
+def _checks(config: UndercroftConfig, role: str) -> Iterator[Check]:
+    """What takes longest comes last: torch takes seconds to load."""
+    from undercroft.cli.doctor import system
+
+    yield from system.checks(config, role)
+    from undercroft.cli.doctor import software
+
+    yield from software.checks(role)
+
+
+def _print(check: Check) -> None:
     colours = {"ok": "32", "warn": "33", "fail": "31"}
-    for check in checks:
-        mark = f"{check.status:<4}"
-        if sys.stdout.isatty():
-            mark = f"\033[{colours[check.status]}m{mark}\033[0m"
-        print(f"{mark}  {check.name:<16} {check.found}")
-        if check.advice:
-            print(f"      {'':<16} -> {check.advice}")
+    mark = output.coloured(f"{check.status:<4}", colours[check.status])
+    print(f"{mark}  {check.name:<16} {check.found}", flush=True)
+    if check.advice:
+        print(f"      {'':<16} -> {check.advice}", flush=True)

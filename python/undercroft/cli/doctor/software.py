@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections.abc import Iterator
 from importlib import metadata
 
 from undercroft.cli.doctor.check import Check
@@ -14,9 +15,13 @@ TESTED_VLLM = ("0.32", "0.33", "0.31")
 PLUGIN_GROUP = "vllm.general_plugins"
 
 
-def checks() -> list[Check]:
-    """All software checks, in the order in which they are shown."""
-    return [core(), vllm(), plugin(), cuda()]
+def checks(role: str) -> Iterator[Check]:
+    """All software checks, in the order in which they are shown. ``role``: "vllm" or "serve"."""
+    yield core()
+    if role == "vllm":
+        yield vllm()
+        yield plugin()
+        yield cuda()
 
 
 def core() -> Check:

@@ -10,11 +10,15 @@ import re
 import resource
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from undercroft.cli.doctor.check import Check
 from undercroft.config import UndercroftConfig
 from undercroft.engine import disks
+from undercroft.errors import UndercroftError
+from undercroft.sizing import resolve_sizes
 from undercroft.units import format_size
 
 # Smallest transfer that O_DIRECT takes on every common device.
@@ -23,18 +27,25 @@ LOW_MEMORY_BYTES = 4 << 30
 # The first with MADV_COLLAPSE for shared memory.
 LINUX_COLLAPSE = (6, 1)
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+LAYERED_FILESYSTEMS = ("overlay", "aufs", "fuse-overlayfs")
+NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse.sshfs", "fuse.s3fs")
 
 
-def checks(disk_path: str | None) -> list[Check]:
-    """All system checks, in the order in which they are shown."""
-    found = [memlock(), huge_pages(), socket_dir()]
+def checks(config: UndercroftConfig, role: str) -> Iterator[Check]:
+    """All system checks, in the order in which they are shown. ``role``: "vllm" or "serve"."""
+    yield memlock()
+    yield huge_pages()
+    yield socket_dir()
     with contextlib.suppress(ImportError):  # the software checks report a core that cannot be loaded
-        found += [io_uring(), memory()]
-    if disk_path is not None:
-        found.append(direct_io(Path(disk_path)))
+        yield io_uring()
+        yield memory()
+        yield host_memory(config)
+    for path in map(Path, config.disk_path):
+        yield direct_io(path)
+        yield from device(path)
+    if config.disk_path:
         with contextlib.suppress(ImportError):
-            found += store(Path(disk_path))
-    return found
+            yield from stores(config, role)
 
 
 def io_uring() -> Check:
@@ -122,7 +133,7 @@ def direct_io(path: Path) -> Check:
             return Check("disk path", "fail", f"{directory} is not a directory", "Name a directory as disk_path.")
         directory = directory.parent
     free = format_size(shutil.disk_usage(directory).free)
-    where = f"{path} ({_filesystem(directory)}, {free} free)"
+    where = f"{path} ({_mount(directory)[1]}, {free} free)"
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".undercroft-doctor-") as probe:
             try:
@@ -146,32 +157,63 @@ def direct_io(path: Path) -> Check:
     return Check("disk path", "ok", f"O_DIRECT works on {where}")
 
 
-def store(path: Path) -> list[Check]:
-    """What opening the directory as `undercroft serve` does would come to. Changes nothing."""
+def host_memory(config: UndercroftConfig) -> Check:
+    """Whether the host tier has room, as a start decides it."""
+    try:
+        sizes = resolve_sizes(config)
+    except UndercroftError as error:
+        return Check("host memory", "fail", str(error).removeprefix("undercroft: "), "Choose another host_memory.")
+    return Check("host memory", "ok", f"{config.host_memory} is {format_size(sizes.host_memory)}")
+
+
+def stores(config: UndercroftConfig, role: str) -> Iterator[Check]:
+    """What opening the directories as vLLM or `undercroft serve` does would come to. Changes nothing."""
     from undercroft import _core
 
-    config = UndercroftConfig.parse({"disk_path": str(path)})
-    options = {"disks": disks(config), "on_disk_error": config.on_disk_error, "share": True}
+    options = {"disks": disks(config), "on_disk_error": config.on_disk_error, "share": role == "vllm"}
     options["disk_on_other_version"] = config.disk_on_other_version
-    (found,) = _core.examine(options)
-    checks = []
-    if found["error"] is not None and not found["starts"]:
-        checks.append(Check("disk store", "fail", found["error"], "undercroft does not start with this directory."))
-    elif found["error"] is not None:
+    for found in _core.examine(options):
+        yield _store(found)
+
+
+def _store(found: dict[str, Any]) -> Check:
+    error = found["error"]
+    if error is not None and not found["starts"]:
+        return Check("disk store", "fail", error, _refused_advice(found["path"], error))
+    if error is not None:
         advice = "undercroft starts without this directory and tries it again later."
-        if "is in use by" in found["error"]:
+        if "is in use by" in error:
             advice = "vLLM uses the engine that has it open; `undercroft serve` does not start on it."
-        checks.append(Check("disk store", "warn", found["error"], advice))
-    elif found["notes"]:
+        return Check("disk store", "warn", error, advice)
+    if found["notes"]:
         advice = "See disk_capacity and disk_on_other_version."
-        checks.append(Check("disk store", "warn", "; ".join(found["notes"]), advice))
-    else:
-        kind = "a store that is kept" if found["is_kept"] else "room for a new store"
-        checks.append(Check("disk store", "ok", f"{path}: {kind}, {format_size(found['capacity'])} for blocks"))
-    if _filesystem(_existing(path)) in MEMORY_FILESYSTEMS:
+        return Check("disk store", "warn", "; ".join(found["notes"]), advice)
+    kind = "a store that is kept" if found["is_kept"] else "room for a new store"
+    return Check("disk store", "ok", f"{found['path']}: {kind}, {format_size(found['capacity'])} for blocks")
+
+
+def _refused_advice(path: str, error: str) -> str:
+    if "belongs to uid" in error:
+        # As the volumes of Kubernetes do, whose root belongs to root.
+        return f"undercroft does not start with it. A directory below, such as {path}/undercroft, is made by itself."
+    return "undercroft does not start with this directory."
+
+
+def device(path: Path) -> Iterator[Check]:
+    """What the directory's filesystem lies on, where that is not a local disk of its own."""
+    place = _existing(path)
+    mount, kind = _mount(place)
+    if kind in MEMORY_FILESYSTEMS:
         advice = "Its blocks are host memory a second time: give host_memory more instead, and a disk_path on NVMe."
-        checks.append(Check("disk device", "warn", f"{path} is in memory", advice))
-    return checks
+        yield Check("disk device", "warn", f"{path} is in memory ({kind})", advice)
+    elif kind in LAYERED_FILESYSTEMS:
+        advice = "The cache goes with the container, and slows it down: mount a local disk there."
+        yield Check("disk device", "warn", f"{path} is in the container's own filesystem ({kind})", advice)
+    elif kind in NETWORK_FILESYSTEMS:
+        yield Check("disk device", "warn", f"{path} is on the network ({kind})", "Choose a disk_path on a local disk.")
+    elif mount == "/" and path.absolute().is_relative_to("/mnt"):
+        advice = f"Mount the disk first; {place} would fill the system's own disk."
+        yield Check("disk device", "warn", f"{path} is on the root filesystem: no disk is mounted there", advice)
 
 
 def _existing(path: Path) -> Path:
@@ -185,15 +227,15 @@ def _no_direct_io(where: str, error: OSError) -> Check:
     return Check("disk path", "warn", found, "The engine uses buffered IO. Prefer ext4 or XFS on NVMe.")
 
 
-def _filesystem(directory: Path) -> str:
-    """Type of the filesystem that holds the directory, from the mount with the longest matching path."""
+def _mount(directory: Path) -> tuple[str, str]:
+    """Where the directory's filesystem is mounted, and its type: the mount with the longest matching path."""
     best, kind = "", "unknown filesystem"
     for line in _read("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         mount = left.split()[4]
         if directory.is_relative_to(mount) and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
-    return kind
+    return best, kind
 
 
 def _meminfo() -> dict[str, int]:

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use undercroft_core::error::RegisterError;
 
-pub use engine::{EngineCache, Options};
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
+pub use undercroft_host::replay::{Options, ReplayEngine};
 
 /// Why there is no report.
 #[derive(Debug, thiserror::Error)]
@@ -84,7 +84,7 @@ impl Report {
 /// If the file cannot be read as a trace, or the host tier is too small for an engine.
 pub fn replay_file(path: &Path, options: &Options) -> Result<Report, ReplayError> {
     let trace = Trace::read(path)?;
-    Ok(replay(&trace, &mut EngineCache::new(options)?))
+    Ok(replay(&trace, &mut ReplayEngine::new(options)?))
 }
 
 /// Replays `trace` on `cache`, in order of arrival.

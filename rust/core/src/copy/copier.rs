@@ -219,33 +219,36 @@ impl Copier {
         Ok(copier)
     }
 
-    /// Queues a job. `job` must differ from the job numbers that are queued. Nothing is queued if a
-    /// piece lies outside the arena.
+    /// Queues jobs, all at once, to begin in their order. Their numbers must differ from each other and from those that
+    /// are queued. Nothing is queued if a piece of any of them lies outside the arena.
     ///
     /// # Safety
     ///
-    /// Until the job is returned by [`Copier::poll`], each piece's `len` bytes at its `address` must
+    /// Until a job is returned by [`Copier::poll`], each of its pieces' `len` bytes at its `address` must
     /// be valid for reads (save) or writes (load) from any thread, must not overlap the arena, and
     /// nobody else may write them (save) or access them (load).
-    pub unsafe fn submit(
+    pub unsafe fn submit<P: IntoIterator<Item = Piece>>(
         &self,
-        job: u64,
         direction: Direction,
-        pieces: impl IntoIterator<Item = Piece>,
+        jobs: impl IntoIterator<Item = (u64, P)>,
     ) -> Result<(), OutOfBounds> {
-        let pieces = self.prepare(pieces)?;
+        let prepare = |(id, pieces)| Ok((id, self.prepare(pieces)?));
+        let jobs: Vec<(u64, Vec<Piece>)> =
+            jobs.into_iter().map(prepare).collect::<Result<_, _>>()?;
         let mut state = self.shared.state();
-        if pieces.is_empty() {
-            state.ended.push(Ended { job, seconds: 0.0 });
-            return Ok(());
+        for (job, pieces) in jobs {
+            if pieces.is_empty() {
+                state.ended.push(Ended { job, seconds: 0.0 });
+                continue;
+            }
+            state.queue(direction).push_back(Job {
+                id: job,
+                pieces: pieces.into(),
+                next: 0,
+                running: 0,
+                started: None,
+            });
         }
-        state.queue(direction).push_back(Job {
-            id: job,
-            pieces: pieces.into(),
-            next: 0,
-            running: 0,
-            started: None,
-        });
         drop(state);
         self.shared.work.notify_all();
         Ok(())
@@ -347,12 +350,12 @@ mod tests {
             let pieces = pages(&mut device, 96 * 1024);
             let covered = pieces.len() * 96 * 1024;
             // SAFETY: `device` outlives the job, and is not touched before it has ended.
-            unsafe { copier.submit(1, Direction::Save, pieces.clone()) }.unwrap();
+            unsafe { copier.submit(Direction::Save, [(1, pieces.clone())]) }.unwrap();
             copier.drain();
             device.fill(0);
             let pieces = pages(&mut device, 96 * 1024);
             // SAFETY: as above.
-            unsafe { copier.submit(2, Direction::Load, pieces) }.unwrap();
+            unsafe { copier.submit(Direction::Load, [(2, pieces)]) }.unwrap();
             copier.drain();
             let ended: Vec<u64> = copier.poll().iter().map(|ended| ended.job).collect();
             assert_eq!(ended, [1, 2]);
@@ -403,7 +406,12 @@ mod tests {
         for offset in [MIB as u64 - 4095, u64::MAX - 10] {
             let outside = Piece { offset, ..inside };
             // SAFETY: `device` outlives the copier's jobs.
-            let refused = unsafe { copier.submit(7, Direction::Save, [inside, outside]) };
+            let refused = unsafe {
+                copier.submit(
+                    Direction::Save,
+                    [(6, vec![inside]), (7, vec![inside, outside])],
+                )
+            };
             assert_eq!(refused.unwrap_err().offset, offset);
         }
         copier.drain();
@@ -449,7 +457,7 @@ mod tests {
         let expected = device.clone();
         for (job, piece) in pages(&mut device, 64 * 1024).into_iter().enumerate() {
             // SAFETY: `device` outlives the copier.
-            unsafe { copier.submit(job as u64, Direction::Save, [piece]) }.unwrap();
+            unsafe { copier.submit(Direction::Save, [(job as u64, [piece])]) }.unwrap();
         }
         drop(copier);
         let page = 64 * 1024;
@@ -463,7 +471,7 @@ mod tests {
     fn a_job_without_pieces_ends_at_once() {
         let (_arena, copier) = copier(MIB, 1);
         // SAFETY: there is no piece.
-        unsafe { copier.submit(5, Direction::Load, []) }.unwrap();
+        unsafe { copier.submit(Direction::Load, [(5, [])]) }.unwrap();
         let ended = Ended {
             job: 5,
             seconds: 0.0,

@@ -3,10 +3,11 @@
 use crate::policy::{Policy, TierPolicies};
 use crate::slots::{Class, Owner, PAGE_BYTES_MAX, SLOT_ALIGN, Slots};
 
-use super::format::PLACEHOLDERS_SHARE;
+use super::format::{PLACEHOLDER, PLACEHOLDERS_SHARE, RECORDS_PER_BLOCK};
 use super::health::HealthMonitor;
 use super::open::CAPACITY_MIN;
 use super::records::Records;
+use super::table::Table;
 
 /// Placeholder records that even the smallest directory may have.
 const PLACEHOLDERS_MIN: u64 = CAPACITY_MIN / SLOT_ALIGN / PLACEHOLDERS_SHARE;
@@ -29,7 +30,7 @@ pub struct DeviceImage {
     /// The `super` file.
     pub super_bytes: Vec<u8>,
     /// The `table` file.
-    pub table_bytes: Vec<u8>,
+    pub table: Table,
 }
 
 impl DeviceImage {
@@ -39,14 +40,14 @@ impl DeviceImage {
             capacity: 0,
             page_bytes: PAGE_BYTES_MAX,
             super_bytes: Vec::new(),
-            table_bytes: Vec::new(),
+            table: Table::Bytes(Vec::new()),
         }
     }
 }
 
 /// One directory.
 ///
-/// Invariant: a slot is in use exactly while its record has an owner.
+/// The record of a slot is that of the number of the slot's cell: the records of a page follow each other.
 #[derive(Debug)]
 pub(crate) struct Disk {
     slots: Slots,
@@ -95,52 +96,65 @@ impl Disk {
 
     /// Takes a slot and its record.
     pub(crate) fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
-        let offset = self.slots.alloc(class, owner)?;
-        let record = self.record_of(class, offset);
-        self.records.assign(record, owner);
-        Some(offset)
+        self.slots.alloc(class, owner)
     }
 
     /// Frees a slot. Its record on disk is overwritten when its block is next written; until then the
     /// record describes bytes that fail their checksum as soon as the slot is used again.
     pub(crate) fn free(&mut self, class: Class, offset: u64) {
-        let record = self.record_of(class, offset);
-        self.records.vacate(record);
         let page = self.slots.page_of(offset);
+        let records = self.slots.cells_of_page(page);
         self.slots.free(class, offset);
         if self.slots.page_class(page).is_none() {
-            self.records.release_page(page);
+            self.records.release(records);
         }
     }
 
-    /// Takes the slot and record that a store on disk says are in use. False if either is taken, or the
-    /// slot makes no sense.
-    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> bool {
-        if self.records.is_taken(record) || !self.slots.claim(class, offset, owner) {
-            return false;
-        }
-        let slot = self.slot_of(class, offset);
-        let slots_per_page = self.slots.slots_per_page(class);
-        self.records.claim(record, slot, slots_per_page, owner);
-        true
+    /// The table on disk has so many records.
+    pub(crate) fn begin_claims(&mut self, records: u32) {
+        self.slots.reserve_cells(records);
     }
 
-    /// Names the owner of a slot that was claimed with a record.
-    pub(crate) fn set_owner(&mut self, class: Class, offset: u64, record: u32, owner: Owner) {
-        self.records.set_owner(record, owner);
-        self.slots.set_owner(class, offset, owner);
+    /// Who has claimed the bytes of a slot that a store on disk says is in use, and with which record. `None`
+    /// if the slot makes no sense.
+    pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
+        self.slots.rivals(class, offset)
+    }
+
+    /// Takes a slot without rivals that a store on disk says is in use; the number of its record from now on.
+    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> u32 {
+        let now = self.slots.claim(class, offset, record, owner);
+        if now != record {
+            self.records.mark_dirty(now);
+            self.records.mark_dirty(record);
+        }
+        now
+    }
+
+    /// Takes a claim back: a later record claims the bytes, or the payload.
+    pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
+        self.slots.unclaim(class, offset);
     }
 
     /// Completes a series of [`Disk::claim`].
     pub(crate) fn finish_claims(&mut self) {
         self.slots.finish_claims();
-        self.records.finish_claims();
     }
 
-    /// Takes the record of a placeholder, as a store on disk says. False if the record is taken, the node
-    /// has one, or there are too many.
+    /// Takes the record of a placeholder, as a store on disk says. False if the node has one, or there are too
+    /// many.
     pub(crate) fn claim_placeholder(&mut self, node: u32, record: u32) -> bool {
-        self.may_add_placeholder(node) && self.records.claim_placeholder(node, record)
+        if !self.may_add_placeholder(node) {
+            return false;
+        }
+        let group = PLACEHOLDER;
+        if self.slots.take_cell_at(record, Owner { node, group }) {
+            self.records.add_placeholder(node, record);
+        } else {
+            self.records.mark_dirty(record);
+            self.add_placeholder(node);
+        }
+        true
     }
 
     /// Gives a node a record of its own, so that a restart finds the nodes below it. False if the node
@@ -148,7 +162,10 @@ impl Disk {
     pub(crate) fn add_placeholder(&mut self, node: u32) -> bool {
         let may_add = self.may_add_placeholder(node);
         if may_add {
-            self.records.add_placeholder(node);
+            let group = PLACEHOLDER;
+            let record = self.slots.take_cell(Owner { node, group });
+            self.records.add_placeholder(node, record);
+            self.records.mark_dirty(record);
         }
         may_add
     }
@@ -165,18 +182,20 @@ impl Disk {
 
     /// Frees a node's own record, if it has one.
     pub(crate) fn remove_placeholder(&mut self, node: u32) {
-        self.records.remove_placeholder(node);
+        if let Some(record) = self.records.remove_placeholder(node) {
+            self.slots.put_cell(record);
+        }
     }
 
     /// Notes that the record of a slot has changed and must be written.
     pub(crate) fn mark_dirty(&mut self, class: Class, offset: u64) {
-        let record = self.record_of(class, offset);
+        let record = self.slots.cell_of(class, offset);
         self.records.mark_dirty(record);
     }
 
     /// Notes that a payload was used. Its record is written some time.
     pub(crate) fn mark_touched(&mut self, class: Class, offset: u64) {
-        let record = self.record_of(class, offset);
+        let record = self.slots.cell_of(class, offset);
         self.records.mark_touched(record);
     }
 
@@ -225,39 +244,26 @@ impl Disk {
 
     /// Owners of the records of a block.
     pub(crate) fn block_owners(&self, block: u32) -> impl Iterator<Item = Option<Owner>> + '_ {
-        self.records.block_owners(block)
-    }
-
-    /// The record of a slot in use, and whose it is.
-    #[cfg(feature = "check")]
-    pub(crate) fn record_at(&self, class: Class, offset: u64) -> Option<(u32, Option<Owner>)> {
-        let (page, slot) = self.slot_of(class, offset);
-        self.records.record_at(page, slot)
+        let first = block * RECORDS_PER_BLOCK as u32;
+        let records = first..first + RECORDS_PER_BLOCK as u32;
+        records.map(|record| self.slots.owner_of_cell(record))
     }
 
     /// How many records are in use for payloads, and whether each placeholder has its own.
     #[cfg(feature = "check")]
     pub(crate) fn records_in_use(&self) -> (usize, bool) {
-        self.records.in_use()
+        let group = PLACEHOLDER;
+        let owned = self
+            .records
+            .nodes()
+            .all(|(node, record)| self.slots.owner_of_cell(record) == Some(Owner { node, group }));
+        let used = self.slots.cells_used();
+        (used - self.records.nodes().count(), owned)
     }
 
     /// Whether a node has a record of its own.
     #[cfg(feature = "check")]
     pub(crate) fn has_placeholder(&self, node: u32) -> bool {
         self.records.has_placeholder(node)
-    }
-
-    /// Page of the slot at `offset`, and its index there.
-    fn slot_of(&self, class: Class, offset: u64) -> (u32, usize) {
-        (
-            self.slots.page_of(offset),
-            self.slots.slot_at(class, offset),
-        )
-    }
-
-    fn record_of(&mut self, class: Class, offset: u64) -> u32 {
-        let (page, slot) = self.slot_of(class, offset);
-        let slots_per_page = self.slots.slots_per_page(class);
-        self.records.of_slot(page, slot, slots_per_page)
     }
 }

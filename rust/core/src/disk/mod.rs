@@ -10,9 +10,11 @@ pub mod inspect;
 pub mod open;
 mod records;
 mod space;
+mod table;
 mod touched;
 
 pub use device::DeviceImage;
 pub(crate) use device::Disk;
 pub use health::Health;
 pub(crate) use space::capacity_for_payload;
+pub use table::Table;

@@ -15,7 +15,7 @@ use super::files::{DATA, Found, SUPER, TABLE};
 use super::fit_table::fit_table;
 use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, namespace_offset};
 use super::space::{Filesystem, Held, Sizing, size};
-use crate::disk::DeviceImage;
+use crate::disk::{DeviceImage, Table};
 use crate::error::StoreError;
 use crate::io::DeviceFiles;
 use crate::size::Bytes;
@@ -23,7 +23,7 @@ use crate::size::Bytes;
 pub use super::space::{CAPACITY_MAX, CAPACITY_MIN, Capacity};
 
 /// What becomes of a store of another format version, which cannot be read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnOtherVersion {
     /// It is deleted: a cache can be filled again.
@@ -89,7 +89,7 @@ impl Directory {
         // It is another file than before.
         self.files.superblock = open_for_io(&self.path, SUPER, false)?.0;
         self.image.super_bytes = Vec::new();
-        self.image.table_bytes = Vec::new();
+        self.image.table = Table::Bytes(Vec::new());
         Ok(self)
     }
 
@@ -228,7 +228,7 @@ pub fn open(
         capacity: data_bytes,
         page_bytes: superblock.page_bytes,
         super_bytes: read_file(path, SUPER)?,
-        table_bytes: read_file(path, TABLE)?,
+        table: Table::File(File::from(open_to_read(path, TABLE)?)),
     };
     let (data, o_direct) = open_for_io(path, DATA, false)?;
     let files = DeviceFiles {

@@ -23,6 +23,13 @@ impl Engine {
         self.check_write_queue()?;
         let reading = self.check_operations()?;
         self.promotions.check(&self.sessions.requests, &reading)?;
+        let requests = self.sessions.requests.values();
+        let shares = requests.flat_map(|request| {
+            let priority = request.promotions.priority();
+            let shares = request.promotions.active.iter().flat_map(|of| &of.shares);
+            shares.map(move |share| (priority, share))
+        });
+        self.planner.rates.check(shares)?;
         let of_sessions: usize = self
             .sessions
             .values()

@@ -13,13 +13,14 @@ pub struct EngineConfig {
     pub policy: PolicyKind,
     /// Bytes that promotions may hold in the arena until they are loaded.
     pub promotion_bytes: u64,
-    /// A hit that gains fewer tokens than this is not worth a load.
-    pub min_load_tokens: u32,
+    /// A hit that gains fewer tokens than this is not worth a load; `None` leaves that to the planner.
+    pub min_load_tokens: Option<u32>,
     /// A promotion that sees no read end for this long, by the last look, is answered with what is there.
     pub stall_ns: u64,
-    /// How long a request that the scheduler has asked for may wait for its promotion; `None` waits as
-    /// long as reads come in.
-    pub promotion_wait: Option<PromotionWait>,
+    /// How long a request that the scheduler has asked for may wait for its promotion.
+    pub promotion_wait: PromotionWait,
+    /// The part of the time of computing that a planned wait may take although nothing comes.
+    pub load_margin: f64,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub write_rate: u64,
     /// Write only what has been hit before (endurance mode).
@@ -53,9 +54,10 @@ impl EngineConfig {
             host_bytes,
             policy: PolicyKind::Lru,
             promotion_bytes: host_bytes / 2,
-            min_load_tokens: 1,
+            min_load_tokens: Some(1),
             stall_ns: 1_000_000_000,
-            promotion_wait: None,
+            promotion_wait: PromotionWait::Complete,
+            load_margin: 0.25,
             write_rate: 0,
             second_touch: false,
             writes_beside_reads: 2,

@@ -14,6 +14,7 @@ use super::load::id_of;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
 use super::parts::EngineParts;
+use super::planner::Planner;
 use super::promotions::{PromotionEnd, Promotions};
 use super::requests::RequestId;
 use super::residency::{Moves, Residency};
@@ -34,6 +35,7 @@ pub struct Engine {
     pub(super) namespaces: Namespaces,
     pub(super) sessions: Sessions,
     pub(super) operations: Operations,
+    pub(super) planner: Planner,
     pub(super) counters: Counters,
     /// The health of a directory has changed since [`Engine::take_progress`].
     pub(super) health_changed: bool,
@@ -49,6 +51,7 @@ macro_rules! parts {
             requests: &mut $engine.sessions.requests,
             operations: &mut $engine.operations,
             checksums: &mut $engine.checksums,
+            rates: &mut $engine.planner.rates,
             counters: &mut $engine.counters,
             now_ns: $engine.now_ns,
         }
@@ -73,6 +76,7 @@ impl Engine {
             namespaces: Namespaces::new(&config),
             sessions: Sessions::default(),
             operations: Operations::default(),
+            planner: Planner::new(config.load_margin, config.seed),
             counters: Counters::default(),
             health_changed: false,
             config,
@@ -154,6 +158,7 @@ impl Engine {
         let Some(state) = self.sessions.close(session) else {
             return;
         };
+        self.planner.forget(session);
         if self.namespaces.is_private(state.ns) {
             self.residency.remove_namespace(state.ns);
         } else {
@@ -216,7 +221,7 @@ impl Engine {
         let (host, forest) = (self.residency.host(), self.residency.forest());
         let transfers = self.sessions.all_transfers();
         let transferring = transfers.load_bytes + transfers.save_bytes;
-        Gauges {
+        let mut gauges = Gauges {
             host_capacity_bytes: host.capacity(),
             host_used_bytes: host.used_bytes(),
             host_pinned_bytes: self.promotions.promoted_bytes() + transferring,
@@ -236,7 +241,10 @@ impl Engine {
             loads: transfers.loads,
             saves: transfers.saves,
             promotion_queue_bytes: Promotions::queue_bytes(&self.sessions.requests),
-        }
+            ..Gauges::default()
+        };
+        self.planner.report(&mut gauges);
+        gauges
     }
 
     /// Payloads on each directory.

@@ -127,7 +127,8 @@ impl Engine {
                 node,
                 group,
                 started_ns,
-            } => self.read_ended(node, group, started_ns, result),
+                ahead,
+            } => self.read_ended(node, group, (started_ns, ahead), result),
             Purpose::Write {
                 node,
                 group,
@@ -158,13 +159,17 @@ impl Engine {
         &mut self,
         node: NodeId,
         group: u8,
-        started_ns: u64,
+        (started_ns, ahead): (u64, u64),
         result: Result<u64, IoFault>,
     ) {
+        let device = self.residency.node(node).device;
+        let bytes = self.residency.slot_bytes(node, group);
+        let times = (started_ns, self.now_ns);
+        let rates = &mut self.planner.rates;
+        rates.read_ended(device, bytes, ahead, times, result.is_ok());
         match result {
             Ok(_) => {
                 let payload_bytes = self.residency.payload_bytes(node, group);
-                let device = self.residency.node(node).device;
                 let (_, mut parts) = self.promotions();
                 count_read(payload_bytes, started_ns, &mut parts);
                 self.residency.disk_mut(device).health.read_succeeded();

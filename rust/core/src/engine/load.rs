@@ -54,12 +54,14 @@ impl Engine {
         let (target, payloads) = self.load_of(id, computed, external)?;
         let extents = self.residency.extents(&payloads);
         let bytes = self.residency.slot_bytes_of(&payloads);
+        let promise = self.promise(id, computed, external);
         // The load's lease first: the request's, which a promotion's may stand on, ends now.
         self.residency.pin_hit(target);
         self.release_hit(id);
         let kind = TransferKind::Load {
             lease: target,
             request: request.into(),
+            promise,
         };
         let key = self.sessions.begin_transfer(TransferState {
             session,
@@ -151,10 +153,18 @@ impl Engine {
         let Some(transfer) = self.sessions.end_transfer(key) else {
             return true;
         };
-        let TransferKind::Load { lease, request } = transfer.kind else {
+        let TransferKind::Load {
+            lease,
+            request,
+            promise,
+        } = transfer.kind
+        else {
             return true;
         };
         self.residency.unpin_hit(lease);
+        if ok {
+            self.load_ended(transfer.session, transfer.bytes, &promise);
+        }
         if !ok {
             self.counters.load_failures += 1;
             let request = self.sessions.request_id(transfer.session, &request);

@@ -3,7 +3,7 @@
 
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::HashSource;
-use crate::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
+use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
 use super::promotions::{PromotionEnd, QueuePlace};
@@ -28,6 +28,8 @@ struct Span {
     hash_block_size: u32,
     /// A hit that gains fewer tokens is not worth a load.
     least: u32,
+    /// Whether the planner judges what is worth a load.
+    is_planned: bool,
 }
 
 impl Span {
@@ -130,7 +132,8 @@ impl Engine {
                 state.promotions.reserved = leases && matches!(answer, Lookup::Hit(_));
             }
             Priority::Demand if !answer.is_pending() => {
-                state.demanded_ns = None;
+                let since_ns = state.demanded_ns.take().unwrap_or(self.now_ns);
+                state.planned.waited_ns = self.now_ns - since_ns;
                 state.promotions.tries = 0;
             }
             Priority::Demand => {}
@@ -159,8 +162,12 @@ impl Engine {
     ) -> Option<bool> {
         let now_ns = self.now_ns;
         let state = &mut self.sessions.requests[id];
-        self.promotions.promote_to_demand(id, &mut state.promotions);
-        state.demanded_ns.get_or_insert(now_ns);
+        let (of_request, rates) = (&mut state.promotions, &mut self.planner.rates);
+        self.promotions.promote_to_demand(id, of_request, rates);
+        if state.demanded_ns.is_none() {
+            state.demanded_ns = Some(now_ns);
+            state.planned.queued = request.queued.0;
+        }
         let state = &self.sessions.requests[id];
         let hash_block_size = self.residency.hash_block_size(ns);
         let most = request
@@ -172,6 +179,7 @@ impl Engine {
             .promised(state, ns, most)
             .saturating_sub(request.computed.0);
         let late = self.is_late(state, gain);
+        let stop = if late { self.plan_stops(state) } else { None };
         if state.promotions.active.is_some() && gain > 0 && !late {
             return None;
         }
@@ -182,6 +190,9 @@ impl Engine {
             PromotionEnd::Cancelled
         };
         promotions.end(id, end, &mut parts);
+        if let Some((stop, tokens)) = stop {
+            stop.count(tokens, &mut self.counters);
+        }
         // Of one that is late the answer is what is there now.
         Some(!late)
     }
@@ -236,12 +247,18 @@ impl Engine {
     /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
     fn is_late(&self, state: &RequestState, gain: u32) -> bool {
         let demanded_ns = state.demanded_ns.unwrap_or(self.now_ns);
-        let wait = state.wait.or(self.config.promotion_wait);
-        let waited = wait.is_some_and(|wait| {
-            let part = u128::from(wait.per_1k_tokens_ns) * u128::from(gain) / 1000;
-            let since = self.now_ns - demanded_ns;
-            u128::from(since) >= u128::from(wait.base_ns) + part
-        });
+        let waited = match state.wait.unwrap_or(self.config.promotion_wait) {
+            PromotionWait::Complete => false,
+            PromotionWait::Planned => self.plan_stops(state).is_some(),
+            PromotionWait::Limit {
+                base_ns,
+                per_1k_tokens_ns,
+            } => {
+                let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
+                let since = self.now_ns - demanded_ns;
+                u128::from(since) >= u128::from(base_ns) + part
+            }
+        };
         let promotion = state.promotions.active.as_ref();
         waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
     }
@@ -306,6 +323,9 @@ impl Engine {
         })?;
         let state = &mut self.sessions.requests[id];
         state.wait = request.wait;
+        if request.priority == Priority::Prefetch {
+            state.planned.queued = request.queued.0;
+        }
         Some(id)
     }
 
@@ -318,14 +338,20 @@ impl Engine {
         request: &LookupRequest<'_>,
         cursor: &mut LookupCursor,
     ) -> Option<Lookup> {
-        let state = &mut self.sessions.requests[id];
         let hash_block_size = self.residency.hash_block_size(ns);
         let span = Span {
             computed: request.computed.0,
             local: request.computed.0 / hash_block_size,
             hash_block_size,
-            least: self.config.min_load_tokens.max(1),
+            least: self.least(id),
+            is_planned: self.config.min_load_tokens.is_none(),
         };
+        let end = request
+            .max
+            .0
+            .min(tokens_of(request.hashes.len(), hash_block_size));
+        let state = &mut self.sessions.requests[id];
+        state.planned.note(request.computed.0, end);
         let residency = &self.residency;
         let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
         let (deepest, depth) = found.unwrap_or((NONE, 0));
@@ -354,9 +380,16 @@ impl Engine {
             let is_ready = self.residency.is_hit_in_host(top, span.local)
                 && self.verified_end(id, top, span.local) == Some(top);
             if is_ready {
-                return Some(self.hit(id, top, span.local));
+                let is_worth =
+                    !span.is_planned || self.is_copy_worth(id, self.residency.node(top).depth);
+                return Some(if is_worth {
+                    self.hit(id, top, span.local)
+                } else {
+                    self.miss(id)
+                });
             }
             if cursor.may_promote
+                && self.plans_reads(id, top, &span, request.priority)
                 && self.start_promotion(id, top, span.local, min.div_ceil(hash_block_size))
             {
                 return Some(self.pending(id));
@@ -367,12 +400,25 @@ impl Engine {
         let Some(in_host) = self.next_end(top, &span, cursor) else {
             return Some(self.miss(id));
         };
-        Some(match self.verified_end(id, in_host?, span.local) {
+        let in_host = in_host?;
+        if span.is_planned && !self.is_copy_worth(id, self.residency.node(in_host).depth) {
+            return Some(self.miss(id));
+        }
+        Some(match self.verified_end(id, in_host, span.local) {
             Some(end) if span.is_worth(self.residency.node(end).depth) => {
                 self.hit(id, end, span.local)
             }
             _ => self.miss(id),
         })
+    }
+
+    /// Whether to read what a hit at `top` needs from disk. If the end of the arena's part is far to seek, that
+    /// part counts as read, too.
+    fn plans_reads(&mut self, id: RequestId, top: NodeId, span: &Span, priority: Priority) -> bool {
+        let (residency, nodes_max) = (&self.residency, self.config.lookup_nodes);
+        let in_host = residency.boundary_within(top, span.local, true, nodes_max);
+        let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
+        self.plans_promotion(id, ends, priority == Priority::Prefetch)
     }
 
     /// A request that needs a hit of `min` tokens reaches `tokens` at best.
@@ -436,8 +482,12 @@ impl Engine {
             return false;
         };
         state.move_lease(plan.target, &mut self.residency);
+        let (rates, times) = (
+            &mut self.planner.rates,
+            (self.now_ns, state.planned.predicted_ns),
+        );
         self.promotions
-            .start(id, &mut state.promotions, plan, self.now_ns);
+            .start(id, &mut state.promotions, plan, rates, times);
         true
     }
 

@@ -13,6 +13,7 @@
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
 //! - `events`: what has changed in the tiers, for sessions that ask;
+//! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `operations`: what each IO operation in flight is for.
 //!
 //! A part never calls another but residency, which calls none: an effect on others is returned, and the
@@ -34,6 +35,8 @@ mod lookup;
 mod namespaces;
 mod operations;
 mod parts;
+mod planner;
+mod plans;
 mod promotions;
 mod recover;
 mod requests;

@@ -16,6 +16,8 @@ pub(super) enum Purpose {
         node: NodeId,
         group: u8,
         started_ns: u64,
+        /// Bytes that its device had to read then, its own among them.
+        ahead: u64,
     },
     Write {
         node: NodeId,

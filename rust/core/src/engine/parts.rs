@@ -6,6 +6,7 @@ use super::checksums::Checksums;
 use super::config::EngineConfig;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
+use super::planner::Rates;
 use super::requests::Requests;
 use super::residency::Residency;
 
@@ -18,6 +19,7 @@ pub(super) struct EngineParts<'a> {
     pub(super) requests: &'a mut Requests,
     pub(super) operations: &'a mut Operations,
     pub(super) checksums: &'a mut Checksums,
+    pub(super) rates: &'a mut Rates,
     pub(super) counters: &'a mut Counters,
     pub(super) now_ns: u64,
 }

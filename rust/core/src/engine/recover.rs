@@ -2,15 +2,15 @@
 
 use std::collections::HashMap;
 
-use crate::disk::DeviceImage;
 use crate::disk::format::{
-    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, NamespaceUse, RECORD_BYTES, Record,
-    namespace_offset,
+    BLOCK_BYTES, NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, NamespaceUse, RECORD_BYTES,
+    RECORDS_PER_BLOCK, Record, namespace_offset,
 };
-use crate::forest::{DeviceIndex, NodeId};
+use crate::disk::{DeviceImage, Table};
+use crate::forest::{DeviceIndex, NsId};
 
 use super::coordinator::Engine;
-use super::residency::FoundRecord;
+use super::residency::{Adoption, FoundRecord};
 
 /// What recovery found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,12 +47,15 @@ impl Engine {
         self.operations.set_devices(self.residency.disks().len());
         self.recover_namespaces(&entries, &mut recovery);
         self.recover_uses(&images);
-        let found = self.read_tables(&images, &mut recovery);
-        // The tables may take gigabytes.
-        drop(images);
-        let (blocks, placeholders) = self.residency.adopt_records(&found);
-        recovery.blocks = blocks;
-        recovery.dropped += found.len() as u64 - blocks - placeholders;
+        let mut adoption = self.residency.begin_adoption(&images);
+        for (device, image) in self.residency.devices().zip(&images) {
+            let (sound, placeholders) =
+                self.read_table(device, &image.table, &mut adoption, &mut recovery);
+            recovery.dropped += sound - placeholders;
+        }
+        drop((images, adoption));
+        recovery.blocks = self.residency.finish_adoption();
+        recovery.dropped -= recovery.blocks;
         self.finish_recovery(&mut recovery);
         recovery
     }
@@ -110,47 +113,71 @@ impl Engine {
         }
     }
 
-    fn read_tables(&mut self, images: &[DeviceImage], recovery: &mut Recovery) -> Vec<FoundRecord> {
-        let records = images
-            .iter()
-            .map(|image| image.table_bytes.len() / RECORD_BYTES);
-        let mut found = Vec::with_capacity(records.sum());
-        for (device, image) in self.residency.devices().zip(images) {
-            for (index, bytes) in (0u32..).zip(image.table_bytes.chunks_exact(RECORD_BYTES)) {
-                let Some(record) = Record::decode(bytes) else {
-                    recovery.damaged += u64::from(!Record::is_blank(bytes));
-                    continue;
-                };
-                self.namespaces.note_instance(record.instance);
-                self.writeback.advance_record_seq(record.seq);
-                self.residency.advance_tick(record.last);
-                match self.namespaces.of_instance(record.instance) {
-                    Some(ns) => {
-                        self.namespaces.note_use(ns, record.last);
-                        found.push(FoundRecord {
-                            ns,
-                            device,
-                            index,
-                            record,
-                        });
+    /// Takes over the records of a directory. Returns how many sound ones there are of known namespaces, and how
+    /// many placeholders were taken over.
+    fn read_table(
+        &mut self,
+        device: DeviceIndex,
+        table: &Table,
+        adoption: &mut Adoption,
+        recovery: &mut Recovery,
+    ) -> (u64, u64) {
+        let mut taken = (0, 0);
+        let mut index = 0;
+        // Most records are of the same namespace as the one before.
+        let mut of_last: Option<(u64, Option<NsId>)> = None;
+        let mut block = Vec::with_capacity(RECORDS_PER_BLOCK);
+        let mut decode = |engine: &mut Self, index: u32, bytes: &[u8]| {
+            let Some(record) = Record::decode(bytes) else {
+                recovery.damaged += u64::from(!Record::is_blank(bytes));
+                return None;
+            };
+            let known = of_last.filter(|&(instance, _)| instance == record.instance);
+            let (_, ns) = known.unwrap_or_else(|| {
+                engine.namespaces.note_instance(record.instance);
+                let ns = engine.namespaces.of_instance(record.instance);
+                (record.instance, ns)
+            });
+            of_last = Some((record.instance, ns));
+            engine.writeback.advance_record_seq(record.seq);
+            engine.residency.advance_tick(record.last);
+            let Some(ns) = ns else {
+                recovery.dropped += 1;
+                return None;
+            };
+            engine.namespaces.note_use(ns, record.last);
+            Some(FoundRecord {
+                ns,
+                device,
+                index,
+                record,
+            })
+        };
+        let unread = table.read(|piece| {
+            for bytes in piece.chunks(BLOCK_BYTES) {
+                block.clear();
+                for bytes in bytes.chunks_exact(RECORD_BYTES) {
+                    if let Some(found) = decode(self, index, bytes) {
+                        self.residency
+                            .forest()
+                            .prefetch(found.ns, &found.record.hash);
+                        block.push(found);
                     }
-                    None => recovery.dropped += 1,
+                    index += 1;
+                }
+                for found in &block {
+                    taken.0 += 1;
+                    taken.1 += u64::from(self.residency.adopt(found, adoption));
                 }
             }
-        }
-        found
+        });
+        recovery.damaged += unread / RECORD_BYTES as u64;
+        taken
     }
 
     /// Makes nodes visible whose chain is complete, and removes the others.
     fn finish_recovery(&mut self, recovery: &mut Recovery) {
         for ns in self.residency.forest().namespaces() {
-            let roots: Vec<NodeId> = self.residency.forest().roots(ns).collect();
-            for root in roots {
-                let mut visible = Vec::new();
-                self.residency.propagate_visible(root, &mut visible);
-                self.writeback
-                    .offer_new(&visible, &mut self.residency, &mut self.counters);
-            }
             let lost = self.residency.remove_hidden(ns);
             recovery.blocks -= lost;
             recovery.dropped += lost;

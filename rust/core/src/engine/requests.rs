@@ -5,8 +5,11 @@ use slotmap::SlotMap;
 use crate::forest::{NONE, NodeId};
 use crate::session::{Priority, PromotionWait, Tokens};
 
+use super::planner::ReadShare;
+use super::plans::Planned;
 use super::promotions::QueuePlace;
 use super::residency::Residency;
+use super::sessions::SessionId;
 
 slotmap::new_key_type! {
     /// One request's lookup.
@@ -19,6 +22,7 @@ pub(super) type Requests = SlotMap<RequestId, RequestState>;
 /// One request's lookup.
 #[derive(Debug)]
 pub(super) struct RequestState {
+    pub(super) session: SessionId,
     /// Tick of its arrival.
     pub(super) tick: u64,
     /// Leased node at the boundary of the last answer, or `NONE`.
@@ -30,6 +34,7 @@ pub(super) struct RequestState {
     pub(super) wait: Option<PromotionWait>,
     /// Since when the scheduler waits for an answer.
     pub(super) demanded_ns: Option<u64>,
+    pub(super) planned: Planned,
     /// A load failed: there is nothing for this request any more.
     pub(super) failed: bool,
     /// Its hit was counted.
@@ -93,6 +98,12 @@ pub(super) struct Promotion {
     pub(super) unread: u64,
     /// Where it waits for its next read; `None` once all are issued.
     pub(super) place: Option<QueuePlace>,
+    /// Its reads by device, for the planner.
+    pub(super) shares: Vec<ReadShare>,
+    /// The payloads before this one were there when it was looked at last.
+    pub(super) front: usize,
+    /// How long it was to take, in nanoseconds, if that was predicted.
+    pub(super) predicted_ns: Option<u64>,
     /// Bytes that the budget has reserved for its next reads; `None` until it has.
     pub(super) reserved: Option<u64>,
     /// The request holds bytes of an earlier promotion.

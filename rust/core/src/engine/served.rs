@@ -135,10 +135,8 @@ impl Engine {
             computed.0 / spec.hash_block_size,
         );
         // A hit's payloads are in the arena. A shorter one may need others of a window or a state.
-        let only_full = |kind| matches!(kind, GroupKind::Full | GroupKind::Ignored);
         let depth = self.residency.node(hit).depth;
-        let covers = boundary == depth
-            || boundary < depth && spec.groups.iter().all(|group| only_full(group.kind));
+        let covers = boundary == depth || boundary < depth && spec.has_full_only();
         let is_sound = end.is_multiple_of(spec.hash_block_size) && spec.may_end(boundary);
         if !covers || !is_sound || from < local || boundary <= from {
             return None;
@@ -151,6 +149,7 @@ impl Engine {
             .collect();
         let bytes = self.residency.bytes_of(ns, boundary, &after);
         let target = self.residency.forest().ancestor(hit, boundary);
+        let promise = self.promise(id, computed, external);
         // The load's lease first: the request's ends now.
         self.residency.pin_hit(target);
         self.release_hit(id);
@@ -160,6 +159,7 @@ impl Engine {
             kind: TransferKind::Load {
                 lease: target,
                 request: request.into(),
+                promise,
             },
         });
         Some(id_of(key))

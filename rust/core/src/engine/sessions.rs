@@ -7,6 +7,7 @@ use slotmap::SlotMap;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::session::{SessionSpec, Tokens};
 
+use super::plans::Planned;
 use super::requests::{BlockOffers, RequestId, RequestPromotions, RequestState, Requests};
 use super::save_cursor::SaveCursor;
 
@@ -78,8 +79,19 @@ pub(super) enum TransferKind {
     Load {
         lease: NodeId,
         request: Box<str>,
+        promise: LoadPromise,
     },
     Save(SaveTransfer),
+}
+
+/// A load's times, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct LoadPromise {
+    pub(super) began_ns: u64,
+    /// How long its copies are to take.
+    pub(super) copy_ns: f64,
+    /// Computing that it saves, less the wait for it.
+    pub(super) saved_ns: f64,
 }
 
 /// Payloads being filled.
@@ -179,12 +191,14 @@ impl Sessions {
         let id = match state.requests.entry_ref(request) {
             EntryRef::Occupied(known) => *known.get(),
             EntryRef::Vacant(unknown) => *unknown.insert(self.requests.insert(RequestState {
+                session,
                 tick: tick(),
                 lease: NONE,
                 hit_after: None,
                 promotions: RequestPromotions::default(),
                 wait: None,
                 demanded_ns: None,
+                planned: Planned::default(),
                 failed: false,
                 touched: false,
                 dropped_tokens: state.dropped_tokens,

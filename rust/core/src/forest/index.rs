@@ -5,9 +5,9 @@ use crate::work;
 
 use super::hash_index::HashIndex;
 use super::node::{NONE, Node, NodeId, NsId, Reach, Tier};
-use super::pool::Pool;
 use super::slab::Slab;
 use super::view::{NodeMut, NodeRef, Side};
+use crate::pool::Pool;
 
 /// The nodes of one namespace.
 #[derive(Debug)]
@@ -69,6 +69,17 @@ impl Forest {
     /// Whether there is no node.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// There will be so many nodes. For an empty forest.
+    pub(crate) fn reserve(&mut self, nodes: usize) {
+        assert!(self.is_empty(), "nodes move");
+        self.index.reserve(nodes);
+    }
+
+    /// A hash will be looked for soon.
+    pub(crate) fn prefetch(&self, ns: NsId, hash: &BlockHash) {
+        self.index.prefetch(self.index.hash(ns, hash));
     }
 
     /// Bytes that nodes and index take.
@@ -192,6 +203,43 @@ impl Forest {
             assert_eq!(above.ns, ns, "a node is added to another namespace");
         }
         let depth = self.depth(parent) + 1;
+        self.insert_at(depth, ns, parent, hash, groups, required)
+    }
+
+    /// Adds a node whose parent is not known yet, at its depth, among the roots. The hash must not be in the
+    /// index. [`Forest::set_parent`] tells the parent.
+    pub(crate) fn insert_without_parent(
+        &mut self,
+        ns: NsId,
+        depth: u32,
+        hash: BlockHash,
+        groups: usize,
+        required: u32,
+    ) -> NodeId {
+        self.insert_at(depth, ns, NONE, hash, groups, required)
+    }
+
+    /// Puts a node below its parent that was added without.
+    pub(crate) fn set_parent(&mut self, id: NodeId, parent: NodeId) {
+        assert_eq!(
+            self.depth(parent) + 1,
+            self.depth(id),
+            "node {id} does not stand on {parent}"
+        );
+        self.unlink(id);
+        self.node_mut(id).links.parent = parent;
+        self.link(id);
+    }
+
+    fn insert_at(
+        &mut self,
+        depth: u32,
+        ns: NsId,
+        parent: NodeId,
+        hash: BlockHash,
+        groups: usize,
+        required: u32,
+    ) -> NodeId {
         let mut node = Node::new(ns, parent, hash, depth);
         node.set_groups(groups, required);
         let id = self.free;
@@ -246,10 +294,17 @@ impl Forest {
     pub fn unindex(&mut self, id: NodeId) {
         let node = self.node(id);
         assert!(!node.is_detached(), "node {id} left the index twice");
-        let (next, prev) = (node.links.next, node.links.prev);
         let hash = self.index.hash(node.ns, &node.hash);
         let found = self.index.remove(hash, id);
         assert!(found, "a node that is not detached is in the index");
+        self.unlink(id);
+        self.node_mut(id).set_reach(Reach::Detached);
+    }
+
+    /// Takes a node out of its parent's list of children, or out of that of the roots.
+    fn unlink(&mut self, id: NodeId) {
+        let links = self.node(id).links;
+        let (next, prev) = (links.next, links.prev);
         if prev == NONE {
             *self.head_mut(id) = next;
         } else {
@@ -260,7 +315,6 @@ impl Forest {
         }
         let mut node = self.node_mut(id);
         (node.links.next, node.links.prev) = (NONE, NONE);
-        node.set_reach(Reach::Detached);
     }
 
     /// Frees a detached node without children.

@@ -11,7 +11,6 @@ mod hash_index;
 mod index;
 mod node;
 mod payloads;
-mod pool;
 mod slab;
 mod view;
 

@@ -1,7 +1,7 @@
 //! Elements that come and go, by index: a pool with a list of its free places.
 
 use super::node::NONE;
-use super::pool::Pool;
+use crate::pool::Pool;
 
 /// An element that can hold the index of another one while its place is free.
 pub(super) trait Linked {

@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -157,7 +157,15 @@ pub struct FaultEngine<E> {
     /// The device of each operation in flight, by its token.
     devices: HashMap<u64, u16>,
     held: Vec<IoCompletion>,
+    /// Reads of a slow device: when each may end, by its token, and when the last of them does.
+    due: HashMap<u64, Instant>,
+    busy_until: Option<Instant>,
+    /// The changes of the rate that these are of.
+    read_rates: u64,
 }
+
+/// A read of a device that hangs ends after this time if nobody releases it.
+const HANG: Duration = Duration::from_secs(3600);
 
 /// Controls a [`FaultEngine`] from any thread.
 #[derive(Clone, Debug)]
@@ -173,6 +181,9 @@ struct SharedFaults(Mutex<Faults>);
 struct Faults {
     hold: bool,
     held_devices: BTreeSet<u16>,
+    read_rate: Option<f64>,
+    /// How often that was changed.
+    read_rates: u64,
     reads: Option<i32>,
     writes: Option<i32>,
 }
@@ -197,6 +208,9 @@ impl<E: IoEngine> FaultEngine<E> {
                 control,
                 devices: HashMap::new(),
                 held: Vec::new(),
+                due: HashMap::new(),
+                busy_until: None,
+                read_rates: 0,
             },
             handle,
         )
@@ -226,6 +240,16 @@ impl FaultControl {
         let mut faults = self.control.lock();
         faults.hold = false;
         faults.held_devices.clear();
+        drop(faults);
+        self.waker.wake();
+    }
+
+    /// From now on reads of all devices together end at this rate in bytes a second, not at all if that is 0, or
+    /// as they come.
+    pub fn limit_reads(&self, bytes_per_s: Option<f64>) {
+        let mut faults = self.control.lock();
+        faults.read_rate = bytes_per_s;
+        faults.read_rates += 1;
         drop(faults);
         self.waker.wake();
     }
@@ -277,6 +301,14 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
             faults.writes
         };
         let token = request.token();
+        if let (Some(rate), IoRequest::ReadPayload { len, .. }) = (faults.read_rate, &request) {
+            let now = Instant::now();
+            let takes = Duration::try_from_secs_f64(f64::from(*len) / rate);
+            let takes = takes.unwrap_or(HANG).min(HANG);
+            let due = self.busy_until.map_or(now, |until| until.max(now)) + takes;
+            self.busy_until = Some(due);
+            self.due.insert(token, due);
+        }
         match fault {
             Some(errno) => {
                 self.held.push(IoCompletion {
@@ -297,15 +329,33 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
     }
 
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
+        let changes = self.control.lock().read_rates;
+        if std::mem::replace(&mut self.read_rates, changes) != changes {
+            self.due.clear();
+            self.busy_until = None;
+        }
+        let left = |due: &Instant| due.saturating_duration_since(Instant::now());
+        let held = self.held.iter();
+        let first = held
+            .filter_map(|of| self.due.get(&of.token))
+            .map(left)
+            .min();
+        let timeout = match (timeout, first) {
+            (Some(timeout), Some(first)) => Some(timeout.min(first)),
+            (timeout, first) => timeout.or(first),
+        };
         self.inner.wait(timeout, &mut self.held);
+        let (now, due) = (Instant::now(), &mut self.due);
         let faults = self.control.lock().clone();
         let devices = &mut self.devices;
         out.extend(self.held.extract_if(.., |completion| {
             let device = devices.get(&completion.token);
             let is_held = device.is_some_and(|device| faults.held_devices.contains(device));
-            let ends = !faults.hold && !is_held;
+            let is_early = due.get(&completion.token).is_some_and(|&due| due > now);
+            let ends = !faults.hold && !is_held && !is_early;
             if ends {
                 devices.remove(&completion.token);
+                due.remove(&completion.token);
             }
             ends
         }));
@@ -313,5 +363,43 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
 
     fn waker(&self) -> Waker {
         self.inner.waker()
+    }
+}
+
+impl<E: IoEngine + ?Sized> IoEngine for Box<E> {
+    fn arena(&self) -> &Arc<Arena> {
+        (**self).arena()
+    }
+
+    fn name(&self) -> &'static str {
+        (**self).name()
+    }
+
+    fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
+        (**self).replace_files(device, files)
+    }
+
+    fn depth(&self) -> usize {
+        (**self).depth()
+    }
+
+    fn in_flight(&self) -> usize {
+        (**self).in_flight()
+    }
+
+    fn room(&self, device: u16) -> usize {
+        (**self).room(device)
+    }
+
+    fn submit(&mut self, request: IoRequest) {
+        (**self).submit(request);
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
+        (**self).wait(timeout, out);
+    }
+
+    fn waker(&self) -> Waker {
+        (**self).waker()
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::fault_hook::Direct;
 use super::pool::ThreadPool;
@@ -14,7 +14,7 @@ use super::{DeviceFiles, IoEngine, engine_depth};
 use crate::arena::Arena;
 
 /// Which IO engine to use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IoEngineChoice {
     /// io_uring where it is allowed, else the thread pool.

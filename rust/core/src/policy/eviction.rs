@@ -1,6 +1,6 @@
 //! The policy of one set of leaves: one of two.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::work;
 
@@ -9,7 +9,7 @@ use super::leafhd::LeafHd;
 use super::lru::Lru;
 
 /// Which policy a tier runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PolicyKind {
     /// The least recently used leaf goes; every block is admitted.

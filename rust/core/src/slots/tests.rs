@@ -28,11 +28,14 @@ fn a_payload_larger_than_a_page_has_no_class() {
 fn claims_rebuild_the_same_state() {
     let mut slots = Slots::new(1 << 20, 256 << 10);
     let class = slots.class_for(8192).unwrap();
-    assert!(slots.claim(class, 8192, OWNER));
-    assert!(!slots.claim(class, 8192, OWNER));
-    assert!(!slots.claim(class, 4096, OWNER));
+    slots.reserve_cells(40);
+    assert_eq!(slots.rivals(class, 8192), Some(Vec::new()));
+    assert_eq!(slots.claim(class, 8192, 5, OWNER), 5);
+    assert_eq!(slots.rivals(class, 8192), Some(vec![(OWNER, 5)]));
+    assert_eq!(slots.rivals(class, 4096), None);
+    assert_eq!(slots.rivals(class, 1 << 20), None);
     let other = slots.class_for(4096).unwrap();
-    assert!(!slots.claim(other, 0, OWNER));
+    assert_eq!(slots.rivals(other, 0), Some(vec![(OWNER, 5)]));
     slots.finish_claims();
     let mut seen: Vec<u64> = Vec::new();
     while let Some(offset) = slots.alloc(class, OWNER) {
@@ -40,6 +43,42 @@ fn claims_rebuild_the_same_state() {
     }
     assert_eq!(seen.len(), 4 * 32 - 1);
     assert!(!seen.contains(&8192));
+}
+
+#[test]
+fn a_claim_that_is_taken_back_leaves_its_page_to_other_classes() {
+    let mut slots = Slots::new(1 << 20, 256 << 10);
+    let (small, large) = (
+        slots.class_for(8192).unwrap(),
+        slots.class_for(200 << 10).unwrap(),
+    );
+    slots.claim(small, 8192, 1, OWNER);
+    slots.claim(small, 16384, 2, OWNER);
+    slots.unclaim(small, 8192);
+    slots.unclaim(small, 16384);
+    assert_eq!(slots.rivals(large, 0), Some(Vec::new()));
+    slots.claim(large, 0, 1, OWNER);
+    slots.finish_claims();
+    assert_eq!((slots.used(small), slots.used(large)), (0, 1));
+    let taken = (0..4).map_while(|_| slots.alloc(large, OWNER)).count();
+    assert_eq!(taken, 3);
+}
+
+#[test]
+fn a_page_whose_records_belong_to_others_gets_new_ones() {
+    let mut slots = Slots::new(1 << 20, 256 << 10);
+    let class = slots.class_for(8192).unwrap();
+    slots.reserve_cells(64);
+    assert!(slots.take_cell_at(3, OWNER));
+    assert!(!slots.take_cell_at(3, OWNER));
+    let moved = slots.claim(class, 8192, 4, OWNER);
+    assert_ne!(moved, 4);
+    // The slot is the page's second.
+    assert_eq!(slots.claim(class, 0, 3, OWNER), moved - 1);
+    assert_eq!(slots.owner_of_cell(3), Some(OWNER));
+    slots.put_cell(3);
+    assert_eq!(slots.owner_of_cell(3), None);
+    assert_eq!(slots.take_cell(OWNER), 0);
 }
 
 proptest! {

@@ -71,7 +71,7 @@ impl Rig {
             capacity: directory.capacity,
             page_bytes: page_bytes_for(directory.capacity),
             super_bytes: directory.super_file.clone(),
-            table_bytes: directory.table.clone(),
+            table: directory.table.clone().into(),
         };
         engine.attach_disks(directories.iter().map(image).collect());
         let spec = NamespaceSpec {

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use undercroft_core::key::HashSource;
-use undercroft_core::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
+use undercroft_core::session::{Hit, Lookup, LookupRequest, Priority, Step, Tokens};
 
 use super::{ClientRequest, ClientState, Polled, Stage};
-use crate::protocol::{ClientMessage, LookupMessage, REQUESTS_MAX, append_with_hashes};
+use crate::protocol::{ClientMessage, LookupMessage, REQUESTS_MAX, STEPS_MAX, append_with_hashes};
 
 /// A miss is asked for again when it is older than this: other sessions save all the time.
 const MISS_FRESH: Duration = Duration::from_millis(5);
@@ -41,7 +41,7 @@ impl ClientState {
                 }
                 Stage::Pending => {
                     if question.priority == Priority::Demand {
-                        self.demand(question.request);
+                        self.demand(question.request, question.queued);
                     }
                     return Polled::Answer(Lookup::Pending { shared });
                 }
@@ -108,13 +108,24 @@ impl ClientState {
     }
 
     /// Tells the server, once, that the scheduler waits for a lookup.
-    fn demand(&mut self, name: &str) {
+    fn demand(&mut self, name: &str, queued: Tokens) {
         let Some(state) = self.requests.get_mut(name) else {
             return;
         };
         if !std::mem::replace(&mut state.demanded, true) {
             let request = state.id;
-            self.send(&ClientMessage::Demand { request });
+            self.send(&ClientMessage::Demand { request, queued });
+        }
+    }
+
+    /// Tells the server which steps the vLLM has run. Nothing is lost if they are not sent.
+    pub(crate) fn report_steps(&mut self, steps: &[Step]) {
+        if self.is_filling() {
+            return;
+        }
+        for steps in steps.chunks(STEPS_MAX) {
+            let steps = steps.to_vec();
+            self.send(&ClientMessage::ReportSteps { steps });
         }
     }
 
@@ -181,6 +192,7 @@ impl ClientState {
                 min: question.min,
                 priority: question.priority,
                 wait: question.wait,
+                queued: question.queued,
                 hashes,
             })
         };

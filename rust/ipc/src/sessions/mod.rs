@@ -169,7 +169,10 @@ impl ServedSessions {
                 self.lookups += 1;
                 session.lookup(driver, &lookup, budgets, out)?;
             }
-            ClientMessage::Demand { request } => session.demand(request),
+            ClientMessage::Demand { request, queued } => session.demand(request, queued),
+            ClientMessage::ReportSteps { steps } => {
+                driver.enter(|engine| engine.report_steps(session.id, &steps));
+            }
             ClientMessage::EndLookup { request } => session.end_lookup(driver, request),
             ClientMessage::FinishRequest { request } => {
                 session.finish_request(driver, request, budgets);

@@ -30,6 +30,8 @@ pub(super) struct ServedRequest {
     pub(super) min: Tokens,
     /// Instead of the engine's `promotion_wait`.
     pub(super) wait: Option<PromotionWait>,
+    /// Tokens that the vLLM computes before.
+    pub(super) queued: Tokens,
     pub(super) priority: Priority,
 }
 
@@ -73,6 +75,7 @@ impl ServedRequest {
             .max(self.max)
             .min(self.min)
             .wait(self.wait)
+            .queued(self.queued)
             .priority(self.priority);
         let hit = match engine.step_lookup(id, &question, cursor)? {
             Lookup::Pending { shared } => {

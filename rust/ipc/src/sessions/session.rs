@@ -174,6 +174,7 @@ impl ServedSession {
                 max: Tokens(0),
                 min: Tokens(0),
                 wait: None,
+                queued: Tokens(0),
                 priority: Priority::Prefetch,
             });
         if state.over {
@@ -242,7 +243,7 @@ impl ServedSession {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
             (state.computed, state.max) = (message.computed, message.max);
-            (state.min, state.wait) = (message.min, message.wait);
+            (state.min, state.wait, state.queued) = (message.min, message.wait, message.queued);
             if message.priority == Priority::Demand {
                 state.priority = Priority::Demand;
             }
@@ -382,9 +383,10 @@ impl ServedSession {
         append_answer(job.request, job.version, job.direct, answer, out);
     }
 
-    pub(super) fn demand(&mut self, request: u64) {
+    pub(super) fn demand(&mut self, request: u64, queued: Tokens) {
         if let Some(state) = self.requests.get_mut(&request) {
             state.priority = Priority::Demand;
+            state.queued = queued;
         }
     }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use undercroft_core::driver::EngineAccess;
-use undercroft_core::session::{Lookup, LookupRequest, PromotionWait, SessionSpec, Sources};
+use undercroft_core::session::{Lookup, LookupRequest, PromotionWait, SessionSpec, Sources, Step};
 
 use crate::rig::{
     Implementation, PATIENCE, SessionRig, answer, full, hashes, hit, miss, shape, tokens, until,
@@ -24,7 +24,7 @@ fn saved(of: Implementation, blocks: &[u32]) -> tempfile::TempDir {
 }
 
 fn wait_ms(base_ms: u64) -> PromotionWait {
-    PromotionWait {
+    PromotionWait::Limit {
         base_ns: base_ms * 1_000_000,
         per_1k_tokens_ns: 0,
     }
@@ -112,6 +112,35 @@ pub(crate) fn a_wait_ends_with_the_time_that_the_request_may_wait(of: Implementa
         "nobody tells that the time is over"
     );
     assert_eq!(answer(&*session, &question), miss(8));
+    rig.device.release();
+}
+
+pub(crate) fn a_planned_wait_takes_a_part_of_the_time_of_the_steps_that_were_reported(
+    of: Implementation,
+) {
+    let dir = saved(of, &[8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    // A quarter of the time that the prompt would take is some 100 ms; before any step it is less than 2 ms.
+    let slow = Step {
+        tokens: 512,
+        positions: 0,
+        decodes: 0,
+        duration_ns: 1_600_000_000,
+    };
+    session.report_steps(&[slow; 32]);
+    rig.sync(&*session);
+    let prompt = hashes(1, 8);
+    let question = LookupRequest::new("r", &prompt).wait(Some(PromotionWait::Planned));
+    rig.device.hang();
+    assert!(session.lookup(&question).is_pending());
+    assert!(!session.wait("r", Duration::from_millis(20)));
+    assert!(session.wait("r", PATIENCE));
+    assert_eq!(answer(&*session, &question), miss(8));
+    let stopped = rig
+        .driver
+        .read(|engine| engine.counters().plans_stopped_guarantee);
+    assert_eq!(stopped, Some(1));
     rig.device.release();
 }
 

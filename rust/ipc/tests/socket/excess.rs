@@ -47,6 +47,7 @@ fn lookup(version: u32, hashes: HashRun<'_>) -> ClientMessage<'_> {
         min: Tokens(0),
         priority: Priority::Demand,
         wait: None,
+        queued: Tokens(0),
         hashes,
     })
 }
@@ -175,6 +176,7 @@ fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
             min: Tokens(0),
             priority: Priority::Demand,
             wait: None,
+            queued: Tokens(0),
             hashes,
         }));
         let answer = greedy.hear();

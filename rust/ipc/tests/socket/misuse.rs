@@ -18,6 +18,7 @@ fn lookup(hashes: HashRun<'_>) -> ClientMessage<'_> {
         min: Tokens(0),
         priority: Priority::Demand,
         wait: None,
+        queued: Tokens(0),
         hashes,
     })
 }
@@ -104,7 +105,10 @@ fn ends_and_releases_of_what_is_not_there_are_nothing() {
     for ok in [false, true] {
         raw.say(&ClientMessage::EndTransfer { transfer: 1, ok });
     }
-    raw.say(&ClientMessage::Demand { request: 1 });
+    raw.say(&ClientMessage::Demand {
+        request: 1,
+        queued: Tokens(0),
+    });
     raw.say(&ClientMessage::EndLookup { request: 1 });
     raw.say(&ClientMessage::FinishRequest { request: 1 });
     assert!(raw.is_served());

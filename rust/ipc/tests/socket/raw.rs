@@ -115,6 +115,7 @@ impl Raw {
             min: Tokens(0),
             priority: Priority::Demand,
             wait: None,
+            queued: Tokens(0),
             hashes: run(&bytes),
         }));
     }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import queue
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +90,23 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         "--policy", choices=("lru", "leafhd"), default="lru", help="eviction policy of both tiers (%(default)s)"
     )
     replay.add_argument("--second-touch", action="store_true", help="write to disk only what comes a second time")
+
+    serve = _add(
+        kinds, shared, "serve", "time to first token of a running vLLM: cold, and again from the cache", _serve
+    )
+    serve.epilog = "example: undercroft bench serve --url http://localhost:8000 --prompts 16 --prompt-tokens 8192"
+    serve.add_argument("--url", required=True, help="where vLLM listens, such as http://localhost:8000")
+    serve.add_argument("--api-key", metavar="KEY", help="as vLLM was given it (default: $OPENAI_API_KEY)")
+    serve.add_argument("--prompts", type=_positive, default=8, metavar="N", help="prompts (%(default)s)")
+    serve.add_argument("--prompt-tokens", type=_positive, default=4096, metavar="T", help="of each (%(default)s)")
+    serve.add_argument("--max-tokens", type=_positive, default=8, metavar="T", help="of each answer (%(default)s)")
+    serve.add_argument(
+        "--fill-tokens",
+        type=_positive,
+        metavar="T",
+        help="tokens of other prompts that displace what the device holds, where vLLM has no endpoint to empty its "
+        "cache (VLLM_SERVER_DEV_MODE=1); default: as many as the device holds",
+    )
 
 
 def _add(
@@ -186,14 +206,14 @@ def _disk(args: argparse.Namespace) -> dict[str, Any]:
     with _directory(args.path) as path:
         # Small blocks are soon moved: a round that takes less than some tenths of a second measures its ends.
         blocks = args.blocks or max(1024, (2 << 30) // args.block_bytes)
-        return _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine)
+        return _until_interrupted(lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine))
 
 
 def _recover(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import _bench
 
     with _directory(args.path) as path:
-        return _bench.recover(path, args.blocks)
+        return _until_interrupted(lambda: _bench.recover(path, args.blocks))
 
 
 def _replay(args: argparse.Namespace) -> dict[str, Any]:
@@ -202,8 +222,37 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
     return _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
 
 
+def _serve(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft_bench import serve
+    from undercroft_bench.vllm_client import VllmClient
+
+    client = VllmClient(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    result = serve.measure(client, serve.Plan(args.prompts, args.prompt_tokens, args.max_tokens, args.fill_tokens))
+    if not args.json:
+        print("\n".join(serve.chart(result["cases"])) + "\n")
+    return result
+
+
 def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:
     """A directory of the benchmark's own below ``base``, removed at the end: an existing cache is never touched."""
     if base is not None:
         Path(base).mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-")
+    # What a measurement that was interrupted still makes there must not be an error.
+    return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-", ignore_cleanup_errors=True)
+
+
+def _until_interrupted(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of what takes long outside Python. An interrupt is heard at once: the process ends without it."""
+    found: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(measure())
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=run, name="measure", daemon=True).start()
+    result = found.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result

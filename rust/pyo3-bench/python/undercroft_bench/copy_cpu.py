@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from undercroft._core import Arena
-from undercroft.device.api import DeviceCopier
+from undercroft.device.api import DeviceCopier, Job
 from undercroft.device.cpu import CpuCopier
 from undercroft.device.layout import GroupCopy
 from undercroft.device.synthetic import synthetic_cache
@@ -73,7 +73,7 @@ def run_copy_bench(
 
 
 def _run(copier: DeviceCopier, to_arena: bool, job: list[GroupCopy]) -> None:
-    copier.submit(1, to_arena, job)
+    copier.submit(to_arena, [Job(1, job)])
     copier.drain()
     copier.poll()
 

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from undercroft._core import Arena
+from undercroft.device.api import Job
 from undercroft.device.cuda import CudaCopier
+from undercroft.device.lane import Lanes
 from undercroft.device.layout import GroupCopy
 from undercroft.device.streams import Streams
 from undercroft.device.synthetic import synthetic_cache
@@ -25,6 +27,10 @@ from undercroft.device.synthetic import synthetic_cache
 RAW_BYTES = 256 << 20
 JOB_BLOCKS = 64
 MAX_JOBS = 16
+STEP_JOBS = 16
+"""Requests of a step that fill a block: 256 requests that decode, with blocks of 16 tokens."""
+CACHE_SHARE = 0.6
+"""How much of the device's free memory the KV cache takes."""
 PAGE_ALIGN = 16
 """Pages of attention kernels are multiples of this many bytes."""
 SLOT_ALIGN = 4096
@@ -50,17 +56,24 @@ GRID = tuple(
 class Bench:
     """The device to measure and the sizes; only tests use smaller sizes."""
 
-    streams: Streams
+    lanes: Lanes
     device: torch.device
     arena: Arena
     pinned: Callable[[int], torch.Tensor]
     """Pinned host memory (uint8) of a size in bytes."""
+    cache_bytes: int = 0
+    """Size of the KV cache: how far pages lie apart tells in what kernels cost. 0: as small as the jobs allow."""
     strategy: str = "auto"
     rounds: int = 7
     raw_bytes: int = RAW_BYTES
     matmul_size: int = 4096
     matmul_seconds: float = 0.05
     """Duration of the matrix products that run while copies are measured."""
+
+    @property
+    def streams(self) -> Streams:
+        """The device's."""
+        return self.lanes.save.streams
 
     def run(self, cases: Iterable[Case]) -> dict[str, Any]:
         """Measure every case. Speeds are medians in 1e9 bytes/s, shares the medians of the rounds' own ratios."""
@@ -87,12 +100,14 @@ class Bench:
     def _case(self, case: Case, raw: dict[str, Callable[[], float]]) -> dict[str, Any]:
         page, slot, jobs = _sizes(case, self.raw_bytes)
         block, half = page * case.layers, jobs * JOB_BLOCKS
-        cache = synthetic_cache(page, 2 * half + 1, case.layers, case.layout, self.device)
-        copier = CudaCopier(cache.layout, self.arena, 0, self.streams, None, strategy=self.strategy)
+        blocks = max(2 * half + 1, self.cache_bytes // block)
+        cache = synthetic_cache(page, blocks, case.layers, case.layout, self.device)
+        copier = CudaCopier(cache.layout, self.arena, 0, self.lanes, None, strategy=self.strategy)
         order = np.random.default_rng(0)
+        scattered = order.permutation(np.arange(1, blocks))
 
         def some(first: int) -> list[list[GroupCopy]]:
-            ids = order.permutation(np.arange(first + 1, first + half + 1))
+            ids = scattered[first : first + half]
             slots = order.permutation(np.arange(first, first + half) * slot)
             return [[GroupCopy(0, i, s)] for i, s in zip(np.split(ids, jobs), np.split(slots, jobs), strict=True)]
 
@@ -115,6 +130,7 @@ class Bench:
             for way in raw:
                 shares[way].append(half * block / seconds[way][-1] / bare[way])
             ratios.append(2 * min(seconds["save"][-1], seconds["load"][-1]) / seconds["both"][-1])
+        step = _step_us(copier, scattered[:STEP_JOBS], order.permutation(2 * half)[:STEP_JOBS] * slot, self.rounds)
         slowdown, covered = self._matmul_beside(copier, both, statistics.median(seconds["both"]))
         copier.close()
         return {
@@ -129,6 +145,8 @@ class Bench:
             "load_share": round(statistics.median(shares["load"]), 3),
             "both_ratio": round(statistics.median(ratios), 3),
             "python_us_per_job": round(statistics.median(python) * 1e6, 1),
+            "python_us_per_step": round(step, 1),
+            "cache_bytes": blocks * block,
             "matmul_slowdown": round(slowdown, 4),
             "matmul_covered": covered,
         }
@@ -156,7 +174,7 @@ class Bench:
             # Copies wait for what the compute stream holds when they are submitted: nothing yet.
             for _ in range(repeats):
                 for to_arena, groups in jobs:
-                    copier.submit(0, to_arena, groups)
+                    copier.submit(to_arena, [Job(0, groups)])
             slowdowns.append(products(count) / alone - 1)
             covered = covered and len(copier.poll()) < repeats * len(jobs)
             copier.drain()
@@ -192,7 +210,7 @@ def run_cuda_copy_bench(
     from undercroft.device.cuda_streams import CudaStreams, pin
 
     device = torch.device("cuda", torch.cuda.current_device())
-    streams = CudaStreams(device)
+    lanes = Lanes.make(CudaStreams(device))
     arena = Arena.create(_arena_bytes(cases or GRID))
     pinner = pin(device, arena)
     try:
@@ -203,13 +221,15 @@ def run_cuda_copy_bench(
         def pinned(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-        result = Bench(streams, device, arena, pinned, strategy, rounds).run(cases or GRID)
+        free, _ = torch.cuda.mem_get_info(device)
+        bench = Bench(lanes, device, arena, pinned, int(CACHE_SHARE * free), strategy, rounds)
+        result = bench.run(cases or GRID)
     finally:
         pinner.close()
     return {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "batched_copy": streams.copy_name,
+        "batched_copy": lanes.save.streams.copy_name,
         "strategy": strategy,
         **result,
     }
@@ -219,7 +239,7 @@ def _timed(copier: CudaCopier, jobs: Sequence[tuple[bool, list[GroupCopy]]]) -> 
     """Seconds until all jobs have ended, and seconds of the calling thread for each job."""
     begin = time.perf_counter()
     for ticket, (to_arena, groups) in enumerate(jobs):
-        copier.submit(ticket, to_arena, groups)
+        copier.submit(to_arena, [Job(ticket, groups)])
     submitted = time.perf_counter()
     copier.drain()
     end = time.perf_counter()
@@ -228,6 +248,19 @@ def _timed(copier: CudaCopier, jobs: Sequence[tuple[bool, list[GroupCopy]]]) -> 
     if len(ended) != len(jobs) or not all(job.ok for job in ended):
         raise RuntimeError("a copy failed; the log says why")
     return end - begin, (submitted - begin + polled) / len(jobs)
+
+
+def _step_us(copier: CudaCopier, block_ids: np.ndarray, slots: np.ndarray, rounds: int) -> float:
+    """Microseconds of the calling thread for the saves of a step in which as many requests fill a block."""
+    jobs = [Job(nth, [GroupCopy(0, block_ids[nth : nth + 1], slots[nth : nth + 1])]) for nth in range(len(block_ids))]
+    took = []
+    for _ in range(3 * rounds):
+        begin = time.perf_counter()
+        copier.submit(True, jobs)
+        took.append(time.perf_counter() - begin)
+        copier.drain()
+        copier.poll()
+    return statistics.median(took) * 1e6
 
 
 def _sizes(case: Case, raw_bytes: int) -> tuple[int, int, int]:

@@ -108,7 +108,7 @@ impl Rig {
                 capacity: self.capacity / page_bytes * page_bytes,
                 page_bytes,
                 super_bytes: self.super_bytes.clone(),
-                table_bytes: self.table.clone(),
+                table: self.table.clone().into(),
             }]);
         }
     }

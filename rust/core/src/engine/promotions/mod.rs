@@ -9,19 +9,23 @@ mod reads;
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::forest::{DeviceIndex, NONE, NodeId};
+use crate::forest::{DeviceIndex, NONE, NodeId, Tier};
 use crate::metrics::Counters;
 use crate::session::Priority;
 use crate::work;
 
 use super::parts::EngineParts;
+use super::planner::Rates;
 use super::requests::{Promotion, RequestId, RequestPromotions, Requests, Verified};
-use super::residency::PromotionPlan;
+use super::residency::{PromotionPlan, Residency};
 use budget::PromotionBudget;
 use read_queues::ReadQueues;
 
 pub(super) use read_queues::QueuePlace;
 pub(super) use reads::slot_len;
+
+/// Payloads of a promotion that are looked at in one go.
+const FRONT_STEP: usize = 64;
 
 /// Who waits for a read: a request, and which of its promotions.
 type Waiter = (RequestId, u32);
@@ -110,13 +114,15 @@ impl Promotions {
         id: RequestId,
         request: &mut RequestPromotions,
         plan: PromotionPlan,
-        now_ns: u64,
+        rates: &mut Rates,
+        (now_ns, predicted_ns): (u64, Option<u64>),
     ) {
         assert!(
             request.active.is_none(),
             "a request has two promotions at once"
         );
         let priority = request.priority();
+        let shares = rates.enqueue(&plan.unread_by_device, priority);
         let place = self.read_queues.new_place(priority, plan.device);
         self.read_queues.insert(place, id);
         request.active = Some(Promotion {
@@ -132,6 +138,9 @@ impl Promotions {
             is_cut: false,
             unread: plan.unread,
             place: Some(place),
+            shares,
+            front: 0,
+            predicted_ns,
             reserved: None,
             continues: request.bytes > 0,
             silent: false,
@@ -141,12 +150,20 @@ impl Promotions {
     }
 
     /// The scheduler waits for this request: its reads go before those of prefetches.
-    pub(super) fn promote_to_demand(&mut self, id: RequestId, request: &mut RequestPromotions) {
+    pub(super) fn promote_to_demand(
+        &mut self,
+        id: RequestId,
+        request: &mut RequestPromotions,
+        rates: &mut Rates,
+    ) {
         if request.demanded {
             return;
         }
         self.budget.demanded(request);
         request.demanded = true;
+        if let Some(promotion) = &mut request.active {
+            rates.promote_to_demand(&mut promotion.shares);
+        }
         let place = request.active.as_mut().and_then(|of| of.place.as_mut());
         if let Some(place) = place {
             self.read_queues.remove(*place);
@@ -168,6 +185,8 @@ impl Promotions {
             return;
         };
         self.ended = true;
+        let priority = request.priority();
+        parts.rates.ended(&promotion.shares, priority);
         if let Some(place) = promotion.place {
             self.read_queues.remove(place);
         }
@@ -179,6 +198,12 @@ impl Promotions {
             PromotionEnd::Finished => {
                 let is_complete = promotion.is_complete();
                 parts.requests[id].promotions.verified = is_complete.then_some(promotion.goal);
+                let took_ns = parts.now_ns - promotion.started_ns;
+                if let Some(predicted_ns) = promotion.predicted_ns {
+                    parts.counters.plan_predicted_disk_ns += predicted_ns;
+                    parts.counters.plan_actual_disk_ns += took_ns;
+                    parts.counters.plan_error_disk_ns += predicted_ns.abs_diff(took_ns);
+                }
                 parts.counters.promotions += 1;
                 parts.counters.promotion_ns += parts.now_ns - promotion.started_ns;
             }
@@ -232,6 +257,7 @@ impl Promotions {
             };
             let left = promotion.waiting.checked_sub(1);
             promotion.waiting = left.expect("a promotion counts the reads that it waits for");
+            promotion.front = front(promotion, parts.residency);
             if !ok {
                 promotion.cut();
             }
@@ -252,6 +278,20 @@ impl Promotions {
             .map(|promotion| promotion.unread)
             .sum()
     }
+}
+
+/// How many payloads of a promotion, front to back, are in the arena. Looks at some only: those behind are found
+/// when it is asked again.
+pub(super) fn front(promotion: &Promotion, residency: &Residency) -> usize {
+    let rest = promotion
+        .payloads
+        .get(promotion.front..)
+        .unwrap_or_default();
+    let here = rest.iter().take(FRONT_STEP).take_while(|&&(node, group)| {
+        work::node();
+        residency.node(node).payload(group).is_readable(Tier::Host)
+    });
+    promotion.front + here.count()
 }
 
 /// A payload was read from disk.

@@ -228,26 +228,33 @@ impl Promotions {
     /// Counts the bytes of a payload that is read for a request.
     fn charge(&mut self, id: RequestId, node: NodeId, group: u8, parts: &mut EngineParts<'_>) {
         let slot = parts.residency.slot_bytes(node, group);
-        let depth = parts.residency.node(node).depth;
+        let (depth, device) = (
+            parts.residency.node(node).depth,
+            parts.residency.node(node).device,
+        );
         let request = &mut parts.requests[id].promotions;
         request.from_disk = Some(match request.from_disk {
             None => (depth - 1, depth),
             Some((after, to)) => (after.min(depth - 1), to.max(depth)),
         });
         self.budget.take(request, slot);
+        let priority = request.priority();
         if let Some(promotion) = &mut request.active {
+            let shares = &mut promotion.shares;
+            parts.rates.read_began(device, slot, shares, priority);
             promotion.unread = promotion.unread.saturating_sub(slot);
         }
     }
 }
 
 fn read_request(node: NodeId, group: u8, parts: &mut EngineParts<'_>) -> IoRequest {
+    let device = parts.residency.node(node).device;
     let read = Purpose::Read {
         node,
         group,
         started_ns: parts.now_ns,
+        ahead: parts.rates.in_flight(device),
     };
-    let device = parts.residency.node(node).device;
     let token = parts.operations.start(read, device, parts.now_ns);
     let residency = &*parts.residency;
     let state = residency.node(node);

@@ -21,6 +21,8 @@ pub(in crate::engine) struct PromotionPlan {
     pub(in crate::engine) payloads: Vec<(NodeId, u8)>,
     /// Slot bytes of those that are not in the arena.
     pub(in crate::engine) unread: u64,
+    /// The same by directory.
+    pub(in crate::engine) unread_by_device: Vec<(DeviceIndex, u64)>,
     /// Directory of the first of those that are not in the arena, if there are any.
     pub(in crate::engine) device: Option<DeviceIndex>,
 }
@@ -157,6 +159,7 @@ impl Residency {
             boundary,
             local,
             unread,
+            unread_by_device: self.missing_by_device(&payloads),
             device: first.map(|&(id, _)| self.node(id).device),
             payloads,
         })
@@ -194,6 +197,19 @@ impl Residency {
 
     fn missing_bytes(&self, payloads: &[(NodeId, u8)]) -> u64 {
         payloads.iter().map(|&payload| self.missing(payload)).sum()
+    }
+
+    fn missing_by_device(&self, payloads: &[(NodeId, u8)]) -> Vec<(DeviceIndex, u64)> {
+        let mut bytes: Vec<(DeviceIndex, u64)> = Vec::new();
+        for &payload in payloads {
+            let (device, missing) = (self.node(payload.0).device, self.missing(payload));
+            match bytes.iter_mut().find(|(index, _)| *index == device) {
+                _ if missing == 0 => {}
+                Some((_, of_device)) => *of_device += missing,
+                None => bytes.push((device, missing)),
+            }
+        }
+        bytes
     }
 
     /// Bytes that a payload takes of the arena beyond what it has there.

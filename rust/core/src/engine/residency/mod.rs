@@ -29,6 +29,6 @@ pub(super) use check::LeaseCounts;
 pub(super) use disk_slots::DiskRefusal;
 pub(super) use geometry::Region;
 pub(super) use hits::PromotionPlan;
-pub(super) use recovery::FoundRecord;
+pub(super) use recovery::{Adoption, FoundRecord};
 pub use runs::Moves;
 pub(super) use state::Residency;

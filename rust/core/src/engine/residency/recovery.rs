@@ -1,11 +1,13 @@
 //! Taking over the records that a directory holds. No payload is read.
 
-use crate::disk::format::{PLACEHOLDER, Record};
+use crate::disk::format::{PLACEHOLDER, RECORD_BYTES, Record};
 use crate::disk::{DeviceImage, Disk};
 use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier, Touch};
+use crate::key::BlockHash;
 use crate::policy::{HIT_CLASSES, PolicyKind};
 use crate::slots::{Class, Owner, Slots, slot_offset};
 
+use super::geometry::Region;
 use super::runs::RunSearch;
 use super::state::{Residency, new_policy};
 
@@ -17,6 +19,42 @@ pub(in crate::engine) struct FoundRecord {
     /// Index of the record in its table.
     pub(in crate::engine) index: u32,
     pub(in crate::engine) record: Record,
+}
+
+/// What is remembered of records while they are taken over.
+#[derive(Debug, Default)]
+pub(in crate::engine) struct Adoption {
+    /// Order of writing of the record of each cell, by directory.
+    seqs: Vec<Vec<u64>>,
+    /// Node of the last record: mostly the parent of the next one.
+    last: Option<LastNode>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct LastNode {
+    ns: NsId,
+    hash: BlockHash,
+    node: NodeId,
+}
+
+impl LastNode {
+    fn is(&self, ns: NsId, hash: &BlockHash) -> bool {
+        self.ns == ns && self.hash == *hash
+    }
+}
+
+impl Adoption {
+    fn seq(&self, device: DeviceIndex, cell: u32) -> u64 {
+        self.seqs[device.index()][cell as usize]
+    }
+
+    fn set_seq(&mut self, device: DeviceIndex, cell: u32, seq: u64) {
+        let seqs = &mut self.seqs[device.index()];
+        if seqs.len() <= cell as usize {
+            seqs.resize(cell as usize + 1, 0);
+        }
+        seqs[cell as usize] = seq;
+    }
 }
 
 impl Residency {
@@ -47,29 +85,32 @@ impl Residency {
         self.tick = self.tick.max(tick);
     }
 
-    /// Makes nodes of records. Returns how many payloads and how many placeholders have one.
-    pub(in crate::engine) fn adopt_records(&mut self, found: &[FoundRecord]) -> (u64, u64) {
-        let claimed = self.claim_slots(found);
-        let (mut payloads, mut placeholders) = (0, 0);
-        let mut orphans = Vec::new();
-        for &at in &claimed {
-            let found = &found[at as usize];
-            if found.record.group == PLACEHOLDER {
-                placeholders += u64::from(self.adopt_placeholder(found));
-            } else if self.adopt(found) {
-                payloads += 1;
-            } else {
-                orphans.push(found);
-            }
+    /// Records are taken over one by one, in any order, and then finished.
+    pub(in crate::engine) fn begin_adoption(&mut self, images: &[DeviceImage]) -> Adoption {
+        let mut adoption = Adoption::default();
+        let nodes = images.iter().map(|image| image.table.estimate());
+        self.forest.reserve(nodes.sum());
+        for (disk, image) in self.disks.iter_mut().zip(images) {
+            let records = image.table.len().unwrap_or(0) / RECORD_BYTES as u64;
+            let records = u32::try_from(records).expect("a table has fewer than 2^32 records");
+            disk.begin_claims(records);
+            adoption.seqs.push(vec![0; records as usize]);
         }
-        self.disks.iter_mut().for_each(Disk::finish_claims);
-        // Free lists exist only now.
-        for found in orphans {
-            let slot = self.slot_of(found);
-            let (class, offset) = slot.expect("a slot that was claimed makes sense");
-            self.disk_mut(found.device).free(class, offset);
+        adoption
+    }
+
+    /// Takes a record over, unless a later one claims the same bytes or describes the same payload. Returns
+    /// whether it is a placeholder's.
+    pub(in crate::engine) fn adopt(
+        &mut self,
+        found: &FoundRecord,
+        adoption: &mut Adoption,
+    ) -> bool {
+        if found.record.group == PLACEHOLDER {
+            return self.adopt_placeholder(found, adoption);
         }
-        (payloads, placeholders)
+        self.adopt_payload(found, adoption);
+        false
     }
 
     /// The slot that a record describes, if it makes sense. It may lie beyond the capacity of today.
@@ -87,119 +128,208 @@ impl Residency {
         Some((class, slot_offset(record.slot)))
     }
 
-    /// Gives each slot to the latest record that claims its bytes: one that was evicted may still be
-    /// in the table, but was written before its slot was used again. Returns the records that have
-    /// their slot, parents first.
-    fn claim_slots(&mut self, found: &[FoundRecord]) -> Vec<u32> {
-        let mut by_age: Vec<(u64, u32)> = (0..)
-            .zip(found)
-            .map(|(at, found)| (u64::MAX - found.record.seq, at))
-            .collect();
-        by_age.sort_unstable();
-        // By depth, and among equals still by age.
-        let mut claimed: Vec<(u32, u32, u32)> = Vec::with_capacity(by_age.len());
-        for (rank, (_, at)) in (0..).zip(by_age) {
-            let found = &found[at as usize];
-            let group = found.record.group;
-            // Whose it is follows when its node is known.
-            let owner = Owner { node: NONE, group };
-            if group == PLACEHOLDER {
-                claimed.push((found.record.depth, rank, at));
-            } else if let Some((class, offset)) = self.slot_of(found)
-                && self
-                    .disk_mut(found.device)
-                    .claim(class, offset, found.index, owner)
-            {
-                claimed.push((found.record.depth, rank, at));
-            }
-        }
-        claimed.sort_unstable();
-        claimed.into_iter().map(|(_, _, at)| at).collect()
-    }
-
-    /// The node of a record, if its parent is there; made if it is new.
-    fn node_of(&mut self, found: &FoundRecord) -> Option<NodeId> {
+    /// The node of a record, if its place in the tree makes sense; made if it is new. Its parent may come later.
+    fn node_of(&mut self, found: &FoundRecord, adoption: &mut Adoption) -> Option<NodeId> {
         let (ns, record) = (found.ns, &found.record);
+        let above = record.depth.checked_sub(1)?;
         let parent = match &record.parent {
             None => NONE,
-            Some(parent) => self.forest.find(ns, parent)?,
+            Some(hash) => match adoption.last.filter(|last| last.is(ns, hash)) {
+                Some(last) => last.node,
+                None => {
+                    let found = self.forest.find(ns, hash);
+                    found.or_else(|| self.make_parent(ns, above, *hash))?
+                }
+            },
         };
-        if self.forest.depth(parent).checked_add(1) != Some(record.depth) {
+        if self.forest.depth(parent) != above {
             return None;
         }
-        if let Some(id) = self.forest.find(ns, &record.hash) {
-            return (self.node(id).parent() == parent).then_some(id);
-        }
-        let spec = self.spec(ns);
-        let (groups, required) = (spec.groups.len(), spec.required(record.depth));
-        let id = self
-            .forest
-            .insert(ns, parent, record.hash, groups, required);
-        let mut node = self.forest.node_mut(id);
-        node.device = found.device;
-        node.set_touch(Touch {
-            last: record.last,
-            hit_class: record.hit_class.min(HIT_CLASSES - 1),
+        let id = self.node_below(found, parent)?;
+        adoption.last = Some(LastNode {
+            ns,
+            hash: record.hash,
+            node: id,
         });
+        let mut node = self.forest.node_mut(id);
+        if record.last >= node.touch().last {
+            node.set_touch(Touch {
+                last: record.last,
+                hit_class: record.hit_class.min(HIT_CLASSES - 1),
+            });
+        }
         Some(id)
     }
 
-    /// Takes over a record that has its slot, if its parent is there. Of several of one payload, the
-    /// latest comes first.
-    fn adopt(&mut self, found: &FoundRecord) -> bool {
-        let record = &found.record;
-        let slot = self.slot_of(found);
-        let (class, offset) = slot.expect("a slot that was claimed makes sense");
-        let id = self.node_of(found).filter(|&id| {
-            let node = self.node(id);
-            let elsewhere = node.device != found.device && node.slots(Tier::Disk) > 0;
-            !elsewhere && node.payload(record.group).disk == DiskState::Empty
-        });
-        let Some(id) = id else {
-            return false;
+    /// A node that a record names as its parent: of what is not known yet.
+    fn make_parent(&mut self, ns: NsId, depth: u32, hash: BlockHash) -> Option<NodeId> {
+        if depth == 0 {
+            return None;
+        }
+        let spec = self.spec(ns);
+        let (groups, required) = (spec.groups.len(), spec.required(depth));
+        let forest = &mut self.forest;
+        Some(forest.insert_without_parent(ns, depth, hash, groups, required))
+    }
+
+    fn node_below(&mut self, found: &FoundRecord, parent: NodeId) -> Option<NodeId> {
+        let (ns, record) = (found.ns, &found.record);
+        let Some(id) = self.forest.find(ns, &record.hash) else {
+            let spec = self.spec(ns);
+            let (groups, required) = (spec.groups.len(), spec.required(record.depth));
+            let forest = &mut self.forest;
+            return Some(forest.insert(ns, parent, record.hash, groups, required));
         };
-        let owner = Owner {
-            node: id,
-            group: record.group,
-        };
-        self.disk_mut(found.device)
-            .set_owner(class, offset, found.index, owner);
+        let node = self.node(id);
+        if node.depth != record.depth {
+            return None;
+        }
+        if node.parent() == NONE && parent != NONE {
+            self.forest.set_parent(id, parent);
+        }
+        (self.node(id).parent() == parent).then_some(id)
+    }
+
+    fn adopt_payload(&mut self, found: &FoundRecord, adoption: &mut Adoption) -> Option<()> {
+        let (device, record) = (found.device, &found.record);
+        let (class, offset) = self.slot_of(found)?;
+        let rivals = self.disks[device.index()].rivals(class, offset)?;
+        let is_later = |cell: u32| adoption.seq(device, cell) >= record.seq;
+        if rivals.iter().any(|&(_, cell)| is_later(cell)) {
+            return None;
+        }
+        let id = self.node_of(found, adoption)?;
+        // What is older of the same payload goes, and what claims the same bytes.
+        let group = record.group;
+        let mut older: Vec<Owner> = Vec::new();
+        let node = self.node(id);
+        if node.slots(Tier::Disk) > 0 {
+            let is_old = |at: &u8| node.device != device || *at == group;
+            for at in node.groups().filter(is_old) {
+                if node.payload(at).disk == DiskState::Present {
+                    let cell = self.cell_of(id, at);
+                    if adoption.seq(node.device, cell) >= record.seq {
+                        return None;
+                    }
+                    older.push(Owner {
+                        node: id,
+                        group: at,
+                    });
+                }
+            }
+        }
+        older.extend(rivals.into_iter().map(|(owner, _)| owner));
+        for owner in older {
+            self.lose_claim(owner);
+        }
+        let owner = Owner { node: id, group };
+        let cell = self
+            .disk_mut(device)
+            .claim(class, offset, found.index, owner);
+        adoption.set_seq(device, cell, record.seq);
         let mut node = self.forest.node_mut(id);
-        node.device = found.device;
-        node.change_payload(record.group, |payload| {
+        node.device = device;
+        node.change_payload(group, |payload| {
             payload.disk = DiskState::Present;
             payload.disk_slot = record.slot;
             payload.checksum = record.checksum;
         });
-        self.slot_taken(id, Tier::Disk);
-        true
+        let slots = node.slots(Tier::Disk) + 1;
+        node.set_slots(Tier::Disk, slots);
+        Some(())
+    }
+
+    /// Cell of a payload that has been taken over.
+    fn cell_of(&self, id: NodeId, group: u8) -> u32 {
+        let region = self.region(id, Tier::Disk);
+        let offset = slot_offset(self.node(id).payload(group).disk_slot);
+        let class = self.class(id, region, group);
+        self.slots(region).cell_of(class, offset)
+    }
+
+    /// A payload that was taken over is not there after all.
+    fn lose_claim(&mut self, Owner { node: id, group }: Owner) {
+        let device = self.node(id).device;
+        let class = self.class(id, Region::Disk(device), group);
+        let mut node = self.forest.node_mut(id);
+        let slot = node.change_payload(group, |payload| {
+            // Its bytes may be claimed twice over: by the slot, and as the same payload.
+            let before = std::mem::replace(&mut payload.disk, DiskState::Empty);
+            (before == DiskState::Present).then_some(payload.disk_slot)
+        });
+        if let Some(slot) = slot {
+            let slots = node.slots(Tier::Disk) - 1;
+            node.set_slots(Tier::Disk, slots);
+            self.disk_mut(device).unclaim(class, slot_offset(slot));
+        }
     }
 
     /// Takes over the record of a node that may be without payloads.
-    fn adopt_placeholder(&mut self, found: &FoundRecord) -> bool {
+    fn adopt_placeholder(&mut self, found: &FoundRecord, adoption: &mut Adoption) -> bool {
         let depth = found.record.depth;
         if depth == 0 || self.spec(found.ns).required(depth) != 0 {
             return false;
         }
-        let id = self.node_of(found);
+        let id = self.node_of(found, adoption);
         id.is_some_and(|id| {
             self.disk_mut(found.device)
                 .claim_placeholder(id, found.index)
         })
     }
 
-    /// Removes the nodes of a namespace that no lookup reaches, and renews the placeholders of the others.
-    /// Returns how many payloads were lost.
+    /// All records are taken over: tells the policies, and the nodes above. Returns how many payloads there are.
+    pub(in crate::engine) fn finish_adoption(&mut self) -> u64 {
+        self.disks.iter_mut().for_each(Disk::finish_claims);
+        for id in 0..self.forest.ids_given() as NodeId {
+            let node = self.node(id);
+            if node.slots(Tier::Disk) == 0 {
+                continue;
+            }
+            let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
+            let policy = &mut self.disk_mut(node.device).policies.leaves;
+            policy.on_insert(fingerprint, touch.hit_class, touch.last);
+            self.count_active(id);
+        }
+        self.disk_blocks()
+    }
+
+    /// Counts an active node at its parent, and at those above that become active by it.
+    fn count_active(&mut self, id: NodeId) {
+        let mut child = id;
+        while let Some(parent) = self.parent(child) {
+            let was_active = self.forest.is_active(parent, Tier::Disk);
+            let mut node = self.forest.node_mut(parent);
+            node.change_active_children(Tier::Disk, |count| *count += 1);
+            if was_active == self.forest.is_active(parent, Tier::Disk) {
+                return;
+            }
+            child = parent;
+        }
+    }
+
+    /// Makes the nodes of a namespace visible whose chain is complete, removes the others, and renews the
+    /// placeholders. Returns how many payloads were lost.
     pub(in crate::engine) fn remove_hidden(&mut self, ns: NsId) -> u64 {
         let before = self.disk_blocks();
         let mut stack: Vec<NodeId> = self.forest.roots(ns).collect();
+        let mut visible = Vec::new();
+        // Others have no known parent.
+        for &root in &stack {
+            if self.node(root).depth == 1 {
+                self.propagate_visible(root, &mut visible);
+                visible.clear();
+            }
+        }
+        drop(visible);
         let mut order = Vec::new();
         while let Some(id) = stack.pop() {
             if !self.node(id).is_visible() {
                 self.remove_subtree(id);
                 continue;
             }
-            order.push((id, self.node(id).epoch));
+            if self.may_change(id) {
+                order.push((id, self.node(id).epoch));
+            }
             stack.extend(self.forest.children(id));
         }
         self.finish_removals();
@@ -218,6 +348,16 @@ impl Residency {
         }
         self.finish_removals();
         lost
+    }
+
+    /// Whether a node that was found may go, or be evicted, or lacks a placeholder above: few do.
+    fn may_change(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        let above = self.parent(id).map(|parent| self.node(parent).required());
+        node.groups().len() > 1
+            || node.required() == 0
+            || node.active_children(Tier::Disk) == 0
+            || above == Some(0)
     }
 
     fn disk_blocks(&self) -> u64 {

@@ -19,7 +19,7 @@ fn a_request_is_asked_for_once_however_often_it_is_polled() {
     }
     assert_eq!(
         rig.sent(),
-        ["Demand { request: 2 }"],
+        ["Demand { request: 2, queued: Tokens(0) }"],
         "it is no prefetch any more"
     );
     assert!(rig.answer(2, 1, false, Some(64)));

@@ -5,21 +5,21 @@ const CHUNK: usize = 1 << CHUNK_BITS;
 
 /// A list of fixed-size chunks.
 #[derive(Debug)]
-pub(super) struct Pool<T> {
+pub(crate) struct Pool<T> {
     chunks: Vec<Vec<T>>,
 }
 
 impl<T> Pool<T> {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { chunks: Vec::new() }
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         let full = self.chunks.len().saturating_sub(1) * CHUNK;
         full + self.chunks.last().map_or(0, Vec::len)
     }
 
-    pub(super) fn push(&mut self, element: T) {
+    pub(crate) fn push(&mut self, element: T) {
         match self.chunks.last_mut().filter(|last| last.len() < CHUNK) {
             Some(last) => last.push(element),
             None => {
@@ -31,12 +31,12 @@ impl<T> Pool<T> {
     }
 
     /// Bytes that it takes.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         let chunks = self.chunks.len() * CHUNK * size_of::<T>();
         (chunks + self.chunks.capacity() * size_of::<Vec<T>>()) as u64
     }
 
-    pub(super) fn get(&self, index: usize) -> Option<&T> {
+    pub(crate) fn get(&self, index: usize) -> Option<&T> {
         self.chunks.get(index >> CHUNK_BITS)?.get(index % CHUNK)
     }
 }

@@ -1,0 +1,130 @@
+"""``undercroft check-config``: whether a configuration can be used on this machine, without vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from undercroft.cli import output
+from undercroft.config import EXTRA_CONFIG, OPTIONS, UndercroftConfig, unknown_environment
+from undercroft.engine import engine_options
+from undercroft.errors import ConfigError, UndercroftError
+from undercroft.units import format_size
+
+CONNECTOR = "UndercroftConnector"
+STATUS_TIMEOUT_S = 2.0
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "check-config",
+        parents=[shared],
+        help="check a configuration on this machine, without vLLM",
+        description="Reads the options as vLLM's connector does, environment included, takes this machine's sizes, and "
+        "looks at the directories without changing anything. Exit code 2 if vLLM would refuse to start.",
+        epilog="example: undercroft check-config "
+        """'{"host_memory": "64GiB", "disk_path": "/var/cache/undercroft", "disk_capacity": "1TiB"}'""",
+    )
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument(
+        "config",
+        nargs="?",
+        metavar="JSON|@FILE",
+        help=f"the object of --kv-transfer-config, or its {EXTRA_CONFIG}, as text or in a file",
+    )
+    group.add_argument("--env", action="store_true", help="only the environment variables UNDERCROFT_<NAME>")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the configuration comes to. Raises ConfigError where vLLM would refuse to start."""
+    extra = {} if args.env else read_extra_config(args.config)
+    config = UndercroftConfig.parse(extra)
+    found = report(config, extra)
+    if args.json:
+        output.print_json(found)
+    else:
+        _print(found)
+    return 0 if found["ok"] else 2
+
+
+def read_extra_config(text: str) -> dict[str, Any]:
+    """The options, of one of the forms that the command takes. Raises ConfigError."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{text}: cannot be read: {error}") from None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the configuration is no JSON ({error}); give an object, @FILE, or --env") from None
+    if not isinstance(value, dict):
+        raise ConfigError("the configuration is no JSON object")
+    if "kv_connector" not in value and EXTRA_CONFIG not in value:
+        return value
+    if value.get("kv_connector") != CONNECTOR:
+        raise ConfigError(f'kv_connector is {value.get("kv_connector")!r}; undercroft is "{CONNECTOR}"')
+    if value.get("kv_role") != "kv_both":
+        raise ConfigError(f'kv_role is {value.get("kv_role")!r}; undercroft needs "kv_both"')
+    extra = value.get(EXTRA_CONFIG, {})
+    if not isinstance(extra, dict):
+        raise ConfigError(f"{EXTRA_CONFIG} is no JSON object")
+    return extra
+
+
+def report(config: UndercroftConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configuration comes to on this machine. Raises ConfigError for impossible sizes."""
+    from undercroft import _core
+
+    warnings = unknown_environment()
+    found: dict[str, Any] = {"ok": True, "options": _given(extra), "warnings": warnings}
+    if config.server:
+        try:
+            _core.server_status(config.server.removeprefix("unix://"), STATUS_TIMEOUT_S)
+        except UndercroftError as error:
+            warnings.append(f"{error}; vLLM starts without the server, and connects when it is there")
+        return found | {"server": config.server}
+    options = engine_options(config)
+    disks = _core.examine(options)
+    for disk in disks:
+        if disk["error"] is not None and disk["starts"]:
+            warnings.append(disk["error"])
+        warnings += disk["notes"]
+    return found | {
+        "ok": all(disk["starts"] for disk in disks),
+        "host_memory": options["host_memory"],
+        "promotion_memory": options["promotion_memory"],
+        "disks": disks,
+    }
+
+
+def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not left to their default, as they were written."""
+    given = {}
+    for option in OPTIONS:
+        if option.name in extra:
+            given[option.name] = extra[option.name]
+        elif os.environ.get(option.env, "") != "":
+            given[option.name] = os.environ[option.env]
+    return given
+
+
+def _print(found: dict[str, Any]) -> None:
+    for name, value in found["options"].items():
+        print(f"{name} = {json.dumps(value)}")
+    if "server" in found:
+        print(f"engine: the server at {found['server']}")
+    else:
+        print(f"host memory: {format_size(found['host_memory'])}")
+        for disk in found["disks"]:
+            state = disk["error"] or f"{format_size(disk['capacity'])} for blocks"
+            print(f"disk {disk['path']}: {state}")
+    for warning in found["warnings"]:
+        print(f"warning: {warning.removeprefix('undercroft: ')}")
+    print("vLLM starts with it" if found["ok"] else "vLLM refuses to start with it")

@@ -1,0 +1,65 @@
+"""What the planner has learned, as a person reads it: from how many tokens on the disk is worth its wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from undercroft.units import format_size
+
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+_SLACK = 0.9
+"""A load must take less than this part of the time of computing, as in the planner."""
+
+
+def compute_s(stats: dict[str, Any], tokens: int) -> float:
+    """Seconds that computing a prompt takes. The time of a token grows with its position."""
+    first: float = 1.0 / stats["plan_prefill_tokens_per_s"]
+    later: float = 1.0 / max(1, stats["plan_prefill_tokens_per_s_32k"])
+    return tokens * first + (later - first) / 32768 * tokens * tokens / 2
+
+
+def load_s(stats: dict[str, Any], tokens: int) -> float:
+    """Seconds that reading a prompt from an idle disk, and copying it to the device, takes."""
+    size = tokens * stats["plan_bytes_per_token"]
+    copy: float = size / stats["plan_copy_bytes_per_s"] if stats["plan_copy_bytes_per_s"] else 0.0
+    latency: float = stats["plan_disk_latency_seconds"] + stats["plan_copy_latency_seconds"]
+    return latency + copy + float(size / stats["plan_disk_bytes_per_s"])
+
+
+def is_known(stats: dict[str, Any]) -> bool:
+    """Whether steps and reads enough were measured."""
+    needed = ("plan_disk_bytes_per_s", "plan_prefill_tokens_per_s", "plan_bytes_per_token")
+    return all(stats.get(name) for name in needed)
+
+
+def sentence(stats: dict[str, Any]) -> str:
+    """One sentence; empty before enough was measured."""
+    if not is_known(stats):
+        return ""
+    even = 8192 * stats["plan_bytes_per_token"] / compute_s(stats, 8192)
+    loaded = [tokens for tokens in LENGTHS if load_s(stats, tokens) < _SLACK * compute_s(stats, tokens)]
+    what = (
+        f"prefixes of {loaded[0]} tokens and more are loaded"
+        if loaded == list(LENGTHS[len(LENGTHS) - len(loaded) :]) and loaded
+        else f"prefixes of {', '.join(map(str, loaded))} tokens are loaded"
+        if loaded
+        else "prefixes on disk are computed"
+    )
+    return (
+        f"disk {format_size(stats['plan_disk_bytes_per_s'])}/s; this model breaks even at {format_size(int(even))}/s "
+        f"for 8192 tokens: {what}"
+    )
+
+
+def table(stats: dict[str, Any]) -> list[tuple[str, ...]]:
+    """By the length of a prompt: the time of computing, that of loading from disk, and the rate at which both are
+    equal."""
+    return [
+        (
+            str(tokens),
+            f"{compute_s(stats, tokens) * 1e3:.0f} ms",
+            f"{load_s(stats, tokens) * 1e3:.0f} ms",
+            f"{format_size(int(tokens * stats['plan_bytes_per_token'] / compute_s(stats, tokens)))}/s",
+        )
+        for tokens in LENGTHS
+    ]

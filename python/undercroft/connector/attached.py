@@ -1,0 +1,52 @@
+"""An engine's arena as a worker has it: mapped, pinned for the device, and held for one session."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from undercroft._core import Arena
+from undercroft.device.factory import pin_arena
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AttachedArena:
+    """One mapping of an arena, for as long as the arena is the same one, whatever sessions come and go."""
+
+    def __init__(self, device: torch.device, mapping: Arena) -> None:
+        self.mapping = mapping
+        self.pinner = pin_arena(device, mapping)
+        self._held = mapping
+
+    @property
+    def arena_id(self) -> int:
+        """The engine's number of this arena."""
+        return self.mapping.arena_id
+
+    @property
+    def is_served(self) -> bool:
+        """Whether its engine still runs."""
+        return self._held.is_served
+
+    def hold_for(self, attachment: Arena) -> None:
+        """The arena is held for the session of another attachment from now on; the memory stays the one it is."""
+        self._held = attachment
+
+    def let_go(self) -> None:
+        """Tell the engine that the session's copies are over. What the session keeps for them is given to others."""
+        self._held.let_go()
+
+    def discard(self) -> threading.Thread:
+        """Unpin and unmap the arena, in a thread of its own: to unpin 64 GiB takes the driver seconds.
+
+        Nobody may use the arena any more. The thread is returned; a process may end before it does.
+        """
+        thread = threading.Thread(target=self._unpin, name="undercroft-unpin", daemon=True)
+        thread.start()
+        return thread
+
+    def _unpin(self) -> None:
+        if self.pinner is not None:
+            self.pinner.close()

@@ -1,0 +1,116 @@
+"""The option ``record``: a line for each request, for `undercroft estimate`.
+
+A line holds the time, numbers of tokens, and a number for each block: a hash of vLLM's block hash with a key that is
+drawn at start and kept nowhere, so that neither text nor block hashes can be found out from the file. The scheduler
+hands the request's list of hashes over; a thread does the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from undercroft.estimate.trace import FORMAT, VERSION
+from undercroft.log import logger
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from undercroft.connector.groups import Groups
+
+FILE_BYTES_MAX = 1 << 30
+"""A file grows by some kilobytes with each long prompt."""
+PENDING_MAX = 10_000
+"""Lines that wait to be written; more are left out."""
+_NUMBER_BYTES = 6
+_HASHES_AT_ONCE = 128
+"""Then the interpreter goes to the scheduler's thread, if that waits: about 0.1 ms."""
+
+
+class Recorder:
+    """Appends to a file what is looked up. No method raises or waits, but for `close`."""
+
+    def __init__(self, path: Path, groups: Groups) -> None:
+        """Raises nothing: a file that cannot be written is told in the log."""
+        self._groups = groups
+        self._path = path
+        self._key = os.urandom(32)
+        self._pending: queue.SimpleQueue[tuple[float, int, int, int, Sequence[bytes]] | None] = queue.SimpleQueue()
+        self._left_out = 0
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+        self._thread.start()
+
+    def finished(self, request: Request) -> None:
+        """A request has ended; its block hashes do not change any more."""
+        if self._is_over:
+            return
+        if self._pending.qsize() >= PENDING_MAX:
+            self._left_out += 1
+            return
+        prompt, cached = request.num_prompt_tokens, max(0, getattr(request, "num_cached_tokens", 0) or 0)
+        # The last token has no KV.
+        blocks = max(0, request.num_tokens - 1) // self._groups.hash_block_size
+        self._pending.put(
+            (
+                request.arrival_time,
+                prompt,
+                request.num_tokens - prompt,
+                min(cached, prompt),
+                request.block_hashes[:blocks],
+            )
+        )
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is pending, and end."""
+        self._pending.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({FORMAT: VERSION, "block_tokens": self._groups.engine_block_size}) + "\n")
+                self._write(file)
+        except OSError as error:
+            logger.error("undercroft: record = %s: %s; requests are not recorded", self._path, error.strerror)
+        except Exception as error:
+            logger.error("undercroft: record = %s: %r; requests are not recorded any more", self._path, error)
+        self._is_over = True
+
+    def _write(self, file: TextIO) -> None:
+        while (one := self._pending.get()) is not None:
+            arrival, prompt, output, cached, hashes = one
+            line = {
+                "timestamp": int(arrival * 1e3),
+                "input_length": prompt,
+                "output_length": output,
+                "cached": cached,
+                "hash_ids": self._numbers(hashes),
+            }
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            if self._pending.empty():
+                file.flush()
+            if file.tell() > FILE_BYTES_MAX:
+                logger.warning(
+                    "undercroft: record = %s has reached 1 GiB: requests are not recorded any more", self._path
+                )
+                return
+        if self._left_out:
+            logger.warning("undercroft: record = %s lacks %d requests: they came too fast", self._path, self._left_out)
+
+    def _numbers(self, hashes: Sequence[bytes]) -> list[int]:
+        found: list[int] = []
+        whole = self._groups.hashes(list(hashes))
+        for start in range(0, len(whole), _HASHES_AT_ONCE):
+            for one in whole[start : start + _HASHES_AT_ONCE]:
+                digest = hashlib.blake2b(one, key=self._key, digest_size=_NUMBER_BYTES).digest()
+                found.append(int.from_bytes(digest, "little"))
+            time.sleep(0)
+        return found

@@ -1,0 +1,133 @@
+"""What copies of one kind need of a device: a stream, memory on the device, and a thread that queues work.
+
+Lanes are made once for a device and live as long as the process; a copier borrows them. PyTorch has only 32 streams for
+each device and hands them out again and again, the model's own among them, and memory stays with the stream that it was
+allocated for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from undercroft.device.streams import Streams
+from undercroft.log import logger
+
+STAGING_BYTES = 64 << 20
+"""Device memory of the staging buffer of each direction."""
+UNPINNED_STAGING_BYTES = 16 << 20
+"""The same for copies of memory that is not pinned, which take longer anyway."""
+ROW_NUMBERS = 1 << 20
+"""Row numbers (8 bytes each, in pinned memory and on the device) that may be on their way: more than a prompt of 128k
+tokens has, so that they are uploaded in one go."""
+
+
+class Lane:
+    """One stream and the buffers that only it uses. Its work is queued by its own thread only."""
+
+    def __init__(self, streams: Streams, staging_bytes: int, thread: Executor, row_numbers: int = ROW_NUMBERS) -> None:
+        """``thread``: one thread; `Streams.select` has been called on it."""
+        self.streams = streams
+        self.handle = streams.create()
+        self.staging_bytes = staging_bytes
+        self.row_numbers = row_numbers
+        self.thread = thread
+        self._staging: torch.Tensor | None = None
+        self._refused: int | None = None
+        self._numbers_here: torch.Tensor | None = None
+        self._numbers_there: torch.Tensor | None = None
+        self._numbers_used = 0
+
+    def staging(self, row_bytes: int) -> torch.Tensor | None:
+        """Device memory as rows of ``row_bytes``, at least one; used by this stream's work alone, in its order.
+
+        None if the device has no memory for it; it is asked once.
+        """
+        size = max(self.staging_bytes, row_bytes)
+        if self._refused is not None and size >= self._refused:
+            return None
+        if self._staging is None or self._staging.numel() < size:
+            try:
+                self._make_buffers(size)
+            except torch.OutOfMemoryError:
+                self._refused = size
+                logger.warning(
+                    "undercroft: the device has no %d bytes free for a staging buffer; small pages are copied one by "
+                    "one, which is slower. Lower gpu_memory_utilization a little.",
+                    size,
+                )
+                return None
+        assert self._staging is not None
+        rows = self._staging.numel() // row_bytes
+        return self._staging[: rows * row_bytes].view(rows, row_bytes)
+
+    def upload(self, numbers: np.ndarray) -> torch.Tensor:
+        """At most `row_numbers` int64 values on the device, valid until as many again have been uploaded."""
+        if self._numbers_used + numbers.size > self.row_numbers:
+            # What is written over may not have been read yet. This waits, on the lane's own thread, once in many jobs.
+            self.streams.finish(self.handle)
+            self._numbers_used = 0
+        begin, end = self._numbers_used, self._numbers_used + numbers.size
+        assert self._numbers_here is not None
+        assert self._numbers_there is not None
+        here, there = self._numbers_here[begin:end], self._numbers_there[begin:end]
+        here.numpy()[:] = numbers
+        self._numbers_used = end
+        self.streams.run(self.handle, lambda: there.copy_(here, non_blocking=True))
+        return there
+
+    def finish(self) -> None:
+        """Wait until everything that was handed to the lane has run."""
+        self.thread.submit(lambda: None).result()
+        self.streams.finish(self.handle)
+
+    def _make_buffers(self, size: int) -> None:
+        if self._numbers_here is None:
+            self._numbers_there = self.streams.buffer(self.handle, self.row_numbers * 8).view(torch.int64)
+            self._numbers_here = self.streams.pinned(self.row_numbers * 8).view(torch.int64)
+        self._staging = self.streams.buffer(self.handle, size)
+
+
+class Lanes(NamedTuple):
+    """The lanes of one copier."""
+
+    save: Lane
+    load: Lane
+    unpinned: Lane
+    """Copies of memory that is not pinned, in both directions: the driver blocks whoever queues them."""
+
+    @classmethod
+    def make(
+        cls,
+        streams: Streams,
+        staging_bytes: int = STAGING_BYTES,
+        row_numbers: int = ROW_NUMBERS,
+        thread: Callable[[str], Executor] | None = None,
+    ) -> Lanes:
+        """``thread``: makes an executor with one thread, given a name."""
+        make = thread or (lambda name: ThreadPoolExecutor(1, thread_name_prefix=name, initializer=streams.select))
+        sizes = (staging_bytes, staging_bytes, min(staging_bytes, UNPINNED_STAGING_BYTES))
+        return cls(
+            *(
+                Lane(streams, size, make(f"undercroft-{name}"), row_numbers)
+                for name, size in zip(cls._fields, sizes, strict=True)
+            )
+        )
+
+
+_idle: dict[torch.device, list[Lanes]] = {}
+
+
+def borrow(device: torch.device, make: Callable[[], Lanes]) -> Lanes:
+    """Lanes of a device that no copier has; new ones only if there are none."""
+    idle = _idle.setdefault(device, [])
+    return idle.pop() if idle else make()
+
+
+def give_back(device: torch.device, lanes: Lanes) -> None:
+    """Everything on the lanes has run. Another copier may have them."""
+    _idle.setdefault(device, []).append(lanes)

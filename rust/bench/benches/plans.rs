@@ -1,0 +1,137 @@
+//! What a decision of the planner costs: to go on waiting, beside the same answer without a plan, and not to start.
+
+use std::hint::black_box;
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use undercroft_core::disk::DeviceImage;
+use undercroft_core::disk::format::Superblock;
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::io::{IoCompletion, IoRequest};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{LookupRequest, Priority, PromotionWait, SaveRequest, Step, Tokens};
+use undercroft_core::slots::page_bytes_for;
+
+const TOKENS: u32 = 16;
+const PAYLOAD: u32 = 1 << 20;
+const HOST: u32 = 256;
+const BLOCKS: u32 = 128;
+const DISK: u64 = 4 << 30;
+
+fn hashes(salt: u8) -> Vec<BlockHash> {
+    let hash = |index: u32| {
+        let mut bytes = [salt; 32];
+        bytes[..4].copy_from_slice(&index.wrapping_mul(0x9e37_79b1).to_le_bytes());
+        BlockHash::new(&bytes).expect("32 bytes")
+    };
+    (0..BLOCKS).map(hash).collect()
+}
+
+/// An engine that has prompts on disk, knows its disk and how fast vLLM computes, and whose clock stands still.
+fn engine(read_ns: u64) -> (Engine, SessionId) {
+    let mut config = EngineConfig::new(u64::from(HOST) * u64::from(PAYLOAD));
+    config.min_load_tokens = None;
+    let mut engine = Engine::new(config);
+    let page_bytes = page_bytes_for(DISK);
+    let superblock = Superblock {
+        store_id: 1,
+        page_bytes,
+    };
+    engine.attach_disks(vec![DeviceImage {
+        capacity: DISK / page_bytes * page_bytes,
+        page_bytes,
+        super_bytes: superblock.encode().into(),
+        table_bytes: Vec::new(),
+    }]);
+    let spec = NamespaceSpec {
+        description: "benchmark".to_owned(),
+        hash_block_size: TOKENS,
+        alignment_tokens: TOKENS,
+        groups: vec![GroupSpec {
+            kind: GroupKind::Full,
+            block_tokens: TOKENS,
+            payload_bytes: PAYLOAD,
+        }],
+    };
+    let session = engine.open_session(spec).expect("the spec is sound");
+    for salt in 0..8 {
+        let hashes = hashes(salt);
+        let save = SaveRequest::new("fill", &hashes, Tokens(BLOCKS * TOKENS));
+        let granted = engine.begin_save(session, &save);
+        engine.end_transfer(granted.transfer.expect("there is room").id, true);
+        engine.finish_request(session, "fill");
+        turn(&mut engine, 0, read_ns);
+    }
+    let step = Step {
+        tokens: 512,
+        positions: 512 * 256,
+        decodes: 0,
+        duration_ns: 20_000_000,
+    };
+    engine.report_steps(session, &[step; 32]);
+    let first = hashes(0);
+    let request = LookupRequest::new("learn", &first).wait(Some(PromotionWait::Complete));
+    while engine.lookup(session, &request).is_pending() {
+        turn(&mut engine, 1_000_000, read_ns);
+    }
+    engine.finish_request(session, "learn");
+    (engine, session)
+}
+
+/// One turn of the IO thread, whose reads take so long.
+fn turn(engine: &mut Engine, now_ns: u64, read_ns: u64) {
+    let mut now_ns = now_ns;
+    loop {
+        let mut requests = Vec::new();
+        engine.set_now(now_ns);
+        engine.next_io(32, &mut requests);
+        if requests.is_empty() && !engine.has_rest() {
+            return;
+        }
+        for request in requests {
+            let token = request.token();
+            let mut result = Ok(7);
+            if let IoRequest::ReadPayload { checksum, .. } = request {
+                result = Ok(checksum);
+                now_ns += read_ns;
+                engine.set_now(now_ns);
+            }
+            engine.complete(IoCompletion { token, result });
+        }
+    }
+}
+
+fn benchmarks(c: &mut Criterion) {
+    let mut group = c.benchmark_group("plan");
+    for (name, wait) in [
+        ("go on waiting", PromotionWait::Planned),
+        ("wait without a plan", PromotionWait::Complete),
+    ] {
+        let (mut engine, session) = engine(1000);
+        let prompt = hashes(1);
+        let request = LookupRequest::new("r", &prompt).wait(Some(wait));
+        assert!(engine.lookup(session, &request).is_pending());
+        engine.next_io(32, &mut Vec::new());
+        group.bench_function(name, |b| {
+            b.iter(|| {
+                let answer = engine.still_pending(session, "r", Tokens(0), Priority::Demand);
+                assert!(black_box(answer).is_some());
+            });
+        });
+    }
+    let (mut engine, session) = engine(100_000_000);
+    let prompt = hashes(1);
+    let request = LookupRequest::new("r", &prompt).wait(Some(PromotionWait::Planned));
+    group.bench_function("lookup that computes", |b| {
+        b.iter(|| assert!(!black_box(engine.lookup(session, &request)).is_pending()));
+    });
+    let unknown = hashes(99);
+    let request = LookupRequest::new("u", &unknown);
+    group.bench_function("lookup that finds nothing", |b| {
+        b.iter(|| assert!(!black_box(engine.lookup(session, &request)).is_pending()));
+    });
+    group.finish();
+}
+
+criterion_group!(benches, benchmarks);
+criterion_main!(benches);

@@ -1,0 +1,156 @@
+//! A line through measured times: a latency, and a time for each byte.
+
+/// Samples after which a measured line counts for more than what was assumed.
+const KNOWN: u32 = 8;
+/// Share of the old samples that stays when one comes: about the last 64 count.
+const KEEP: f64 = 1.0 - 1.0 / 64.0;
+/// Time after which what was measured before counts half.
+const HALF_LIFE_NS: f64 = 2.5e8;
+/// Samples that what was measured long ago still counts for.
+const LEFT: f64 = 0.5;
+/// A sample counts as at most so many times what was predicted: one that hung says little of those to come, and a
+/// device that has become slow says so many times.
+const CLIP: f64 = 16.0;
+/// How much the latency is pulled to zero, so that samples of one size give a rate.
+const PULL: f64 = 0.02;
+
+/// `latency + bytes * ns_per_byte`, fitted to samples. The later a sample came, the more it counts.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Line {
+    weight: f64,
+    bytes: f64,
+    ns: f64,
+    bytes_squared: f64,
+    bytes_ns: f64,
+    samples: u32,
+    /// When the last sample came.
+    last_ns: u64,
+    latency_ns: f64,
+    ns_per_byte: f64,
+}
+
+impl Line {
+    /// Takes a sample: `bytes` took `took_ns`, and that was at `now_ns`.
+    pub(super) fn add(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
+        let x = bytes as f64;
+        let mut y = took_ns as f64;
+        if self.is_known() {
+            let expected = self.of(bytes).max(1.0);
+            y = y.min(expected * CLIP);
+        }
+        let age_ns = now_ns.saturating_sub(self.last_ns) as f64;
+        let faded = self.weight * KEEP * 0.5f64.powf(age_ns / HALF_LIFE_NS);
+        let kept = faded.max(self.weight.min(LEFT)) / self.weight.max(f64::MIN_POSITIVE);
+        let keep = |sum: &mut f64, new: f64| *sum = *sum * kept + new;
+        keep(&mut self.weight, 1.0);
+        keep(&mut self.bytes, x);
+        keep(&mut self.ns, y);
+        keep(&mut self.bytes_squared, x * x);
+        keep(&mut self.bytes_ns, x * y);
+        self.samples = self.samples.saturating_add(1);
+        self.last_ns = now_ns;
+        self.fit();
+    }
+
+    /// Least squares, with neither a negative latency nor a negative rate.
+    fn fit(&mut self) {
+        let pulled = self.weight * (1.0 + PULL);
+        let determinant = pulled * self.bytes_squared - self.bytes * self.bytes;
+        let through_zero = self.bytes_ns / self.bytes_squared.max(1.0);
+        let slope = (pulled * self.bytes_ns - self.bytes * self.ns) / determinant;
+        let latency = (self.ns - slope * self.bytes) / pulled;
+        let makes_sense = slope.is_finite() && slope >= 0.0 && latency >= 0.0;
+        (self.latency_ns, self.ns_per_byte) = if makes_sense {
+            (latency, slope)
+        } else if slope < 0.0 {
+            // The larger were the faster: all are held to take as long.
+            (self.ns / self.weight, 0.0)
+        } else {
+            (0.0, through_zero)
+        };
+    }
+
+    /// Whether enough was measured.
+    pub(super) fn is_known(&self) -> bool {
+        self.samples >= KNOWN
+    }
+
+    /// How long so many bytes take, in nanoseconds.
+    pub(super) fn of(&self, bytes: u64) -> f64 {
+        self.latency_ns + bytes as f64 * self.ns_per_byte
+    }
+
+    pub(super) fn latency_ns(&self) -> f64 {
+        self.latency_ns
+    }
+
+    /// Bytes a second beside the latency; 0 if nothing is known.
+    pub(super) fn bytes_per_s(&self) -> f64 {
+        if self.ns_per_byte > 0.0 {
+            1e9 / self.ns_per_byte
+        } else {
+            0.0
+        }
+    }
+
+    /// When the last sample came, in nanoseconds.
+    pub(super) fn last_ns(&self) -> u64 {
+        self.last_ns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn line(of: impl Fn(u64) -> u64) -> Line {
+        let mut line = Line::default();
+        for i in 0..64 {
+            let bytes = MIB * (1 + i % 16);
+            line.add(bytes, of(bytes), i * 1_000_000);
+        }
+        line
+    }
+
+    #[test]
+    fn latency_and_rate_are_found_from_samples_of_several_sizes() {
+        let line = line(|bytes| 500_000 + bytes / 2);
+        assert!((line.bytes_per_s() / 2e9 - 1.0).abs() < 0.05, "{line:?}");
+        assert!((line.of(8 * MIB) / (500_000.0 + 4.0 * MIB as f64) - 1.0).abs() < 0.02);
+    }
+
+    #[test]
+    fn samples_of_one_size_give_a_rate() {
+        let mut line = Line::default();
+        (0..32).for_each(|i| line.add(MIB, MIB, i));
+        assert!(
+            (line.of(10 * MIB) / (10.0 * MIB as f64) - 1.0).abs() < 0.05,
+            "{line:?}"
+        );
+    }
+
+    #[test]
+    fn a_read_that_hung_says_little_of_those_to_come() {
+        let mut line = line(|bytes| bytes / 2);
+        let before = line.of(8 * MIB);
+        line.add(8 * MIB, 5_000_000_000, 64_000_000);
+        assert!(line.of(8 * MIB) < 1.5 * before, "{line:?}");
+    }
+
+    #[test]
+    fn a_device_that_has_become_slow_or_fast_is_known_by_few_samples_after_a_pause() {
+        for (from, to) in [(1, 100), (100, 1)] {
+            let mut line = line(|bytes| bytes * from);
+            for i in 0..32 {
+                line.add(4 * MIB, 4 * MIB * to, 60_000_000_000 + i * 1_000_000);
+            }
+            let error = line.of(4 * MIB) / (4 * MIB * to) as f64;
+            assert!(
+                (0.3..3.0).contains(&error),
+                "{from} to {to}: {error} of {line:?}"
+            );
+        }
+    }
+}

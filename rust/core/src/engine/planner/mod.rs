@@ -1,0 +1,297 @@
+//! Load or compute: how long a load will take, how long computing would, and which is started and awaited.
+//!
+//! Learned from what happens anyway: finished reads of each device ([`rates`]), copies of the workers ([`line`]),
+//! steps that the connector reports ([`step_model`]). [`plan`] decides of times alone. The planner belongs to the
+//! engine: it has no clock, and decides the same for the same events.
+
+mod line;
+mod plan;
+mod rates;
+mod step_model;
+
+use slotmap::SecondaryMap;
+
+use crate::metrics::{Counters, Gauges};
+use crate::session::Step;
+
+use super::sessions::SessionId;
+use line::Line;
+use step_model::StepModel;
+
+pub(super) use plan::{Reason, Stop};
+use plan::{Wait, Way};
+pub(super) use rates::{Rates, ReadShare};
+
+/// Without a prediction, a hit that gains fewer tokens is not worth a load, which takes a step more than computing.
+const LEAST_UNKNOWN: u32 = 64;
+
+/// After so long without a read, or a load, one is made although it seems too slow: that may have changed.
+const MEASURE_AFTER_NS: u64 = 1_000_000_000;
+
+/// Tokens of a long prompt, for what is reported.
+const LONG: u32 = 32 << 10;
+
+/// What is known of one vLLM.
+#[derive(Debug, Default)]
+struct Model {
+    steps: StepModel,
+    /// From a load's begin to the end of its copies.
+    copies: Line,
+}
+
+/// A prompt, in tokens from its start.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Prompt {
+    pub(super) session: SessionId,
+    /// The device holds so many.
+    pub(super) computed: u32,
+    /// All that is to be computed, or loaded.
+    pub(super) end: u32,
+    /// Tokens that vLLM computes before it.
+    pub(super) queued: u32,
+    /// Bytes that a load copies for each token, about.
+    pub(super) bytes_per_token: f64,
+    /// A part of a promotion is of no use, as it has windows or states.
+    pub(super) needs_all: bool,
+}
+
+/// A decision about a promotion.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Start {
+    pub(super) promotes: bool,
+    pub(super) reason: Reason,
+}
+
+#[derive(Debug)]
+pub(super) struct Planner {
+    pub(super) rates: Rates,
+    models: SecondaryMap<SessionId, Model>,
+    /// Near-even decisions so far.
+    near_even: u64,
+    /// See [`EngineConfig::load_margin`](super::EngineConfig::load_margin).
+    margin: f64,
+    /// The session that reported last.
+    latest: Option<SessionId>,
+    /// Of the last decision about a promotion, for what is reported.
+    bytes_per_token: f64,
+}
+
+impl Planner {
+    pub(super) fn new(margin: f64, seed: u64) -> Self {
+        Self {
+            rates: Rates::default(),
+            models: SecondaryMap::new(),
+            near_even: seed % 100,
+            margin,
+            latest: None,
+            bytes_per_token: 0.0,
+        }
+    }
+
+    /// A vLLM has run steps.
+    pub(super) fn add_steps(&mut self, session: SessionId, steps: &[Step]) {
+        self.latest = Some(session);
+        let Some(entry) = self.models.entry(session) else {
+            return;
+        };
+        let model = entry.or_default();
+        steps.iter().for_each(|step| model.steps.add(step));
+    }
+
+    /// Workers have copied a load.
+    pub(super) fn add_copy(&mut self, session: SessionId, bytes: u64, took_ns: u64, now_ns: u64) {
+        if let Some(entry) = self.models.entry(session) {
+            entry.or_default().copies.add(bytes, took_ns, now_ns);
+        }
+    }
+
+    /// A session was closed.
+    pub(super) fn forget(&mut self, session: SessionId) {
+        self.models.remove(session);
+    }
+
+    fn with_model<R>(&self, session: SessionId, of: impl FnOnce(&Model) -> R) -> R {
+        match self.models.get(session) {
+            Some(model) => of(model),
+            None => of(&Model::default()),
+        }
+    }
+
+    /// The fewest tokens that a load may gain.
+    pub(super) fn least(&self, session: SessionId) -> u32 {
+        let knows = |model: &Model| model.steps.is_known() && model.copies.is_known();
+        if self.with_model(session, knows) {
+            1
+        } else {
+            LEAST_UNKNOWN
+        }
+    }
+
+    /// Whether a load of what is in host memory, up to `to`, is worth its copy.
+    pub(super) fn is_copy_worth(&self, prompt: &Prompt, to: u32, now_ns: u64) -> bool {
+        self.with_model(prompt.session, |model| {
+            if !model.steps.is_known() || !model.copies.is_known() {
+                return to - prompt.computed >= LEAST_UNKNOWN;
+            }
+            let way = model.way(prompt, to);
+            let is_old = now_ns >= model.copies.last_ns().saturating_add(MEASURE_AFTER_NS);
+            way.saved_ns > way.cost_ns || is_old && to - prompt.computed >= LEAST_UNKNOWN
+        })
+    }
+
+    /// Whether to read what a load up to `disk` needs beyond one up to `host`, which takes `wait_ns`.
+    pub(super) fn start(
+        &mut self,
+        prompt: &Prompt,
+        (host, disk): (u32, u32),
+        (wait_ns, is_prefetch): (f64, bool),
+        now_ns: u64,
+    ) -> Start {
+        self.bytes_per_token = prompt.bytes_per_token;
+        let rates_known = self.rates.are_known();
+        let ways = self.with_model(prompt.session, |model| {
+            let mut more = model.way(prompt, disk);
+            // While vLLM computes what comes before, waiting costs nothing.
+            let free_ns = if is_prefetch {
+                model.steps.queue_ns(prompt.queued)
+            } else {
+                0.0
+            };
+            let wait_ns = (wait_ns - free_ns).max(0.0);
+            more.cost_ns += wait_ns;
+            if prompt.needs_all && wait_ns > self.margin * more.saved_ns {
+                // The guarantee would end the wait before anything has come.
+                more.cost_ns = f64::INFINITY;
+            }
+            let less = if host > prompt.computed {
+                model.way(prompt, host)
+            } else {
+                Way::NONE
+            };
+            (model.steps.is_known() && rates_known).then_some((more, less))
+        });
+        let Some((more, less)) = ways else {
+            return Start {
+                promotes: true,
+                reason: Reason::Unknown,
+            };
+        };
+        let (promotes, reason) = plan::start(more, less, &mut self.near_even);
+        let is_old = now_ns >= self.rates.last_read_ns().saturating_add(MEASURE_AFTER_NS);
+        if !promotes && is_old && wait_ns > 0.0 {
+            let (promotes, reason) = (true, Reason::Measure);
+            return Start { promotes, reason };
+        }
+        Start { promotes, reason }
+    }
+
+    /// Whether a wait for a promotion up to `boundary` ends, of which everything up to `arrived` is there.
+    pub(super) fn stop(
+        &self,
+        prompt: &Prompt,
+        (arrived, boundary): (u32, u32),
+        waited_ns: u64,
+        rest_ns: impl FnOnce() -> f64,
+        follows_prediction: bool,
+    ) -> Option<Stop> {
+        let rates_known = self.rates.are_known();
+        self.with_model(prompt.session, |model| {
+            let tokens = f64::from(boundary.saturating_sub(prompt.computed).max(1));
+            let here = arrived.max(prompt.computed);
+            let all = model.way(prompt, boundary);
+            let predicts = follows_prediction && rates_known && model.steps.is_known();
+            let wait = Wait {
+                waited_ns: waited_ns as f64,
+                compute_ns: all.saved_ns + model.steps.queue_ns(prompt.queued),
+                arrived: f64::from(here - prompt.computed) / tokens,
+                all,
+                here: model.way(prompt, here),
+                rest_ns: predicts.then(rest_ns),
+            };
+            plan::stop(&wait, self.margin)
+        })
+    }
+
+    /// Computing that a load saves, and what its copy takes, in nanoseconds.
+    pub(super) fn load_ns(&self, prompt: &Prompt, to: u32) -> (f64, f64) {
+        self.with_model(prompt.session, |model| {
+            let way = model.way(prompt, to);
+            (way.saved_ns, way.cost_ns)
+        })
+    }
+
+    /// Writes what was learned into the gauges.
+    pub(super) fn report(&self, gauges: &mut Gauges) {
+        let (bytes_per_s, latency_ns) = self.rates.learned();
+        gauges.plan_disk_bytes_per_s = bytes_per_s as u64;
+        gauges.plan_disk_latency_ns = latency_ns as u64;
+        let model = self.latest.and_then(|session| self.models.get(session));
+        let Some(model) = model else {
+            return;
+        };
+        if model.copies.is_known() {
+            gauges.plan_copy_bytes_per_s = model.copies.bytes_per_s() as u64;
+            gauges.plan_copy_latency_ns = model.copies.latency_ns() as u64;
+        }
+        if model.steps.is_known() {
+            let rate = |position| 1e12 / model.steps.ns_per_1k(position).max(1.0);
+            gauges.plan_prefill_tokens_per_s = rate(0) as u64;
+            gauges.plan_prefill_tokens_per_s_32k = rate(LONG) as u64;
+            gauges.plan_bytes_per_token = self.bytes_per_token as u64;
+        }
+    }
+}
+
+impl Model {
+    /// A load up to `to`: computing that it saves, and its copy.
+    fn way(&self, prompt: &Prompt, to: u32) -> Way {
+        if to <= prompt.computed {
+            return Way::NONE;
+        }
+        let bytes = (f64::from(to - prompt.computed) * prompt.bytes_per_token) as u64;
+        Way {
+            saved_ns: self.steps.saved_ns(prompt.computed, to, prompt.end),
+            cost_ns: self.copies.of(bytes),
+        }
+    }
+}
+
+impl Reason {
+    /// Counts a decision about a promotion that would have brought so many tokens.
+    pub(super) fn count(self, promotes: bool, tokens: u32, counters: &mut Counters) {
+        let counter = match (promotes, self) {
+            (true, Self::Faster) => &mut counters.plans_load_faster,
+            (true, Self::Unknown) => &mut counters.plans_load_unknown,
+            (true, Self::Measure) => &mut counters.plans_load_measure,
+            (true, Self::OtherWay) => &mut counters.plans_load_other_way,
+            (false, Self::OtherWay) => &mut counters.plans_compute_other_way,
+            (false, _) => &mut counters.plans_compute_faster,
+        };
+        *counter += 1;
+        if !promotes {
+            let tokens_of = match self {
+                Self::OtherWay => &mut counters.tokens_not_loaded_other_way,
+                _ => &mut counters.tokens_not_loaded_disk,
+            };
+            *tokens_of += u64::from(tokens);
+        }
+    }
+}
+
+impl Stop {
+    /// Counts the end of a wait, and the tokens that have not come.
+    pub(super) fn count(self, tokens: u32, counters: &mut Counters) {
+        let (plans, tokens_of) = match self {
+            Self::Rest => (
+                &mut counters.plans_stopped_rest,
+                &mut counters.tokens_not_loaded_rest,
+            ),
+            Self::Guarantee => (
+                &mut counters.plans_stopped_guarantee,
+                &mut counters.tokens_not_loaded_guarantee,
+            ),
+        };
+        *plans += 1;
+        *tokens_of += u64::from(tokens);
+    }
+}

@@ -1,0 +1,170 @@
+//! What is decided, of times alone.
+
+/// A load must gain this part of what it saves: a prediction is no better than that.
+const SLACK: f64 = 0.1;
+/// Two ways whose times differ by no more than this part are near-even.
+const NEAR_EVEN: f64 = 0.25;
+/// Of so many near-even decisions one goes the other way, so that both ways stay measured.
+const OTHER_WAY: u64 = 100;
+
+/// Why a plan was made as it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum Reason {
+    /// It takes less time by the prediction.
+    Faster,
+    /// Too little was measured for a prediction.
+    Unknown,
+    /// Nothing was read for long: a read tells how fast the device is now.
+    Measure,
+    /// A near-even decision that went the other way.
+    OtherWay,
+}
+
+/// One way to get a prompt's tokens, in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in crate::engine) struct Way {
+    /// Computing that it saves.
+    pub(in crate::engine) saved_ns: f64,
+    /// What it takes instead.
+    pub(in crate::engine) cost_ns: f64,
+}
+
+impl Way {
+    /// To load nothing.
+    pub(in crate::engine) const NONE: Self = Self {
+        saved_ns: 0.0,
+        cost_ns: 0.0,
+    };
+
+    fn gain_ns(self) -> f64 {
+        self.saved_ns - self.cost_ns
+    }
+}
+
+/// Whether to load by `more` rather than by `less`, of which it saves a part. `near_even` counts such decisions.
+pub(in crate::engine) fn start(more: Way, less: Way, near_even: &mut u64) -> (bool, Reason) {
+    let gain = more.gain_ns() - less.gain_ns().max(0.0);
+    let pays = gain > SLACK * more.saved_ns;
+    if gain.abs() > NEAR_EVEN * more.saved_ns {
+        return (pays, Reason::Faster);
+    }
+    *near_even += 1;
+    if near_even.is_multiple_of(OTHER_WAY) {
+        (!pays, Reason::OtherWay)
+    } else {
+        (pays, Reason::Faster)
+    }
+}
+
+/// Why a wait ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum Stop {
+    /// The rest takes longer than it saves.
+    Rest,
+    /// The part of the computing time that may be waited is over, and less than a proportional part has come.
+    Guarantee,
+}
+
+/// How a wait stands.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct Wait {
+    pub(in crate::engine) waited_ns: f64,
+    /// Time that computing would take instead of waiting from the start: of the tokens that are waited for, and of
+    /// those that vLLM would compute before.
+    pub(in crate::engine) compute_ns: f64,
+    /// The part of the tokens that has come, 0 to 1.
+    pub(in crate::engine) arrived: f64,
+    /// All that is waited for.
+    pub(in crate::engine) all: Way,
+    /// What has come.
+    pub(in crate::engine) here: Way,
+    /// Until all has come; `None` if nothing can be predicted, or shall not.
+    pub(in crate::engine) rest_ns: Option<f64>,
+}
+
+/// Whether a wait ends before all has come. `margin` is the part of the computing time that may be waited whatever
+/// comes.
+pub(in crate::engine) fn stop(wait: &Wait, margin: f64) -> Option<Stop> {
+    // What has come is still to be copied.
+    let spent_ns = wait.waited_ns + wait.here.cost_ns;
+    let is_late = spent_ns >= margin * wait.compute_ns;
+    if is_late && wait.arrived * wait.compute_ns < spent_ns {
+        return Some(Stop::Guarantee);
+    }
+    let rest_ns = wait.rest_ns?;
+    let pays = wait.all.gain_ns() - rest_ns >= wait.here.gain_ns().max(0.0);
+    (!pays).then_some(Stop::Rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn way(saved_ns: f64, cost_ns: f64) -> Way {
+        Way { saved_ns, cost_ns }
+    }
+
+    #[test]
+    fn the_way_that_takes_less_time_is_taken() {
+        let mut count = 0;
+        assert_eq!(
+            start(way(100.0, 20.0), Way::NONE, &mut count),
+            (true, Reason::Faster)
+        );
+        assert_eq!(
+            start(way(100.0, 200.0), Way::NONE, &mut count),
+            (false, Reason::Faster)
+        );
+        // What host memory has already counts.
+        assert_eq!(
+            start(way(100.0, 60.0), way(80.0, 5.0), &mut count),
+            (false, Reason::Faster)
+        );
+        assert_eq!(count, 0);
+    }
+
+    #[test]
+    fn one_in_a_hundred_near_even_decisions_goes_the_other_way() {
+        let mut count = 0;
+        let mut other_ways = 0;
+        for _ in 0..1000 {
+            let (load, reason) = start(way(100.0, 80.0), Way::NONE, &mut count);
+            other_ways += u32::from(reason == Reason::OtherWay);
+            assert_eq!(load, reason == Reason::Faster);
+        }
+        assert_eq!(other_ways, 10);
+    }
+
+    fn wait(waited_ns: f64, arrived: f64, rest_ns: Option<f64>) -> Wait {
+        Wait {
+            waited_ns,
+            compute_ns: 100.0,
+            arrived,
+            all: way(100.0, 5.0),
+            here: way(100.0 * arrived, 5.0 * arrived),
+            rest_ns,
+        }
+    }
+
+    #[test]
+    fn a_wait_goes_on_while_the_rest_takes_less_than_it_saves() {
+        assert_eq!(stop(&wait(10.0, 0.0, Some(50.0)), 0.25), None);
+        assert_eq!(stop(&wait(10.0, 0.0, Some(150.0)), 0.25), Some(Stop::Rest));
+        assert_eq!(stop(&wait(60.0, 0.7, Some(20.0)), 0.25), None);
+        assert_eq!(stop(&wait(60.0, 0.7, Some(40.0)), 0.25), Some(Stop::Rest));
+    }
+
+    #[test]
+    fn whatever_is_predicted_a_quarter_is_waited_unless_a_part_has_come() {
+        assert_eq!(stop(&wait(24.0, 0.0, None), 0.25), None);
+        assert_eq!(
+            stop(&wait(25.0, 0.0, Some(1.0)), 0.25),
+            Some(Stop::Guarantee)
+        );
+        assert_eq!(stop(&wait(25.0, 0.3, Some(1.0)), 0.25), None);
+        assert_eq!(
+            stop(&wait(80.0, 0.7, Some(1.0)), 0.25),
+            Some(Stop::Guarantee)
+        );
+    }
+}

@@ -1,0 +1,235 @@
+//! Per device: latency and rate, learned from finished reads, and the reads that wait.
+
+use crate::forest::DeviceIndex;
+use crate::session::Priority;
+
+#[cfg(feature = "check")]
+use super::super::ensure::ensure;
+use super::line::Line;
+
+/// A promotion's reads of one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) struct ReadShare {
+    device: DeviceIndex,
+    /// Bytes that are to be read for it.
+    left: u64,
+    /// Bytes that were queued before it when it came, or became a demand.
+    ahead: u64,
+    /// The device's `passed` at that time.
+    since: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct DeviceRate {
+    line: Line,
+    /// Bytes being read.
+    in_flight: u64,
+    /// Bytes that wait to be read, by priority.
+    queued: [u64; 2],
+    /// Bytes that have left the queue since the start: read, or given up.
+    passed: u64,
+}
+
+/// What is known of all devices.
+///
+/// Invariant: `queued` sums what is left of the shares of all promotions under way.
+#[derive(Debug, Default)]
+pub(in crate::engine) struct Rates {
+    devices: Vec<DeviceRate>,
+}
+
+impl Rates {
+    fn device(&mut self, device: DeviceIndex) -> &mut DeviceRate {
+        if self.devices.len() <= device.index() {
+            self.devices
+                .resize(device.index() + 1, DeviceRate::default());
+        }
+        &mut self.devices[device.index()]
+    }
+
+    /// A promotion with so many bytes to read of each device waits for its turn.
+    pub(in crate::engine) fn enqueue(
+        &mut self,
+        bytes: &[(DeviceIndex, u64)],
+        priority: Priority,
+    ) -> Vec<ReadShare> {
+        let share = |&(index, left): &(DeviceIndex, u64)| {
+            let device = self.device(index);
+            let share = ReadShare {
+                device: index,
+                left,
+                ahead: device.ahead_of(priority),
+                since: device.passed,
+            };
+            device.queued[priority as usize] += left;
+            share
+        };
+        bytes.iter().map(share).collect()
+    }
+
+    /// A prefetch has become a demand.
+    pub(in crate::engine) fn promote_to_demand(&mut self, shares: &mut [ReadShare]) {
+        for share in shares {
+            let device = self.device(share.device);
+            device.unqueue(Priority::Prefetch, share.left);
+            share.ahead = device.ahead_of(Priority::Demand);
+            share.since = device.passed;
+            device.queued[Priority::Demand as usize] += share.left;
+        }
+    }
+
+    /// A read of a promotion has begun.
+    pub(in crate::engine) fn read_began(
+        &mut self,
+        index: DeviceIndex,
+        bytes: u64,
+        shares: &mut [ReadShare],
+        priority: Priority,
+    ) {
+        let of_device = shares.iter_mut().find(|share| share.device == index);
+        let taken = of_device.map_or(0, |share| {
+            let taken = bytes.min(share.left);
+            share.left -= taken;
+            taken
+        });
+        let device = self.device(index);
+        device.unqueue(priority, taken);
+        device.passed += bytes;
+        device.in_flight += bytes;
+    }
+
+    /// Bytes that a device is reading.
+    pub(in crate::engine) fn in_flight(&self, device: DeviceIndex) -> u64 {
+        let device = self.devices.get(device.index());
+        device.map_or(0, |device| device.in_flight)
+    }
+
+    /// A promotion has ended: what is left of it is not read.
+    pub(in crate::engine) fn ended(&mut self, shares: &[ReadShare], priority: Priority) {
+        for share in shares {
+            let device = self.device(share.device);
+            device.unqueue(priority, share.left);
+            device.passed += share.left;
+        }
+    }
+
+    /// A read has ended, before which the device had `ahead` bytes to read, those of the read among them.
+    pub(in crate::engine) fn read_ended(
+        &mut self,
+        index: DeviceIndex,
+        bytes: u64,
+        ahead: u64,
+        (started_ns, now_ns): (u64, u64),
+        ok: bool,
+    ) {
+        let device = self.device(index);
+        let left = device.in_flight.checked_sub(bytes);
+        device.in_flight = left.expect("every read in flight is counted");
+        if ok {
+            device.line.add(ahead, now_ns - started_ns, now_ns);
+        }
+    }
+
+    /// How long it takes until a promotion has read all, in nanoseconds. `silent_ns` says how long a device has
+    /// had reads of which none has ended.
+    pub(in crate::engine) fn rest_ns(
+        &self,
+        shares: &[ReadShare],
+        all_issued: bool,
+        silent_ns: impl Fn(DeviceIndex) -> u64,
+    ) -> f64 {
+        let of_device = |share: &ReadShare| {
+            let device = &self.devices[share.device.index()];
+            let passed = device.passed - share.since;
+            let waiting = if all_issued {
+                0
+            } else {
+                share.left + share.ahead.saturating_sub(passed)
+            };
+            let silence = silent_ns(share.device) as f64;
+            device.line.of(device.in_flight + waiting).max(silence)
+        };
+        shares.iter().map(of_device).fold(0.0, f64::max)
+    }
+
+    /// How long `bytes` would take that are spread over the devices that are `answering`, behind what waits already.
+    pub(in crate::engine) fn wait_ns<D: Iterator<Item = DeviceIndex>>(
+        &self,
+        bytes: u64,
+        priority: Priority,
+        answering: impl Fn() -> D,
+    ) -> f64 {
+        let part = bytes / (answering().count() as u64).max(1);
+        let of_device = |index: DeviceIndex| {
+            let device = self.devices.get(index.index()).copied();
+            let device = device.unwrap_or_default();
+            let ahead = device.ahead_of(priority) + device.in_flight;
+            device.line.of(ahead + part)
+        };
+        answering().map(of_device).fold(0.0, f64::max)
+    }
+
+    /// Whether the rate of every device is known that was read at all, and one is.
+    pub(in crate::engine) fn are_known(&self) -> bool {
+        let mut read = self
+            .devices
+            .iter()
+            .filter(|of| of.line.last_ns() > 0)
+            .peekable();
+        read.peek().is_some() && read.all(|device| device.line.is_known())
+    }
+
+    /// When a read ended last, in nanoseconds.
+    pub(in crate::engine) fn last_read_ns(&self) -> u64 {
+        let last = self.devices.iter().map(|device| device.line.last_ns());
+        last.max().unwrap_or(0)
+    }
+
+    /// Bytes a second of all devices together, and the longest latency in nanoseconds.
+    pub(in crate::engine) fn learned(&self) -> (f64, f64) {
+        let known = || self.devices.iter().filter(|device| device.line.is_known());
+        let latency_ns = known().map(|device| device.line.latency_ns());
+        (
+            known().map(|device| device.line.bytes_per_s()).sum(),
+            latency_ns.fold(0.0, f64::max),
+        )
+    }
+
+    /// Whether `queued` sums the shares of promotions, by priority.
+    #[cfg(feature = "check")]
+    pub(in crate::engine) fn check<'a>(
+        &self,
+        shares: impl Iterator<Item = (Priority, &'a ReadShare)>,
+    ) -> Result<(), String> {
+        let mut queued = vec![[0; 2]; self.devices.len()];
+        for (priority, share) in shares {
+            queued[share.device.index()][priority as usize] += share.left;
+        }
+        for (index, (device, expected)) in self.devices.iter().zip(queued).enumerate() {
+            ensure!(
+                device.queued == expected,
+                "device {index}: {:?} bytes queued, {expected:?} of promotions",
+                device.queued
+            );
+        }
+        Ok(())
+    }
+}
+
+impl DeviceRate {
+    /// Bytes that are read before those of one that comes now: prefetches wait for demands.
+    fn ahead_of(&self, priority: Priority) -> u64 {
+        let [demanded, prefetched] = self.queued;
+        match priority {
+            Priority::Demand => demanded,
+            Priority::Prefetch => demanded + prefetched,
+        }
+    }
+
+    fn unqueue(&mut self, priority: Priority, bytes: u64) {
+        let queued = &mut self.queued[priority as usize];
+        *queued = queued
+            .checked_sub(bytes)
+            .expect("`queued` counts every share");
+    }
+}

@@ -1,0 +1,296 @@
+//! How long a step of a vLLM takes, learned from the steps that its connector reports.
+
+use crate::session::Step;
+
+/// Steps with a prefill after which the model counts as known.
+const KNOWN: u32 = 8;
+/// A step with fewer tokens of prefill says little of computing.
+const PREFILL: u32 = 16;
+/// Share of the old steps that stays when one comes: about the last 32 count, of those with and without a
+/// prefill by themselves, since there are many of the latter between two of the former.
+const KEEP: f64 = 1.0 - 1.0 / 32.0;
+/// A step counts as at most so many times what was predicted: one in which the process was held up says nothing.
+const CLIP: f64 = 3.0;
+/// What is assumed before anything was measured: 2 ms, and 20,000 tokens a second.
+const PRIOR: [f64; TERMS] = [2e6, 50e6, 0.0, 0.0];
+/// The weight of the assumption, in steps.
+const PRIOR_WEIGHT: f64 = 0.01;
+
+const TERMS: usize = 4;
+
+/// Sums over steps, from which least squares follow.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    products: [[f64; TERMS]; TERMS],
+    times: [f64; TERMS],
+}
+
+impl Sums {
+    fn add(&mut self, terms: [f64; TERMS], ns: f64, weight: f64) {
+        for (row, &term) in terms.iter().enumerate() {
+            for (column, &other) in terms.iter().enumerate() {
+                let sum = &mut self.products[row][column];
+                *sum = *sum * KEEP + weight * term * other;
+            }
+            self.times[row] = self.times[row] * KEEP + weight * term * ns;
+        }
+    }
+}
+
+/// `s0 + c1 tokens + c2 positions + c3 decodes` nanoseconds, none of them negative.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepModel {
+    prefills: Sums,
+    decodes: Sums,
+    /// For a step, 1,000 tokens, a million positions, 100 decodes.
+    factors: [f64; TERMS],
+    prefill_steps: u32,
+    /// Most tokens of prefill of a step.
+    chunk: u32,
+    /// Decodes of the last step.
+    running: u32,
+}
+
+impl Default for StepModel {
+    fn default() -> Self {
+        Self {
+            prefills: Sums::default(),
+            decodes: Sums::default(),
+            factors: PRIOR,
+            prefill_steps: 0,
+            chunk: 1,
+            running: 0,
+        }
+    }
+}
+
+fn terms(tokens: u32, positions: u64, decodes: u32) -> [f64; TERMS] {
+    [
+        1.0,
+        f64::from(tokens) / 1e3,
+        positions as f64 / 1e6,
+        f64::from(decodes) / 1e2,
+    ]
+}
+
+fn dot(a: [f64; TERMS], b: [f64; TERMS]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+impl StepModel {
+    /// Takes the time of one step.
+    pub(super) fn add(&mut self, step: &Step) {
+        let terms = terms(step.tokens, step.positions, step.decodes);
+        let expected = dot(terms, self.factors).max(1e3);
+        let mut ns = step.duration_ns as f64;
+        if self.is_known() {
+            ns = ns.min(expected * CLIP);
+        }
+        self.running = step.decodes;
+        // By the share of its time that is wrong, not by the time: a long step says no more than a short one.
+        let weight = 1.0 / (ns.max(1e5) * ns.max(1e5));
+        if step.tokens >= PREFILL {
+            self.chunk = self.chunk.max(step.tokens);
+            self.prefill_steps = self.prefill_steps.saturating_add(1);
+            self.prefills.add(terms, ns, weight);
+        } else {
+            self.decodes.add(terms, ns, weight);
+        }
+        self.fit();
+    }
+
+    fn fit(&mut self) {
+        let mut products = [[0.0; TERMS]; TERMS];
+        let mut times = [0.0; TERMS];
+        for row in 0..TERMS {
+            times[row] = self.prefills.times[row] + self.decodes.times[row];
+            for (column, product) in products[row].iter_mut().enumerate() {
+                *product = self.prefills.products[row][column] + self.decodes.products[row][column];
+            }
+        }
+        // Towards the assumption in each term, by what a hundredth of a typical step weighs.
+        let scale = PRIOR_WEIGHT * products[0][0].max(f64::MIN_POSITIVE) / 32.0;
+        for term in 0..TERMS {
+            products[term][term] += scale;
+            times[term] += scale * PRIOR[term];
+        }
+        self.factors = not_negative(&products, &times);
+    }
+
+    /// Whether enough steps were seen.
+    pub(super) fn is_known(&self) -> bool {
+        self.prefill_steps >= KNOWN
+    }
+
+    /// How much less computing a prompt of `end` tokens takes if those between `from` and `to` need not be
+    /// computed, in nanoseconds: their share of steps, and the steps that fall away.
+    pub(super) fn saved_ns(&self, from: u32, to: u32, end: u32) -> f64 {
+        let steps = |tokens: u32| tokens.div_ceil(self.chunk.max(1));
+        let (left, less) = (end.saturating_sub(from), end.saturating_sub(to));
+        let fewer = f64::from(steps(left) - steps(less));
+        let to_f = f64::from(to);
+        let from_f = f64::from(from);
+        let [step, per_1k, per_1m, per_100] = self.factors;
+        fewer * (step + per_100 * f64::from(self.running) / 1e2)
+            + (to_f - from_f) / 1e3 * per_1k
+            + (to_f * to_f - from_f * from_f) / 2e6 * per_1m
+    }
+
+    /// How long `tokens` of other prompts take that are computed before, in nanoseconds.
+    pub(super) fn queue_ns(&self, tokens: u32) -> f64 {
+        f64::from(tokens) / 1e3 * self.ns_per_1k(0)
+    }
+
+    /// Nanoseconds for 1,000 tokens at a position of a long prompt.
+    pub(super) fn ns_per_1k(&self, position: u32) -> f64 {
+        let [step, per_1k, per_1m, _] = self.factors;
+        per_1k + f64::from(position) / 1e3 * per_1m + step * 1e3 / f64::from(self.chunk.max(1000))
+    }
+}
+
+/// Least squares without negative factors: what would be negative is zero, and the others are fitted again.
+fn not_negative(products: &[[f64; TERMS]; TERMS], times: &[f64; TERMS]) -> [f64; TERMS] {
+    let mut counts = [true; TERMS];
+    loop {
+        let factors = solve(*products, *times, counts);
+        let lowest = (0..TERMS)
+            .filter(|&term| counts[term] && factors[term] < 0.0)
+            .min_by(|&a, &b| factors[a].total_cmp(&factors[b]));
+        match lowest {
+            None => return factors,
+            Some(term) => counts[term] = false,
+        }
+    }
+}
+
+/// Gauss-Jordan over the terms that count; the others are zero.
+fn solve(
+    mut products: [[f64; TERMS]; TERMS],
+    mut times: [f64; TERMS],
+    counts: [bool; TERMS],
+) -> [f64; TERMS] {
+    for term in (0..TERMS).filter(|&term| !counts[term]) {
+        for other in 0..TERMS {
+            (products[term][other], products[other][term]) = (0.0, 0.0);
+        }
+        (products[term][term], times[term]) = (1.0, 0.0);
+    }
+    for pivot in 0..TERMS {
+        let by = products[pivot][pivot].max(f64::MIN_POSITIVE);
+        let (row, time) = (products[pivot], times[pivot]);
+        for other in (0..TERMS).filter(|&other| other != pivot) {
+            let factor = products[other][pivot] / by;
+            for (left, &right) in products[other].iter_mut().zip(&row) {
+                *left -= factor * right;
+            }
+            times[other] -= factor * time;
+        }
+    }
+    std::array::from_fn(|term| times[term] / products[term][term].max(f64::MIN_POSITIVE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 3 ms, 40 us a token, 10 ns a position, 0.1 ms a decode.
+    fn step(tokens: u32, position: u64, decodes: u32) -> Step {
+        let positions = u64::from(tokens) * (position + u64::from(tokens) / 2);
+        let duration_ns =
+            3_000_000 + 40_000 * u64::from(tokens) + 10 * positions + 100_000 * u64::from(decodes);
+        Step {
+            tokens,
+            positions,
+            decodes,
+            duration_ns,
+        }
+    }
+
+    fn learned(steps: impl Iterator<Item = Step>) -> StepModel {
+        let mut model = StepModel::default();
+        steps.for_each(|step| model.add(&step));
+        model
+    }
+
+    fn assert_near(model: &StepModel, (from, to, end): (u32, u32, u32), expected_ms: f64) {
+        let error = model.saved_ns(from, to, end) / 1e6 / expected_ms;
+        assert!(
+            (0.9..1.1).contains(&error),
+            "{error} of {expected_ms} ms: {model:?}"
+        );
+    }
+
+    #[test]
+    fn time_of_a_prefix_follows_from_steps_with_other_prompts_and_decodes_in_them() {
+        let steps = (0..200).map(|i| {
+            step(
+                [512, 300, 0, 100][i % 4],
+                512 * (i as u64 % 9),
+                (i as u32 % 7) * 4,
+            )
+        });
+        let mut model = learned(steps);
+        assert!(model.is_known());
+        model.add(&step(0, 0, 0));
+        // Eight steps of 512 fewer, 4,096 tokens, and their positions.
+        assert_near(
+            &model,
+            (0, 4096, 4097),
+            8.0 * 3.0 + 4096.0 * 0.04 + 4096.0 * 4096.0 / 2.0 * 1e-5,
+        );
+        // The last step is taken in any case.
+        assert_near(
+            &model,
+            (0, 256, 400),
+            256.0 * 0.04 + 256.0 * 256.0 / 2.0 * 1e-5,
+        );
+    }
+
+    #[test]
+    fn prefills_are_not_forgotten_in_a_long_run_of_decodes() {
+        let prefills = (0..40).map(|i| step(512, 512 * (i % 8), 3));
+        let decodes = (0..5000).map(|i| step(0, 0, 10 + i % 20));
+        let mut model = learned(prefills.chain(decodes));
+        model.add(&step(0, 0, 0));
+        assert_near(
+            &model,
+            (0, 2048, 2049),
+            4.0 * 3.0 + 2048.0 * 0.04 + 2048.0 * 2048.0 / 2.0 * 1e-5,
+        );
+    }
+
+    #[test]
+    fn a_step_in_which_the_process_was_held_up_says_little() {
+        let steps = (0..60).map(|i| step(512, 512 * (i % 8), 0));
+        let mut model = learned(steps);
+        let before = model.saved_ns(0, 2048, 2049);
+        model.add(&Step {
+            duration_ns: 30_000_000_000,
+            ..step(512, 0, 0)
+        });
+        assert!(model.saved_ns(0, 2048, 2049) < 1.2 * before, "{model:?}");
+    }
+
+    #[test]
+    fn before_any_step_20_000_tokens_a_second_are_assumed() {
+        let model = StepModel::default();
+        assert!(!model.is_known());
+        assert!((model.ns_per_1k(0) / 50e6 - 1.0).abs() < 0.1);
+    }
+
+    #[test]
+    fn steps_that_hardly_differ_give_no_negative_factor() {
+        let mut model = StepModel::default();
+        for i in 0..100_u64 {
+            let noise = i * 7919 % 2_000_000;
+            model.add(&Step {
+                duration_ns: 20_000_000 - noise,
+                ..step(512, i % 3, (i % 5) as u32)
+            });
+            assert!(
+                model.factors.iter().all(|&factor| factor >= 0.0),
+                "{model:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Plans of requests: the questions that lookups and loads have for the planner.
+
+use crate::session::{PromotionWait, Step, Tokens};
+
+use super::coordinator::Engine;
+use super::planner::{Prompt, Reason, Stop};
+use super::promotions::front;
+use super::requests::{Promotion, RequestId, RequestState};
+use super::sessions::{LoadPromise, SessionId};
+
+/// What the planner is told of a request, and has decided. Tokens count from the start of the prompt.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Planned {
+    /// Tokens that the device holds.
+    computed: u32,
+    /// Tokens of the prompt.
+    end: u32,
+    /// Tokens that vLLM computes before it.
+    pub(super) queued: u32,
+    /// How long its promotion was to take, if that was predicted.
+    pub(super) predicted_ns: Option<u64>,
+    /// Its promotion goes on whatever is predicted: it was started to measure.
+    ignores_prediction: bool,
+    /// Its last decision was counted.
+    is_counted: bool,
+    /// How long its last answer took.
+    pub(super) waited_ns: u64,
+}
+
+impl Planned {
+    /// A lookup asks for what comes after `computed`, up to `end`.
+    pub(super) fn note(&mut self, computed: u32, end: u32) {
+        (self.computed, self.end) = (computed, end);
+    }
+}
+
+impl Engine {
+    /// Takes the steps that the vLLM of a session has run, for the model of its times.
+    pub fn report_steps(&mut self, session: SessionId, steps: &[Step]) {
+        if self.sessions.get(session).is_some() {
+            self.planner.add_steps(session, steps);
+        }
+    }
+
+    /// The fewest tokens that a load of a request may gain.
+    pub(super) fn least(&self, id: RequestId) -> u32 {
+        let session = self.sessions.requests[id].session;
+        let least = self.config.min_load_tokens;
+        least.unwrap_or_else(|| self.planner.least(session)).max(1)
+    }
+
+    fn prompt(&self, state: &RequestState) -> Prompt {
+        let ns = self.sessions.get(state.session).map(|session| session.ns);
+        let ns = ns.expect("a request belongs to a session");
+        Prompt {
+            session: state.session,
+            computed: state.planned.computed,
+            end: state.planned.end,
+            queued: state.planned.queued,
+            bytes_per_token: self.residency.spec(ns).bytes_per_token(),
+            needs_all: !self.residency.spec(ns).has_full_only(),
+        }
+    }
+
+    fn is_planned(&self, state: &RequestState) -> bool {
+        state.wait.unwrap_or(self.config.promotion_wait) == PromotionWait::Planned
+    }
+
+    /// Whether a load of what host memory has, up to `boundary` hash blocks, is worth its copy.
+    pub(super) fn is_copy_worth(&mut self, id: RequestId, boundary: u32) -> bool {
+        let state = &self.sessions.requests[id];
+        let prompt = self.prompt(state);
+        let to = boundary * self.hash_block_size_of(state);
+        let is_worth = self.planner.is_copy_worth(&prompt, to, self.now_ns);
+        let is_first = state.promotions.demanded && !state.planned.is_counted;
+        if !is_worth && is_first {
+            self.sessions.requests[id].planned.is_counted = true;
+            self.counters.plans_compute_small += 1;
+            self.counters.tokens_not_loaded_small += u64::from(to - prompt.computed);
+        }
+        is_worth
+    }
+
+    fn hash_block_size_of(&self, state: &RequestState) -> u32 {
+        let session = self.sessions.get(state.session);
+        let session = session.expect("a request belongs to a session");
+        self.residency.hash_block_size(session.ns)
+    }
+
+    /// Whether to read what a hit up to `disk` hash blocks needs beyond one up to `host`.
+    pub(super) fn plans_promotion(
+        &mut self,
+        id: RequestId,
+        (host, disk): (u32, u32),
+        is_prefetch: bool,
+    ) -> bool {
+        let state = &self.sessions.requests[id];
+        // What is in the arena already is only compared with its checksums.
+        if !self.is_planned(state) || host == disk {
+            return true;
+        }
+        let prompt = self.prompt(state);
+        let size = self.hash_block_size_of(state);
+        let (host, disk) = ((host * size).max(prompt.computed), disk * size);
+        let bytes = f64::from(disk - host) * prompt.bytes_per_token;
+        let priority = state.promotions.priority();
+        let disks = self.residency.disks();
+        let answering = || {
+            let devices = self.residency.devices();
+            devices.filter(|device| disks[device.index()].health.answers_reads())
+        };
+        let rates = &self.planner.rates;
+        let wait_ns = rates.wait_ns(bytes as u64, priority, answering);
+        let wait = (wait_ns, is_prefetch);
+        let start = self.planner.start(&prompt, (host, disk), wait, self.now_ns);
+        let planned = &mut self.sessions.requests[id].planned;
+        planned.predicted_ns = (start.reason != Reason::Unknown).then_some(wait_ns as u64);
+        planned.ignores_prediction = start.reason == Reason::OtherWay;
+        // A prefetch that is not made is decided again when the scheduler asks.
+        let is_final = !is_prefetch || start.promotes;
+        if is_final && !std::mem::replace(&mut planned.is_counted, start.promotes || !is_prefetch) {
+            start
+                .reason
+                .count(start.promotes, disk - host, &mut self.counters);
+        }
+        start.promotes
+    }
+
+    /// Why a request's planned wait for its promotion is over, with the tokens that have not come; `None` if it
+    /// goes on, or there is none.
+    pub(super) fn plan_stops(&self, state: &RequestState) -> Option<(Stop, u32)> {
+        let promotion = state.promotions.active.as_ref()?;
+        let demanded_ns = state.demanded_ns?;
+        if !self.is_planned(state) {
+            return None;
+        }
+        let prompt = self.prompt(state);
+        let size = self.hash_block_size_of(state);
+        let (arrived, boundary) = (self.arrived(promotion) * size, promotion.boundary() * size);
+        let rest_ns = || {
+            let issued = promotion.is_issued();
+            let silent = |device| {
+                if self.operations.reads(device) == 0 {
+                    return 0;
+                }
+                self.now_ns - self.operations.read_progress_ns(device).min(self.now_ns)
+            };
+            let rates = &self.planner.rates;
+            rates.rest_ns(&promotion.shares, issued, silent)
+        };
+        let stop = self.planner.stop(
+            &prompt,
+            (arrived, boundary),
+            self.now_ns - demanded_ns,
+            rest_ns,
+            !state.planned.ignores_prediction,
+        )?;
+        Some((stop, boundary - arrived.clamp(prompt.computed, boundary)))
+    }
+
+    /// Hash blocks that a hit could have now, if the promotion ended.
+    fn arrived(&self, promotion: &Promotion) -> u32 {
+        let missing = promotion.payloads.get(front(promotion, &self.residency));
+        let Some(&(node, _)) = missing else {
+            return promotion.boundary();
+        };
+        // A window or a state is needed where the hit ends, so a part is of no use.
+        if self.residency.spec_of(node).has_full_only() {
+            self.residency.node(node).depth - 1
+        } else {
+            0
+        }
+    }
+
+    /// What a load is to take, and to save.
+    pub(super) fn promise(&self, id: RequestId, computed: Tokens, external: Tokens) -> LoadPromise {
+        let state = &self.sessions.requests[id];
+        let to = computed.0.saturating_add(external.0);
+        let prompt = Prompt {
+            computed: computed.0,
+            ..self.prompt(state)
+        };
+        let (saved_ns, copy_ns) = self.planner.load_ns(&prompt, to);
+        LoadPromise {
+            began_ns: self.now_ns,
+            copy_ns,
+            saved_ns: saved_ns - state.planned.waited_ns as f64,
+        }
+    }
+
+    /// The workers have copied a load.
+    pub(super) fn load_ended(&mut self, session: SessionId, bytes: u64, promise: &LoadPromise) {
+        let took_ns = self.now_ns - promise.began_ns;
+        let counters = &mut self.counters;
+        if promise.copy_ns > 0.0 {
+            let predicted_ns = promise.copy_ns as u64;
+            counters.plan_predicted_host_ns += predicted_ns;
+            counters.plan_actual_host_ns += took_ns;
+            counters.plan_error_host_ns += predicted_ns.abs_diff(took_ns);
+        }
+        counters.plan_saved_ns += (promise.saved_ns - took_ns as f64).max(0.0) as u64;
+        self.planner.add_copy(session, bytes, took_ns, self.now_ns);
+    }
+}

@@ -1,0 +1,142 @@
+//! Who uses each slot that a page has. On disk the number of a cell is that of the slot's record in the table.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use super::{Owner, OwnerCell};
+use crate::pool::Pool;
+
+/// The cells of all pages: a run of them for each.
+///
+/// Invariant: the free runs are disjoint, and no two of them touch.
+#[derive(Debug)]
+pub(super) struct Cells {
+    cells: Pool<OwnerCell>,
+    /// Length of each free run, by its first cell.
+    free: BTreeMap<u32, u32>,
+    /// Length and first cell of each free run.
+    by_length: BTreeSet<(u32, u32)>,
+}
+
+impl Cells {
+    pub(super) fn new() -> Self {
+        Self {
+            cells: Pool::new(),
+            free: BTreeMap::new(),
+            by_length: BTreeSet::new(),
+        }
+    }
+
+    fn end(&self) -> u32 {
+        u32::try_from(self.cells.len()).expect("a region has fewer than 2^32 slots")
+    }
+
+    /// Has at least `count` cells.
+    pub(super) fn reserve(&mut self, count: u32) {
+        let end = self.end();
+        if let Some(missing) = count.checked_sub(end).filter(|&missing| missing > 0) {
+            self.grow_to(count);
+            self.put(end..end + missing);
+        }
+    }
+
+    fn grow_to(&mut self, end: u32) {
+        while self.end() < end {
+            self.cells.push(OwnerCell::FREE);
+        }
+    }
+
+    fn enter(&mut self, run: Range<u32>) {
+        if !run.is_empty() {
+            let length = run.end - run.start;
+            self.free.insert(run.start, length);
+            self.by_length.insert((length, run.start));
+        }
+    }
+
+    fn leave(&mut self, start: u32, length: u32) {
+        self.free.remove(&start);
+        self.by_length.remove(&(length, start));
+    }
+
+    /// The free run that ends where the cells do; an empty one if there is none.
+    fn tail(&self) -> Range<u32> {
+        let end = self.end();
+        let last = self.free.last_key_value();
+        match last.filter(|&(&start, &length)| start + length == end) {
+            Some((&start, _)) => start..end,
+            None => end..end,
+        }
+    }
+
+    /// Takes a run of `count` cells; the first. The shortest free run that is long enough gives them.
+    pub(super) fn take(&mut self, count: u32) -> u32 {
+        let found = self.by_length.range((count, 0)..).next().copied();
+        let (length, start) = found.unwrap_or_else(|| {
+            let tail = self.tail();
+            self.grow_to(tail.start + count);
+            (tail.end - tail.start, tail.start)
+        });
+        self.leave(start, length);
+        self.enter(start + count..start + length.max(count));
+        start
+    }
+
+    /// Takes a run of cells, if they are free. Those behind the end are.
+    pub(super) fn take_at(&mut self, run: Range<u32>) -> bool {
+        let tail = self.tail();
+        let before = self.free.range(..=run.start).next_back();
+        let found = before.map(|(&start, &length)| start..start + length);
+        let around = found.filter(|free| run.end <= free.end);
+        let around = around.or_else(|| (tail.start <= run.start).then_some(tail));
+        let Some(around) = around else {
+            return false;
+        };
+        self.grow_to(run.end);
+        self.leave(around.start, around.end - around.start);
+        self.enter(around.start..run.start);
+        self.enter(run.end..around.end.max(run.end));
+        true
+    }
+
+    /// Gives a run of cells back, whose slots are free.
+    pub(super) fn put(&mut self, mut run: Range<u32>) {
+        for cell in run.clone() {
+            *self.get_mut(cell) = OwnerCell::FREE;
+        }
+        if let Some((&start, &length)) = self.free.range(..run.start).next_back()
+            && start + length == run.start
+        {
+            self.leave(start, length);
+            run.start = start;
+        }
+        if let Some(&length) = self.free.get(&run.end) {
+            self.leave(run.end, length);
+            run.end += length;
+        }
+        self.enter(run);
+    }
+
+    pub(super) fn get_mut(&mut self, cell: u32) -> &mut OwnerCell {
+        &mut self.cells[cell as usize]
+    }
+
+    /// Who uses a cell, if it is there and anybody does.
+    pub(super) fn owner(&self, cell: u32) -> Option<Owner> {
+        self.cells.get(cell as usize)?.get()
+    }
+
+    /// Cells that somebody uses.
+    #[cfg(feature = "check")]
+    pub(super) fn used(&self) -> usize {
+        let cells = (0..self.end()).filter(|&cell| self.owner(cell).is_some());
+        cells.count()
+    }
+
+    /// Bytes that they take.
+    pub(super) fn bytes(&self) -> u64 {
+        // A set and a map of two words, about half full.
+        let runs = self.free.len() * 2 * 2 * size_of::<(u32, u32)>();
+        self.cells.bytes() + runs as u64
+    }
+}

@@ -1,0 +1,219 @@
+//! The engine as a cache to replay traces on: its index, slots, job table and policies. Payloads do not
+//! exist, and the disk carries out what it is asked at once.
+
+use undercroft_core::disk::DeviceImage;
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::io::{ChecksumRequest, IoCompletion, IoRequest};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::policy::PolicyKind;
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_core::slots::page_bytes_for;
+
+use undercroft_core::error::RegisterError;
+use undercroft_core::metrics::Counters;
+
+/// Bytes of a payload. None is ever allocated; its size sets how finely capacities can be given.
+const PAYLOAD_BYTES: u32 = 64 << 10;
+/// Tokens of a block. Any number would do: the engine's answers are turned back into blocks.
+const TOKENS: u32 = 16;
+/// IO operations that are carried out before the engine is asked again.
+const DEPTH: usize = 64;
+const REQUEST: &str = "request";
+/// Virtual time between two requests: metadata writes end before their device counts as stalled.
+const REQUEST_NS: u64 = 1_000_000;
+/// Requests between two batches of metadata writes.
+const METADATA_REQUESTS: u64 = 256;
+
+/// What engine to replay on.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Capacity of the host tier, in blocks.
+    pub host_blocks: usize,
+    /// Capacity of the disk tier, in blocks; 0: no disk.
+    pub disk_blocks: usize,
+    /// Eviction policy of both.
+    pub policy: PolicyKind,
+    /// Write to disk only what was seen before.
+    pub second_touch: bool,
+    /// Fixes the random choices.
+    pub seed: u64,
+}
+
+/// An engine with a host tier and, if its capacity is not 0, a disk tier.
+#[derive(Debug)]
+pub struct ReplayEngine {
+    engine: Engine,
+    session: SessionId,
+    hashes: Vec<BlockHash>,
+    io: Vec<IoRequest>,
+    requests: u64,
+    /// Metadata writes in flight. They end in batches, so that a block of records is encoded once for
+    /// many changes: what is measured is the index.
+    metadata: Vec<u64>,
+}
+
+/// The leading blocks of a prompt that were present, by the tier that held them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Hit {
+    /// In host memory.
+    pub host: usize,
+    /// Only on disk.
+    pub disk: usize,
+}
+
+impl ReplayEngine {
+    /// An empty engine. Capacities are rounded down to whole pages of the engine.
+    ///
+    /// # Errors
+    /// If the engine refuses such a small host tier.
+    pub fn new(options: &Options) -> Result<Self, RegisterError> {
+        let Options {
+            host_blocks,
+            disk_blocks,
+            policy,
+            second_touch,
+            seed,
+        } = *options;
+        let bytes = |blocks: usize| blocks as u64 * u64::from(PAYLOAD_BYTES);
+        let mut engine = Engine::new(EngineConfig {
+            policy,
+            second_touch,
+            seed,
+            ..EngineConfig::new(bytes(host_blocks))
+        });
+        if disk_blocks > 0 {
+            engine.attach_disks(vec![DeviceImage {
+                capacity: bytes(disk_blocks),
+                page_bytes: page_bytes_for(bytes(disk_blocks)),
+                super_bytes: Vec::new(),
+                table: Vec::new().into(),
+            }]);
+        }
+        let session = engine.open_session(NamespaceSpec {
+            description: "trace".to_owned(),
+            hash_block_size: TOKENS,
+            alignment_tokens: TOKENS,
+            groups: vec![GroupSpec {
+                kind: GroupKind::Full,
+                block_tokens: TOKENS,
+                payload_bytes: PAYLOAD_BYTES,
+            }],
+        })?;
+        Ok(Self {
+            engine,
+            session,
+            hashes: Vec::new(),
+            io: Vec::new(),
+            requests: 0,
+            metadata: Vec::new(),
+        })
+    }
+
+    /// Serves a request: looks up the first `prompt` of its blocks, then saves all of them.
+    pub fn request(&mut self, prompt: usize, blocks: &[u64]) -> Hit {
+        self.requests += 1;
+        self.engine.set_now(self.requests * REQUEST_NS);
+        if self.requests.is_multiple_of(METADATA_REQUESTS) {
+            for token in self.metadata.drain(..) {
+                self.engine.complete(IoCompletion {
+                    token,
+                    result: Ok(0),
+                });
+            }
+        }
+        self.hashes.clear();
+        self.hashes.extend(
+            blocks
+                .iter()
+                .filter_map(|&block| BlockHash::new(&hash(block))),
+        );
+        let reads = self.engine.counters().disk_reads;
+        let hit = self.look_up(prompt);
+        let disk = (self.engine.counters().disk_reads - reads) as usize;
+        self.save(blocks.len());
+        self.engine.finish_request(self.session, REQUEST);
+        self.settle();
+        Hit {
+            host: hit.saturating_sub(disk),
+            disk: disk.min(hit),
+        }
+    }
+
+    /// What the engine has counted.
+    pub fn counters(&self) -> &Counters {
+        self.engine.counters()
+    }
+
+    /// Whether it has a disk tier.
+    pub fn has_disk(&self) -> bool {
+        self.engine.device_count() > 0
+    }
+
+    /// Leading blocks that are present; those on disk are read.
+    fn look_up(&mut self, blocks: usize) -> usize {
+        let request = LookupRequest::new(REQUEST, &self.hashes).max(Tokens(blocks as u32 * TOKENS));
+        loop {
+            let answer = self.engine.lookup(self.session, &request).tokens();
+            match answer {
+                Some(Tokens(hit)) => return (hit / TOKENS) as usize,
+                None => settle(&mut self.engine, &mut self.io, &mut self.metadata),
+            }
+        }
+    }
+
+    fn save(&mut self, blocks: usize) {
+        let tokens = Tokens(blocks as u32 * TOKENS);
+        let request = SaveRequest::new(REQUEST, &self.hashes, tokens);
+        if let Some(save) = self.engine.begin_save(self.session, &request).transfer {
+            self.engine.end_transfer(save.id, true);
+        }
+    }
+
+    fn settle(&mut self) {
+        settle(&mut self.engine, &mut self.io, &mut self.metadata);
+    }
+}
+
+/// Carries out all IO that the engine wants.
+fn settle(engine: &mut Engine, io: &mut Vec<IoRequest>, metadata: &mut Vec<u64>) {
+    let mut checksums = Vec::new();
+    loop {
+        engine.next_checksums(&mut checksums);
+        for ChecksumRequest { token, .. } in checksums.drain(..) {
+            let result = Ok(0);
+            engine.complete(IoCompletion { token, result });
+        }
+        engine.next_io(DEPTH, io);
+        if io.is_empty() {
+            return;
+        }
+        for request in io.drain(..) {
+            let token = request.token();
+            let result = match request {
+                IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
+                IoRequest::WritePayload { .. } => Ok(0),
+                IoRequest::WriteMeta { .. } => {
+                    metadata.push(token);
+                    continue;
+                }
+            };
+            engine.complete(IoCompletion { token, result });
+        }
+    }
+}
+
+/// 32 bytes that are as good as the SHA-256 that vLLM uses: blocks spread evenly by any of them.
+fn hash(block: u64) -> [u8; 32] {
+    let mut hash = [0; 32];
+    for (lane, bytes) in (0_u64..).zip(hash.chunks_exact_mut(8)) {
+        let mut mixed = block
+            .wrapping_mul(4)
+            .wrapping_add(lane)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bytes.copy_from_slice(&(mixed ^ (mixed >> 31)).to_le_bytes());
+    }
+    hash
+}

@@ -1,0 +1,127 @@
+"""A client of a running vLLM server: what `undercroft bench serve` asks of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from undercroft.cli.output import CommandError
+
+TIMEOUT_S = 600.0
+_DEVICE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of one request."""
+
+    ttft_s: float
+    """From sending the request to the first token."""
+    prompt_tokens: int
+    cached_tokens: int | None
+    """Of the prompt; None if the server does not say (--enable-prompt-tokens-details)."""
+
+
+class VllmClient:
+    """One server. Each method raises CommandError if the server does not do as asked."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def model(self) -> str:
+        """The name of the model that it serves, the first if there are adapters."""
+        models = self._json("/v1/models")["data"]
+        if not models:
+            raise CommandError(f"{self._url} serves no model")
+        return str(models[0]["id"])
+
+    def count_tokens(self, model: str, text: str) -> int:
+        """Tokens of a text in the model's own tokenizer."""
+        return int(self._json("/tokenize", {"model": model, "prompt": text})["count"])
+
+    def device_tokens(self) -> int | None:
+        """Tokens that the device's own prefix cache holds; None if the server does not say."""
+        with self._open("/metrics") as response:
+            found = _DEVICE.search(response.read().decode())
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
+        try:
+            return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+        except (KeyError, ValueError):
+            return None
+
+    def reset_device_cache(self, patience_s: float = 30.0) -> bool:
+        """Empty the device's own prefix cache. False if the server has no such endpoint (VLLM_SERVER_DEV_MODE)."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                with self._request("/reset_prefix_cache", {}) as response:
+                    body = response.read()
+            except urllib.error.HTTPError as error:
+                if error.code in (404, 405):
+                    return False
+                raise CommandError(f"/reset_prefix_cache: HTTP {error.code}") from None
+            # It is refused while blocks are being saved.
+            if not body or json.loads(body).get("success", True):
+                return True
+            if time.monotonic() > deadline:
+                raise CommandError("the server refuses to empty the device's prefix cache: it serves other requests")
+            time.sleep(0.1)
+
+    def complete(self, model: str, prompt: str, max_tokens: int) -> Answer:
+        """Send a completion request, and read its tokens as they come."""
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        start = time.perf_counter()
+        first = None
+        usage: dict[str, Any] = {}
+        with self._open("/v1/completions", body) as response:
+            for event in _events(response):
+                if event.get("choices") and first is None:
+                    first = time.perf_counter() - start
+                usage = event.get("usage") or usage
+        if first is None or not usage:
+            raise CommandError("/v1/completions: the answer held no tokens")
+        details = usage.get("prompt_tokens_details") or {}
+        return Answer(first, int(usage["prompt_tokens"]), details.get("cached_tokens"))
+
+    def _json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        with self._open(path, body) as response:
+            try:
+                return json.load(response)
+            except ValueError:
+                raise CommandError(f"{self._url}{path} answers with what is no JSON: is it a vLLM server?") from None
+
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            return self._request(path, body)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace").strip()
+            raise CommandError(f"{self._url}{path}: HTTP {error.code} {text[:500]}") from None
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            raise CommandError(f"{self._url} does not answer ({reason}); give the URL of a running vLLM") from None
+
+    def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+
+
+def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events."""
+    for line in lines:
+        name, _, data = line.strip().partition(b": ")
+        if name == b"data" and data != b"[DONE]":
+            event = json.loads(data)
+            if "error" in event:
+                raise CommandError(f"the server answered {event['error']}")
+            yield event

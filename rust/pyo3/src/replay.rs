@@ -1,0 +1,60 @@
+//! `_core.Replay`: the engine without payloads, for `undercroft estimate`.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use undercroft_core::policy::PolicyKind;
+use undercroft_host::HostError;
+use undercroft_host::replay::{Options, ReplayEngine};
+
+use crate::errors::Result;
+
+/// The engine's index, slots and policies, to replay a trace on. Nothing is stored.
+#[pyclass(name = "Replay", module = "undercroft._core", frozen)]
+pub(crate) struct PyReplay {
+    engine: Mutex<ReplayEngine>,
+}
+
+#[pymethods]
+impl PyReplay {
+    /// An empty engine; capacities in blocks, 0 disk blocks for none. Raises ConfigError.
+    #[new]
+    #[pyo3(signature = (host_blocks, disk_blocks = 0, leafhd = false, second_touch = false))]
+    fn new(
+        host_blocks: usize,
+        disk_blocks: usize,
+        leafhd: bool,
+        second_touch: bool,
+    ) -> Result<Self> {
+        let options = Options {
+            host_blocks,
+            disk_blocks,
+            policy: if leafhd {
+                PolicyKind::LeafHd
+            } else {
+                PolicyKind::Lru
+            },
+            second_touch,
+            seed: 1,
+        };
+        let engine = ReplayEngine::new(&options).map_err(HostError::from)?;
+        Ok(Self {
+            engine: Mutex::new(engine),
+        })
+    }
+
+    /// Serve a request: look up the first `prompt` blocks, save all. Returns the blocks found in host memory and those
+    /// found on disk.
+    fn request(&self, prompt: usize, blocks: Vec<u64>) -> (usize, usize) {
+        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        let hit = engine.request(prompt.min(blocks.len()), &blocks);
+        (hit.host, hit.disk)
+    }
+
+    /// Blocks written to disk so far.
+    #[getter]
+    fn disk_writes(&self) -> u64 {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        engine.counters().disk_writes
+    }
+}

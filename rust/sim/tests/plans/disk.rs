@@ -1,0 +1,149 @@
+//! A directory that keeps tables and no payloads, and whose reads take time: its rate changes, others use it, and
+//! it hangs now and then.
+
+use undercroft_core::disk::DeviceImage;
+use undercroft_core::disk::format::Superblock;
+use undercroft_core::io::{FileKind, IoRequest};
+use undercroft_core::slots::page_bytes_for;
+
+pub(crate) const SECOND: u64 = 1_000_000_000;
+
+/// SplitMix64.
+#[derive(Clone, Debug)]
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0xD129_42F0_1B6C_5A35) ^ 0x9E37_79B9)
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// In `0.0..1.0`.
+    pub(crate) fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Between two numbers, each magnitude as likely.
+    pub(crate) fn log(&mut self, from: f64, to: f64) -> f64 {
+        from * (to / from).powf(self.unit())
+    }
+
+    pub(crate) fn chance(&mut self, of: f64) -> bool {
+        self.unit() < of
+    }
+}
+
+/// How fast a device is, from some time on.
+#[derive(Clone, Copy, Debug)]
+struct Phase {
+    from_ns: u64,
+    bytes_per_s: f64,
+}
+
+/// When reads end.
+#[derive(Clone, Debug)]
+pub(crate) struct Device {
+    random: Random,
+    phases: Vec<Phase>,
+    latency_ns: u64,
+    /// A read hangs so often, for a second.
+    hangs: f64,
+    free_ns: u64,
+}
+
+impl Device {
+    /// A device of about `bytes_per_s`, which others use, for `seconds`.
+    pub(crate) fn new(random: &mut Random, bytes_per_s: f64, seconds: u64) -> Self {
+        let mut phases = Vec::new();
+        let mut from_ns = 0;
+        let is_shared = random.chance(0.6);
+        while from_ns < seconds * SECOND {
+            let sharers = [1.0, 1.0, 1.0, 2.0, 2.0, 4.0, 8.0][(random.next() % 7) as usize];
+            let share = if is_shared { sharers } else { 1.0 };
+            phases.push(Phase {
+                from_ns,
+                bytes_per_s: bytes_per_s / share,
+            });
+            from_ns += (random.log(3.0, 60.0) * SECOND as f64) as u64;
+        }
+        let hangs = if random.chance(0.3) { 2e-4 } else { 0.0 };
+        Self {
+            random: Random::new(random.next()),
+            phases,
+            latency_ns: random.log(2e4, 5e5) as u64,
+            hangs,
+            free_ns: 0,
+        }
+    }
+
+    /// When a read of so many bytes ends that begins now: one after the other.
+    pub(crate) fn read(&mut self, bytes: u32, now_ns: u64) -> u64 {
+        let start_ns = self.free_ns.max(now_ns);
+        let at = self
+            .phases
+            .partition_point(|phase| phase.from_ns <= start_ns);
+        let rate = self.phases[at.max(1) - 1].bytes_per_s;
+        let noise = 0.8 + 0.4 * self.random.unit();
+        let hang_ns = if self.random.chance(self.hangs) {
+            SECOND
+        } else {
+            0
+        };
+        self.free_ns = start_ns + (f64::from(bytes) / rate * noise * 1e9) as u64 + hang_ns;
+        self.free_ns + self.latency_ns
+    }
+}
+
+/// What is on the directory beside payloads.
+#[derive(Debug)]
+pub(crate) struct Files {
+    table: Vec<u8>,
+    super_bytes: Vec<u8>,
+}
+
+impl Files {
+    /// Files of a new directory, and what the engine is told of it.
+    pub(crate) fn new(capacity: u64) -> (Self, DeviceImage) {
+        let page_bytes = page_bytes_for(capacity);
+        let superblock = Superblock {
+            store_id: 1,
+            page_bytes,
+        };
+        let super_bytes: Vec<u8> = superblock.encode().into();
+        let image = DeviceImage {
+            capacity: capacity / page_bytes * page_bytes,
+            page_bytes,
+            super_bytes: super_bytes.clone(),
+            table: Vec::new().into(),
+        };
+        let table = Vec::new();
+        (Self { table, super_bytes }, image)
+    }
+
+    /// Carries a write out. Returns the checksum that the engine is told.
+    pub(crate) fn write(&mut self, request: &IoRequest) -> u64 {
+        let IoRequest::WriteMeta {
+            file,
+            file_offset,
+            bytes,
+            ..
+        } = request
+        else {
+            return 7;
+        };
+        let held = match file {
+            FileKind::Super => &mut self.super_bytes,
+            _ => &mut self.table,
+        };
+        let at = *file_offset as usize;
+        held.resize(held.len().max(at + bytes.len()), 0);
+        held[at..at + bytes.len()].copy_from_slice(bytes);
+        0
+    }
+}

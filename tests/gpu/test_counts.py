@@ -1,0 +1,306 @@
+"""How much the driver is asked for, by the worker as vLLM calls it: on caches of 40 GiB, prompts of 128k tokens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from fake_cuda import Fake
+from undercroft._core import Arena
+from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
+from undercroft.connector.worker import WorkerConnector
+from undercroft.device.synthetic import SyntheticCache, synthetic_cache
+
+CACHE = 40 << 30
+STAGING = 64 << 20
+
+
+class Model(NamedTuple):
+    """The KV cache of one rank."""
+
+    layout: str
+    layers: int
+    page: int
+    tokens: int
+    """Of a block."""
+
+    @property
+    def blocks(self) -> int:
+        return CACHE // (self.page * self.layers)
+
+    @property
+    def slot(self) -> int:
+        return -(-self.page * self.layers // 4096) * 4096
+
+
+SMALL_PAGES = {
+    "8B": Model("LBNHC", 32, 64 << 10, 16),
+    "70B on 8 ranks": Model("LBNHC", 80, 8 << 10, 16),
+    "MLA": Model("LBNHC", 61, 72 << 10, 64),
+}
+MODELS = {**SMALL_PAGES, "blocks outermost": Model("BLHNC", 32, 64 << 10, 16)}
+
+
+class Rank:
+    """A worker on one device, whose hooks are called as vLLM's model runner does."""
+
+    def __init__(self, model: Model, device: torch.device, slots: int, arena: Any = None) -> None:
+        self.model = model
+        self.cache: SyntheticCache = synthetic_cache(model.page, model.blocks, model.layers, model.layout, device)
+        self.arena = arena or Arena.create(slots * model.slot)
+        self.attached = 0
+        parallel: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1))
+        self.worker = WorkerConnector(parallel, self.cache.config, attach=self._attach)
+        self.worker.register_kv_caches(self.cache.views)
+        self.random = np.random.default_rng(0)
+        self.next = 0
+        self.loaded: set[str] = set()
+        self.saved: set[int] = set()
+        self.failed: set[str | int] = set()
+
+    def _attach(self, socket: str, session: int) -> Any:
+        self.attached += 1
+        return self.arena
+
+    def jobs(self, count: int, blocks: int, session: int = 0) -> list[TransferJob]:
+        """Jobs of so many blocks each, scattered over device and arena."""
+        ids = self.random.permutation(np.arange(1, self.model.blocks))[: count * blocks]
+        slots = self.random.permutation(self.arena.size // self.model.slot)[: count * blocks] * self.model.slot
+        self.next += count
+        parts = zip(np.split(ids, count), np.split(slots, count), strict=True)
+        return [
+            TransferJob(self.next + nth, f"r{self.next + nth}", session, [GroupCopy(0, *part)])
+            for nth, part in enumerate(parts)
+        ]
+
+    def step(self, loads: list[TransferJob] = (), saves: list[TransferJob] = (), session: int = 0) -> None:
+        metadata = UndercroftMetadata("/socket", 0, session, list(loads), list(saves))
+        self.worker.start_load_kv(metadata)
+        self.worker.wait_for_save(metadata)
+        self._collect()
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        if self.worker._copier is not None:
+            self.worker._copier.drain()
+        self._collect()
+
+    def _collect(self) -> None:
+        results = self.worker.get_transfer_results(set())
+        self.loaded |= results.finished_recving
+        self.failed |= results.failed_recving
+        answer = self.worker.build_connector_worker_meta()
+        if answer is not None:
+            self.saved |= answer.saves_ended.keys()
+            self.failed |= answer.saves_failed
+
+    def warm_up(self) -> None:
+        """Attach, pin, and have every buffer made."""
+        self.step(self.jobs(1, 1), self.jobs(1, 1))
+        pinner = self.worker._attached.pinner
+        assert pinner.wait(60) and pinner.pinned_bytes == self.arena.size
+        self.step(self.jobs(1, 1), self.jobs(1, 1))
+        self.finish()
+
+
+@pytest.fixture
+def moves_nothing(fake: Fake) -> Iterator[None]:
+    """Copies of tens of GiB are only counted."""
+    fake.copies_at(-1)
+    yield
+    fake.copies_at(0)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("moves_nothing")
+@pytest.mark.parametrize("direction", ["load", "save"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_of_128k_tokens_costs_one_kernel_and_one_batch_for_each_chunk(
+    fake: Fake, device: torch.device, name: str, direction: str
+) -> None:
+    model = MODELS[name]
+    blocks = (128 << 10) // model.tokens
+    rank = Rank(model, device, blocks)
+    rank.warm_up()
+    chunks = -(-blocks // (STAGING // (model.page * model.layers)))
+    jobs = rank.jobs(1, blocks)
+    before = fake.counts()
+    here = fake.during(lambda: rank.step(**{f"{direction}s": jobs}), here=True)
+    rank.finish()
+    assert not rank.failed
+    assert here == {"events_recorded": 1}, "the model runner's thread asks the driver for nothing else"
+    spent = {key: now - before[key] for key, now in fake.counts().items() if now != before[key]}
+    gathered = name in SMALL_PAGES
+    assert spent.pop("descriptors") <= blocks + chunks * len(range(0, rank.arena.size, 128 << 20))
+    expected = {"events_recorded": 2, "batches": chunks}
+    if gathered:
+        # One upload of row numbers, one kernel for each chunk.
+        expected |= {"launches": chunks, "single_copies": 1}
+    assert spent == expected
+    rank.worker.shutdown()
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_pages_are_moved_sixteen_bytes_at_a_time(fake: Fake, device: torch.device) -> None:
+    rank = Rank(SMALL_PAGES["8B"], device, 64)
+    rank.warm_up()
+    fake.kernels()
+    rank.step(saves=rank.jobs(1, 32))
+    rank.finish()
+    (gather,) = fake.kernels()
+    assert "vectorized_gather_kernelILi16E" in gather
+    rank.step(loads=rank.jobs(1, 32))
+    rank.finish()
+    (scatter,) = fake.kernels()
+    assert "index_copy" in scatter and "OpaqueTypeILi16E" in scatter
+    rank.worker.shutdown()
+
+
+@pytest.mark.usefixtures("moves_nothing")
+@pytest.mark.parametrize("direction", ["load", "save"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_many_requests_is_one_job(fake: Fake, device: torch.device, name: str, direction: str) -> None:
+    rank = Rank(MODELS[name], device, 64)
+    rank.warm_up()
+    jobs = rank.jobs(16, 1)
+    before = fake.counts()
+    here = fake.during(lambda: rank.step(**{f"{direction}s": jobs}), here=True)
+    rank.finish()
+    assert here == {"events_recorded": 1}
+    spent = {key: now - before[key] for key, now in fake.counts().items()}
+    chunks = -(-16 // (STAGING // (rank.model.page * rank.model.layers)))
+    assert spent["batches"] == chunks
+    assert spent["launches"] == chunks * (name in SMALL_PAGES)
+    assert spent["single_copies"] == int(name in SMALL_PAGES)
+    assert spent["events_recorded"] == 1 + chunks
+    rank.worker.shutdown()
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_one_request_that_cannot_be_copied_fails_alone(device: torch.device) -> None:
+    rank = Rank(SMALL_PAGES["8B"], device, 64)
+    rank.warm_up()
+    jobs = rank.jobs(3, 2)
+    jobs[1].groups[0].offsets[1] = rank.arena.size
+    rank.step(loads=jobs)
+    rank.finish()
+    assert rank.loaded >= {job.request_id for job in jobs}
+    assert rank.failed == {jobs[1].request_id}
+    rank.worker.shutdown()
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_a_small_load_does_not_wait_for_the_large_one_behind_it(fake: Fake, device: torch.device) -> None:
+    rank = Rank(SMALL_PAGES["8B"], device, 300)
+    rank.warm_up()
+    (small,), (large,) = rank.jobs(1, 1), rank.jobs(1, 200)
+    fake.copies_at(1e9)
+    rank.step(loads=[small, large])
+    while small.request_id not in rank.loaded:
+        rank.step()
+        time.sleep(0.001)
+    assert large.request_id not in rank.loaded
+    rank.finish()
+    assert large.request_id in rank.loaded and not rank.failed
+    rank.worker.shutdown()
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_copiers_come_and_go_and_nothing_new_is_allocated(fake: Fake, device: torch.device) -> None:
+    rank = Rank(SMALL_PAGES["8B"], device, 64)
+    rank.warm_up()
+    before = fake.counts()
+    for _ in range(12):
+        rank.worker.unregister_kv_caches()
+        rank.worker.restore_kv_caches()
+        rank.step(rank.jobs(1, 40), rank.jobs(1, 40))
+        rank.finish()
+    for session in range(1, 13):
+        rank.step(rank.jobs(1, 40, session), rank.jobs(1, 40, session), session)
+        rank.finish()
+    assert rank.attached == 13
+    after = fake.counts()
+    for what in ("streams", "device_allocations", "host_allocations", "registrations", "unregistrations"):
+        assert after[what] == before[what], what
+    model = torch.cuda.Stream(device)
+    for lane in (rank.worker._copier._pinned[True], rank.worker._copier._pinned[False], rank.worker._copier._unpinned):
+        assert lane._lane.handle != model
+    rank.worker.shutdown()
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_every_registration_is_undone(fake: Fake, device: torch.device) -> None:
+    before = fake.registered_ranges()
+    rank = Rank(SMALL_PAGES["8B"], device, 300)
+    rank.warm_up()
+    assert fake.registered_ranges() > before + 1
+    rank.worker.shutdown()
+    assert fake.registered_ranges() == before
+
+
+class Unserved:
+    """An arena whose engine has gone."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.is_served = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arena, name)
+
+
+@pytest.mark.usefixtures("moves_nothing")
+def test_a_lost_server_does_not_hold_up_the_model_for_unpinning(fake: Fake, device: torch.device) -> None:
+    model = SMALL_PAGES["8B"]
+    before = fake.registered_ranges()
+    rank = Rank(model, device, 300, Unserved(Arena.create(300 * model.slot)))
+    rank.warm_up()
+    rank.arena.is_served = False
+    # The driver takes its time to unpin, as it does for 64 GiB.
+    fake.unregisters_in(0.5)
+    here = fake.during(rank.step, here=True)
+    assert "unregistrations" not in here
+    assert fake.registered_ranges() > before, "the step has returned while the driver still unpins"
+    fake.unregisters_in(0)
+    rank.worker.shutdown()
+    assert fake.registered_ranges() == before
+
+
+ALONE = """
+import sys
+sys.path[:0] = {paths!r}
+import torch
+from fake_cuda import Fake
+from test_counts import SMALL_PAGES, Rank
+torch.cuda.set_device(1)
+fake = Fake()
+fake.copies_at(-1)
+rank = Rank(SMALL_PAGES["8B"], torch.device("cuda", 1), 300)
+rank.step(rank.jobs(1, 20), rank.jobs(1, 20))
+rank.warm_up()
+rank.step(rank.jobs(4, 20), rank.jobs(4, 20))
+rank.finish()
+rank.worker.shutdown()
+print(fake.violations(), fake.has_context(0), fake.has_context(1))
+"""
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_rank_makes_a_context_on_its_own_device_only() -> None:
+    here = Path(__file__).parent
+    paths = [str(here), *(str(here.parent / name) for name in ("unit", "fake_cuda"))]
+    environment = {**os.environ, "FAKE_CUDA_OWN_DEVICE": "1"}
+    script = ALONE.format(paths=paths)
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[] False True"

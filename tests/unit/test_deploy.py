@@ -1,0 +1,182 @@
+"""The examples in deploy/ name options, flags and metrics that exist, and are of the forms that their programs read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import promql_parser
+import pytest
+import yaml
+
+from undercroft.cli.check_config import read_extra_config
+from undercroft.cli.main import build_parser
+from undercroft.config import OPTIONS, UndercroftConfig
+from undercroft.metrics import METRICS, PREFIX, SERVER_METRICS
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())
+DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
+MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+RECORDED = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in RULES["groups"] for rule in group["rules"]]
+
+
+def series() -> dict[str, dict[str, set[str]]]:
+    """Name of each series -> its labels and their values; none known for those that vLLM and Prometheus add."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for metric in (*METRICS, *SERVER_METRICS):
+        labels = {
+            label: {values[index] for values in metric.sources.values()} for index, label in enumerate(metric.labels)
+        }
+        endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[metric.kind]
+        for ending in endings:
+            found[f"{PREFIX}{metric.name}{ending}"] = labels
+    return found
+
+
+def selectors(expression: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The series that a PromQL expression selects, each with its matchers. Raises ValueError if it is none."""
+    text = expression.replace("$__rate_interval", "5m")
+    shown = promql_parser.parse(text).prettify()
+    for name, matchers in re.findall(r"([a-zA-Z_][\w:]*:[\w:]*)(\{[^}]*\})?", shown):
+        yield name, dict(re.findall(r'(\w+)=~?"([^"]*)"', matchers))
+
+
+def check(expression: str) -> None:
+    known = series()
+    chosen = list(selectors(expression))
+    assert chosen, expression
+    for name, matchers in chosen:
+        assert name in known, f"{expression}: there is no series {name}"
+        for label, value in matchers.items():
+            if label == "instance":
+                continue
+            assert label in known[name], f"{expression}: {name} has no label {label}"
+            assert set(value.split("|")) <= known[name][label], f"{expression}: {label} is never {value}"
+    for labels in re.findall(r"(?:by|without) \(([^)]*)\)", expression):
+        wanted = {label.strip() for label in labels.split(",")} - {"instance", "le"}
+        assert all(wanted <= known[name].keys() for name, _ in chosen), f"{expression}: {labels}"
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
+def test_rules_ask_for_series_that_exist(rule: dict[str, Any]) -> None:
+    check(rule["expr"])
+    if "alert" in rule:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        assert re.fullmatch(r"\d+m", rule.get("for", "1m"))
+    else:
+        assert set(rule) == {"record", "expr"}
+
+
+def test_every_failure_has_an_alert() -> None:
+    asked = {name for rule in rules() for name, _ in selectors(rule["expr"])}
+    failures = {name for name in series() if re.search(r"fail|errors|degraded|malformed", name)}
+    assert failures <= asked
+
+
+def test_the_dashboard_asks_for_series_that_exist() -> None:
+    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+    assert len(panels) > 10
+    for panel in panels:
+        for target in panel["targets"]:
+            check(target["expr"])
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= set(
+                re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", target["expr"])))
+            )
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(DASHBOARD["panels"])))
+    assert used == variables
+
+
+def test_panels_lie_beside_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
+def test_manifests_are_of_kubernetes_schema(manifest: dict[str, Any]) -> None:
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def containers() -> Iterator[tuple[str, dict[str, str], list[str]]]:
+    """Each container of the examples: its name, environment, and the arguments that vLLM is given."""
+    for manifest in MANIFESTS:
+        spec = manifest.get("spec", {}).get("template", {}).get("spec", {})
+        for one in spec.get("containers", []):
+            mounted = {mount["name"] for mount in one["volumeMounts"]}
+            assert mounted <= {volume["name"] for volume in spec["volumes"]}
+            yield one["name"], {env["name"]: env["value"] for env in one["env"]}, one.get("args", [])
+    for name, service in COMPOSE["services"].items():
+        yield name, service["environment"], service.get("command", [])
+
+
+def test_containers_are_configured_as_vllm_and_serve_take_it() -> None:
+    seen = set()
+    for name, environment, arguments in containers():
+        ours = {key: value for key, value in environment.items() if key.startswith("UNDERCROFT_")}
+        assert ours.keys() <= {option.env for option in OPTIONS}
+        UndercroftConfig.parse({}, ours)
+        if name.startswith("vllm"):
+            extra = read_extra_config(arguments[arguments.index("--kv-transfer-config") + 1])
+            assert UndercroftConfig.parse(extra, {}).server == "unix:///run/undercroft/serve.sock"
+            assert environment["PYTHONHASHSEED"]
+        seen.add(name)
+    assert seen == {"undercroft", "vllm", "vllm-0", "vllm-1"}
+
+
+def dockerfile(name: str, instruction: str) -> list[str]:
+    """The JSON arguments of an instruction."""
+    text = (DEPLOY / name).read_text().replace("\\\n", " ")
+    (found,) = re.findall(rf"^{instruction}.*?(\[.*\])$", text, re.MULTILINE)
+    return json.loads(found)
+
+
+def test_images_and_probes_call_commands_that_exist() -> None:
+    commands = [dockerfile("Dockerfile.serve", "ENTRYPOINT"), dockerfile("Dockerfile.serve", "HEALTHCHECK")]
+    (daemon,) = [manifest for manifest in MANIFESTS if manifest["kind"] == "DaemonSet"]
+    (server,) = daemon["spec"]["template"]["spec"]["containers"]
+    commands += [server[probe]["exec"]["command"] for probe in ("startupProbe", "livenessProbe")]
+    unit = (DEPLOY / "undercroft.service").read_text()
+    commands.append(re.search(r"^ExecStart=\S*/(undercroft .*)$", unit, re.MULTILINE)[1].split())
+    for command in commands:
+        assert command[0] == "undercroft"
+        args = build_parser(command[1]).parse_args(command[1:])
+        assert args.socket == "/run/undercroft/serve.sock"
+    environment = dict(re.findall(r"^Environment=(\w+)=(\S+)$", unit, re.MULTILINE))
+    assert UndercroftConfig.parse({}, environment).disk_path == ("/var/cache/undercroft",)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "vllm:undercroft_none > 0",
+        "rate(vllm:undercroft_lookups_total[5m]",
+        'vllm:undercroft_blocks{tier="tape"}',
+        'vllm:undercroft_sessions{tier="host"}',
+        "sum by (reason) (vllm:undercroft_blocks)",
+    ],
+)
+def test_a_mistake_in_an_expression_is_found(expression: str) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        check(expression)

@@ -1,0 +1,41 @@
+"""What `undercroft status` says of the planner."""
+
+import pytest
+
+from undercroft.cli import planning
+
+STATS = {
+    "plan_disk_bytes_per_s": 3_100_000_000,
+    "plan_disk_latency_seconds": 0.0005,
+    "plan_copy_bytes_per_s": 25_000_000_000,
+    "plan_copy_latency_seconds": 0.002,
+    "plan_prefill_tokens_per_s": 34_000,
+    "plan_prefill_tokens_per_s_32k": 20_000,
+    "plan_bytes_per_token": 131_072,
+}
+
+
+def test_time_of_computing_grows_with_the_position():
+    assert planning.compute_s(STATS, 34) == pytest.approx(0.001, rel=0.01)
+    # A prompt of 32,768 tokens is computed at the mean of the times of its first and its last token.
+    mean = (1 / 34_000 + 1 / 20_000) / 2
+    assert planning.compute_s(STATS, 32768) == pytest.approx(32768 * mean, rel=0.001)
+
+
+def test_one_sentence_tells_from_which_length_on_the_disk_is_read():
+    slow = planning.sentence(STATS)
+    assert slow.startswith("disk 2.887 GiB/s; this model breaks even at 3.816 GiB/s for 8192 tokens: ")
+    assert slow.endswith("prefixes of 131072 tokens and more are loaded")
+    fast = planning.sentence(STATS | {"plan_disk_bytes_per_s": 14_000_000_000})
+    assert fast.endswith("prefixes of 512 tokens and more are loaded")
+    none = planning.sentence(STATS | {"plan_disk_bytes_per_s": 100_000_000})
+    assert none.endswith("prefixes on disk are computed")
+
+
+def test_nothing_is_said_before_enough_was_measured():
+    assert planning.sentence(STATS | {"plan_prefill_tokens_per_s": 0}) == ""
+    assert planning.sentence({}) == ""
+
+
+def test_the_table_has_a_row_for_each_length():
+    assert [row[0] for row in planning.table(STATS)] == [str(tokens) for tokens in planning.LENGTHS]
