@@ -29,7 +29,7 @@ except ImportError:  # 0.31: hits are not split by tier
     CacheHitSource = None
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -55,6 +55,7 @@ __all__ = [
     "caps_external_hits",
     "device_hit_tokens",
     "event_hash",
+    "event_hasher",
     "event_spec",
     "group_kind",
     "group_window",
@@ -87,21 +88,34 @@ def vllm_release() -> str:
     return ".".join(__version__.split(".")[:2])
 
 
+def _known_fields(event: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
+    known = event.__struct_fields__
+    return {name: value for name, value in fields.items() if name in known}
+
+
 def block_stored(**fields: Any) -> BlockStored:
     """The event with those of the fields that this vLLM has."""
-    known = BlockStored.__struct_fields__
-    return BlockStored(**{name: value for name, value in fields.items() if name in known})
+    return BlockStored(**_known_fields(BlockStored, fields))
 
 
 def block_removed(**fields: Any) -> BlockRemoved:
     """As `block_stored`."""
-    known = BlockRemoved.__struct_fields__
-    return BlockRemoved(**{name: value for name, value in fields.items() if name in known})
+    return BlockRemoved(**_known_fields(BlockRemoved, fields))
 
 
 def event_hash(block_hash: bytes) -> Any:
     """A block hash as events have it."""
     return kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
+
+
+def event_hasher() -> Callable[[bytes], Any]:
+    """`event_hash`, without asking vLLM's environment for each block."""
+    probe = bytes(range(32))
+    if event_hash(probe) == probe:
+        return lambda block_hash: block_hash
+    if event_hash(probe) == int.from_bytes(probe[-8:], "big"):
+        return lambda block_hash: int.from_bytes(block_hash[-8:], "big")
+    return event_hash
 
 
 def event_spec(spec: KVCacheSpec) -> tuple[str | None, int | None]:

@@ -45,6 +45,13 @@ class _Source:
     session_id: str | None
 
 
+_Change = tuple[bool, bool, int, bytes, bytes | None]
+"""Stored or removed, on disk, the engine's group, the block's hash, and the one before."""
+_Place = tuple[_Source | None, int]
+"""The request that a block's tokens are known of, and the engine's block in it."""
+_NOWHERE: _Place = (None, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """What events say of a KV cache group."""
@@ -59,6 +66,7 @@ class Events:
 
     def __init__(self, session: Session, groups: Groups, kv_cache_config: KVCacheConfig) -> None:
         self._session = session
+        self._name = compat.event_hasher()
         self._block_size = groups.engine_block_size
         self._groups = groups
         self._told: dict[int, _Group] = {}
@@ -67,7 +75,7 @@ class Events:
             if of_engine.block_tokens and of_engine.index == of_engine.per_block - 1:
                 spec = kv_cache_config.kv_cache_groups[of_engine.group].kv_cache_spec
                 self._told[index] = _Group(of_engine.group, *compat.event_spec(spec))
-        self._sources: dict[bytes, tuple[_Source, int]] = {}
+        self._sources: dict[bytes, _Place] = {}
         self._live: dict[str, tuple[Request, int]] = {}
         """Requests that have not finished, and how many of the blocks of each are remembered."""
         self.more = True
@@ -75,8 +83,7 @@ class Events:
 
     def arrived(self, request: Request) -> None:
         """A request has arrived: the tokens of its blocks are known from now on."""
-        self._live[request.request_id] = request, 0
-        self._remember(request, 0)
+        self._live[request.request_id] = request, self._remember(request, 0)
 
     def finished(self, request: Request) -> None:
         """A request has finished. The tokens of its blocks stay known until too many others are."""
@@ -122,14 +129,17 @@ class Events:
         events: list[Any] = [compat.AllBlocksCleared()] if cleared else []
         run = _Run(self)
         for change in changes:
-            if change[2] in self._told and not run.takes(change):
+            if change[2] not in self._told:
+                continue
+            at = self._sources.get(change[3], _NOWHERE) if change[0] else _NOWHERE
+            if not run.takes(change, at):
                 events += run.end()
-                run.begin(change)
+                run.begin(change, at)
         return events + run.end()
 
-    def event(self, first: tuple[bool, bool, int, bytes, bytes | None], hashes: Sequence[bytes]) -> Any:
-        """One event for a run of blocks that begins with ``first``."""
-        stored, on_disk, engine_group, block_hash, parent = first
+    def event(self, first: _Change, hashes: Sequence[bytes], at: _Place) -> Any:
+        """One event for a run of blocks that begins with ``first``, whose tokens are ``at``."""
+        stored, on_disk, engine_group, _, parent = first
         group = self._told[engine_group]
         place = {
             "medium": compat.MEDIUM_STORAGE if on_disk else compat.MEDIUM_CPU,
@@ -137,17 +147,17 @@ class Events:
             "locality": "LOCAL",
             "ownership": OWNERSHIP,
         }
-        names = [compat.event_hash(each) for each in hashes]
+        names = [self._name(each) for each in hashes]
         if not stored:
             return compat.block_removed(block_hashes=names, **place)
-        source, index = self._sources.get(block_hash, (None, 0))
+        source, index = at
         tokens: list[int] = []
         if source is not None:
-            at = (index - source.first) * self._block_size
-            tokens = source.tokens[at : at + len(hashes) * self._block_size].tolist()
+            begin = (index - source.first) * self._block_size
+            tokens = source.tokens[begin : begin + len(hashes) * self._block_size].tolist()
         return compat.block_stored(
             block_hashes=names,
-            parent_block_hash=None if parent is None else compat.event_hash(parent),
+            parent_block_hash=None if parent is None else self._name(parent),
             token_ids=tokens,
             block_size=self._block_size,
             lora_id=source.lora_id if source is not None else None,
@@ -158,42 +168,36 @@ class Events:
             **place,
         )
 
-    def source(self, block_hash: bytes) -> tuple[_Source | None, int]:
-        """The request that a block is known of, and the block's place in it."""
-        return self._sources.get(block_hash, (None, 0))
-
 
 class _Run:
     """Changes that follow on one another and make one event: a chain that came, or blocks that left."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
-        self._first: tuple[bool, bool, int, bytes, bytes | None] | None = None
+        self._first: _Change | None = None
         self._hashes: list[bytes] = []
-        self._source: tuple[_Source | None, int] = (None, 0)
+        self._at: _Place = _NOWHERE
 
-    def begin(self, change: tuple[bool, bool, int, bytes, bytes | None]) -> None:
-        """Start with a change."""
-        self._first, self._hashes = change, [change[3]]
-        self._source = self._events.source(change[3])
+    def begin(self, change: _Change, at: _Place) -> None:
+        """Start with a change of a block whose tokens are ``at``."""
+        self._first, self._hashes, self._at = change, [change[3]], at
 
-    def takes(self, change: tuple[bool, bool, int, bytes, bytes | None]) -> bool:
+    def takes(self, change: _Change, at: _Place) -> bool:
         """Whether a change goes on with the run, and is in it now."""
         first = self._first
         if first is None or change[:3] != first[:3]:
             return False
         if change[0]:
-            source, at = self._source
-            found, index = self._events.source(change[3])
-            follows = change[4] == self._hashes[-1]
-            if not follows or found is not source or (found is not None and index != at + len(self._hashes)):
+            source, index = self._at
+            expected = _NOWHERE if source is None else (source, index + len(self._hashes))
+            if change[4] != self._hashes[-1] or at[0] is not source or at[1] != expected[1]:
                 return False
         self._hashes.append(change[3])
         return True
 
     def end(self) -> list[Any]:
         """The event, if there is a change."""
-        return [] if self._first is None else [self._events.event(self._first, self._hashes)]
+        return [] if self._first is None else [self._events.event(self._first, self._hashes, self._at)]
 
 
 class NoEvents:

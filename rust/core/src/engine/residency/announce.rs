@@ -46,7 +46,7 @@ impl Residency {
         let payloads = (0u8..).zip(self.node(id).payloads());
         let in_tiers = payloads.flat_map(|(group, payload)| {
             let tiers = Tier::ALL.into_iter();
-            let tiers = tiers.filter(|&tier| payload.is_readable(tier));
+            let tiers = tiers.filter(move |&tier| payload.is_readable(tier));
             tiers.map(move |tier| (group, tier))
         });
         in_tiers.collect()
