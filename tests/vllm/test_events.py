@@ -181,12 +181,11 @@ def test_a_router_knows_what_the_engine_has_after_random_operations(
             running.generate(ids, 1)
             if chance.random() < 0.3:
                 running.idle_steps()
-                running.reset_device_cache()
                 flush(running)
                 publish(running)
                 assert router.follow() == content(running)
                 compared += 1
-        nothing_left(running)
+        nothing_left(running, reset=False)
         publish(running)
         assert router.follow() == content(running)
         evictions += stats(running)["host_evictions"] + stats(running)["disk_evictions"]
@@ -200,7 +199,7 @@ def test_a_restart_announces_what_the_disk_holds(
 ) -> None:
     first, before = route(llama, disk(tmp_path, "256MiB"), blocks=64)
     first.generate(prompt(897), 1)
-    nothing_left(first)
+    nothing_left(first, reset=False)
     publish(first)
     on_disk = {payload for payload in before.follow() if payload[2] == "STORAGE"}
     assert len(on_disk) == 7
