@@ -161,7 +161,7 @@ def main() -> None:
     lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
     factors = [float(rate) for rate in arguments.rates.split(",")]
     each = 4 * arguments.requests if arguments.lies else 2 * len(factors) * (arguments.requests + SETTLE) + LEARN
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as root:
+    with tempfile.TemporaryDirectory() as root:
         model = make_llama(Path(root) / "llama")
         ways = ("planned", "compute") if arguments.lies else WAYS
         sides = [Side(way, model, Path(root) / way, lengths, each) for way in ways]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-INDEX_BYTES_PER_NODE = 170
-"""Memory of the index for each hash block, as `undercroft bench recover` measures it."""
+INDEX_BYTES_PER_NODE = 112
+"""Memory of the index for each hash block, at most: `undercroft bench recover` measures it."""
 INDEX_BYTES_PER_GROUP = 24
 """More for each group where there are several."""
 BOUNDARY_TOKENS = 8192

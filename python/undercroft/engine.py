@@ -56,12 +56,16 @@ def io_engine(info: dict[str, Any]) -> str:
 
 
 def start_line(
-    info: dict[str, Any], namespace: str, where: str = "", tokens_in: Callable[[int], int] | None = None
+    info: dict[str, Any],
+    namespace: str,
+    where: str = "",
+    tokens_in: Callable[[int], int] | None = None,
+    index_bytes: Callable[[int], int] | None = None,
 ) -> str:
     """One line on what was configured and found; ``info`` is that of `_core.Engine.info`.
 
     ``where``: whose engine it is, if it is not this process's. ``tokens_in``: the tokens of the model that a tier of so
-    many bytes holds.
+    many bytes holds. ``index_bytes``: the memory of the index of so many tokens.
     """
     if not info:
         return f"undercroft: {where} is not there yet; serving without it until it is; namespace {namespace[:12]}"
@@ -83,6 +87,9 @@ def start_line(
         )
     if not info.get("disks"):
         parts.append("no disk tier")
+    if tokens_in is not None and index_bytes is not None:
+        tiers = [info["host_memory"], *(disk["capacity"] for disk in info.get("disks", ()) if "capacity" in disk)]
+        parts.append(f"index up to {format_size(sum(index_bytes(tokens_in(tier)) for tier in tiers))}")
     if name := io_engine(info):
         parts.append(f"IO engine {name}{_shortfall(info)}")
     parts.append(f"namespace {namespace[:12]}")

@@ -167,7 +167,9 @@ EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptu
   return cudaStreamIsCapturing(stream, status);
 }
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  std::swap(capture_mode, *mode);
+  const auto before = static_cast<cudaStreamCaptureMode>(capture_mode());
+  capture_mode() = *mode;
+  *mode = before;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* runnable, cudaGraph_t graph, unsigned long long) {

@@ -1,6 +1,6 @@
 """The `swap_blocks_batch` of vLLM's CUDA wheels over the fake CUDA, called as undercroft calls it.
 
-`make test-cuda-wheels` fetches the extensions (340 MB for each version, once) and names them here; else this is skipped.
+`make test-cuda-wheels` fetches the extensions (340 MB for each version, once) and names them here; skipped without.
 """
 
 from __future__ import annotations

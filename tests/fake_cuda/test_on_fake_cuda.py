@@ -15,6 +15,7 @@ GPU = Path(__file__).parents[1] / "gpu"
 FILES = sorted(path.name for path in GPU.glob("test_*.py"))
 
 
+@pytest.mark.timeout(700)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs on the GPU")
 @pytest.mark.parametrize("file", FILES)
 def test_gpu_tests_pass(file: str, tmp_path: Path) -> None:
@@ -22,6 +23,6 @@ def test_gpu_tests_pass(file: str, tmp_path: Path) -> None:
         pytest.skip(missing)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(GPU / file)]
     command += [f"--basetemp={tmp_path / 'inner'}"]
-    ran = subprocess.run(command, env=fake_cuda.environment(), capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(command, env=fake_cuda.environment(), capture_output=True, text=True, timeout=650)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-4000:]
     assert " passed" in ran.stdout, ran.stdout

@@ -19,6 +19,7 @@ from fake_cuda import Fake
 from undercroft._core import Arena
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
 from undercroft.connector.worker import WorkerConnector
+from undercroft.device.pinning import chunk_bytes
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
 
 CACHE = 40 << 30
@@ -51,13 +52,27 @@ SMALL_PAGES = {
 MODELS = {**SMALL_PAGES, "blocks outermost": Model("BLHNC", 32, 64 << 10, 16)}
 
 
+class Sparse:
+    """An arena of any size, without memory behind it. Its engine runs until the test says otherwise."""
+
+    def __init__(self, size: int) -> None:
+        self._arena = Arena.create(size)
+        self.is_served = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arena, name)
+
+    def prefault(self, offset: int, size: int) -> None:
+        pass
+
+
 class Rank:
     """A worker on one device, whose hooks are called as vLLM's model runner does."""
 
-    def __init__(self, model: Model, device: torch.device, slots: int, arena: Any = None) -> None:
+    def __init__(self, model: Model, device: torch.device, slots: int) -> None:
         self.model = model
         self.cache: SyntheticCache = synthetic_cache(model.page, model.blocks, model.layers, model.layout, device)
-        self.arena = arena or Arena.create(slots * model.slot)
+        self.arena = Sparse(slots * model.slot)
         self.attached = 0
         parallel: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1))
         self.worker = WorkerConnector(parallel, self.cache.config, attach=self._attach)
@@ -141,7 +156,7 @@ def test_a_prompt_of_128k_tokens_costs_one_kernel_and_one_batch_for_each_chunk(
     assert here == {"events_recorded": 1}, "the model runner's thread asks the driver for nothing else"
     spent = {key: now - before[key] for key, now in fake.counts().items() if now != before[key]}
     gathered = name in SMALL_PAGES
-    assert spent.pop("descriptors") <= blocks + chunks * len(range(0, rank.arena.size, 128 << 20))
+    assert spent.pop("descriptors") <= blocks + chunks * len(range(0, rank.arena.size, chunk_bytes(rank.arena.size)))
     expected = {"events_recorded": 2, "batches": chunks}
     if gathered:
         # One upload of row numbers, one kernel for each chunk.
@@ -248,22 +263,10 @@ def test_every_registration_is_undone(fake: Fake, device: torch.device) -> None:
     assert fake.registered_ranges() == before
 
 
-class Unserved:
-    """An arena whose engine has gone."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self.is_served = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._arena, name)
-
-
 @pytest.mark.usefixtures("moves_nothing")
 def test_a_lost_server_does_not_hold_up_the_model_for_unpinning(fake: Fake, device: torch.device) -> None:
-    model = SMALL_PAGES["8B"]
     before = fake.registered_ranges()
-    rank = Rank(model, device, 300, Unserved(Arena.create(300 * model.slot)))
+    rank = Rank(SMALL_PAGES["8B"], device, 300)
     rank.warm_up()
     rank.arena.is_served = False
     # The driver takes its time to unpin, as it does for 64 GiB.

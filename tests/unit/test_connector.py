@@ -220,6 +220,8 @@ def test_start_line():
     )
     in_tokens = start_line(info, "ab", tokens_in=lambda size: size >> 20)
     assert "host memory 16 GiB (16,384 tokens) in huge pages; disk /cache 1 TiB (1,048,576 tokens), " in in_tokens
+    index = start_line(info, "ab", tokens_in=lambda size: size >> 20, index_bytes=lambda tokens: tokens * 7)
+    assert "; index up to 7.109 MiB; IO engine" in index
     memory_only = start_line({"host_memory": 1 << 30, "disks": [], "io_engine": "thread_pool"}, "ab")
     assert memory_only == "undercroft: host memory 1 GiB; no disk tier; namespace ab"
     assert "io_uring without registered buffers (RLIMIT_MEMLOCK" in start_line(info | {"registered_buffers": False}, "")

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from undercroft import _core
 from undercroft.config import UndercroftConfig
 from undercroft.connector.differences import ignored_options
+from undercroft.connector.groups import GroupRegistration
 from undercroft.connector.idle_gauges import IdleGauges
 from undercroft.connector.prometheus import UndercroftPromMetrics
 from undercroft.connector.stats import EngineStats
@@ -86,6 +87,7 @@ def test_options_that_do_not_count_are_named(tmp_path: Path) -> None:
     second = open_engine(config)
     try:
         assert second.is_shared
+        second.register("{}", [GroupRegistration("full", 16, 4096, 0)], 16, 16, 0)
         until(lambda: bool(second.info()))
         ignored = ignored_options(config, second.info())
         assert [one.split()[0] for one in ignored] == [

@@ -118,14 +118,12 @@ def test_a_boundary_takes_part_of_the_room() -> None:
     assert capacity.tokens_in(1 << 20, [Group("full", 16, 1 << 26)]) == 0
 
 
-def test_the_index_takes_what_is_said() -> None:
-    import tempfile
-
-    from undercroft_bench import _bench
-
-    with tempfile.TemporaryDirectory() as directory:
-        measured = _bench.recover(directory, 300_000)["bytes_per_block"]
-    assert 0.7 < measured / capacity.INDEX_BYTES_PER_NODE < 1.15
+def test_the_index_takes_what_is_said(tmp_path: Path) -> None:
+    # A process of its own: what this one has freed would be used again, and not be counted.
+    command = [sys.executable, "-m", "undercroft.cli.main", "bench", "recover", "--path", str(tmp_path), "--json"]
+    done = subprocess.run([*command, "--blocks", "400000"], check=True, capture_output=True, text=True)
+    measured = json.loads(done.stdout)["bytes_per_block"]
+    assert 0.6 < measured / capacity.INDEX_BYTES_PER_NODE < 1.15
 
 
 def test_size_prints_tokens_without_vllm(tmp_path: Path) -> None:

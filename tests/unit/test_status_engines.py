@@ -43,7 +43,7 @@ def test_an_embedded_engine_is_found_by_its_directory(
 
 
 def test_all_engines_of_the_user_are_listed_and_one_alone_is_shown(
-    embedded: list[_core.Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    embedded: list[_core.Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What a dead process left behind.
     (tmp_path / "run" / "undercroft" / "1-00.sock").touch()
@@ -54,6 +54,14 @@ def test_all_engines_of_the_user_are_listed_and_one_alone_is_shown(
     assert all(any(f"store{number}" in line and "unix://" in line for line in lines) for number in range(2))
     embedded[0].close()
     found = shown(capsys)
+
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("time.sleep", interrupt)
+        assert main.main(["status", "--watch", "1", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["socket"] == found["socket"]
     assert found["stats"]["host_capacity_bytes"] == embedded[1].stats()["host_capacity_bytes"]
     embedded[1].close()
     assert main.main(["status"]) == 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
@@ -30,11 +31,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.worker.gpu_worker import Worker
 
 import undercroft
 from fake_config import kv_cache_config, vllm_config
 from test_imports import run_time_nodes
-from undercroft import log, plugin, vllm_patches
+from undercroft import log, plugin, registration, vllm_patches
 from undercroft.compat import KVConnectorRole
 from undercroft.connector.connector import UndercroftConnector
 from undercroft.errors import ConfigError
@@ -73,6 +75,8 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (Scheduler, "reset_prefix_cache"),
     (EngineCore, "sleep"),
     (EngineCore, "collective_rpc"),
+    (Worker, "sleep"),
+    (Worker, "wake_up"),
     (BeamSearchOfflineMixin, "beam_search"),
     (BeamSearchOnlineMixin, "beam_search"),
     (app, "init_entrypoints_middleware"),
@@ -143,6 +147,7 @@ def apply_all() -> None:
     plugin.register()
     vllm_patches.tell_adapters_apart(lambda _: "key", lambda _: None)
     vllm_patches.exempt_requests()
+    vllm_patches.end_copies_before_sleep(lambda _: ())
 
 
 def is_patched(owner: Any, name: str) -> bool:
@@ -477,3 +482,42 @@ def test_only_the_patches_change_objects_of_vllm() -> None:
 def test_architecture_has_the_table() -> None:
     text = ARCHITECTURE.read_text(encoding="utf-8")
     assert vllm_patches.patch_table() in text, "copy the output of undercroft.vllm_patches.patch_table() into it"
+
+
+class Sleeping:
+    """Stands in for an undercroft connector in a worker."""
+
+    is_undercroft = True
+
+    def __init__(self, told: list[str]) -> None:
+        self.unregister_kv_caches = lambda: told.append("copies end")
+        self.restore_kv_caches = lambda: told.append("copies begin")
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_copies_end_before_the_device_loses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    group: Any = SimpleNamespace(_connectors=[Sleeping(told)])
+    monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: group)
+    monkeypatch.setattr(Worker, "sleep", lambda self, level=1: told.append(f"sleep {level}"))
+    monkeypatch.setattr(Worker, "wake_up", lambda self, tags=None: told.append(f"wake {tags}"))
+    # Newer versions of vLLM call connectors themselves.
+    called_by_vllm = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+    assert vllm_patches.end_copies_before_sleep(registration.ours_in)
+    worker: Any = object.__new__(Worker)
+    worker.sleep(2)
+    worker.wake_up(["weights"])
+    worker.wake_up(tags=["kv_cache"])
+    if called_by_vllm:
+        assert told == ["sleep 2", "wake ['weights']", "wake ['kv_cache']"]
+    else:
+        assert told == ["copies end", "sleep 2", "wake ['weights']", "wake ['kv_cache']", "copies begin"]
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_sleep_without_a_connector_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: False)
+    monkeypatch.setattr(Worker, "sleep", lambda self, level=1: level)
+    assert vllm_patches.end_copies_before_sleep(fail)
+    assert object.__new__(Worker).sleep(2) == 2

@@ -57,11 +57,13 @@ def run(args: argparse.Namespace) -> int:
     socket = args.socket
     if args.disk_path is not None:
         socket = engines.of_directory(args.disk_path)
-    elif socket is None and args.watch is None and len(found := engines.all_of_user()) > 1:
-        _list(found, as_json=args.json)
-        return 0
     elif socket is None:
-        socket = found[0]["socket"] if args.watch is None and found else default_socket()
+        found = engines.all_of_user()
+        if len(found) > 1 and args.watch is None:
+            _list(found, as_json=args.json)
+            return 0
+        # Several are not watched at once.
+        socket = found[0]["socket"] if len(found) == 1 else default_socket()
     if args.watch is not None:
         return _watch(socket, args.watch, as_json=args.json)
     first = engines.ask(socket)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from undercroft._core import Arena
+from undercroft.connector.attaching import AttachAttempt
 from undercroft.device.factory import pin_arena
 
 if TYPE_CHECKING:
     import torch
+
+    from undercroft.connector.announcement import Announced
 
 
 class AttachedArena:
@@ -50,3 +54,31 @@ class AttachedArena:
     def _unpin(self) -> None:
         if self.pinner is not None:
             self.pinner.close()
+
+
+class EarlyAttempt(AttachAttempt):
+    """Attaches the arena before any job needs it, and pins it from then on."""
+
+    def __init__(self, attach: Callable[[str, int], Arena], device: torch.device, announced: Announced) -> None:
+        self.announced = announced
+        self._lock = threading.Lock()
+        self._is_wanted = True
+        self._attached: AttachedArena | None = None
+
+        def attach_and_pin(socket: str, session: int) -> Arena:
+            arena = attach(socket, session)
+            with self._lock:
+                if not self._is_wanted or arena.arena_id != announced.arena_id:
+                    arena.let_go()
+                else:
+                    self._attached = AttachedArena(device, arena)
+            return arena
+
+        super().__init__(attach_and_pin, announced.socket, announced.session)
+
+    def take(self) -> AttachedArena | None:
+        """The arena, which is the caller's from now on; None if it is not attached. It will not be any more."""
+        with self._lock:
+            self._is_wanted = False
+            attached, self._attached = self._attached, None
+            return attached

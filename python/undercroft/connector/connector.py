@@ -26,6 +26,7 @@ from undercroft.compat import (
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
+from undercroft.connector.announcement import Announcement
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
 from undercroft.connector.groups import Groups, why_unsupported
@@ -39,7 +40,7 @@ from undercroft.connector.weights import Digests, digests_file
 from undercroft.device.layout import group_shard_bytes, kv_replicas
 from undercroft.engine import open_engine, start_line
 from undercroft.log import LogOnce, logger
-from undercroft.registration import register_name
+from undercroft.registration import ours_in, register_name
 from undercroft.threshold import for_connector
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
         config = UndercroftConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._announcement = Announcement(config, str(self._kv_transfer_config.engine_id))
         reason = why_unsupported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             for message in unknown_environment():
@@ -123,6 +125,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
             # A server may be frozen or gone; an engine of vLLM's own is as alive as vLLM.
             timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
+            vllm_patches.end_copies_before_sleep(ours_in)
             self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s)
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
@@ -170,15 +173,24 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._recorder = Recorder(Path(config.record + suffix), groups)
             tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
             self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
-            logger.info(start_line(engine.info(), session.namespace, _whose(engine, config), tokens_in))
+            index_bytes = partial(capacity.index_bytes, groups=registration)
+            whose = _whose(engine, config)
+            logger.info(start_line(engine.info(), session.namespace, whose, tokens_in, index_bytes))
             if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
                 logger.warning("undercroft: the options of the engine that is shared count: %s", "; ".join(ignored))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
+            self._announce(engine)
         except BaseException:
             engine.close()
             raise
         self._engine = engine
+
+    def _announce(self, engine: Engine) -> None:
+        try:
+            self._announcement.write(engine.arena)
+        except OSError as error:
+            logger.warning("undercroft: host memory is pinned only from the first request on: %s", error)
 
     def _report(self, hook: str, error: Exception) -> None:
         """Count an error that was caught in a hook, and log the first of its kind."""
@@ -257,6 +269,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
                 closing.callback(self._engine.close)
+                closing.callback(self._announcement.withdraw)
             if self._engine_stats is not None:
                 closing.callback(self._engine_stats.close)
             if self._scheduler is not None:
@@ -301,6 +314,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                     unread_tokens = self._scheduler.unread_tokens(request)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
+        if self._recorder is not None and answer[0] is not None:
+            self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         if answer[0] is None or self._threshold is None or self._is_child:
             return answer
         return self.judge(request, num_computed_tokens, answer, unread_tokens)
@@ -352,6 +367,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     @_fail_open(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See `SchedulerConnector.update_state_after_alloc`."""
+        if self._recorder is not None:
+            self._recorder.admitted(request.request_id)
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -449,7 +466,18 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._resets is not None:
             self._resets.weights_may_change(is_paused)
 
+    @_fail_open(_nothing)
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Called when every worker has been asked for its metadata, and so has read the announcement."""
+        self._announcement.withdraw()
+
     # The worker's half
+
+    @_fail_open(_nothing)
+    def get_handshake_metadata(self) -> None:
+        """Called once the scheduler's half is there, before the first step. There is nothing to hand over."""
+        if self._worker is not None and (announced := self._announcement.read()) is not None:
+            self._worker.attach_early(announced)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The device's memory. A layout that cannot be served refuses the start."""

@@ -43,19 +43,32 @@ class Recorder:
         self._path = path
         self._key = os.urandom(32)
         self._pending: queue.SimpleQueue[tuple[float, int, int, int, Sequence[bytes]] | None] = queue.SimpleQueue()
+        self._cached: dict[str, int] = {}
+        self._admitted: set[str] = set()
         self._left_out = 0
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
 
+    def looked_up(self, request_id: str, cached: int) -> None:
+        """So many tokens need not be computed, as far as is known now."""
+        if request_id not in self._admitted:
+            self._cached[request_id] = cached
+
+    def admitted(self, request_id: str) -> None:
+        """The request runs with what was found. After a preemption it is looked up again, which does not count."""
+        self._admitted.add(request_id)
+
     def finished(self, request: Request) -> None:
         """A request has ended; its block hashes do not change any more."""
+        cached = self._cached.pop(request.request_id, 0)
+        self._admitted.discard(request.request_id)
         if self._is_over:
             return
         if self._pending.qsize() >= PENDING_MAX:
             self._left_out += 1
             return
-        prompt, cached = request.num_prompt_tokens, max(0, getattr(request, "num_cached_tokens", 0) or 0)
+        prompt = request.num_prompt_tokens
         # The last token has no KV.
         blocks = max(0, request.num_tokens - 1) // self._groups.hash_block_size
         self._pending.put(

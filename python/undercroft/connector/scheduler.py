@@ -65,9 +65,8 @@ class SchedulerConnector:
     ) -> None:
         """Make the half of one scheduler.
 
-        ``arena`` tells where the workers attach, ``report`` takes an error
-        that was caught and the hook it happened in. ``needed_tokens`` tells
-        how many tokens must be cached for a request to be served.
+        ``arena`` tells where the workers attach, ``report`` takes an error that was caught and the hook it happened in.
+        ``needed_tokens`` tells how many tokens must be cached for a request to be served.
         """
         self._needed_tokens = needed_tokens
         self._report = report
@@ -78,8 +77,7 @@ class SchedulerConnector:
         self._arena = arena
         self._lookup = request_params.of_request(None, config)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
-        self._tails = Tails(session, groups)
-        self.steps = Steps(session)
+        self._tails, self.steps = Tails(session, groups), Steps(session)
         self._least = max(1, config.min_load_tokens or 0)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}

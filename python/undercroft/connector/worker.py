@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
-from undercroft.connector.attached import AttachedArena
+from undercroft.connector.announcement import Announced
+from undercroft.connector.attached import AttachedArena, EarlyAttempt
 from undercroft.connector.attaching import AttachAttempt
 from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.device.api import DeviceCopier, Job
-from undercroft.device.factory import make_copier
+from undercroft.device.factory import make_copier, uses_pinned
 from undercroft.device.layout import DeviceLayout, device_layout, kv_replicas
 from undercroft.log import LogOnce
 
@@ -83,6 +84,8 @@ class WorkerConnector:
         self._attached: AttachedArena | None = None
         self._kept: AttachedArena | None = None
         """The arena of a session that was lost, pinned still, in case that the next session has the same one."""
+        self._early: EarlyAttempt | None = None
+        """Attaches the arena before the first step; taken over by it."""
         self._unpinning: list[threading.Thread] = []
         self._arena_key: tuple[str, int, int] | None = None
         self._attach_timeout_s = attach_timeout_s
@@ -101,6 +104,11 @@ class WorkerConnector:
         """Find the pages of the KV cache. Raises LayoutError if they cannot be copied; every job then fails."""
         self._kv_caches = dict(kv_caches)
         self._layout = device_layout(self._config, kv_caches)
+
+    def attach_early(self, announced: Announced) -> None:
+        """Attach and pin the arena before the first step, in the background, if this device copies faster then."""
+        if self._layout is not None and uses_pinned(self._layout.device) and self._arena_key is None:
+            self._early = EarlyAttempt(self._attach, self._layout.device, announced)
 
     def unregister_kv_caches(self) -> None:
         """The device memory is about to go (sleep): end all copies and forget where the pages lie.
@@ -271,6 +279,7 @@ class WorkerConnector:
 
     def _leave_old_arena(self, metadata: UndercroftMetadata) -> None:
         """End the copies of a session that is over; keep the memory only while the next session may have the same."""
+        self._take_over_early()
         if self._kept is not None and self._kept.arena_id != metadata.arena_id:
             self._discard(self._kept)
             self._kept = None
@@ -288,6 +297,7 @@ class WorkerConnector:
 
     def _release_arena(self) -> None:
         """End all copies, and let go of the arena without waiting for the driver."""
+        self._take_over_early()
         self._end_copies()
         attached, self._attached = self._attached, None
         kept, self._kept = self._kept, None
@@ -295,6 +305,13 @@ class WorkerConnector:
             attached.let_go()
         self._discard(attached)
         self._discard(kept)
+
+    def _take_over_early(self) -> None:
+        """The arena that was attached before the first step is this worker's, as if a step had attached it."""
+        early, self._early = self._early, None
+        if early is not None and (attached := early.take()) is not None:
+            told = early.announced
+            self._attached, self._arena_key = attached, (told.socket, told.arena_id, told.session)
 
     def _discard(self, attached: AttachedArena | None) -> None:
         if attached is not None:

@@ -27,9 +27,14 @@ def make_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinn
     raise ValueError(f"no copier for a KV cache on {layout.device}; CUDA devices and vLLM's CPU platform are supported")
 
 
+def uses_pinned(device: torch.device) -> bool:
+    """Whether the device copies faster from and to pinned memory."""
+    return bool(device.type == "cuda")
+
+
 def pin_arena(device: torch.device, arena: Arena) -> ArenaPinner | None:
     """Start to pin the arena for a device that copies faster then; None for any other."""
-    if device.type != "cuda":
+    if not uses_pinned(device):
         return None
     from undercroft.device.cuda_streams import pin
 

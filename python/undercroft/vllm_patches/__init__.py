@@ -18,6 +18,7 @@ from undercroft.vllm_patches.data_parallel import count_ranks, ranks_of
 from undercroft.vllm_patches.exempt import exempt_requests
 from undercroft.vllm_patches.hit_threshold import reject_requests
 from undercroft.vllm_patches.multi_connector import judge_all_hits, recompute_own_failed_loads
+from undercroft.vllm_patches.sleep import end_copies_before_sleep
 from undercroft.vllm_patches.table import HIT_THRESHOLD, PATCHES, Patch, patch_table, problem
 from undercroft.vllm_patches.weights import watch_weights
 
@@ -28,6 +29,7 @@ __all__ = [
     "before_prefix_cache_reset",
     "check_configuration",
     "count_ranks",
+    "end_copies_before_sleep",
     "end_step_at",
     "exempt_requests",
     "judge_all_hits",

@@ -132,6 +132,14 @@ WEIGHT_CHANGES = Patch(
     "0.31 to 0.33",
     "A reset without the connector never empties the cache; each sleep does. `reset_with_prefix_cache` has no effect.",
 )
+WORKER_SLEEP = Patch(
+    "worker_sleep",
+    ("Worker.sleep", "Worker.wake_up"),
+    "the class, in workers",
+    "vLLM takes the device's memory away without a word to the connector. The wrapper ends all copies first.",
+    "0.31 to 0.32",
+    "An engine in the caller's own process may go to sleep while copies run, and the device then fails.",
+)
 RANKS = Patch(
     "ranks",
     ("EngineArgs.create_engine_config", "ParallelConfig._undercroft_ranks"),
@@ -169,6 +177,7 @@ PATCHES = (
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
     WEIGHT_CHANGES,
+    WORKER_SLEEP,
     RANKS,
     SHARED_PREFIX,
     CONFIGURATION,

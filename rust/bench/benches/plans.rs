@@ -41,7 +41,7 @@ fn engine(read_ns: u64) -> (Engine, SessionId) {
         capacity: DISK / page_bytes * page_bytes,
         page_bytes,
         super_bytes: superblock.encode().into(),
-        table_bytes: Vec::new(),
+        table: Vec::new().into(),
     }]);
     let spec = NamespaceSpec {
         description: "benchmark".to_owned(),

@@ -142,7 +142,8 @@ impl Store {
         saved
     }
 
-    /// Saves a prompt of a model as vLLM does: what is refused is offered again in the next steps. Returns
+    /// Saves a prompt of a model as vLLM does: what is refused is offered again in the next steps, between which
+    /// the IO thread goes on. Returns
     /// how many blocks got a slot, and how often blocks were offered again.
     pub fn save_all(&mut self, model: usize, prompt: &[BlockHash]) -> (u64, u32) {
         let mut saved = self.save(model, prompt);
@@ -150,6 +151,7 @@ impl Store {
             if saved >= prompt.len() as u64 {
                 return (saved, again);
             }
+            self.settle();
             saved += self.save(model, prompt);
         }
         (saved, STEPS_MAX)
@@ -184,9 +186,9 @@ impl Store {
         hit
     }
 
-    /// Carries out all IO that the engine wants.
+    /// Carries out all IO that the engine wants, and what its entries have left.
     pub fn settle(&mut self) {
-        while self.poll() > 0 {}
+        while self.poll() > 0 || self.engine.has_rest() {}
     }
 
     /// As [`Store::settle`], also while payloads wait for a search that goes on in the engine's next entries.

@@ -54,6 +54,15 @@ impl Buddy {
         assert!(is_new, "the run at unit {unit} is given back twice");
     }
 
+    /// Takes all that is free of an aligned run, which is not free as a whole.
+    pub(crate) fn withhold(&mut self, unit: u32, units: u32) {
+        for runs in &mut self.free {
+            while let Some(&free) = runs.range(unit..unit + units).next() {
+                runs.remove(&free);
+            }
+        }
+    }
+
     /// Starts anew with the units that are free now.
     pub(crate) fn rebuild(&mut self, is_free: impl Fn(u32) -> bool) {
         self.free.iter_mut().for_each(BTreeSet::clear);

@@ -12,6 +12,8 @@ pub(crate) use crate::error::PAGE_BYTES_MAX;
 use crate::work;
 
 use cells::Cells;
+use runs::ClosedRun;
+pub(crate) use runs::Run;
 
 /// Slot sizes are multiples of this, in bytes (O_DIRECT alignment).
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
@@ -132,13 +134,6 @@ struct ClassState {
     used: u64,
 }
 
-/// An aligned run of units that becomes one page for a class, once nothing in the run is in use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
-    unit: u32,
-    units: u32,
-}
-
 /// Allocator of slots.
 #[derive(Debug)]
 pub struct Slots {
@@ -153,6 +148,7 @@ pub struct Slots {
     cells: Cells,
     free_units: Buddy,
     classes: Vec<ClassState>,
+    closed: Option<ClosedRun>,
     used_bytes: u64,
 }
 
@@ -190,6 +186,7 @@ impl Slots {
             page_at: vec![NO_PAGE; units as usize],
             free_units: Buddy::new(units, units_per_page.ilog2()),
             classes: Vec::new(),
+            closed: None,
             used_bytes: 0,
         }
     }
@@ -321,110 +318,6 @@ impl Slots {
         Some(u64::from(unit) * self.unit_bytes + u64::from(slot) * slot_bytes)
     }
 
-    /// The table on disk has `records`: cells for slots that are claimed with them.
-    pub(crate) fn reserve_cells(&mut self, records: u32) {
-        self.cells.reserve(records);
-    }
-
-    /// Who has claimed the bytes of a slot, or of its page for another class. `None` if no slot of `class` is
-    /// at `offset`, which comes from disk and may be anything.
-    pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
-        if offset >= self.capacity() {
-            return None;
-        }
-        let (slot_bytes, units) = (self.slot_bytes(class), self.units(class));
-        let unit = self.unit_of(offset) / units * units;
-        let within = offset - u64::from(unit) * self.unit_bytes;
-        if !within.is_multiple_of(slot_bytes)
-            || within / slot_bytes >= self.slots_per_page(class) as u64
-        {
-            return None;
-        }
-        let number = self.page_at[unit as usize];
-        if number != NO_PAGE && self.page(number).class == class {
-            let cell = self.page(number).cell + self.slot_at(class, offset) as u32;
-            let owner = self.cells.owner(cell);
-            return Some(owner.map(|owner| (owner, cell)).into_iter().collect());
-        }
-        let pages = self.pages_in(self.run_at(offset, class));
-        let cells = pages.flat_map(|page| self.cells_in(page));
-        Some(
-            cells
-                .filter_map(|cell| Some((self.cells.owner(cell)?, cell)))
-                .collect(),
-        )
-    }
-
-    /// Takes a slot without rivals (recovery); its cell, which is `record` unless that belongs to other slots.
-    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> u32 {
-        let units = self.units(class);
-        let unit = self.unit_of(offset) / units * units;
-        let slot = self.slot_at(class, offset) as u32;
-        let mut number = self.page_at[unit as usize];
-        if number == NO_PAGE {
-            number = self.give_page(unit, class, record.checked_sub(slot));
-        }
-        assert_eq!(
-            self.page(number).class,
-            class,
-            "the slot at {offset} is claimed for another class"
-        );
-        let cell = self.page(number).cell + slot;
-        let before = self.cells.get_mut(cell).replace(owner);
-        assert!(before.is_none(), "the slot at {offset} is claimed twice");
-        // The list of free slots is made by `finish_claims`.
-        self.page_mut(number).free -= 1;
-        self.classes[usize::from(class)].used += 1;
-        self.used_bytes += self.slot_bytes(class);
-        cell
-    }
-
-    /// Takes a claim back.
-    pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
-        let (number, cell) = (self.page_of(offset), self.cell_of(class, offset));
-        *self.cells.get_mut(cell) = OwnerCell::FREE;
-        self.classes[usize::from(class)].used -= 1;
-        self.used_bytes -= self.slot_bytes(class);
-        let slots = self.slots_per_page(class);
-        let page = self.page_mut(number);
-        page.free += 1;
-        if page.free as usize == slots {
-            self.clear_page(number);
-        }
-    }
-
-    /// Makes the lists of free units and slots after a series of [`Slots::claim`].
-    pub(crate) fn finish_claims(&mut self) {
-        let is_free = |unit: u32| self.page_at[unit as usize] == NO_PAGE;
-        self.free_units.rebuild(is_free);
-        for class in &mut self.classes {
-            class.partial.clear();
-        }
-        for number in 0..u32::try_from(self.pages.len()).expect("`give_page` counts the pages") {
-            if self.pages[number as usize].is_some() {
-                self.link_free(number);
-                self.enter_partial(number);
-            }
-        }
-    }
-
-    /// Makes a page's list of free slots, the first of them first.
-    fn link_free(&mut self, number: u32) {
-        let page = self.page(number);
-        let (mut first_free, mut free) = (0, 0);
-        let cells = self.cells_in(page);
-        for cell in cells.clone().rev() {
-            let of_cell = self.cells.get_mut(cell);
-            if of_cell.get().is_none() {
-                *of_cell = OwnerCell::free_before(first_free);
-                first_free = cell - cells.start;
-                free += 1;
-            }
-        }
-        let page = self.page_mut(number);
-        (page.first_free, page.free) = (first_free, free);
-    }
-
     /// Cells of a page.
     fn cells_in(&self, page: &Page) -> std::ops::Range<u32> {
         // At most the page size over the alignment.
@@ -519,62 +412,9 @@ impl Slots {
 
     /// Whether a slot of `class` can be had only by freeing another.
     pub fn is_full(&self, class: Class) -> bool {
-        let class = &self.classes[usize::from(class)];
-        class.partial.is_empty() && !self.free_units.has(class.order)
-    }
-
-    /// The run around `offset` that has to be emptied for a page of `class`.
-    pub(crate) fn run_at(&self, offset: u64, class: Class) -> Run {
-        let mut units = self.units(class);
-        let unit = self.unit_of(offset);
-        let number = self.page_at[unit as usize];
-        if number != NO_PAGE {
-            units = units.max(self.units(self.page(number).class));
-        }
-        let unit = unit / units * units;
-        Run { unit, units }
-    }
-
-    /// The run that is `index`th of the region, where all are as large as pages of `class`, or more around
-    /// it. Counts on from the front behind the end.
-    pub(crate) fn run_number(&self, index: u64, class: Class) -> Run {
-        let run_bytes = self.unit_bytes * u64::from(self.units(class));
-        let runs = self.capacity() / run_bytes;
-        self.run_at(index % runs * run_bytes, class)
-    }
-
-    /// Bytes of a run.
-    pub(crate) fn run_bytes(&self, run: Run) -> u64 {
-        u64::from(run.units) * self.unit_bytes
-    }
-
-    /// Classes and owners of the slots in use of a run.
-    pub(crate) fn owners(&self, run: Run) -> impl Iterator<Item = (Class, Owner)> + '_ {
-        self.pages_in(run).flat_map(|page| {
-            let cells = self.cells_in(page);
-            let owners = cells.filter_map(|cell| self.cells.owner(cell));
-            owners
-                .map(|owner| (page.class, owner))
-                .inspect(|_| work::slots(1))
-        })
-    }
-
-    /// Pages in use of a run.
-    fn pages_in(&self, run: Run) -> impl Iterator<Item = &Page> + '_ {
-        let mut unit = run.unit;
-        std::iter::from_fn(move || {
-            while unit < run.unit + run.units {
-                let number = self.page_at[unit as usize];
-                if number == NO_PAGE {
-                    unit += 1;
-                    continue;
-                }
-                let page = self.page(number);
-                unit = page.unit + self.units(page.class);
-                return Some(page);
-            }
-            None
-        })
+        let state = &self.classes[usize::from(class)];
+        let is_kept = self.kept_for() == Some(class);
+        state.partial.is_empty() && !is_kept && !self.free_units.has(state.order)
     }
 
     /// Who uses the slot at `offset`.
@@ -608,6 +448,9 @@ impl Slots {
     }
 
     fn assign_page(&mut self, class: Class) -> Option<u32> {
+        if self.kept_for() == Some(class) {
+            self.open_run();
+        }
         let order = self.classes[usize::from(class)].order;
         let unit = self.free_units.take(order)?;
         let number = self.give_page(unit, class, None);
@@ -644,8 +487,13 @@ impl Slots {
     /// An empty page goes back to the pool.
     fn take_page_back(&mut self, number: u32) {
         let Page { class, unit, .. } = self.clear_page(number);
-        self.free_units
-            .put(unit, self.classes[usize::from(class)].order);
+        match &mut self.closed {
+            Some(closed) if closed.run.holds(unit) => closed.pages -= 1,
+            _ => {
+                let order = self.classes[usize::from(class)].order;
+                self.free_units.put(unit, order);
+            }
+        }
     }
 
     /// An empty page is one no more.
@@ -663,7 +511,7 @@ impl Slots {
     fn enter_partial(&mut self, number: u32) {
         let page = self.page(number);
         let (class, rank) = (usize::from(page.class), page.rank(number));
-        if page.free > 0 {
+        if page.free > 0 && !self.is_closed(page.unit) {
             let is_new = self.classes[class].partial.insert(rank);
             assert!(is_new, "page {number} is listed as partial twice");
         }
@@ -678,5 +526,7 @@ impl Slots {
 }
 
 mod cells;
+mod claims;
+mod runs;
 #[cfg(test)]
 mod tests;

@@ -63,6 +63,7 @@ impl PySession {
 
     /// A lookup that the scheduler does not wait for: the tokens whose chain is in the index, as far as that is known.
     #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0, planned = false, queued_tokens = 0))]
+    #[expect(clippy::too_many_arguments, reason = "Python's keyword arguments")]
     fn prefetch(
         &self,
         request_id: &str,

@@ -70,6 +70,12 @@ impl World {
         if self.settings.crowded && self.random.chance(40) {
             return self.close_session(session);
         }
+        // Beside what the client does.
+        match self.random.below(200) {
+            0..=4 => self.take_events(session)?,
+            5 => self.check_routers()?,
+            _ => {}
+        }
         match self.random.below(1000) {
             0..=3 => self.close_session(session),
             4..=7 => {
@@ -81,9 +87,7 @@ impl World {
                 Ok(())
             }
             9..=29 => self.repeat_acknowledgement(),
-            30..=54 => self.take_events(session),
-            55..=59 => self.check_routers(),
-            60..=399 => self.transfer_step(session),
+            30..=399 => self.transfer_step(session),
             _ => self.request_step(session),
         }
     }

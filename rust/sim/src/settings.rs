@@ -65,9 +65,11 @@ impl Settings {
                 base_ns: random.below(20 * MILLISECOND),
                 per_1k_tokens_ns: random.below(50 * MILLISECOND),
             };
-        } else if random.chance(400) {
+        } else if random.chance(150) {
             engine.promotion_wait = PromotionWait::Planned;
-            engine.min_load_tokens = None;
+            if random.chance(500) {
+                engine.min_load_tokens = None;
+            }
         }
         if random.chance(200) {
             engine.write_rate = random.range(1, 200) << 20;
@@ -77,7 +79,7 @@ impl Settings {
         engine.writes_beside_reads = random.below(4) as usize;
         engine.removals = random.pick(&[1, 3, 16]);
         engine.event_ring = random.pick(&[1, 8, 64, 1 << 16]);
-        engine.lookup_nodes = random.pick(&[1, 2, 5, 1000]);
+        engine.visits = random.pick(&[2, 3, 20, 1000]);
         let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
             .map(|_| (random.range(1, 10) * PAGE, PAGE))
             .collect();

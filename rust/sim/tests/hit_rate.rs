@@ -117,6 +117,10 @@ fn request(engine: &mut Engine, session: SessionId, chain: &[BlockHash], asked: 
         if let Some(transfer) = granted.transfer {
             engine.end_transfer(transfer.id, true);
         }
+        // Between two steps the IO thread does what entries have left.
+        while engine.has_rest() {
+            engine.next_io(0, &mut Vec::new());
+        }
         if !granted.refused {
             break;
         }

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from undercroft.capacity import INDEX_BYTES_PER_NODE
 from undercroft.cli.doctor.check import Check
 from undercroft.config import UndercroftConfig
 from undercroft.engine import disks
@@ -24,6 +25,8 @@ from undercroft.units import format_size
 # Smallest transfer that O_DIRECT takes on every common device.
 DIRECT_BYTES = 4096
 LOW_MEMORY_BYTES = 4 << 30
+# A block of a small model: the more of them, the larger the index.
+INDEX_EXAMPLE_BYTES = 128 << 10
 # The first with MADV_COLLAPSE for shared memory.
 LINUX_COLLAPSE = (6, 1)
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
@@ -189,7 +192,12 @@ def _store(found: dict[str, Any]) -> Check:
         advice = "See disk_capacity and disk_on_other_version."
         return Check("disk store", "warn", "; ".join(found["notes"]), advice)
     kind = "a store that is kept" if found["is_kept"] else "room for a new store"
-    return Check("disk store", "ok", f"{found['path']}: {kind}, {format_size(found['capacity'])} for blocks")
+    index = format_size(found["capacity"] // INDEX_EXAMPLE_BYTES * INDEX_BYTES_PER_NODE)
+    said = (
+        f"{found['path']}: {kind}, {format_size(found['capacity'])} for blocks; their index takes {index} of memory if "
+        f"blocks have {format_size(INDEX_EXAMPLE_BYTES)} (`undercroft size` tells for a model)"
+    )
+    return Check("disk store", "ok", said)
 
 
 def _refused_advice(path: str, error: str) -> str:

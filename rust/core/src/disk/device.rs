@@ -9,6 +9,10 @@ use super::open::CAPACITY_MIN;
 use super::records::Records;
 use super::table::Table;
 
+/// Memory that the index takes for each block of a full store, in bytes, at most: a node, its place in the hash table,
+/// and a slot. Chains of few blocks, branches and several KV cache groups add to it.
+pub const INDEX_BYTES_PER_BLOCK: u64 = 112;
+
 /// Placeholder records that even the smallest directory may have.
 const PLACEHOLDERS_MIN: u64 = CAPACITY_MIN / SLOT_ALIGN / PLACEHOLDERS_SHARE;
 
@@ -87,6 +91,11 @@ impl Disk {
 
     pub(crate) fn slots(&self) -> &Slots {
         &self.slots
+    }
+
+    /// The slots, to close or open runs of them: each slot is taken and freed with its record.
+    pub(crate) fn slots_mut(&mut self) -> &mut Slots {
+        &mut self.slots
     }
 
     /// The size class of payloads of `payload_bytes`; `None` if a page holds none of them.

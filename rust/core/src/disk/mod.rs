@@ -13,8 +13,8 @@ mod space;
 mod table;
 mod touched;
 
-pub use device::DeviceImage;
 pub(crate) use device::Disk;
+pub use device::{DeviceImage, INDEX_BYTES_PER_BLOCK};
 pub use health::Health;
 pub(crate) use space::capacity_for_payload;
 pub use table::Table;

@@ -228,7 +228,7 @@ pub fn open(
         capacity: data_bytes,
         page_bytes: superblock.page_bytes,
         super_bytes: read_file(path, SUPER)?,
-        table: Table::File(File::from(open_to_read(path, TABLE)?)),
+        table: Table::File(open_to_read(path, TABLE)?),
     };
     let (data, o_direct) = open_for_io(path, DATA, false)?;
     let files = DeviceFiles {

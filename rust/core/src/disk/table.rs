@@ -31,7 +31,7 @@ impl Table {
     ///
     /// # Errors
     /// If the filesystem does not tell.
-    pub fn len(&self) -> io::Result<u64> {
+    pub fn bytes(&self) -> io::Result<u64> {
         match self {
             Self::Bytes(bytes) => Ok(bytes.len() as u64),
             Self::File(file) => Ok(file.metadata()?.len()),
@@ -40,7 +40,7 @@ impl Table {
 
     /// About how many records are in use, by some blocks of it.
     pub(crate) fn estimate(&self) -> usize {
-        let blocks = self.len().unwrap_or(0) / BLOCK_BYTES as u64;
+        let blocks = self.bytes().unwrap_or(0) / BLOCK_BYTES as u64;
         let looked_at = blocks.min(SAMPLE);
         let mut used = 0;
         let mut block = vec![0; BLOCK_BYTES];

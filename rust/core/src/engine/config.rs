@@ -30,8 +30,9 @@ pub struct EngineConfig {
     /// Nodes that one entry of the engine removes at most, of those that are removed together: a reset
     /// namespace, what a directory that is given up held.
     pub removals: usize,
-    /// Nodes of a chain that one entry looks at, in search of one where a hit may end.
-    pub lookup_nodes: u32,
+    /// Nodes that one entry looks at, in search of the end of a hit; and half as many, in each region, in search of
+    /// pages for another size class. At least 2.
+    pub visits: u32,
     /// Compare the checksums of what a hit needs in the arena before each hit. Payloads that are written to disk
     /// are always compared.
     pub verify_host: bool,
@@ -62,7 +63,7 @@ impl EngineConfig {
             second_touch: false,
             writes_beside_reads: 2,
             removals: 128,
-            lookup_nodes: 1000,
+            visits: 1000,
             verify_host: false,
             namespaces_max: 1024,
             namespace_entries_max: NAMESPACES_MAX,

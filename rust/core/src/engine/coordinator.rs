@@ -213,6 +213,11 @@ impl Engine {
         self.residency.moves()
     }
 
+    /// Memory of the index, in bytes: nodes, the hash table and the slots' owners. Costs a pass over the tables' parts.
+    pub fn index_bytes(&self) -> u64 {
+        self.residency.index_bytes()
+    }
+
     /// The gauges as of now. Costs a pass over sessions, namespaces and disks, not over blocks.
     pub fn gauges(&self) -> Gauges {
         let disks = self.residency.disks();

@@ -29,7 +29,7 @@ impl Engine {
     /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
     /// is to be called again soon.
     pub fn has_rest(&self) -> bool {
-        self.residency.has_removals() || self.writeback.has_rest()
+        self.residency.has_removals() || self.residency.has_searches() || self.writeback.has_rest()
     }
 
     fn has_writes(&self) -> bool {
@@ -68,8 +68,9 @@ impl Engine {
     /// operations that have ended have been taken ([`Engine::complete`]).
     pub fn next_io<'a>(&mut self, room: impl Into<IoRoom<'a>>, out: &mut Vec<IoRequest>) {
         self.last_poll_ns = self.now_ns;
-        self.residency.allow_searches();
+        self.residency.allow_searches(self.config.visits / 2);
         self.residency.continue_removals(self.config.removals);
+        self.residency.continue_searches(&mut self.counters);
         self.operations.set_room(room.into());
         for device in self.residency.devices() {
             self.look_at_device(device);

@@ -415,7 +415,7 @@ impl Engine {
     /// Whether to read what a hit at `top` needs from disk. If the end of the arena's part is far to seek, that
     /// part counts as read, too.
     fn plans_reads(&mut self, id: RequestId, top: NodeId, span: &Span, priority: Priority) -> bool {
-        let (residency, nodes_max) = (&self.residency, self.config.lookup_nodes);
+        let (residency, nodes_max) = (&self.residency, self.config.visits);
         let in_host = residency.boundary_within(top, span.local, true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
         self.plans_promotion(id, ends, priority == Priority::Prefetch)
@@ -437,7 +437,7 @@ impl Engine {
         span: &Span,
         cursor: &mut LookupCursor,
     ) -> Option<Option<NodeId>> {
-        let (residency, nodes_max) = (&self.residency, self.config.lookup_nodes);
+        let (residency, nodes_max) = (&self.residency, self.config.visits);
         match residency.boundary_within(top, span.local, cursor.host_only, nodes_max) {
             Ok(boundary) if span.is_worth(boundary) => {
                 Some(Some(residency.forest().ancestor(top, boundary)))

@@ -126,7 +126,7 @@ impl Engine {
     /// Starts a save, for [`Engine::step_save`]. `None` if there is no such session.
     pub fn start_save(&mut self, session: SessionId, save: &SaveRequest<'_>) -> Option<TransferId> {
         let state = self.sessions.get(session)?;
-        self.residency.allow_searches();
+        self.residency.allow_searches(self.config.visits / 2);
         // Blocks that this request has saved or found before are not counted as found again.
         let known = state.saved.get(save.request).copied().unwrap_or(0);
         let (ns, request) = (state.ns, state.requests.get(save.request).copied());
@@ -191,7 +191,7 @@ impl Engine {
                 refused: false,
             };
         };
-        self.residency.allow_searches();
+        self.residency.allow_searches(self.config.visits / 2);
         let leased = cursor.tail;
         let epoch = if leased == NONE {
             0

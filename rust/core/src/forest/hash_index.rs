@@ -11,8 +11,6 @@ use super::node::{NodeId, NsId};
 /// A segment with more nodes is split. A table of 1,024 buckets takes 896; the rest is for what removals
 /// leave behind.
 const SEGMENT_MAX: usize = 832;
-/// Nodes that it gets at most on the average when their number is known before.
-const SEGMENT_MEAN_MAX: usize = 720;
 /// Nodes that a segment's table takes.
 const SEGMENT_CAPACITY: usize = 896;
 /// Bits of a hash that choose a segment, from this one on. Tables use those below and above.
@@ -97,8 +95,8 @@ impl HashIndex {
     /// Has segments for so many nodes, so that none is split meanwhile. For an index without nodes.
     pub(super) fn reserve(&mut self, nodes: usize) {
         assert_eq!(self.bits, 0, "an index with nodes grows by itself");
-        // Segments get different shares: the fullest of thousands takes this many on the average.
-        let segments = nodes.div_ceil(SEGMENT_MEAN_MAX).next_power_of_two();
+        // Those that get more than their share are split: fewer segments, and the table takes less.
+        let segments = nodes.div_ceil(SEGMENT_MAX).next_power_of_two();
         self.bits = segments.ilog2().min(BITS_MAX);
         self.directory = (0..1 << self.bits).collect();
         let new = || Segment::new(self.bits);

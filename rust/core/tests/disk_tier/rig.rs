@@ -267,6 +267,9 @@ impl Rig {
         loop {
             let started = self.start_io();
             if started == 0 && self.io.in_flight() == 0 {
+                if self.engine.has_rest() {
+                    continue;
+                }
                 return;
             }
             let (mut completions, start) = (Vec::new(), Instant::now());

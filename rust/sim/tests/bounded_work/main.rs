@@ -5,8 +5,9 @@
 mod rig;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};
+use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::GroupKind;
+use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 use undercroft_core::session::{Offer, SessionSpec};
 
 /// Many times what one entry may touch.
@@ -178,5 +179,45 @@ fn a_lookup_that_finds_no_state_for_a_long_way_up_takes_several_entries() {
         let hit = rig.lookup_within(64, session, &prompt);
         assert_eq!(hit, 64 * rig::BLOCK);
         rig.engine().check().unwrap();
+    }
+}
+
+/// A model whose blocks are of another size than those of [`namespace`].
+fn other_size(bytes: u32) -> NamespaceSpec {
+    let mut spec = namespace("of another size");
+    spec.groups[0].payload_bytes = bytes;
+    spec
+}
+
+/// Chats that grow in turns fill a tier several times: each page holds parts of many chains.
+fn chats(rig: &mut Rig, session: SessionId, turns: u64) {
+    for turn in 0..turns {
+        let (user, length) = (turn * 7919 % 100, (turn / 100 % 25 + 1) * 8);
+        rig.save(session, &chain(turn / 2500 * 100 + user, length));
+        rig.pump();
+    }
+}
+
+#[test]
+fn a_page_goes_to_another_size_class_in_steps() {
+    // The larger the blocks, the more of the others have to go for a page.
+    for bytes in [rig::PAYLOAD / 4 * 3, 16 * rig::PAYLOAD] {
+        for disk in [0, BLOCKS / 4] {
+            let mut rig = Rig::new(BLOCKS / 4, disk);
+            let session = rig.open(namespace("model"));
+            chats(&mut rig, session, 4_000);
+            let other = rig.open(other_size(bytes));
+            let before = rig.engine().moves().runs;
+            let mut steps = 0;
+            while rig.save(other, &chain(1 << 20, 1)) == 0 {
+                rig.pump();
+                steps += 1;
+                assert!(steps < 100, "{bytes} bytes find no room");
+            }
+            rig.pump();
+            assert!(rig.engine().moves().runs > before);
+            assert_eq!(rig.lookup(other, &chain(1 << 20, 1)), rig::BLOCK);
+            rig.engine().check().unwrap();
+        }
     }
 }

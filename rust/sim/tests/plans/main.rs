@@ -181,6 +181,7 @@ impl Life {
         }
     }
 
+    #[expect(clippy::ptr_arg, reason = "a source of hashes is sized")]
     fn save(&mut self, hashes: &Vec<BlockHash>) {
         let tokens = Tokens(hashes.len() as u32 * BLOCK);
         let request = SaveRequest::new("save", hashes, tokens);
@@ -212,6 +213,7 @@ impl Life {
     }
 
     /// Asks for a prompt that is on disk, and runs it to its first token.
+    #[expect(clippy::ptr_arg, reason = "a source of hashes is sized")]
     fn ask(&mut self, hashes: &Vec<BlockHash>, sums: &mut Sums) -> Result<(), String> {
         let end = hashes.len() as u32 * BLOCK + 1;
         let noise = 1.0 + NOISE * (2.0 * self.random.unit() - 1.0);

@@ -14,14 +14,17 @@ const CLIP: f64 = 16.0;
 /// How much the latency is pulled to zero, so that samples of one size give a rate.
 const PULL: f64 = 0.02;
 
-/// `latency + bytes * ns_per_byte`, fitted to samples. The later a sample came, the more it counts.
+/// `latency + bytes * ns_per_byte`, fitted to samples: by the share of a time that is wrong, and the later a sample
+/// came, the more it counts.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Line {
+    /// Of all samples, each by the square of its bytes: the weights, and with them the sums that least squares need.
     weight: f64,
     bytes: f64,
     ns: f64,
-    bytes_squared: f64,
     bytes_ns: f64,
+    /// The sum of squares: how many samples count.
+    count: f64,
     samples: u32,
     /// When the last sample came.
     last_ns: u64,
@@ -32,21 +35,21 @@ pub(super) struct Line {
 impl Line {
     /// Takes a sample: `bytes` took `took_ns`, and that was at `now_ns`.
     pub(super) fn add(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
-        let x = bytes as f64;
+        let x = bytes.max(1) as f64;
         let mut y = took_ns as f64;
         if self.is_known() {
             let expected = self.of(bytes).max(1.0);
             y = y.min(expected * CLIP);
         }
         let age_ns = now_ns.saturating_sub(self.last_ns) as f64;
-        let faded = self.weight * KEEP * 0.5f64.powf(age_ns / HALF_LIFE_NS);
-        let kept = faded.max(self.weight.min(LEFT)) / self.weight.max(f64::MIN_POSITIVE);
+        let faded = self.count * KEEP * 0.5f64.powf(age_ns / HALF_LIFE_NS);
+        let kept = faded.max(self.count.min(LEFT)) / self.count.max(f64::MIN_POSITIVE);
         let keep = |sum: &mut f64, new: f64| *sum = *sum * kept + new;
-        keep(&mut self.weight, 1.0);
-        keep(&mut self.bytes, x);
-        keep(&mut self.ns, y);
-        keep(&mut self.bytes_squared, x * x);
-        keep(&mut self.bytes_ns, x * y);
+        keep(&mut self.weight, 1.0 / (x * x));
+        keep(&mut self.bytes, 1.0 / x);
+        keep(&mut self.ns, y / (x * x));
+        keep(&mut self.bytes_ns, y / x);
+        keep(&mut self.count, 1.0);
         self.samples = self.samples.saturating_add(1);
         self.last_ns = now_ns;
         self.fit();
@@ -55,8 +58,8 @@ impl Line {
     /// Least squares, with neither a negative latency nor a negative rate.
     fn fit(&mut self) {
         let pulled = self.weight * (1.0 + PULL);
-        let determinant = pulled * self.bytes_squared - self.bytes * self.bytes;
-        let through_zero = self.bytes_ns / self.bytes_squared.max(1.0);
+        let determinant = pulled * self.count - self.bytes * self.bytes;
+        let through_zero = self.bytes_ns / self.count;
         let slope = (pulled * self.bytes_ns - self.bytes * self.ns) / determinant;
         let latency = (self.ns - slope * self.bytes) / pulled;
         let makes_sense = slope.is_finite() && slope >= 0.0 && latency >= 0.0;

@@ -170,9 +170,8 @@ fn solve(
     counts: [bool; TERMS],
 ) -> [f64; TERMS] {
     for term in (0..TERMS).filter(|&term| !counts[term]) {
-        for other in 0..TERMS {
-            (products[term][other], products[other][term]) = (0.0, 0.0);
-        }
+        products[term] = [0.0; TERMS];
+        products.iter_mut().for_each(|row| row[term] = 0.0);
         (products[term][term], times[term]) = (1.0, 0.0);
     }
     for pivot in 0..TERMS {

@@ -1,6 +1,6 @@
 //! New blocks: whether the policies admit them, and their nodes.
 
-use crate::forest::{NodeId, NsId, Touch};
+use crate::forest::{NONE, NodeId, NsId, Touch};
 use crate::key::BlockHash;
 
 use super::geometry::Region;
@@ -46,6 +46,9 @@ impl Residency {
         let depth = self.forest.depth(parent) + 1;
         let spec = self.spec(ns);
         let (groups, required) = (spec.groups.len(), spec.required(depth));
+        if parent != NONE {
+            self.note_use(parent);
+        }
         let id = self.forest.insert(ns, parent, hash, groups, required);
         self.forest.node_mut(id).set_touch(Touch {
             last: self.tick,

@@ -162,11 +162,17 @@ impl Residency {
         counters: &mut Counters,
     ) -> bool {
         let own = self.victim(region, class);
-        if let Some(run) = self.cheapest_run(region, class, own) {
-            self.empty_run(region, run, counters);
+        if self.take_run(region, class, own, counters) {
             return true;
         }
-        let Some(own) = own else { return false };
+        if region != Region::Host && self.is_searching_for(region, class) {
+            // A write can wait for what is better.
+            return false;
+        }
+        // Payloads of a run may have gone, and with them that candidate.
+        let Some(own) = self.victim(region, class) else {
+            return false;
+        };
         self.evict(own.node, region.tier(), counters);
         true
     }

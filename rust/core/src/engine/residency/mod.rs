@@ -11,6 +11,7 @@ mod announce;
 #[cfg(feature = "check")]
 mod check;
 mod disk_slots;
+mod emptying;
 mod eviction;
 mod fit;
 mod geometry;
@@ -20,6 +21,7 @@ mod leases;
 mod reach;
 mod recovery;
 mod removal;
+mod run_loss;
 mod runs;
 mod slots;
 mod state;

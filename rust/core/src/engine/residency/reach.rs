@@ -170,21 +170,23 @@ impl Residency {
     }
 
     /// A node lacks a required payload, and those below keep theirs: no lookup reaches any of them until
-    /// the payload is saved again.
-    pub(super) fn make_gap(&mut self, id: NodeId) {
+    /// the payload is saved again. Returns how many they are.
+    pub(super) fn make_gap(&mut self, id: NodeId) -> u32 {
         self.moves.gaps += 1;
         self.forest.node_mut(id).set_gap(true);
         let node = self.node(id);
         self.disk_gaps |= node.active_children(Tier::Disk) > 0;
-        let mut stack = vec![id];
+        let (mut hidden, mut stack) = (0, vec![id]);
         while let Some(id) = stack.pop() {
             work::node();
             let mut node = self.forest.node_mut(id);
             if node.is_visible() {
                 node.set_reach(Reach::Hidden);
+                hidden += 1;
                 stack.extend(self.forest.children(id));
             }
         }
+        hidden
     }
 
     /// Frees a detached node that nothing refers to, with its slots; returns its parent.

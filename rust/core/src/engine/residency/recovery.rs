@@ -91,7 +91,7 @@ impl Residency {
         let nodes = images.iter().map(|image| image.table.estimate());
         self.forest.reserve(nodes.sum());
         for (disk, image) in self.disks.iter_mut().zip(images) {
-            let records = image.table.len().unwrap_or(0) / RECORD_BYTES as u64;
+            let records = image.table.bytes().unwrap_or(0) / RECORD_BYTES as u64;
             let records = u32::try_from(records).expect("a table has fewer than 2^32 records");
             disk.begin_claims(records);
             adoption.seqs.push(vec![0; records as usize]);

@@ -1,34 +1,37 @@
-//! Pages move between size classes: which run of pages goes, and what becomes of the chains through it.
+//! Pages move between size classes: the search for the run of pages that goes, over several entries.
 //!
 //! A page holds parts of many chains. Leaves alone would not empty it, and to evict all that stands on its
-//! nodes would empty most of an aged tier. So exactly the payloads in the run go. What stands on them
-//! stays, out of reach until a request saves the missing payloads again.
+//! nodes would empty most of an aged tier. So exactly the payloads in the run go (`emptying`). What stands on
+//! them stays, out of reach until a request saves the missing payloads again.
+//!
+//! What a run would lose is added up node by node (`run_loss`). Between two entries others use the engine: a run goes
+//! only if none of the nodes that were looked at was used meanwhile ([`Residency::note_use`]).
 
-use rustc_hash::FxHashSet;
+use std::collections::VecDeque;
 
-use crate::forest::{DiskState, HostState, NodeId, Tier};
+use crate::forest::{NodeId, Tier};
 use crate::metrics::Counters;
 use crate::policy::Leaf;
-use crate::slots::{Class, Owner, Run, slot_offset};
-use crate::work;
+use crate::slots::{Class, Run, slot_offset};
 
+use super::emptying::Emptying;
 use super::geometry::Region;
-use super::slots::Loss;
+use super::run_loss::RunLoss;
 use super::state::Residency;
 
 /// Candidates of each set of each other size class whose runs a search looks at.
 const CANDIDATES: usize = 6;
 /// Runs that a search looks at beside these: in time, the whole region.
 const OTHER_RUNS: u64 = 8;
-/// Nodes that the searches of one entry look at, for each region: bounds their work.
-const VISITS_MAX: u32 = 4096;
-/// Nodes that it looks at for one run: so many runs are looked at, or few that much stands on.
-const RUN_VISITS: [u32; 4] = [2048, 512, VISITS_MAX, 1024];
+/// Nodes that a search looks at for one run: so many runs are looked at, or few that much stands on.
+const RUN_VISITS: [u32; 4] = [2048, 512, 4096, 1024];
 /// Searches in vain after which a payload is refused: until then it waits for the next one.
 const VAIN_MAX: usize = 16;
+/// Slots of a tier that are freed while a run is kept for a class that takes none.
+const KEPT_FREED_MAX: u64 = 4096;
 
 /// How far a region was searched.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub(super) struct RunSearch {
     /// Number of the run to look at next.
     next: u64,
@@ -36,8 +39,28 @@ pub(super) struct RunSearch {
     in_vain: Option<u64>,
     /// Searches in vain, one after the other.
     vain: usize,
-    /// Nodes that the present entry may still look at.
-    visits: u32,
+    /// What the present entry may still do.
+    pub(super) visits: u32,
+    pass: Option<Pass>,
+    pub(super) emptying: Option<Emptying>,
+    /// Slots of the tier that had been freed when a run became empty.
+    pub(super) emptied: u64,
+}
+
+/// One search, for a size class that needs room.
+#[derive(Debug)]
+struct Pass {
+    class: Class,
+    /// What a byte of the class's own next candidate is worth.
+    own_worth: f64,
+    /// Nodes that are looked at for one run.
+    run_visits: u32,
+    /// Those to look at.
+    runs: VecDeque<Run>,
+    /// The one being looked at.
+    at: Option<RunLoss>,
+    /// The one that loses least, of those that may go.
+    best: Option<RunLoss>,
 }
 
 /// What the size classes have done to each other since the start.
@@ -51,21 +74,35 @@ pub struct Moves {
     pub filled_gaps: u64,
 }
 
-/// What evicting a run would lose, while it is being added up.
-struct RunLoss {
-    /// Bytes, each divided by the ticks since its last use.
-    loss: f64,
-    /// Nodes that may still be looked at.
-    visits: u32,
-    /// Nodes whose payloads are counted as lost.
-    unreachable: FxHashSet<NodeId>,
+impl RunSearch {
+    pub(super) fn spend(&mut self, visits: u32) {
+        self.visits = self.visits.saturating_sub(visits);
+    }
+
+    fn is_under_way(&self) -> bool {
+        self.pass.is_some() || self.emptying.is_some()
+    }
+
+    /// The runs whose nodes were looked at.
+    fn watched(&mut self) -> impl Iterator<Item = &mut RunLoss> {
+        let of_pass = self.pass.iter_mut();
+        let of_pass = of_pass.flat_map(|pass| pass.at.iter_mut().chain(&mut pass.best));
+        of_pass.chain(self.emptying.iter_mut().map(|emptying| &mut emptying.run))
+    }
 }
 
 impl Residency {
-    fn search_mut(&mut self, region: Region) -> &mut RunSearch {
+    pub(super) fn search_mut(&mut self, region: Region) -> &mut RunSearch {
         match region {
             Region::Host => &mut self.searches[0],
             Region::Disk(device) => &mut self.searches[1 + device.index()],
+        }
+    }
+
+    fn search(&self, region: Region) -> &RunSearch {
+        match region {
+            Region::Host => &self.searches[0],
+            Region::Disk(device) => &self.searches[1 + device.index()],
         }
     }
 
@@ -73,58 +110,162 @@ impl Residency {
         self.moves
     }
 
-    /// An entry of the engine begins that may need room: each region may be searched again.
-    pub(in crate::engine) fn allow_searches(&mut self) {
+    /// An entry of the engine begins that may need room: so many nodes may be looked at for each region, or somewhat
+    /// more.
+    pub(in crate::engine) fn allow_searches(&mut self, visits: u32) {
         self.searches
             .iter_mut()
-            .for_each(|search| search.visits = VISITS_MAX);
+            .for_each(|search| search.visits = visits);
     }
 
     /// Whether a region has no room because the search for a run goes on in the next entry.
     pub(super) fn is_searching(&self, region: Region) -> bool {
-        let search = match region {
-            Region::Host => &self.searches[0],
-            Region::Disk(device) => &self.searches[1 + device.index()],
-        };
-        search.visits == 0 && search.vain < VAIN_MAX
+        let search = self.search(region);
+        search.is_under_way() || search.visits == 0 && search.vain < VAIN_MAX
     }
 
-    /// The run of other classes' pages whose eviction loses least, of those that a search looks at: nothing
-    /// there is in use, and it is worth less than the same bytes of `own`, the class's own next candidate.
-    pub(super) fn cheapest_run(
+    /// Whether a search for a size class is under way.
+    pub(super) fn is_searching_for(&self, region: Region, class: Class) -> bool {
+        let search = self.search(region);
+        let pass = search.pass.as_ref();
+        pass.is_some_and(|pass| pass.class == class)
+            || search.emptying.is_some() && self.slots(region).closed_for() == Some(class)
+    }
+
+    /// Whether a search is under way, and goes on although nobody asks.
+    pub(in crate::engine) fn has_searches(&self) -> bool {
+        self.searches.iter().any(RunSearch::is_under_way)
+    }
+
+    /// Goes on with the searches under way.
+    pub(in crate::engine) fn continue_searches(&mut self, counters: &mut Counters) {
+        let disks = self.devices().map(Region::Disk);
+        for region in std::iter::once(Region::Host).chain(disks) {
+            self.go_on(region, counters);
+        }
+    }
+
+    /// A node is used from now on, or gets a child: a run that it stands on stays.
+    pub(super) fn note_use(&mut self, id: NodeId) {
+        let searches = self.searches.iter_mut();
+        for run in searches.flat_map(RunSearch::watched) {
+            run.note_use(id);
+        }
+    }
+
+    /// A slot of a region is taken: a run around it was not looked at in full.
+    pub(super) fn note_slot(&mut self, region: Region, offset: u64) {
+        if !self.search(region).is_under_way() {
+            return;
+        }
+        let mut search = std::mem::take(self.search_mut(region));
+        for run in search.watched() {
+            if self.slots(region).is_in(run.run, offset) {
+                run.is_used = true;
+            }
+        }
+        *self.search_mut(region) = search;
+    }
+
+    /// Goes on with the search for a run of other classes' pages that is worth less than the same bytes of `own`, the
+    /// class's own next candidate, and empties the run. Whether the class has room now.
+    pub(super) fn take_run(
         &mut self,
         region: Region,
         class: Class,
         own: Option<Leaf>,
-    ) -> Option<Run> {
-        if !self.is_worth_a_search(region, class, own) {
-            return None;
+        counters: &mut Counters,
+    ) -> bool {
+        self.go_on(region, counters);
+        if !self.is_kept_from(region, class, own) && !self.search(region).is_under_way() {
+            self.start_search(region, class, own);
+            self.go_on(region, counters);
         }
-        let own_worth = own.map_or(f64::INFINITY, |own| self.worth(own.last));
-        let mut best: Option<(f64, Run)> = None;
-        let mut visits = self.search_mut(region).visits;
-        let run_visits = RUN_VISITS[self.search_mut(region).vain % RUN_VISITS.len()];
-        for run in self.runs_to_look_at(region, class) {
-            let bytes = self.slots(region).run_bytes(run) as f64;
-            let most = best.map_or(own_worth, |(least, _)| least) * bytes;
-            let allowed = visits.min(run_visits);
-            let mut losses = RunLoss {
-                loss: 0.0,
-                visits: allowed,
-                unreachable: FxHashSet::default(),
-            };
-            let may_go = self.add_up(region, class, run, most, &mut losses);
-            visits -= allowed - losses.visits;
-            if may_go && losses.loss < most {
-                best = Some((losses.loss / bytes, run));
+        !self.slots(region).is_full(class)
+    }
+
+    /// Whether an empty run is kept for another class, which asks for it soon.
+    fn is_kept_from(&mut self, region: Region, class: Class, own: Option<Leaf>) -> bool {
+        let Some(kept_for) = self.slots(region).kept_for() else {
+            return false;
+        };
+        let waited = self.freed[region.tier() as usize] - self.search(region).emptied;
+        if kept_for == class || own.is_none() || waited > KEPT_FREED_MAX {
+            self.slots_mut(region).open_run();
+        }
+        self.slots(region).kept_for().is_some()
+    }
+
+    /// Does what the entry may still do of a search under way.
+    fn go_on(&mut self, region: Region, counters: &mut Counters) {
+        while self.search(region).visits > 0 {
+            if self.search(region).emptying.is_some() {
+                self.go_on_emptying(region, counters);
+            } else if let Some(mut pass) = self.search_mut(region).pass.take() {
+                if self.go_on_with(region, &mut pass) {
+                    self.end_search(region, pass);
+                } else {
+                    self.search_mut(region).pass = Some(pass);
+                }
+            } else {
+                return;
             }
         }
-        let freed = self.freed[region.tier() as usize];
+    }
+
+    fn start_search(&mut self, region: Region, class: Class, own: Option<Leaf>) {
+        if !self.is_worth_a_search(region, class, own) {
+            return;
+        }
+        let runs = self.runs_to_look_at(region, class);
+        let own_worth = own.map_or(f64::INFINITY, |own| self.worth(own.last));
         let search = self.search_mut(region);
-        search.visits = if best.is_none() { 0 } else { visits };
-        search.in_vain = best.is_none().then_some(freed);
-        search.vain = if best.is_none() { search.vain + 1 } else { 0 };
-        best.map(|(_, run)| run)
+        search.spend(runs.len() as u32);
+        search.pass = Some(Pass {
+            class,
+            own_worth,
+            run_visits: RUN_VISITS[search.vain % RUN_VISITS.len()],
+            runs,
+            at: None,
+            best: None,
+        });
+    }
+
+    /// Looks at one more payload. Whether all runs have been looked at.
+    fn go_on_with(&mut self, region: Region, pass: &mut Pass) -> bool {
+        let Some(mut at) = pass.at.take() else {
+            let Some(run) = pass.runs.pop_front() else {
+                return true;
+            };
+            self.search_mut(region).spend(1);
+            let bytes = self.slots(region).run_bytes(run) as f64;
+            let best = pass.best.as_ref().filter(|best| !best.is_used);
+            let most = best.map_or(pass.own_worth, |best| best.loss / best.bytes) * bytes;
+            pass.at = Some(RunLoss::new(run, bytes, most, pass.run_visits));
+            return false;
+        };
+        let (visits, ended) = self.add_up(region, pass.class, &mut at);
+        self.search_mut(region).spend(visits);
+        match ended {
+            None => pass.at = Some(at),
+            Some(true) if !at.is_used && at.loss < at.most => pass.best = Some(at),
+            Some(_) => {}
+        }
+        false
+    }
+
+    /// A search has ended: the best run is being emptied from now on.
+    fn end_search(&mut self, region: Region, pass: Pass) {
+        let freed = self.freed[region.tier() as usize];
+        if let Some(best) = pass.best.filter(|best| !best.is_used) {
+            let search = self.search_mut(region);
+            (search.in_vain, search.vain) = (None, 0);
+            self.start_emptying(region, pass.class, best);
+            return;
+        }
+        let search = self.search_mut(region);
+        (search.in_vain, search.visits) = (Some(freed), 0);
+        search.vain += 1;
     }
 
     /// Whether another class may have a run that is worth less than `own`. After a search in vain, as many
@@ -135,7 +276,7 @@ impl Residency {
         let others: Vec<Class> = others.filter(|&other| slots.used(other) > 0).collect();
         let pause = slots.slots_per_page(class) as u64;
         let freed = self.freed[region.tier() as usize];
-        let search = *self.search_mut(region);
+        let search = self.search(region);
         if others.is_empty() || search.visits == 0 {
             return false;
         }
@@ -150,7 +291,7 @@ impl Residency {
     }
 
     /// Some in turn, and those around the other classes' next candidates.
-    fn runs_to_look_at(&mut self, region: Region, class: Class) -> Vec<Run> {
+    fn runs_to_look_at(&mut self, region: Region, class: Class) -> VecDeque<Run> {
         let next = self.search_mut(region).next;
         self.search_mut(region).next = next + OTHER_RUNS;
         let others = self.slots(region).classes();
@@ -162,10 +303,10 @@ impl Residency {
             }
         }
         let mut around = around.into_iter();
-        let mut runs = Vec::new();
+        let mut runs = VecDeque::new();
         // In turns: neither kind uses up what may be looked at.
         for number in next..next + OTHER_RUNS {
-            runs.push(self.slots(region).run_number(number, class));
+            runs.push_back(self.slots(region).run_number(number, class));
             runs.extend(around.next());
         }
         runs.extend(around);
@@ -185,161 +326,5 @@ impl Residency {
                 let is_here = payload.is_readable(tier) && self.class(id, region, group) == class;
                 is_here.then(|| slot_offset(slot))
             })
-    }
-
-    /// Expected use of a byte that was last used at a tick.
-    fn worth(&self, last: u64) -> f64 {
-        1.0 / (1 + self.tick.saturating_sub(last)) as f64
-    }
-
-    /// Adds up what evicting a run would lose, until that is `most`. False if something there must stay.
-    fn add_up(
-        &self,
-        region: Region,
-        class: Class,
-        run: Run,
-        most: f64,
-        losses: &mut RunLoss,
-    ) -> bool {
-        for (of, owner) in self.slots(region).owners(run) {
-            if of == class || !self.add_payload(region, owner, losses) {
-                return false;
-            }
-            if losses.loss >= most {
-                return true;
-            }
-        }
-        true
-    }
-
-    /// Adds one payload, and those that no lookup reaches without it. False if it must stay.
-    fn add_payload(&self, region: Region, owner: Owner, losses: &mut RunLoss) -> bool {
-        let (tier, id) = (region.tier(), owner.node);
-        let node = self.node(id);
-        let payload = node.payload(owner.group);
-        let Some(visits) = losses.visits.checked_sub(1) else {
-            return false;
-        };
-        losses.visits = visits;
-        if self.is_used(id) || node.uses().holds > 0 || !payload.is_readable(tier) {
-            return false;
-        }
-        let bytes = self
-            .slots(region)
-            .slot_bytes(self.class(id, region, owner.group)) as f64;
-        if !node.requires(owner.group) {
-            losses.loss += bytes * self.worth(node.touch().last);
-            return true;
-        }
-        let has_copy = match tier {
-            Tier::Host => payload.disk == DiskState::Present,
-            Tier::Disk => payload.host == HostState::Present,
-        };
-        // A restart would not find those below, and the copy in the arena could not leave it.
-        if tier == Tier::Disk && has_copy && node.active_children(Tier::Disk) > 0 {
-            return false;
-        }
-        let Some(last) = self.look_below(id, losses, !has_copy) else {
-            return false;
-        };
-        if has_copy || !node.is_visible() {
-            losses.loss += bytes * self.worth(last);
-        }
-        true
-    }
-
-    /// Looks at a node and those below. Returns the tick at which one of them was used last, `None` if one
-    /// is in use or has left the index, or there are too many. Adds what `lost` ones are worth, each once.
-    fn look_below(&self, id: NodeId, losses: &mut RunLoss, lost: bool) -> Option<u64> {
-        let mut youngest = self.node(id).touch().last;
-        let mut bytes = 0.0;
-        let mut stack = vec![id];
-        while let Some(id) = stack.pop() {
-            if losses.unreachable.contains(&id) {
-                continue;
-            }
-            losses.visits = losses.visits.checked_sub(1)?;
-            work::node();
-            if self.is_used(id) {
-                return None;
-            }
-            let node = self.node(id);
-            youngest = youngest.max(node.touch().last);
-            if lost {
-                losses.unreachable.insert(id);
-                if node.is_visible() {
-                    bytes += self.held_bytes(id) as f64;
-                }
-            }
-            let before = stack.len();
-            let most = losses.visits as usize;
-            stack.extend(self.forest.children(id).take(most));
-            // A child that has left the index is not listed: it goes soon, or is in use, with what is above.
-            if stack.len() - before < node.children() as usize {
-                return None;
-            }
-        }
-        losses.loss += bytes * self.worth(youngest);
-        Some(youngest)
-    }
-
-    /// Whether a lease, a copy or an IO operation needs a node, or one of its payloads is to be written.
-    fn is_used(&self, id: NodeId) -> bool {
-        let node = self.node(id);
-        let mut payloads = node.payloads();
-        node.is_detached() || !node.is_idle() || payloads.any(|payload| payload.is_in_flight())
-    }
-
-    /// Bytes of a node's payloads, in whatever tier.
-    fn held_bytes(&self, id: NodeId) -> u64 {
-        let payloads = (0u8..).zip(self.node(id).payloads());
-        let held = payloads
-            .filter(|(_, payload)| payload.has_slot(Tier::Host) || payload.has_slot(Tier::Disk));
-        held.map(|(group, _)| self.slot_bytes(id, group)).sum()
-    }
-
-    /// Evicts all payloads of a run, none of which is in use.
-    pub(super) fn empty_run(&mut self, region: Region, run: Run, counters: &mut Counters) {
-        let owners = self.slots(region).owners(run).map(|(_, owner)| owner);
-        let mut payloads: Vec<(Owner, u32)> = owners
-            .map(|owner| (owner, self.node(owner.node).epoch))
-            .collect();
-        // Children first: a node without children and payloads goes.
-        self.moves.runs += 1;
-        payloads.sort_by_key(|(owner, _)| std::cmp::Reverse(self.node(owner.node).depth));
-        for (owner, epoch) in payloads {
-            if self.forest.is_live(owner.node, epoch) {
-                self.evict_payload(region.tier(), owner, counters);
-            }
-        }
-    }
-
-    fn evict_payload(
-        &mut self,
-        tier: Tier,
-        Owner { node: id, group }: Owner,
-        counters: &mut Counters,
-    ) {
-        if !self.node(id).payload(group).has_slot(tier) {
-            return;
-        }
-        work::eviction();
-        match tier {
-            Tier::Host => {
-                counters.host_evictions += 1;
-                self.free_host(id, group, Loss::Evicted);
-            }
-            Tier::Disk => {
-                counters.disk_evictions += 1;
-                self.free_disk(id, group, Loss::Evicted);
-            }
-        }
-        if let Some(parent) = self.parent(id) {
-            self.inherit_touch(parent, tier, self.node(id).touch().last);
-        }
-        if self.node(id).children() > 0 && self.lacks_payload(id) {
-            self.make_gap(id);
-        }
-        self.reconcile(id);
     }
 }

@@ -41,6 +41,8 @@ impl Residency {
             }
         };
         self.withdraw(id);
+        self.note_use(id);
+        self.note_slot(Region::Host, offset);
         let mut node = self.forest.node_mut(id);
         let checksum = node.change_payload(group, |payload| {
             assert_eq!(
@@ -133,6 +135,7 @@ impl Residency {
     /// Puts a payload into the write queue's account.
     pub(in crate::engine) fn queue_write(&mut self, id: NodeId, group: u8) {
         self.withdraw(id);
+        self.note_use(id);
         self.forest.node_mut(id).change_payload(group, |payload| {
             assert_eq!(
                 payload.host,
@@ -173,6 +176,8 @@ impl Residency {
     ) {
         self.unqueue_write(id, group);
         self.withdraw(id);
+        self.note_use(id);
+        self.note_slot(Region::Disk(device), offset);
         let mut node = self.forest.node_mut(id);
         assert!(
             node.slots(Tier::Disk) == 0 || node.device == device,

@@ -103,6 +103,12 @@ impl Residency {
         &self.forest
     }
 
+    /// Bytes that nodes, index and slots take. Candidates of the policies are few.
+    pub(in crate::engine) fn index_bytes(&self) -> u64 {
+        let disks = self.disks.iter().map(|disk| disk.slots().bytes());
+        self.forest.bytes() + self.host.bytes() + disks.sum::<u64>()
+    }
+
     pub(in crate::engine) fn host(&self) -> &Slots {
         &self.host
     }
@@ -193,6 +199,13 @@ impl Residency {
         match region {
             Region::Host => &self.host,
             Region::Disk(device) => self.disks[device.index()].slots(),
+        }
+    }
+
+    pub(super) fn slots_mut(&mut self, region: Region) -> &mut Slots {
+        match region {
+            Region::Host => &mut self.host,
+            Region::Disk(device) => self.disks[device.index()].slots_mut(),
         }
     }
 
