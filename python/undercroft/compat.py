@@ -10,6 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,7 +29,7 @@ except ImportError:  # 0.31: hits are not split by tier
     CacheHitSource = None
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = [
+    "MEDIUM_CPU",
+    "MEDIUM_STORAGE",
+    "AllBlocksCleared",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
@@ -45,9 +49,14 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
+    "block_removed",
     "block_sizes",
+    "block_stored",
     "caps_external_hits",
     "device_hit_tokens",
+    "event_hash",
+    "event_hasher",
+    "event_spec",
     "group_kind",
     "group_window",
     "hash_lookahead_tokens",
@@ -58,6 +67,8 @@ __all__ = [
     "layer_specs",
     "vllm_release",
 ]
+
+MEDIUM_CPU, MEDIUM_STORAGE = "CPU", "STORAGE"
 
 _KINDS = {
     "FullAttentionSpec": "full",
@@ -75,6 +86,45 @@ def vllm_release() -> str:
     from vllm import __version__
 
     return ".".join(__version__.split(".")[:2])
+
+
+def _known_fields(event: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
+    known = event.__struct_fields__
+    return {name: value for name, value in fields.items() if name in known}
+
+
+def block_stored(**fields: Any) -> BlockStored:
+    """The event with those of the fields that this vLLM has."""
+    return BlockStored(**_known_fields(BlockStored, fields))
+
+
+def block_removed(**fields: Any) -> BlockRemoved:
+    """As `block_stored`."""
+    return BlockRemoved(**_known_fields(BlockRemoved, fields))
+
+
+def event_hash(block_hash: bytes) -> Any:
+    """A block hash as events have it."""
+    return kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
+
+
+def event_hasher() -> Callable[[bytes], Any]:
+    """`event_hash`, without asking vLLM's environment for each block."""
+    probe = bytes(range(32))
+    if event_hash(probe) == probe:
+        return lambda block_hash: block_hash
+    if event_hash(probe) == int.from_bytes(probe[-8:], "big"):
+        return lambda block_hash: int.from_bytes(block_hash[-8:], "big")
+    return event_hash
+
+
+def event_spec(spec: KVCacheSpec) -> tuple[str | None, int | None]:
+    """What events say of a KV cache group: its kind and its window."""
+    kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+    window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
+    if kind is None or window is None:
+        return None, None
+    return kind(spec).value, window(spec)
 
 
 def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:

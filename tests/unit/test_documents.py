@@ -30,6 +30,7 @@ SUFFIXES = r"\.(?:rs|py|pyi|md|toml|txt|service|so)"
 
 # Names of others: vLLM, CUDA, the kernel, the shell. A name that is neither here nor in the sources is a mistake.
 FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
+    "AllBlocksCleared",
     "BHLNC",
     "BLNHC",
     "LBNHC",
@@ -46,6 +47,7 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
     "cuMemcpyAsync",
     "cuMemcpyBatchAsync",
     "expandable_segments",
+    "extra_keys",
     "find_longest_cache_hit",
     "gpu_memory_utilization",
     "io_uring_enter",
@@ -68,6 +70,7 @@ FOREIGN_FLAGS = {
     "--gpu-memory-utilization",
     "--hf-overrides",
     "--ipc",
+    "--kv-events-config",
     "--kv-transfer-config",
     "--locked",
     "--lora-target-modules",

@@ -28,6 +28,7 @@ from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.announcement import Announcement
 from undercroft.connector.differences import ignored_options
+from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
@@ -97,6 +98,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._resets: Resets | None = None
+        self._events: Events | NoEvents = NO_EVENTS
         self._recorder: Recorder | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
@@ -162,6 +164,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._report,
                 self._threshold.needed_tokens,
             )
+            self._events = events_of(self._vllm_config, session, groups, self._kv_cache_config)
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
             if config.record:
@@ -296,6 +299,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.on_new_request`."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
+        self._events.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and given
@@ -421,12 +425,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._recorder.finished(request)
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
+        self._events.finished(request)
         return False, None
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """The tiers publish no KV events."""
-        return ()
+        """What has changed in the tiers, where vLLM publishes events."""
+        return self._events.take()
 
     @_fail_open(bool)
     def has_pending_block_frees(self) -> bool:
@@ -435,8 +440,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(bool)
     def has_pending_push_work(self) -> bool:
-        """See `SchedulerConnector.has_pending_push_work`."""
-        return self._scheduler is not None and self._scheduler.has_pending_push_work()
+        """As `SchedulerConnector.has_pending_push_work`; also while the engine has more to tell."""
+        return self._events.more or (self._scheduler is not None and self._scheduler.has_pending_push_work())
 
     @_fail_open(bool)
     def reset_cache(self) -> bool:

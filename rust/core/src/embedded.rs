@@ -7,8 +7,8 @@ use crate::driver::{Driver, EngineAccess};
 use crate::engine::{Engine, Granted, LookupCursor, SessionId};
 use crate::error::RegisterError;
 use crate::session::{
-    Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session, SessionSpec,
-    SessionToken, Step, Tokens, TransferId,
+    BlockEvents, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session,
+    SessionSpec, SessionToken, Step, Tokens, TransferId,
 };
 
 /// A session of an engine in this process.
@@ -130,6 +130,15 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     fn finish_request(&self, request: &str) {
         self.engine
             .enter(|engine| engine.finish_request(self.id, request));
+    }
+
+    fn take_events(&self) -> BlockEvents {
+        let has_some = |engine: &Engine| engine.has_events(self.id);
+        let taken = self.engine.read_or_enter(
+            |engine| (!has_some(engine)).then(BlockEvents::default),
+            |engine| engine.take_events(self.id),
+        );
+        taken.unwrap_or_default()
     }
 
     fn report_steps(&self, steps: &[Step]) {

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::key::HashSource;
+use crate::forest::Tier;
+use crate::key::{BlockHash, HashSource};
 use crate::namespace::NamespaceSpec;
 
 /// A number of tokens, counted from the start of a prompt.
@@ -403,6 +404,33 @@ impl From<NamespaceSpec> for SessionSpec {
     }
 }
 
+/// A payload has become readable in a tier, or has ceased to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockEvent {
+    /// The tier.
+    pub tier: Tier,
+    /// Whether it has come; otherwise it has left.
+    pub stored: bool,
+    /// Index of the payload's group.
+    pub group: u8,
+    /// The block hash that it ends with.
+    pub hash: BlockHash,
+    /// The block hash before; `None` for the first of a prompt, and for a payload that has left.
+    pub parent: Option<BlockHash>,
+}
+
+/// What has changed in the tiers, in the order in which it did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockEvents {
+    /// Everything that was told before is void: changes were lost, or the namespace is another. What is there
+    /// follows from here on.
+    pub cleared: bool,
+    /// The changes.
+    pub events: Vec<BlockEvent>,
+    /// More is to be told at once.
+    pub more: bool,
+}
+
 /// One vLLM scheduler's use of one namespace. Calls take microseconds and never wait for IO, but for
 /// those with a timeout. Every call may be repeated, and none fails: without an engine there are misses.
 pub trait Session: std::fmt::Debug + Send + Sync {
@@ -436,6 +464,10 @@ pub trait Session: std::fmt::Debug + Send + Sync {
 
     /// The request has finished or was aborted. Loads and saves under way go on.
     fn finish_request(&self, request: &str);
+
+    /// What has come to the tiers or left them since the last call. The first call begins with what is there,
+    /// a part in each call. Until then nothing is noted.
+    fn take_events(&self) -> BlockEvents;
 
     /// Steps that the vLLM has run since the last call.
     fn report_steps(&self, steps: &[Step]);

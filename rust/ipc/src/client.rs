@@ -15,7 +15,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::panics::contained;
 use undercroft_core::session::{
-    Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step, Tokens, TransferId,
+    BlockEvents, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step, Tokens,
+    TransferId,
 };
 
 use crate::client_state::{ClientState, Polled, SessionAddress};
@@ -250,6 +251,11 @@ impl Session for Client {
 
     fn finish_request(&self, request: &str) {
         self.shared.with(|state| state.finish_request(request));
+    }
+
+    fn take_events(&self) -> BlockEvents {
+        let take = |state: &mut ClientState| state.take_events(Instant::now());
+        self.shared.with(take).unwrap_or_default()
     }
 
     fn report_steps(&self, steps: &[Step]) {

@@ -10,6 +10,7 @@ mod client;
 mod client_state;
 mod connection;
 mod dialect;
+mod events;
 pub mod frame;
 mod parker;
 mod peer;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
-    Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
+    BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
@@ -139,6 +139,8 @@ pub enum ClientMessage<'a> {
     Ping,
     /// The server replies with `Status`. Allowed before `Register`.
     Status,
+    /// Asks what has changed in the tiers. The server replies with `Events`.
+    TakeEvents,
 }
 
 /// See [`LookupRequest`](undercroft_core::session::LookupRequest).
@@ -270,6 +272,16 @@ pub enum ServerMessage {
     Status {
         /// See the documentation of `undercroft status --json`.
         json: String,
+    },
+    /// What has changed in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
+    Events {
+        /// Everything that was told before is void.
+        cleared: bool,
+        /// More is to be told at once.
+        more: bool,
+        /// The changes.
+        #[serde(with = "crate::events")]
+        events: Vec<BlockEvent>,
     },
 }
 

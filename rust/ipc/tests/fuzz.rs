@@ -8,9 +8,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
+use undercroft_core::forest::Tier;
+use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
-    ArenaOffset, Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
+    ArenaOffset, BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
 };
 use undercroft_ipc::frame::{self, FrameKind};
 use undercroft_ipc::protocol::{
@@ -19,6 +21,17 @@ use undercroft_ipc::protocol::{
 
 fn corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus")
+}
+
+fn event(stored: bool) -> BlockEvent {
+    let hash = |byte| BlockHash::new(&[byte; 32]);
+    BlockEvent {
+        tier: if stored { Tier::Disk } else { Tier::Host },
+        stored,
+        group: 3,
+        hash: hash(1).unwrap(),
+        parent: hash(2).filter(|_| stored),
+    }
 }
 
 /// One frame of every kind.
@@ -107,6 +120,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         ClientMessage::Reset { reset: 4 },
         ClientMessage::Ping,
         ClientMessage::Status,
+        ClientMessage::TakeEvents,
     ];
     let last = ArenaOffset::new(i64::MAX as u64);
     let extent = Extent {
@@ -144,6 +158,11 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         ServerMessage::Reset { reset: 4, ok: true },
         ServerMessage::Pong {
             stats: "{}".to_owned(),
+        },
+        ServerMessage::Events {
+            cleared: true,
+            more: false,
+            events: vec![event(true), event(false)],
         },
         ServerMessage::Status {
             json: "{}".to_owned(),

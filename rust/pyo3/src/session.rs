@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyBytes, PyList, PyTuple};
+use undercroft_core::forest::Tier;
 use undercroft_core::session::{
-    LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step, Tokens, TransferId,
+    BlockEvent, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step, Tokens, TransferId,
 };
 
 use crate::hashes::Hashes;
@@ -144,6 +145,28 @@ impl PySession {
     /// The request has finished or was aborted.
     fn finish_request(&self, request_id: &str) {
         self.session.finish_request(request_id);
+    }
+
+    /// What has come to the tiers or left them since the last call: whether all of before is void, the changes (stored,
+    /// on disk, group, hash, hash before), and whether more is to be told at once. None if there is nothing.
+    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let taken = self.session.take_events();
+        if !taken.cleared && !taken.more && taken.events.is_empty() {
+            return Ok(None);
+        }
+        let one = |event: &BlockEvent| {
+            let hash = PyBytes::new(py, event.hash.as_bytes());
+            let parent = event
+                .parent
+                .map(|parent| PyBytes::new(py, parent.as_bytes()));
+            let on_disk = event.tier == Tier::Disk;
+            (event.stored, on_disk, event.group, hash, parent).into_pyobject(py)
+        };
+        let events: Vec<Bound<'py, PyTuple>> =
+            taken.events.iter().map(one).collect::<PyResult<_>>()?;
+        (taken.cleared, events, taken.more)
+            .into_pyobject(py)
+            .map(Some)
     }
 
     /// The vLLM has run steps: each as (tokens of prompts, the sum of their positions, decodes, seconds).

@@ -11,6 +11,7 @@ use undercroft_core::session::{
 };
 
 use crate::content::hash_of;
+use crate::events::RouterIndex;
 use crate::model::HASH_BLOCK;
 use crate::participants::{ClientHit, ClientRequest, SimClient};
 use crate::world::World;
@@ -44,6 +45,7 @@ impl World {
             requests: Vec::new(),
             loads: Vec::new(),
             saves: Vec::new(),
+            router: RouterIndex::default(),
         });
         if self.models[namespace].must_reset {
             self.models[namespace].must_reset = false;
@@ -67,6 +69,12 @@ impl World {
         let session = self.random.index(self.sessions.len());
         if self.settings.crowded && self.random.chance(40) {
             return self.close_session(session);
+        }
+        // Beside what the client does.
+        match self.random.below(200) {
+            0..=4 => self.take_events(session)?,
+            5 => self.check_routers()?,
+            _ => {}
         }
         match self.random.below(1000) {
             0..=3 => self.close_session(session),

@@ -16,6 +16,8 @@
 //! - with room and without faults, everything that was saved is found, also after a restart;
 //! - a namespace is forgotten only where there are more than places for them, never while a session uses it,
 //!   and in the order of their use; it is never taken for another;
+//! - an index that is built from events alone holds exactly the payloads that the engine has, and no event is
+//!   told in vain;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,6 +28,7 @@ mod client;
 mod content;
 mod device;
 mod disks;
+mod events;
 mod model;
 mod namespaces;
 mod participants;
@@ -80,6 +83,12 @@ pub struct Stats {
     pub changes_found: u64,
     /// Of these payloads, copies by loads, where hits are not verified.
     pub changes_loaded: u64,
+    /// Events that routers took.
+    pub events: u64,
+    /// Times that everything was told anew.
+    pub events_cleared: u64,
+    /// Comparisons of a router's index with the engine.
+    pub routers_checked: u64,
     /// Units of work of the entry that did most.
     pub most_units: u64,
 }
@@ -108,6 +117,9 @@ impl Stats {
         self.changes += other.changes;
         self.changes_found += other.changes_found;
         self.changes_loaded += other.changes_loaded;
+        self.events += other.events;
+        self.events_cleared += other.events_cleared;
+        self.routers_checked += other.routers_checked;
         self.most_units = self.most_units.max(other.most_units);
     }
 }

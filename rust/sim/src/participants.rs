@@ -5,6 +5,7 @@ use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Session, Tokens, TransferId};
 
 use crate::content::{PrefixKey, SavedPayload};
+use crate::events::RouterIndex;
 
 /// One request of a client.
 #[derive(Debug)]
@@ -51,6 +52,8 @@ pub(crate) struct SimClient {
     pub(crate) requests: Vec<ClientRequest>,
     pub(crate) loads: Vec<ClientLoad>,
     pub(crate) saves: Vec<ClientSave>,
+    /// What a router knows by its events.
+    pub(crate) router: RouterIndex,
 }
 
 /// A block and its slot.

@@ -78,6 +78,7 @@ impl Settings {
         engine.verify_host = random.chance(300);
         engine.writes_beside_reads = random.below(4) as usize;
         engine.removals = random.pick(&[1, 3, 16]);
+        engine.event_ring = random.pick(&[1, 8, 64, 1 << 16]);
         engine.visits = random.pick(&[2, 3, 20, 1000]);
         let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
             .map(|_| (random.range(1, 10) * PAGE, PAGE))

@@ -402,6 +402,7 @@ impl World {
     fn stop(&mut self) -> Result<(), String> {
         self.log.stats.restarts += 1;
         self.answer_everybody()?;
+        self.check_routers()?;
         self.note(|| "everybody leaves".to_owned());
         while let Some(session) = self.sessions.len().checked_sub(1) {
             self.finish_transfers(session)?;

@@ -3,13 +3,14 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::forest::{DiskState, HostState, NONE, NodeId};
+use crate::session::BlockEvent;
 use crate::slots::slot_offset;
 
 use super::coordinator::Engine;
 use super::ensure::ensure;
 use super::operations::Purpose;
 use super::residency::LeaseCounts;
-use super::sessions::TransferKind;
+use super::sessions::{SessionId, TransferKind};
 
 impl Engine {
     /// Whether every invariant of the engine's state holds.
@@ -40,6 +41,12 @@ impl Engine {
             "{requests} requests, sessions know {of_sessions}"
         );
         Ok(())
+    }
+
+    /// What [`Engine::take_events`] has told a session that has been told all: the payloads that are there.
+    pub fn announced(&self, session: SessionId) -> Vec<BlockEvent> {
+        let state = self.sessions.get(session);
+        state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
     }
 
     /// How many payloads a restart would find: those on disk whose chain is.

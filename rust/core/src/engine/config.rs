@@ -40,6 +40,8 @@ pub struct EngineConfig {
     pub namespaces_max: usize,
     /// Entries of a directory's namespace table that are used; at most [`NAMESPACES_MAX`].
     pub namespace_entries_max: usize,
+    /// Events that are kept for each session that asks for them.
+    pub event_ring: usize,
     /// Source of every random choice.
     pub seed: u64,
     /// Seconds since 1970 when the engine's clock was at zero.
@@ -65,6 +67,7 @@ impl EngineConfig {
             verify_host: false,
             namespaces_max: 1024,
             namespace_entries_max: NAMESPACES_MAX,
+            event_ring: 1 << 16,
             seed: 0,
             unix_at_zero_s: 0,
         }

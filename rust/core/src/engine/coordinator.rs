@@ -64,7 +64,12 @@ impl Engine {
         Self {
             now_ns: 0,
             last_poll_ns: 0,
-            residency: Residency::new(config.host_bytes, config.policy, config.seed),
+            residency: Residency::new(
+                config.host_bytes,
+                config.policy,
+                config.seed,
+                config.event_ring,
+            ),
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
             checksums: Checksums::default(),
@@ -149,6 +154,7 @@ impl Engine {
         for transfer in of_session {
             self.end_transfer(id_of(transfer), false);
         }
+        self.residency.feeds.close(session);
         let Some(state) = self.sessions.close(session) else {
             return;
         };

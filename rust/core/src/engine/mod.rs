@@ -12,6 +12,7 @@
 //! - `checksums`: which payloads in the arena are to be summed, behind saves and before hits;
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
+//! - `events`: what has changed in the tiers, for sessions that ask;
 //! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `operations`: what each IO operation in flight is for.
 //!
@@ -26,6 +27,7 @@ mod config;
 mod coordinator;
 #[cfg(feature = "check")]
 mod ensure;
+mod events;
 mod io;
 mod late_disk;
 mod load;

@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
-    Extent, Lookup, PromotionWait, SaveGrant, SessionToken, Tokens, TransferId,
+    BlockEvents, Extent, Lookup, PromotionWait, SaveGrant, SessionToken, Tokens, TransferId,
 };
 
 use crate::protocol::{ClientMessage, LeasedHit, LookupAnswer, ServerMessage};
 
+mod events;
 mod lookups;
 #[cfg(test)]
 mod tests;
@@ -126,6 +127,8 @@ pub(crate) struct ClientState {
     replies_due: VecDeque<Instant>,
     pinged: Option<Instant>,
     transfers: HashMap<TransferId, TransferStage>,
+    /// What the server tells of its tiers.
+    events: events::EventState,
     /// Grants that the caller has not taken yet.
     grants: Vec<SaveGrant>,
     /// Resets under way, with the result of those that have ended.
@@ -154,6 +157,7 @@ impl ClientState {
             replies_due: VecDeque::new(),
             pinged: None,
             transfers: HashMap::new(),
+            events: events::EventState::default(),
             grants: Vec::new(),
             resets: HashMap::new(),
             private: false,
@@ -166,6 +170,7 @@ impl ClientState {
         self.refused = None;
         self.open = Some(address.clone());
         self.last = Some(address);
+        self.events.opened();
         if self.private && !private {
             // The reset was asked for while the session was being opened.
             let reset = self.next_number();
@@ -180,6 +185,7 @@ impl ClientState {
         let Some(SessionAddress { session, .. }) = self.open.take() else {
             return;
         };
+        self.events.lost();
         self.outbox.clear();
         self.replies_due.clear();
         self.pinged = None;
@@ -206,7 +212,9 @@ impl ClientState {
     pub(crate) fn take(&mut self, message: ServerMessage, now: Instant) -> bool {
         let direct = match &message {
             ServerMessage::Answer { direct, .. } => *direct,
-            ServerMessage::Granted { .. } | ServerMessage::Pong { .. } => true,
+            ServerMessage::Granted { .. }
+            | ServerMessage::Events { .. }
+            | ServerMessage::Pong { .. } => true,
             _ => false,
         };
         if direct && self.replies_due.pop_front().is_none() {
@@ -224,6 +232,18 @@ impl ClientState {
                 refused,
                 extents,
             } => return self.take_grant(TransferId(transfer), refused, extents),
+            ServerMessage::Events {
+                cleared,
+                more,
+                events,
+            } => {
+                let told = BlockEvents {
+                    cleared,
+                    events,
+                    more,
+                };
+                return self.events.take(told);
+            }
             ServerMessage::Reset { reset, ok } => {
                 if let Some(ended) = self.resets.get_mut(&reset) {
                     *ended = Some(ok);

@@ -191,6 +191,7 @@ impl ServedSessions {
                 session.reset(driver, reset);
                 session.answer_resets(driver, out);
             }
+            ClientMessage::TakeEvents => session.take_events(driver, out),
             ClientMessage::Ping => {
                 let stats = self.report.take(|| self.stats.take());
                 ServerMessage::Pong { stats }.append_to(out);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, SessionId};
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{Priority, Tokens, TransferId};
+use undercroft_core::session::{BlockEvents, Priority, Tokens, TransferId};
 
 use super::Violation;
 use super::job::{HASH_STEP, HIT_STEP, HashJob, HitJob, Job, Then};
@@ -451,6 +451,26 @@ impl ServedSession {
             }
             Then::Save(asked) => self.save(driver, job.request, asked, out),
         }
+    }
+
+    /// Appends what has changed in the tiers since the last message of this kind.
+    pub(super) fn take_events(&self, driver: &Driver, out: &mut Vec<u8>) {
+        // An entry would have the IO thread try again what waits for memory.
+        let taken = driver.read_or_enter(
+            |engine| (!engine.has_events(self.id)).then(BlockEvents::default),
+            |engine| engine.take_events(self.id),
+        );
+        let BlockEvents {
+            cleared,
+            events,
+            more,
+        } = taken.unwrap_or_default();
+        ServerMessage::Events {
+            cleared,
+            more,
+            events,
+        }
+        .append_to(out);
     }
 
     pub(super) fn reset(&mut self, driver: &Driver, reset: u64) {

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
 mod disk;
+mod events;
 mod lookups;
 mod resets;
 mod rig;
@@ -79,6 +80,14 @@ conformance_of_all! {
         a_planned_wait_takes_a_part_of_the_time_of_the_steps_that_were_reported,
         nothing_is_read_for_a_hit_that_is_too_short_to_be_of_use,
         a_leased_prefetch_keeps_its_bytes_from_promotions_that_are_demanded,
+    }
+    events {
+        blocks_are_told_with_the_block_before_as_they_come,
+        every_session_of_a_namespace_is_told_and_first_what_was_there,
+        evicted_blocks_are_told,
+        blocks_on_disk_are_told_also_after_a_restart,
+        a_reset_voids_what_was_told,
+        a_session_that_does_not_listen_for_long_is_told_all_anew,
     }
     resets {
         nothing_of_before_a_reset_is_found_or_loaded,

@@ -31,6 +31,8 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 const PAYLOAD_BYTES: u32 = 4096;
 const ARENA_BYTES: u64 = ARENA_BLOCKS as u64 * PAYLOAD_BYTES as u64;
 const IO_DEPTH: usize = 8;
+/// Events that the engine keeps for a session.
+const EVENTS_KEPT: usize = 1024;
 /// The first prompt that no test uses.
 const OTHER_PROMPTS: u8 = 100;
 
@@ -173,7 +175,10 @@ impl SessionRig {
         }
         let pool = ThreadPool::new(IO_DEPTH, Arc::clone(&arena), files).unwrap();
         let (io, device) = FaultEngine::new(pool);
-        let mut engine = Engine::new(EngineConfig::new(ARENA_BYTES));
+        let mut engine = Engine::new(EngineConfig {
+            event_ring: EVENTS_KEPT,
+            ..EngineConfig::new(ARENA_BYTES)
+        });
         engine.attach_disks(images);
         let driver = Arc::new(Driver::start(engine, Box::new(io)).unwrap());
         let dir = tempfile::tempdir().unwrap();

@@ -7,6 +7,7 @@
 //! directories.
 
 mod admission;
+mod announce;
 #[cfg(feature = "check")]
 mod check;
 mod disk_slots;

@@ -125,6 +125,7 @@ impl Residency {
     /// Takes a node out of the index: nobody finds it any more, and no policy knows it.
     fn detach(&mut self, id: NodeId) {
         self.withdraw(id);
+        self.note_detached(id);
         self.forest.unindex(id);
         for group in self.node(id).groups() {
             if self.node(id).payload(group).disk == DiskState::Queued {

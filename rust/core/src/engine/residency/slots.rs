@@ -84,6 +84,7 @@ impl Residency {
         if node.is_detached() {
             return;
         }
+        self.note_event(id, group, Tier::Host, true);
         if self.node(id).is_gap() && self.is_complete(id) {
             self.forest.node_mut(id).set_gap(false);
             self.moves.filled_gaps += 1;
@@ -111,16 +112,20 @@ impl Residency {
         let class = self.class(id, Region::Host, group);
         self.withdraw(id);
         let mut node = self.forest.node_mut(id);
-        let offset = node.change_payload(group, |payload| {
+        let (was_readable, offset) = node.change_payload(group, |payload| {
             assert_ne!(
                 payload.host,
                 HostState::Empty,
                 "node {id} group {group} has no slot in the arena to free"
             );
+            let was_readable = payload.is_readable(Tier::Host);
             payload.host = HostState::Empty;
-            slot_offset(payload.host_slot)
+            (was_readable, slot_offset(payload.host_slot))
         });
         self.host.free(class, offset);
+        if was_readable {
+            self.note_event(id, group, Tier::Host, false);
+        }
         self.slot_freed(id, Tier::Host, loss);
         if self.node(id).is_host_chain() && self.node(id).requires(group) {
             self.clear_host_chain(id);
@@ -205,6 +210,7 @@ impl Residency {
             slot_offset(payload.disk_slot)
         });
         self.disk_mut(device).mark_dirty(class, offset);
+        self.note_event(id, group, Tier::Disk, true);
     }
 
     /// The write of a payload has failed, or came to nothing: frees its slot. The caller reconciles `id`.
@@ -232,15 +238,19 @@ impl Residency {
         let class = self.class(id, Region::Disk(device), group);
         self.withdraw(id);
         let mut node = self.forest.node_mut(id);
-        let offset = node.change_payload(group, |payload| {
+        let (was_readable, offset) = node.change_payload(group, |payload| {
             assert!(
                 matches!(payload.disk, DiskState::Writing | DiskState::Present),
                 "node {id} group {group} has no slot on disk to free"
             );
+            let was_readable = payload.is_readable(Tier::Disk);
             payload.disk = DiskState::Empty;
-            slot_offset(payload.disk_slot)
+            (was_readable, slot_offset(payload.disk_slot))
         });
         self.disk_mut(device).free(class, offset);
+        if was_readable {
+            self.note_event(id, group, Tier::Disk, false);
+        }
         self.slot_freed(id, Tier::Disk, loss);
     }
 

@@ -8,6 +8,7 @@ use crate::namespace::NamespaceSpec;
 use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
+use super::super::events::Feeds;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
 use super::removal::Removals;
@@ -57,10 +58,17 @@ pub(in crate::engine) struct Residency {
     pub(super) moves: Moves,
     /// A payload on disk went although others stand on it there.
     pub(super) disk_gaps: bool,
+    /// Who is told of changes.
+    pub(in crate::engine) feeds: Feeds,
 }
 
 impl Residency {
-    pub(in crate::engine) fn new(host_bytes: u64, policy: PolicyKind, seed: u64) -> Self {
+    pub(in crate::engine) fn new(
+        host_bytes: u64,
+        policy: PolicyKind,
+        seed: u64,
+        event_ring: usize,
+    ) -> Self {
         Self {
             forest: Forest::new(seed),
             host: Slots::new(host_bytes, page_bytes_for(host_bytes)),
@@ -76,6 +84,7 @@ impl Residency {
             searches: vec![RunSearch::default()],
             moves: Moves::default(),
             disk_gaps: false,
+            feeds: Feeds::new(event_ring),
         }
     }
 

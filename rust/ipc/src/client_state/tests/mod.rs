@@ -15,6 +15,7 @@ use super::{ClientState, Polled, SessionAddress};
 use crate::frame;
 use crate::protocol::{ClientMessage, LeasedHit, LookupAnswer, REQUESTS_MAX, ServerMessage};
 
+mod events;
 mod lookups;
 mod transfers;
 

@@ -1,0 +1,228 @@
+"""vLLM's KV events for host memory and disk: what routers are told of the tiers.
+
+The engine says which block hashes came to a tier or left it. Their tokens it does not know: the scheduler's requests
+do. So the tokens of blocks that recent requests had are remembered, and blocks that nobody has asked for since the
+start (found on disk, or saved by another vLLM of the same server) are announced without tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from itertools import count, islice, repeat
+from typing import TYPE_CHECKING, Any
+
+from undercroft import compat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from undercroft._core import Session
+    from undercroft.connector.groups import Groups
+
+OWNERSHIP = "undercroft"
+"""The tiers' name in events."""
+BLOCKS_REMEMBERED = 1 << 18
+"""Blocks whose tokens are remembered at most."""
+_FORGOTTEN = BLOCKS_REMEMBERED // 8
+"""Blocks that are forgotten at a time, the oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The request that a block's tokens are known of."""
+
+    tokens: array[int]
+    """Its tokens from `first` on."""
+    first: int
+    """The engine's block that they begin with."""
+    lora_id: int | None
+    lora_name: str | None
+    session_id: str | None
+
+
+_Change = tuple[bool, bool, int, bytes, bytes | None]
+"""Stored or removed, on disk, the engine's group, the block's hash, and the one before."""
+_Place = tuple[_Source | None, int]
+"""The request that a block's tokens are known of, and the engine's block in it."""
+_NOWHERE: _Place = (None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What events say of a KV cache group."""
+
+    index: int
+    kind: str | None
+    window: int | None
+
+
+class Events:
+    """The events of one scheduler's tiers."""
+
+    def __init__(self, session: Session, groups: Groups, kv_cache_config: KVCacheConfig) -> None:
+        self._session = session
+        self._name = compat.event_hasher()
+        self._block_size = groups.engine_block_size
+        self._groups = groups
+        self._told: dict[int, _Group] = {}
+        """By the engine's group. Of several blocks in one block of hashes, only the last one's hash is known."""
+        for index, of_engine in enumerate(groups.engine_groups):
+            if of_engine.block_tokens and of_engine.index == of_engine.per_block - 1:
+                spec = kv_cache_config.kv_cache_groups[of_engine.group].kv_cache_spec
+                self._told[index] = _Group(of_engine.group, *compat.event_spec(spec))
+        self._sources: dict[bytes, _Place] = {}
+        self._live: dict[str, tuple[Request, int]] = {}
+        """Requests that have not finished, and how many of the blocks of each are remembered."""
+        self.more = True
+        """Whether the engine has more to tell, so that vLLM should go on stepping."""
+
+    def arrived(self, request: Request) -> None:
+        """A request has arrived: the tokens of its blocks are known from now on."""
+        self._live[request.request_id] = request, self._remember(request, 0)
+
+    def finished(self, request: Request) -> None:
+        """A request has finished. The tokens of its blocks stay known until too many others are."""
+        live, remembered = self._live.pop(request.request_id, (None, 0))
+        if live is request:
+            self._remember(request, remembered)
+
+    def _remember(self, request: Request, begin: int) -> int:
+        """Remember the tokens of a request's blocks (the engine's) from ``begin`` on; returns how many are known."""
+        hashes = self._groups.hashes(request.block_hashes)
+        end = len(hashes)
+        if begin >= end:
+            return begin
+        size, lora = self._block_size, request.lora_request
+        source = _Source(
+            array("i", request.all_token_ids[begin * size : end * size]),
+            begin,
+            lora.adapter_id if lora is not None else None,
+            lora.name if lora is not None else None,
+            getattr(request, "session_id", None),
+        )
+        self._sources.update(zip(islice(hashes, begin, end), zip(repeat(source), count(begin)), strict=False))
+        if len(self._sources) > BLOCKS_REMEMBERED:
+            for known in list(islice(self._sources, _FORGOTTEN)):
+                del self._sources[known]
+        return end
+
+    def _remember_new(self) -> None:
+        """Requests grow by the tokens that they generate."""
+        for request_id, (request, begin) in self._live.items():
+            self._live[request_id] = request, self._remember(request, begin)
+
+    def take(self) -> list[Any]:
+        """The events since the last call, as vLLM publishes them."""
+        # Whatever fails below, vLLM must not step for it for ever.
+        self.more = False
+        taken = self._session.take_events()
+        if taken is None:
+            return []
+        cleared, changes, self.more = taken
+        if changes:
+            self._remember_new()
+        events: list[Any] = [compat.AllBlocksCleared()] if cleared else []
+        run = _Run(self)
+        for change in changes:
+            if change[2] not in self._told:
+                continue
+            at = self._sources.get(change[3], _NOWHERE) if change[0] else _NOWHERE
+            if not run.takes(change, at):
+                events += run.end()
+                run.begin(change, at)
+        return events + run.end()
+
+    def event(self, first: _Change, hashes: Sequence[bytes], at: _Place) -> Any:
+        """One event for a run of blocks that begins with ``first``, whose tokens are ``at``."""
+        stored, on_disk, engine_group, _, parent = first
+        group = self._told[engine_group]
+        place = {
+            "medium": compat.MEDIUM_STORAGE if on_disk else compat.MEDIUM_CPU,
+            "group_idx": group.index,
+            "locality": "LOCAL",
+            "ownership": OWNERSHIP,
+        }
+        names = [self._name(each) for each in hashes]
+        if not stored:
+            return compat.block_removed(block_hashes=names, **place)
+        source, index = at
+        tokens: list[int] = []
+        if source is not None:
+            begin = (index - source.first) * self._block_size
+            tokens = source.tokens[begin : begin + len(hashes) * self._block_size].tolist()
+        return compat.block_stored(
+            block_hashes=names,
+            parent_block_hash=None if parent is None else self._name(parent),
+            token_ids=tokens,
+            block_size=self._block_size,
+            lora_id=source.lora_id if source is not None else None,
+            lora_name=source.lora_name if source is not None else None,
+            session_id=source.session_id if source is not None else None,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window,
+            **place,
+        )
+
+
+class _Run:
+    """Changes that follow on one another and make one event: a chain that came, or blocks that left."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._first: _Change | None = None
+        self._hashes: list[bytes] = []
+        self._at: _Place = _NOWHERE
+
+    def begin(self, change: _Change, at: _Place) -> None:
+        """Start with a change of a block whose tokens are ``at``."""
+        self._first, self._hashes, self._at = change, [change[3]], at
+
+    def takes(self, change: _Change, at: _Place) -> bool:
+        """Whether a change goes on with the run, and is in it now."""
+        first = self._first
+        if first is None or change[:3] != first[:3]:
+            return False
+        if change[0]:
+            source, index = self._at
+            expected = _NOWHERE if source is None else (source, index + len(self._hashes))
+            if change[4] != self._hashes[-1] or at[0] is not source or at[1] != expected[1]:
+                return False
+        self._hashes.append(change[3])
+        return True
+
+    def end(self) -> list[Any]:
+        """The event, if there is a change."""
+        return [] if self._first is None else [self._events.event(self._first, self._hashes, self._at)]
+
+
+class NoEvents:
+    """Nobody follows the tiers."""
+
+    more = False
+
+    def arrived(self, request: Request) -> None:
+        """See `Events.arrived`."""
+
+    def finished(self, request: Request) -> None:
+        """See `Events.finished`."""
+
+    def take(self) -> list[Any]:
+        """See `Events.take`."""
+        return []
+
+
+NO_EVENTS = NoEvents()
+
+
+def events_of(
+    vllm_config: VllmConfig, session: Session, groups: Groups, kv_cache_config: KVCacheConfig
+) -> Events | NoEvents:
+    """The events of a session's tiers, if vLLM publishes events."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    is_wanted = config is not None and config.enable_kv_cache_events
+    return Events(session, groups, kv_cache_config) if is_wanted else NO_EVENTS

@@ -1,0 +1,164 @@
+//! Events: which payloads have come to a tier or left it, for the routers that follow a session's vLLM.
+//!
+//! A session that asks for events has a feed. The feed tells first what is there, a few nodes at a time (its
+//! replay), and what changes from then on. A change at a node that the replay has not come to is not told: the
+//! replay tells the node as it is then. So each change is told once, and without a session that asks nothing is
+//! noted at all.
+
+use std::collections::VecDeque;
+
+use hashbrown::HashSet;
+
+use crate::forest::{NONE, NodeId, NsId};
+use crate::session::{BlockEvent, BlockEvents};
+
+use super::coordinator::Engine;
+use super::sessions::SessionId;
+
+/// Events that one call takes from a feed's ring at most.
+pub(super) const EVENTS_MAX: usize = 512;
+
+/// What is told to one session.
+///
+/// Invariant: what its client knows is what the told nodes have in the tiers, but for the events in the ring.
+#[derive(Debug)]
+pub(super) struct Feed {
+    session: SessionId,
+    pub(super) ns: NsId,
+    ring: VecDeque<BlockEvent>,
+    /// Events were dropped, or the session has another namespace: all is told anew.
+    is_stale: bool,
+    pub(super) replay: Replay,
+}
+
+/// How far a replay has come, in the order of the nodes' ids; a node's ancestors are told before it.
+#[derive(Debug, Default)]
+pub(super) struct Replay {
+    /// The first node that was not looked at; `NONE` if all were.
+    pub(super) next: NodeId,
+    /// Nodes from `next` on that have been told before their turn.
+    pub(super) ahead: HashSet<NodeId>,
+    /// A chain of nodes to be told, with their epochs, the last one first.
+    pub(super) path: Vec<(NodeId, u32)>,
+    /// Nodes above the path have not been looked at.
+    pub(super) climbs: bool,
+}
+
+impl Replay {
+    /// Whether a node's changes are told.
+    pub(super) fn has_told(&self, id: NodeId) -> bool {
+        id < self.next || !self.ahead.is_empty() && self.ahead.contains(&id)
+    }
+
+    /// Whether all nodes were told.
+    pub(super) fn is_done(&self) -> bool {
+        self.next == NONE
+    }
+}
+
+impl Feed {
+    fn new(session: SessionId, ns: NsId) -> Self {
+        Self {
+            session,
+            ns,
+            ring: VecDeque::new(),
+            is_stale: false,
+            replay: Replay::default(),
+        }
+    }
+}
+
+/// The feeds of the sessions that have asked for events.
+#[derive(Debug)]
+pub(super) struct Feeds {
+    feeds: Vec<Feed>,
+    /// Events that a feed keeps at most.
+    capacity: usize,
+}
+
+impl Feeds {
+    pub(super) fn new(capacity: usize) -> Self {
+        Self {
+            feeds: Vec::new(),
+            capacity,
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.feeds.is_empty()
+    }
+
+    /// Notes a change of a node, for those that have been told of the node.
+    pub(super) fn note(&mut self, ns: NsId, id: NodeId, event: BlockEvent) {
+        for feed in &mut self.feeds {
+            if feed.ns != ns || feed.is_stale || !feed.replay.has_told(id) {
+                continue;
+            }
+            if feed.ring.len() >= self.capacity {
+                feed.is_stale = true;
+                feed.ring = VecDeque::new();
+            } else {
+                feed.ring.push_back(event);
+            }
+        }
+    }
+
+    pub(super) fn close(&mut self, session: SessionId) {
+        self.feeds.retain(|feed| feed.session != session);
+    }
+
+    /// The feed of a session whose namespace is `ns`, and what is to be told next of its ring. The feed is begun
+    /// if there is none.
+    fn take(&mut self, session: SessionId, ns: NsId) -> (usize, BlockEvents) {
+        let known = self.feeds.iter().position(|feed| feed.session == session);
+        let index = known.unwrap_or_else(|| {
+            self.feeds.push(Feed::new(session, ns));
+            self.feeds.len() - 1
+        });
+        let feed = &mut self.feeds[index];
+        let cleared = feed.is_stale || feed.ns != ns;
+        if cleared {
+            *feed = Feed::new(session, ns);
+        }
+        let count = feed.ring.len().min(EVENTS_MAX);
+        let events = feed.ring.drain(..count).collect();
+        let more = !feed.ring.is_empty() || !feed.replay.is_done();
+        let taken = BlockEvents {
+            cleared,
+            events,
+            more,
+        };
+        (index, taken)
+    }
+}
+
+impl Engine {
+    /// What has come to the tiers of a session's namespace or left them since the last call, as far as one entry
+    /// tells it. The first call begins with what is there.
+    pub fn take_events(&mut self, session: SessionId) -> BlockEvents {
+        let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
+            return BlockEvents::default();
+        };
+        let (index, mut taken) = self.residency.feeds.take(session, ns);
+        let feed = &mut self.residency.feeds.feeds[index];
+        // A node told by the replay may have the hash of one whose removal is in the ring.
+        if feed.ring.is_empty() && !feed.replay.is_done() {
+            let mut replay = std::mem::take(&mut feed.replay);
+            self.residency
+                .step_replay(ns, &mut replay, &mut taken.events);
+            taken.more = !replay.is_done();
+            self.residency.feeds.feeds[index].replay = replay;
+        }
+        taken
+    }
+
+    /// Whether a session has events that [`Engine::take_events`] would tell.
+    pub fn has_events(&self, session: SessionId) -> bool {
+        let mut feeds = self.residency.feeds.feeds.iter();
+        let feed = feeds.find(|feed| feed.session == session);
+        let ns = self.sessions.get(session).map(|state| state.ns);
+        feed.is_none_or(|feed| {
+            !feed.ring.is_empty() || feed.is_stale || Some(feed.ns) != ns || !feed.replay.is_done()
+        })
+    }
+}

@@ -1,0 +1,74 @@
+//! What a server tells of its tiers.
+
+use std::time::{Duration, Instant};
+
+use undercroft_core::session::BlockEvents;
+
+use super::ClientState;
+use crate::protocol::ClientMessage;
+
+/// How often a server is asked that has told everything.
+const ASK: Duration = Duration::from_millis(5);
+
+/// Events that have come and were not taken yet, and the question for more.
+#[derive(Debug, Default)]
+pub(super) struct EventState {
+    taken: BlockEvents,
+    /// Somebody takes events.
+    is_used: bool,
+    /// When the server was asked last, on this connection.
+    asked: Option<Instant>,
+    /// The reply has not come.
+    is_due: bool,
+    /// The server has more than it has told.
+    more: bool,
+}
+
+impl EventState {
+    /// There is a session: nothing has been told of it.
+    pub(super) fn opened(&mut self) {
+        self.more = true;
+    }
+
+    /// The session is lost: what was told is void.
+    pub(super) fn lost(&mut self) {
+        *self = Self {
+            is_used: self.is_used,
+            ..Self::default()
+        };
+        self.taken.cleared = self.is_used;
+    }
+
+    /// The server tells more. False if it was not asked.
+    pub(super) fn take(&mut self, told: BlockEvents) -> bool {
+        if told.cleared {
+            self.taken.events.clear();
+            self.taken.cleared = true;
+        }
+        self.taken.events.extend(told.events);
+        self.more = told.more;
+        std::mem::take(&mut self.is_due)
+    }
+}
+
+impl ClientState {
+    /// What the server has told since the last call; asks it for more.
+    pub(crate) fn take_events(&mut self, now: Instant) -> BlockEvents {
+        self.events.is_used = true;
+        let mut taken = std::mem::take(&mut self.events.taken);
+        if self.open.is_none() || self.is_late(now) {
+            return taken;
+        }
+        let is_new = |at: Instant| now.saturating_duration_since(at) < ASK;
+        let waits = !self.events.more && self.events.asked.is_some_and(is_new);
+        if !self.events.is_due && !waits && !self.is_filling() {
+            self.events.is_due = self.send(&ClientMessage::TakeEvents);
+            if self.events.is_due {
+                self.replies_due.push_back(now);
+                self.events.asked = Some(now);
+            }
+        }
+        taken.more = self.events.more;
+        taken
+    }
+}

@@ -1,0 +1,77 @@
+//! Events of blocks as bytes of a message: for each one byte of flags, the group, and its hashes, each after its
+//! length. A hash of length 0 stands for none.
+
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serializer};
+use undercroft_core::forest::Tier;
+use undercroft_core::key::BlockHash;
+use undercroft_core::session::BlockEvent;
+
+const STORED: u8 = 1;
+const ON_DISK: u8 = 2;
+
+pub(crate) fn serialize<S: Serializer>(
+    events: &[BlockEvent],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    let mut bytes = Vec::with_capacity(events.len() * 68);
+    for event in events {
+        let stored = if event.stored { STORED } else { 0 };
+        let tier = if event.tier == Tier::Disk { ON_DISK } else { 0 };
+        bytes.extend([stored | tier, event.group]);
+        append(&mut bytes, event.hash.as_bytes());
+        append(
+            &mut bytes,
+            event.parent.as_ref().map_or(&[], BlockHash::as_bytes),
+        );
+    }
+    serializer.serialize_bytes(&bytes)
+}
+
+fn append(bytes: &mut Vec<u8>, hash: &[u8]) {
+    bytes.push(u8::try_from(hash.len()).expect("a hash has at most 32 bytes"));
+    bytes.extend_from_slice(hash);
+}
+
+pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<BlockEvent>, D::Error> {
+    let mut bytes: &'de [u8] = Deserialize::deserialize(deserializer)?;
+    let mut events = Vec::new();
+    while !bytes.is_empty() {
+        let event = first(&mut bytes);
+        events.push(event.ok_or_else(|| D::Error::custom("the events are no whole events"))?);
+    }
+    Ok(events)
+}
+
+/// Takes the first event from the bytes; `None` if they do not begin with one.
+fn first(bytes: &mut &[u8]) -> Option<BlockEvent> {
+    let flags = *bytes.split_off_first()?;
+    let group = *bytes.split_off_first()?;
+    if flags & !(STORED | ON_DISK) != 0 {
+        return None;
+    }
+    let hash = BlockHash::new(hash_bytes(bytes)?)?;
+    let parent = match hash_bytes(bytes)? {
+        [] => None,
+        parent => Some(BlockHash::new(parent)?),
+    };
+    Some(BlockEvent {
+        tier: if flags & ON_DISK == 0 {
+            Tier::Host
+        } else {
+            Tier::Disk
+        },
+        stored: flags & STORED != 0,
+        group,
+        hash,
+        parent,
+    })
+}
+
+/// Takes a hash after its length.
+fn hash_bytes<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
+    let len = *bytes.split_off_first()?;
+    bytes.split_off(..usize::from(len))
+}

@@ -1,0 +1,87 @@
+//! Routers: what each client is told of the tiers, replayed into an index of its own, which is compared with what
+//! the engine has.
+
+use std::collections::HashSet;
+
+use undercroft_core::key::BlockHash;
+use undercroft_core::session::{BlockEvent, BlockEvents};
+
+use crate::world::World;
+
+/// More calls than it takes to tell everything.
+const CALLS_MAX: usize = 200;
+
+/// What a router knows: payloads by hash, group and tier.
+#[derive(Debug, Default)]
+pub(crate) struct RouterIndex {
+    payloads: HashSet<(BlockHash, u8, u8)>,
+    /// Everything has been told, as of the last call.
+    is_complete: bool,
+    /// Somebody listens.
+    pub(crate) listens: bool,
+}
+
+fn key(event: &BlockEvent) -> (BlockHash, u8, u8) {
+    (event.hash, event.group, event.tier as u8)
+}
+
+impl RouterIndex {
+    /// Takes what was told. No payload is told twice, or goes that was not told.
+    fn apply(&mut self, told: &BlockEvents) -> Result<(), String> {
+        if told.cleared {
+            self.payloads.clear();
+        }
+        for event in &told.events {
+            let changed = if event.stored {
+                self.payloads.insert(key(event))
+            } else {
+                self.payloads.remove(&key(event))
+            };
+            if !changed {
+                return Err(format!("told in vain: {event:?}"));
+            }
+        }
+        self.is_complete = !told.more;
+        Ok(())
+    }
+}
+
+impl World {
+    /// A router hears of some changes.
+    pub(crate) fn take_events(&mut self, session: usize) -> Result<(), String> {
+        let client = &mut self.sessions[session];
+        let told = client.session.take_events();
+        client.router.listens = true;
+        self.log.stats.events += told.events.len() as u64;
+        self.log.stats.events_cleared += u64::from(told.cleared);
+        client.router.apply(&told)
+    }
+
+    /// Routers that have heard everything know what the engine has.
+    pub(crate) fn check_routers(&mut self) -> Result<(), String> {
+        for session in 0..self.sessions.len() {
+            if !self.sessions[session].router.listens {
+                continue;
+            }
+            for _ in 0..CALLS_MAX {
+                self.take_events(session)?;
+                if self.sessions[session].router.is_complete {
+                    break;
+                }
+            }
+            let client = &self.sessions[session];
+            let there = self.engine.uncounted(|engine| engine.announced(client.id));
+            let there: HashSet<_> = there.iter().map(key).collect();
+            let known = &client.router.payloads;
+            if !client.router.is_complete || *known != there {
+                let extra: Vec<_> = known.difference(&there).collect();
+                let missing: Vec<_> = there.difference(known).collect();
+                return Err(format!(
+                    "a router believes in {extra:?} and does not know {missing:?}"
+                ));
+            }
+            self.log.stats.routers_checked += 1;
+        }
+        Ok(())
+    }
+}

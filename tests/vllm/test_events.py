@@ -1,0 +1,240 @@
+"""KV events: what a router that follows vLLM's ZMQ publisher knows of host memory and disk."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from engine_checks import BLOCK, PAYLOAD, flush, nothing_left, stats
+from real_engine import Engine, prompt
+from undercroft.compat import event_hash
+from undercroft.config import UndercroftConfig
+from undercroft.connector.events import NO_EVENTS
+from undercroft.connector.namespace import Naming, describe
+from undercroft.connector.weights import Digests, digests_file
+from undercroft.device.layout import group_shard_bytes
+
+pytestmark = pytest.mark.vllm
+
+Make = Callable[..., Engine]
+Payloads = set[tuple[int, int, str]]
+"""Payloads by the part of the hash that events have, group and medium."""
+
+
+class Router:
+    """An index that is built from the batches of vLLM's ZMQ publisher, and from nothing else."""
+
+    def __init__(self, running: Engine, endpoint: str) -> None:
+        from vllm.distributed.kv_events import KVEventBatch
+
+        self._running = running
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._next = 0
+        self.payloads: Payloads = set()
+        self.tokens: dict[int, tuple[list[int], int | None]] = {}
+        self.cleared = 0
+        self.told = 0
+
+    def follow(self) -> Payloads:
+        """Take all batches up to now; the payloads of undercroft's tiers."""
+        publisher = self._running.scheduler.kv_event_publisher
+        deadline = time.monotonic() + 30
+        while publisher._event_queue.unfinished_tasks:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self._socket.send_multipart([b"", self._next.to_bytes(8, "big")])
+        while True:
+            assert self._socket.poll(30_000)
+            _, _, number, body = self._socket.recv_multipart()
+            if not body:
+                return self.payloads
+            assert int.from_bytes(number, "big") == self._next, "a batch is lost"
+            self._next += 1
+            for event in self._decoder.decode(body).events:
+                self._apply(event)
+
+    def _apply(self, event: Any) -> None:
+        kind = type(event).__name__
+        if kind == "AllBlocksCleared":
+            self.payloads.clear()
+            self.cleared += 1
+        elif event.medium != "GPU":
+            assert (event.locality, event.ownership) == ("LOCAL", "undercroft")
+            of_event = {(block, event.group_idx, event.medium) for block in event.block_hashes}
+            self.told += len(of_event)
+            if kind == "BlockStored":
+                assert not of_event & self.payloads, "told twice"
+                self.payloads |= of_event
+                self._note_tokens(event)
+            else:
+                assert of_event <= self.payloads, "removed, and never told"
+                self.payloads -= of_event
+
+    def _note_tokens(self, event: Any) -> None:
+        assert event.block_size == BLOCK
+        assert len(event.token_ids) in (0, BLOCK * len(event.block_hashes))
+        parent = event.parent_block_hash
+        for index, block in enumerate(event.block_hashes):
+            if event.token_ids:
+                self.tokens[block] = event.token_ids[index * BLOCK : (index + 1) * BLOCK], parent
+            parent = block
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def route(engine: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[Engine, Router]]]:
+    """Starts an engine with a publisher, and a router that follows it."""
+    routers: list[Router] = []
+
+    def start(model: Path, undercroft: dict[str, Any], **engine_args: Any) -> tuple[Engine, Router]:
+        from vllm.config import KVEventsConfig
+
+        replay = f"ipc://{tmp_path}/r{len(routers)}"
+        config = KVEventsConfig(
+            enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/p{len(routers)}", replay_endpoint=replay
+        )
+        running = engine(model, undercroft, kv_events_config=config, **engine_args)
+        routers.append(Router(running, replay))
+        return running, routers[-1]
+
+    yield start
+    for router in routers:
+        router.close()
+
+
+def publish(running: Engine) -> None:
+    """Run a request: what has changed since the last step is published, and so is all that is left to tell."""
+    running.generate(prompt(5), 1)
+    running.idle_steps()
+
+
+def content(running: Engine) -> Payloads:
+    """What the engine has: another session of the same namespace is told all of it, node by node."""
+    connector = running.connector
+    config = UndercroftConfig.parse(connector._kv_transfer_config.kv_connector_extra_config)
+    naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
+    description = describe(connector._vllm_config, connector._kv_cache_config, naming)
+    groups = connector._scheduler._groups
+    payload_bytes = [group_shard_bytes(connector._kv_cache_config, group) for group in range(len(groups.kinds))]
+    session = connector._engine.register(
+        description,
+        groups.registration(payload_bytes),
+        groups.engine_block_size,
+        groups.alignment,
+        groups.dropped_tokens,
+    )
+    assert session.namespace == connector._scheduler._session.namespace
+    found: Payloads = set()
+    try:
+        more = True
+        while more:
+            _, changes, more = session.take_events() or (False, [], False)
+            for stored, on_disk, group, block, _ in changes:
+                assert stored
+                found.add((event_hash(block), group, "STORAGE" if on_disk else "CPU"))
+    finally:
+        session.close()
+    return found
+
+
+def test_a_router_hears_of_blocks_in_host_memory(route: Callable[..., tuple[Engine, Router]], llama: Path) -> None:
+    running, router = route(llama, {"host_memory": "64MiB"}, blocks=64)
+    ids = prompt(3 * BLOCK + 1)
+    running.generate(ids, 1)
+    running.idle_steps()
+    publish(running)
+    assert {medium for _, _, medium in router.follow()} == {"CPU"}
+    chain = list(router.tokens.items())
+    assert [tokens for _, (tokens, _) in chain] == [ids[at : at + BLOCK] for at in range(0, 3 * BLOCK, BLOCK)]
+    assert [parent for _, (_, parent) in chain] == [None, chain[0][0], chain[1][0]]
+
+
+def disk(path: Path, capacity: str = "36MiB") -> dict[str, Any]:
+    return {"host_memory": "32MiB", "disk_path": str(path / "cache"), "disk_capacity": capacity}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_router_knows_what_the_engine_has_after_random_operations(
+    route: Callable[..., tuple[Engine, Router]], llama: Path, tmp_path: Path, seed: int
+) -> None:
+    """Prompts that share prefixes, tiers that are too small for them, and restarts."""
+    chance = random.Random(seed)
+    told = evictions = compared = 0
+    for _ in range(3):
+        running, router = route(llama, disk(tmp_path), blocks=48)
+        running.idle_steps()
+        assert router.follow() == content(running)
+        for _ in range(40):
+            family, length = chance.randrange(12), chance.randrange(1, 8)
+            ids = prompt(length * BLOCK + 1, seed=family) + prompt(chance.choice([0, BLOCK]), seed=40 + family)
+            running.generate(ids, 1)
+            if chance.random() < 0.3:
+                running.idle_steps()
+                flush(running)
+                publish(running)
+                assert router.follow() == content(running)
+                compared += 1
+        nothing_left(running, reset=False)
+        publish(running)
+        assert router.follow() == content(running)
+        evictions += stats(running)["host_evictions"] + stats(running)["disk_evictions"]
+        told += router.told
+        running.close()
+    assert (evictions > 50, told > 500, compared > 10) == (True, True, True), (evictions, told, compared)
+
+
+def test_a_restart_announces_what_the_disk_holds(
+    route: Callable[..., tuple[Engine, Router]], llama: Path, tmp_path: Path
+) -> None:
+    first, before = route(llama, disk(tmp_path, "256MiB"), blocks=64)
+    first.generate(prompt(897), 1)
+    nothing_left(first, reset=False)
+    publish(first)
+    on_disk = {payload for payload in before.follow() if payload[2] == "STORAGE"}
+    assert len(on_disk) == 7
+    first.close()
+    second, router = route(llama, disk(tmp_path, "256MiB"), blocks=64)
+    # No request has come: vLLM's own loop steps as long as the connector has something to tell.
+    assert second.idle_steps() > 0
+    assert router.follow() == on_disk
+    assert router.tokens == {}
+    # Promoted for a request, the blocks come to host memory with their tokens.
+    ids = prompt(897)
+    second.generate(ids, 1)
+    second.idle_steps()
+    publish(second)
+    router.follow()
+    assert [tokens for tokens, _ in router.tokens.values()] == [ids[at : at + BLOCK] for at in range(0, 896, BLOCK)]
+
+
+def test_a_reset_is_told_and_the_device_goes_on(route: Callable[..., tuple[Engine, Router]], llama: Path) -> None:
+    running, router = route(llama, {"host_memory": "64MiB"}, blocks=64)
+    running.generate(prompt(897), 1)
+    nothing_left(running, reset=False)
+    publish(running)
+    assert len(router.follow()) == 7
+    assert running.reset_device_cache(connector=True)
+    running.generate(prompt(3 * BLOCK + 1), 1)
+    running.idle_steps()
+    publish(running)
+    assert len(router.follow()) == 3 == stats(running)["host_used_bytes"] // PAYLOAD
+    assert router.cleared > 0
+
+
+def test_without_events_nothing_is_noted(engine: Make, llama: Path) -> None:
+    running = engine(llama, {"host_memory": "64MiB"}, blocks=64)
+    running.generate(prompt(897), 1)
+    assert running.idle_steps() < 100
+    assert list(running.connector.take_events()) == []
+    assert running.connector._events is NO_EVENTS
