@@ -36,6 +36,12 @@ CUresult batch(CUdeviceptr* destinations, CUdeviceptr* sources, size_t* sizes, s
 EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 EXPORT CUresult cuDriverGetVersion(int* version) { *version = 13000; return CUDA_SUCCESS; }
 EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) { *device = ordinal; return CUDA_SUCCESS; }
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  const auto before = static_cast<CUstreamCaptureMode>(fake::capture_mode);
+  fake::capture_mode = static_cast<cudaStreamCaptureMode>(*mode);
+  *mode = before;
+  return CUDA_SUCCESS;
+}
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { *value = 1; return CUDA_SUCCESS; }
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
   *flags = 0;

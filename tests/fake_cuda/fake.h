@@ -89,7 +89,9 @@ Stream* new_stream();
 /// The stream of a handle; the current device's default stream for the handles of the default streams.
 Stream* stream_of(void* handle);
 void finish_device(int device);
+// Whether the calling thread must not do what is unsafe during a capture: some stream is captured, in the global mode.
 bool capturing_anywhere();
+extern thread_local cudaStreamCaptureMode capture_mode;
 void captures(int by);
 
 cudaError_t allocate_device(void** pointer, size_t size);

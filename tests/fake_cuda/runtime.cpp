@@ -167,9 +167,7 @@ EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptu
   return cudaStreamIsCapturing(stream, status);
 }
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  const auto before = static_cast<cudaStreamCaptureMode>(capture_mode());
-  capture_mode() = *mode;
-  *mode = before;
+  std::swap(capture_mode, *mode);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* runnable, cudaGraph_t graph, unsigned long long) {

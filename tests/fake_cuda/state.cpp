@@ -161,7 +161,8 @@ void finish_device(int device) {
     if (stream->device == device) stream->finish();
 }
 
-bool capturing_anywhere() { return capture_count > 0; }
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+bool capturing_anywhere() { return capture_count > 0 && capture_mode != cudaStreamCaptureModeRelaxed; }
 void captures(int by) { capture_count += by; }
 
 }  // namespace fake

@@ -155,7 +155,18 @@ def is_patched(owner: Any, name: str) -> bool:
 
 
 def remove(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    monkeypatch.delattr(importlib.import_module(module), name)
+    place = importlib.import_module(module)
+    if name in vars(place):
+        monkeypatch.delattr(place, name)
+    else:
+        lazy = place.__getattr__
+
+        def missing(asked: str) -> Any:
+            if asked == name:
+                raise AttributeError(asked)
+            return lazy(asked)
+
+        monkeypatch.setattr(place, "__getattr__", missing)
     if f"{module}.{name}" in sys.modules:
         monkeypatch.setitem(sys.modules, f"{module}.{name}", None)
 

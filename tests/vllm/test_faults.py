@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from engine_checks import PAYLOAD, Override, Reference, nothing_left, override_session, stats, worker
 from real_engine import Engine, prompt
-from undercroft.device.api import Ended
+from undercroft.device.api import Ended, Job
 
 pytestmark = pytest.mark.vllm
 
@@ -149,9 +149,9 @@ def test_claiming_a_load_that_never_happened_is_noticed(
     one.core.model_executor.driver_worker.worker.model_runner.kv_caches[0].zero_()
     ended: list[Ended] = []
 
-    def pretend(ticket: int, to_arena: bool, groups: Any) -> int:
-        ended.append(Ended(ticket, True, 0.0))
-        return 0
+    def pretend(to_arena: bool, jobs: Sequence[Job]) -> list[int]:
+        ended.extend(Ended(job.ticket, True, 0.0) for job in jobs)
+        return [0] * len(jobs)
 
     def poll() -> list[Ended]:
         taken, ended[:] = list(ended), []

@@ -28,7 +28,7 @@ def planned(engine: Make, llama: Path, tmp_path: Path, monkeypatch: pytest.Monke
     with_faults: Any = lambda *args, **kwargs: options_of(*args, **kwargs) | {"inject_faults": True}  # noqa: E731
     monkeypatch.setattr(opening, "engine_options", with_faults)
     options = {
-        "host_memory": "16MiB",
+        "host_memory": "32MiB",
         "disk_path": str(tmp_path / "disk"),
         "disk_capacity": "256MiB",
         "promotion_wait": "planned",
