@@ -61,7 +61,7 @@ class Side:
                     self.runner.first_token(new_prompt(seed, tokens), forget=True)
                     with self.runner as one:
                         flush(one)
-            # What was saved last leaves host memory.
+            # Other prompts push the last ones out of host memory.
             for _ in range(16):
                 self.runner.first_token(new_prompt(next(self.new), 2048), forget=True)
             with self.runner as one:
