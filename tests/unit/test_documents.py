@@ -22,7 +22,7 @@ DOCUMENTS = sorted(
         *ROOT.glob("*.md"),
         *(ROOT / "docs").glob("*.md"),
         ROOT / "deploy/README.md",
-        ROOT / "benches/RESULTS.md",
+        *(ROOT / "benches").glob("*.md"),
     )
 )
 SOURCES = {".rs", ".py", ".pyi", ".toml", ".txt", ".service", ".json", ""}
