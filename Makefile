@@ -172,6 +172,20 @@ soak: build  ## Kill the engine's process under load CRASHES times, then a serve
 	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-core --test disk_tier -- crash:: --nocapture
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s tests/unit/test_serve_soak.py
 
+# Of its own: the site needs nothing of vLLM, and its pages from the code are in the tree.
+DOCS_VENV := .venv-docs
+
+$(DOCS_VENV)/.stamp: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet $$($(PYTHON) -c \
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS_VENV)/.stamp  ## The documentation as a website, in .run/site; a broken link or a warning fails
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	@echo "file://$$PWD/.run/site/index.html"
+
 .PHONY: clean
 clean:  ## Remove what make made
 	rm -rf .venv* .run dist target python/undercroft/_core*.so rust/pyo3-bench/python/undercroft_bench/_bench*.so

@@ -451,7 +451,7 @@ def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def option_table() -> str:
-    """The options as a Markdown table, for the README."""
+    """The options as a Markdown table, for the documents."""
     lines = ["| option | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
     for option in OPTIONS:
         default = "none" if option.default in ("", [], None) else json.dumps(option.default)
