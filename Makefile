@@ -116,7 +116,7 @@ gpu-check: build  ## The first minutes on a GPU: right bytes, then speed, then w
 	$(BIN)/python tools/gpu_check --json .run/gpu-check.json
 
 .PHONY: lint
-lint: lint-rust lint-python  ## Formatting, clippy, rustdoc, licenses, ruff, mypy, and the stub against the module
+lint: lint-rust lint-python  ## Formatting, clippy, rustdoc, licenses, ruff, mypy, the stub, and prose
 
 .PHONY: lint-rust
 lint-rust: | cargo
@@ -137,6 +137,7 @@ lint-python: build
 	$(BIN)/ruff format --quiet --check
 	$(BIN)/python -m mypy --no-error-summary
 	$(BIN)/python -m mypy.stubtest undercroft._core undercroft_bench._bench --allowlist tools/stubtest-allowlist.txt
+	$(BIN)/python tools/prose.py
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 

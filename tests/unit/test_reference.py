@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ TRACE = {"timestamp": 0, "input_length": 1024, "hash_ids": [1, 2]}
 def tool(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
