@@ -22,6 +22,7 @@ impl Engine {
             || self.checksums.has_work()
             || self.promotions.waits_for(None) && self.checksums.has_room()
             || self.residency.devices().any(reads)
+            || self.promotions.has_probes()
             || self.has_writes()
                 && (self.residency.devices()).any(|device| operations.may_write(device))
     }
@@ -77,6 +78,7 @@ impl Engine {
         }
         let (promotions, mut parts) = self.promotions();
         promotions.next_reads(&mut parts, out);
+        promotions.next_probes(&mut parts, out);
         self.next_writes(out);
     }
 

@@ -6,6 +6,7 @@ use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
+use super::plans::Reading;
 use super::promotions::{PromotionEnd, QueuePlace};
 use super::requests::{Promotion, RequestId, RequestState};
 use super::residency::Residency;
@@ -428,7 +429,14 @@ impl Engine {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
         let in_host = residency.boundary_within(top, span.local, true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
-        self.plans_promotion(id, ends, priority == Priority::Prefetch)
+        match self.plans_promotion(id, ends, priority == Priority::Prefetch) {
+            Reading::All => true,
+            Reading::Some => {
+                self.promotions.probe(top, span.local, &self.residency);
+                false
+            }
+            Reading::None => false,
+        }
     }
 
     /// A request that needs a hit of `min` tokens reaches `tokens` at best.
