@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::forest::Tier;
+use crate::hint::{HintAnswer, HintRequest};
 use crate::key::{BlockHash, HashSource};
 use crate::namespace::NamespaceSpec;
 
@@ -465,9 +466,14 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// The request has finished or was aborted. Loads and saves under way go on.
     fn finish_request(&self, request: &str);
 
+    /// What a client knows of a prompt's future use: see [`Hint`](crate::hint::Hint). Waits for a server's answer for
+    /// microseconds, and answers [`HintAnswer::Pending`] then.
+    fn hint(&self, request: &HintRequest<'_>) -> HintAnswer;
+
     /// What has come to the tiers or left them since the last call. The first call begins with what is there,
-    /// a part in each call. Until then nothing is noted.
-    fn take_events(&self) -> BlockEvents;
+    /// a part in each call. Until then nothing is noted. `restart`: all that was told is forgotten, so the session
+    /// begins again with what is there, and says nothing of [`BlockEvents::cleared`].
+    fn take_events(&self, restart: bool) -> BlockEvents;
 
     /// Steps that the vLLM has run since the last call.
     fn report_steps(&self, steps: &[Step]);
