@@ -9,6 +9,8 @@ from undercroft.errors import StoreError as StoreError
 from undercroft.errors import UndercroftError as UndercroftError
 
 __version__: str
+__build__: str
+"""Profile, platform and commit of the build."""
 
 class _Group(Protocol):
     """A KV cache group."""

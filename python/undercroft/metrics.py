@@ -74,7 +74,7 @@ METRICS: tuple[Metric, ...] = (
          "promotion_seconds"),
     _one("promotions_cancelled", "counter", "Promotions cancelled because the request was aborted or superseded."),
     _one("promotions_given_up", "counter",
-         "Promotions given up: a disk did not answer, or promotion_wait was over. What was read was used."),
+         "Promotions given up: a disk did not answer, or promotion_wait was over. Blocks already read were used."),
     _one("promotion_queue_bytes", "gauge", "Bytes of pending reads from disk."),
     _one("volatile_namespaces", "gauge", "Namespaces without an entry on disk, which a restart does not find."),
     Metric("capacity_bytes", "gauge", "Capacity of a tier.", ("tier",),

@@ -82,8 +82,8 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ),
     ("ARCHITECTURE.md", "awake, yielding, for {} ms", lambda: constant("LINGER") / MS),
     ("ARCHITECTURE.md", "A miss older than {} ms", lambda: constant("MISS_FRESH") // MS),
-    ("ARCHITECTURE.md", "what the disk owes, {} ms", lambda: constant("PENDING_DEADLINE") // MS),
-    ("docs/server.md", "what its disk owes during {} ms", lambda: constant("PENDING_DEADLINE") // MS),
+    ("ARCHITECTURE.md", "for a disk lookup, {} ms)", lambda: constant("PENDING_DEADLINE") // MS),
+    ("docs/server.md", "{} ms for a disk lookup", lambda: constant("PENDING_DEADLINE") // MS),
     ("docs/server.md", "`server_timeout_ms` ({})", lambda: option("server_timeout_ms")),
     ("docs/hybrid-models.md", "tokens (default {};", lambda: option("state_interval_tokens")),
 ]

@@ -1,8 +1,7 @@
-"""Rules of the tree that no compiler checks: file sizes, what may use what, frozen classes, the README's tables."""
+"""Rules of the tree that no compiler checks: file sizes, what may use what, frozen classes."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -145,11 +144,3 @@ def test_python_classes_are_frozen() -> None:
             if "frozen" not in (match[2] or "") and match[1] is None:
                 loose.append(f"{path.relative_to(ROOT)}:{code[: match.start()].count(chr(10)) + 1}")
     assert not loose, f"add `frozen`, or a line `// not frozen: reason` above: {loose}"
-
-
-def test_the_tables_of_the_readme_are_those_of_the_code() -> None:
-    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "tools/readme_tables.py")
-    readme_tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(readme_tables)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme_tables.render(text) == text, "run: python tools/readme_tables.py"

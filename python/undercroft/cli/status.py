@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "status",
         parents=[shared],
-        help="show what running engines hold and do",
+        help="show contents and activity of running engines",
         description="Asks `undercroft serve`, or the engine inside a vLLM. Without --socket and --disk-path: the "
         "engine of this user, or a line for each if there are several. Exit code 1 if none answers.",
         epilog="example: undercroft status --disk-path /var/cache/undercroft --watch 2",

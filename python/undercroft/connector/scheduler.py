@@ -352,7 +352,7 @@ class SchedulerConnector:
         if not self._session.reset(RESET_TIMEOUT_S):
             logger.warning(
                 "undercroft: a reset was not confirmed within %g s: the server is away or late, or the disk failed. "
-                "This vLLM finds nothing of before the reset. Others with the same model do until it is confirmed.",
+                "This vLLM finds no earlier blocks. Others with the same model do until the reset is confirmed.",
                 RESET_TIMEOUT_S,
             )
         return True

@@ -83,8 +83,8 @@ MULTI_CONNECTOR_HITS = Patch(
     "multi_connector_hits",
     ("MultiConnector.get_num_new_matched_tokens", "MultiConnector._undercroft_judge"),
     "the class, in every process",
-    "The hit threshold must count what the other children of MultiConnector can load, and undercroft must not load "
-    "what they bring. A child sees neither its siblings nor their answers.",
+    "The hit threshold must count the tokens that the other children of MultiConnector can load, and undercroft must "
+    "not load these. A child sees neither its siblings nor their answers.",
     "0.31 to 0.33",
     "Inside MultiConnector, the hit threshold counts the device's and undercroft's hits only.",
 )

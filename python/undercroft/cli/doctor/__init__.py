@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "doctor",
         parents=[shared],
         help="check the machine and the installation, with advice on each shortfall",
-        description="Checks kernel, limits, memory, disks, GPU and vLLM, and says what a start would do with the "
+        description="Checks kernel, limits, memory, disks, GPU and vLLM, and tells how a start would use the "
         "directories. The exit code is 1 if a check fails; warnings do not count.",
         epilog="example: undercroft doctor --role serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft "
         "--disk-path /mnt/nvme1/undercroft",
@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--role",
         choices=("vllm", "serve"),
         default="vllm",
-        help="what is to run here: vLLM, or undercroft serve, which needs neither vLLM nor a GPU (%(default)s)",
+        help="the program to run here: vLLM, or undercroft serve, which needs neither vLLM nor a GPU (%(default)s)",
     )
     for option in (option for option in OPTIONS if option.name in _SIZES):
         several = option.name == "disk_path"

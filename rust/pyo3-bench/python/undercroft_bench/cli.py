@@ -89,7 +89,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     replay.add_argument(
         "--policy", choices=("lru", "leafhd"), default="lru", help="eviction policy of both tiers (%(default)s)"
     )
-    replay.add_argument("--second-touch", action="store_true", help="write to disk only what comes a second time")
+    replay.add_argument("--second-touch", action="store_true", help="write blocks to disk from their second use on")
 
     serve = _add(
         kinds, shared, "serve", "time to first token of a running vLLM: cold, and again from the cache", _serve
@@ -104,7 +104,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         "--fill-tokens",
         type=_positive,
         metavar="T",
-        help="tokens of other prompts that displace what the device holds, where vLLM has no endpoint to empty its "
+        help="tokens of other prompts that displace the device's blocks, where vLLM has no endpoint to empty its "
         "cache (VLLM_SERVER_DEV_MODE=1); default: as many as the device holds",
     )
 
