@@ -124,7 +124,11 @@ impl Engine {
             };
             cursor.may_promote = may_promote;
         }
+        let was_touched = self.sessions.requests[id].touched;
         let answer = self.look_up_now(id, ns, request, cursor)?;
+        if self.sessions.requests[id].touched && !was_touched {
+            self.note_pins_used(ns, request.hashes, answer.shared());
+        }
         let session = self.sessions.get(session);
         let leases = session.is_some_and(|session| session.leases_prefetches);
         let state = &mut self.sessions.requests[id];

@@ -186,8 +186,13 @@ impl Residency {
         self.policies(region).victim(class, tick)
     }
 
+    /// Whether a node is a leaf of the arena that may go.
+    pub(super) fn is_host_leaf(&self, id: NodeId) -> bool {
+        self.node(id).evictability(Tier::Host) == Evictability::Leaf
+    }
+
     /// Evicts what may go of a candidate's payloads of a tier.
-    fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
+    pub(super) fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
         work::eviction();
         let (parent, last) = (self.parent(id), self.node(id).touch().last);
         let evictability = self.node(id).evictability(tier);

@@ -19,6 +19,7 @@ mod geometry;
 mod hits;
 mod host_checksums;
 mod leases;
+mod pinned;
 mod reach;
 mod recovery;
 mod removal;
