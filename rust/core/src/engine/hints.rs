@@ -89,12 +89,9 @@ impl Engine {
             }
             Hint::Demote => self.start_demotion(request.hashes, reach),
             Hint::Release { name } => {
-                let ended = self.pins.release(
-                    (ns, name),
-                    request.hashes,
-                    reach.depth,
-                    &mut self.residency,
-                );
+                let ended =
+                    self.pins
+                        .release((ns, name), request.hashes, reach.depth, &mut self.residency);
                 match ended {
                     0 => HintAnswer::Rejected(HintRefusal::NotPinned),
                     depth => HintAnswer::Accepted(Tokens(depth * reach.hash_block_size)),
@@ -139,7 +136,10 @@ impl Engine {
     }
 
     fn start_demotion(&mut self, hashes: &dyn HashSource, reach: Reach) -> HintAnswer {
-        let last = reach.depth.checked_sub(1).and_then(|at| hashes.get(at as usize));
+        let last = reach
+            .depth
+            .checked_sub(1)
+            .and_then(|at| hashes.get(at as usize));
         let node = last.and_then(|hash| self.residency.forest().find(reach.ns, &hash));
         let Some(node) = node else {
             return HintAnswer::Rejected(HintRefusal::NotCached);
