@@ -6,6 +6,7 @@ use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
+use super::plans::Reading;
 use super::promotions::{PromotionEnd, QueuePlace};
 use super::requests::{Promotion, RequestId, RequestState};
 use super::residency::Residency;
@@ -123,7 +124,11 @@ impl Engine {
             };
             cursor.may_promote = may_promote;
         }
+        let was_touched = self.sessions.requests[id].touched;
         let answer = self.look_up_now(id, ns, request, cursor)?;
+        if self.sessions.requests[id].touched && !was_touched {
+            self.note_pins_used(ns, request.hashes, answer.shared());
+        }
         let session = self.sessions.get(session);
         let leases = session.is_some_and(|session| session.leases_prefetches);
         let state = &mut self.sessions.requests[id];
@@ -428,7 +433,14 @@ impl Engine {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
         let in_host = residency.boundary_within(top, span.local, true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
-        self.plans_promotion(id, ends, priority == Priority::Prefetch)
+        match self.plans_promotion(id, ends, priority == Priority::Prefetch) {
+            Reading::All => true,
+            Reading::Some => {
+                self.promotions.probe(top, span.local, &self.residency);
+                false
+            }
+            Reading::None => false,
+        }
     }
 
     /// A request that needs a hit of `min` tokens reaches `tokens` at best.

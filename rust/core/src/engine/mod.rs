@@ -13,6 +13,7 @@
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
 //! - `events`: what has changed in the tiers, for sessions that ask;
+//! - `pins`: leases that hints ask for, with their budget; `hints` carries these and the other hints out;
 //! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `operations`: what each IO operation in flight is for.
 //!
@@ -28,6 +29,7 @@ mod coordinator;
 #[cfg(feature = "check")]
 mod ensure;
 mod events;
+mod hints;
 mod io;
 mod late_disk;
 mod load;
@@ -35,6 +37,7 @@ mod lookup;
 mod namespaces;
 mod operations;
 mod parts;
+mod pins;
 mod planner;
 mod plans;
 mod promotions;
@@ -50,6 +53,7 @@ mod writeback;
 
 pub use config::EngineConfig;
 pub use coordinator::Engine;
+pub use hints::HintCursor;
 pub use lookup::LookupCursor;
 pub use recover::Recovery;
 pub use residency::Moves;

@@ -137,6 +137,8 @@ impl Engine {
         self.residency.continue_removals(self.config.removals);
         let found = self.residency.deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
+        self.pins
+            .used(ns, save.hashes, depth, self.now_ns, &self.residency);
         // A request that has shrunk has nothing new.
         self.counters.deduplicated_blocks += u64::from(depth.saturating_sub(known));
         let blocks = self.blocks_offered(request, depth);
