@@ -64,7 +64,7 @@ class _Handler(MetricsHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def log_error(self, format: str, *args: object) -> None:
-        """Say nothing: anybody may connect and send what he likes."""
+        """Say nothing: anyone may connect and send anything."""
 
 
 class _MetricsServer(ThreadingMixIn, HTTPServer):

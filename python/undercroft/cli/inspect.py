@@ -1,5 +1,5 @@
-"""``undercroft inspect DIR``: what a cache directory holds; ``--verify`` reads and checks every payload, ``--diff``
-compares two namespaces, ``--drop`` removes one."""
+"""``undercroft inspect DIR``: the contents of a cache directory; ``--verify`` reads and checks every payload,
+``--diff`` compares two namespaces, ``--drop`` removes one."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _diff(found: dict[str, Any], one: str, other: str, *, digests: Digests, as_j
 
 
 def _drop(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Remove a namespace, after a question on a terminal; what is left."""
+    """Remove a namespace, after a question on a terminal; the remaining contents."""
     from undercroft import _core
 
     if len(args.drop) >= _DIGITS_MIN:

@@ -139,7 +139,7 @@ pub enum ClientMessage<'a> {
     Ping,
     /// The server replies with `Status`. Allowed before `Register`.
     Status,
-    /// Asks what has changed in the tiers. The server replies with `Events`.
+    /// Asks for the changes in the tiers. The server replies with `Events`.
     TakeEvents,
 }
 
@@ -273,7 +273,7 @@ pub enum ServerMessage {
         /// See the documentation of `undercroft status --json`.
         json: String,
     },
-    /// What has changed in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
+    /// The changes in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
     Events {
         /// Everything that was told before is void.
         cleared: bool,

@@ -147,7 +147,8 @@ impl PySession {
         self.session.finish_request(request_id);
     }
 
-    /// What has come to the tiers or left them since the last call: whether all of before is void, the changes (stored,
+    /// The payloads stored in the tiers or removed since the last call: whether all of before is
+    /// void, the changes (stored,
     /// on disk, group, hash, hash before), and whether more is to be told at once. None if there is nothing.
     fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let taken = self.session.take_events();
