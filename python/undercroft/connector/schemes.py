@@ -1,5 +1,5 @@
-"""The properties that versions of vLLM and Python, and a machine, stand for in the description: how hashes are made, how
-pages are laid out, which attention backend writes them.
+"""The properties that versions of vLLM and Python, and a machine, stand for in the description: how hashes are made,
+how pages are laid out, which attention backend writes them.
 
 A version that changes neither keeps the cache warm. A version that nobody has looked at stands for itself.
 """
