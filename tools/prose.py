@@ -42,7 +42,7 @@ RULES = (
         "metaphor",
         "use a verb of the field: pending, evicted, depends on, fails",
         rf"\b(?:{METAPHORS})\b",
-        (0.5, 1, 1.6),
+        (0.5, 1, 2),
     ),
     Rule("fronted of", 'begin with the subject, not with "Of"', r"(?:(?<=[.!?:] )|^)Of (?!course)", (0.3, 0.3, 1)),
     Rule(

@@ -110,8 +110,8 @@ METRICS: tuple[Metric, ...] = (
         {
             f"plans_{decision}_{reason}": (decision, reason)
             for decision, reasons in (
-                ("load", ("faster", "unknown", "measure", "other_way")),
-                ("compute", ("faster", "small", "other_way")),
+                ("load", ("faster", "unknown", "other_way")),
+                ("compute", ("faster", "measure", "small", "other_way")),
                 ("stopped", ("rest", "guarantee")),
             )
             for reason in reasons

@@ -280,7 +280,7 @@ def test_bench_disk_measures_below_the_directory_and_leaves_nothing(
     code, report = run_json(capsys, "bench", "disk", "--path", str(tmp_path), *arguments)
     assert code == 0
     assert {"write_gbps", "read_gbps", "raw_write_gbps", "raw_read_gbps", "write_share", "read_share"} <= set(report)
-    assert {"read_p50_ms", "read_p99_ms", "cpu_s_per_gb", "io_engine"} <= set(report)
+    assert {"read_p50_ms", "read_p99_ms", "cpu_s_per_gb", "io_engine", "plan"} <= set(report)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 

@@ -293,6 +293,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.bind_gpu_block_pool`."""
         if self._scheduler is not None:
             self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+        if isinstance(self._events, Events):
+            vllm_patches.after_prefix_cache_reset(gpu_block_pool, self._events.forgotten)
 
     @_fail_open(_nothing)
     def on_new_request(self, request: Request) -> None:

@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::forest::Tier;
+use crate::hint::{HintAnswer, HintRequest};
 use crate::key::{BlockHash, HashSource};
 use crate::namespace::NamespaceSpec;
 
@@ -466,9 +467,14 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// The request has finished or was aborted. Loads and saves under way go on.
     fn finish_request(&self, request: &str);
 
-    /// The payloads that were stored in the tiers or removed since the last call. The first calls
-    /// report the present content, a part in each call. Until then nothing is noted.
-    fn take_events(&self) -> BlockEvents;
+    /// Reports a client's knowledge of a prompt's future use: see [`Hint`](crate::hint::Hint). Waits for a server's
+    /// answer for microseconds, and answers [`HintAnswer::Pending`] then.
+    fn hint(&self, request: &HintRequest<'_>) -> HintAnswer;
+
+    /// The payloads that were stored in the tiers or removed since the last call. The first calls report the present
+    /// content, a part in each call. Until then nothing is noted. `restart`: the receivers have forgotten all events, so
+    /// the session reports the present content again, without [`BlockEvents::cleared`].
+    fn take_events(&self, restart: bool) -> BlockEvents;
 
     /// Steps that the vLLM has run since the last call.
     fn report_steps(&self, steps: &[Step]);
