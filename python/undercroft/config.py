@@ -70,7 +70,7 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
         if not isinstance(value, str):
             raise ValueError(f"{type(value).__name__} instead of text")
         if value not in allowed:
-            raise ValueError(f"not one of the allowed words{_did_you_mean(value, allowed)}")
+            raise ValueError(f"not one of the allowed words{_did_you_mean(value.lower(), allowed)}")
         return value
 
     return parse

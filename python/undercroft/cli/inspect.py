@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary, and the result of the verification."""
     from undercroft import _core
 
+    if not (Path(args.directory) / "super").exists():
+        raise output.CommandError(f"{args.directory} holds no undercroft cache; give the disk_path of an engine")
     found: dict[str, Any] = _core.inspect(args.directory)
     for space in found["namespaces"]:
         # As it is stored, where it is no object.
