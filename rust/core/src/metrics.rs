@@ -1,4 +1,4 @@
-//! What the engine counts. Plain numbers, since one thread at a time owns them.
+//! The engine's counters and gauges. Plain numbers, since one thread at a time owns them.
 
 use serde::Serialize;
 
@@ -110,7 +110,7 @@ impl Counters {
     }
 }
 
-/// What there is now.
+/// The gauges: values of the present.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
     missing_docs,
