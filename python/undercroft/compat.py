@@ -144,6 +144,14 @@ def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int
     return int(hit[1])
 
 
+def provisional_tokens(kv_cache_manager: KVCacheManager) -> int:
+    """How many of a request's last computed tokens vLLM does not cache: draft layers may compute their KV again.
+
+    Drafting with several modules does that (multi-module MTP). 0 in a vLLM that knows none of it.
+    """
+    return int(getattr(getattr(kv_cache_manager, "coordinator", None), "num_reprefillable_tokens", 0))
+
+
 def hash_seed(algorithm: str) -> str | None:
     """The seed of block hashes; None where each process draws its own.
 

@@ -43,6 +43,11 @@ class LookupParams:
         return replace(self, blocking=False, wait_ms=(0.0, 0.0))
 
 
+def is_brought(kv_transfer_params: Any) -> bool:
+    """Whether a prefill instance holds the request's blocks, which a P/D connector brings; it clears the parameter."""
+    return bool(kv_transfer_params and kv_transfer_params.get("do_remote_prefill"))
+
+
 def check(kv_transfer_params: Any) -> None:
     """Raise InvalidParameterError if one of ours cannot be used; other connectors' parameters are left alone."""
     _given(kv_transfer_params)
