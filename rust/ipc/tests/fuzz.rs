@@ -17,7 +17,8 @@ use undercroft_core::session::{
 };
 use undercroft_ipc::frame::{self, FrameKind};
 use undercroft_ipc::protocol::{
-    ClientMessage, HashRun, HintMessage, LeasedHit, LookupAnswer, LookupMessage, SaveMessage, ServerMessage,
+    ClientMessage, HashRun, HintMessage, LeasedHit, LookupAnswer, LookupMessage, SaveMessage,
+    ServerMessage,
 };
 
 fn corpus() -> PathBuf {

@@ -73,8 +73,10 @@ impl World {
         let request_name = state.name.clone();
         self.log.stats.hints += 1;
         self.note(|| format!("hint {hint:?} on {request_name} most {most}: {answer:?}"));
-        if let (Hint::Pin { ttl_ns, name }, HintAnswer::Accepted(tokens) | HintAnswer::Clipped(tokens)) =
-            (&hint, answer)
+        if let (
+            Hint::Pin { ttl_ns, name },
+            HintAnswer::Accepted(tokens) | HintAnswer::Clipped(tokens),
+        ) = (&hint, answer)
         {
             if !name.is_empty() {
                 // Another pin of that name has ended.
@@ -90,13 +92,17 @@ impl World {
         self.log.stats.pins += 1;
         let of = &self.sessions[session];
         let spec = &self.models[of.namespace].spec;
-        let is_full: Vec<bool> = spec.groups.iter().map(|of| of.kind == GroupKind::Full).collect();
+        let is_full: Vec<bool> = spec
+            .groups
+            .iter()
+            .map(|of| of.kind == GroupKind::Full)
+            .collect();
         let hashes = &of.requests[request].hashes[..(tokens.0 / HASH_BLOCK) as usize];
         let chain: HashSet<BlockHash> = hashes.iter().copied().collect();
         let there = self.engine.uncounted(|engine| engine.announced(of.id));
-        let kept = there.iter().filter(|event| {
-            is_full[usize::from(event.group)] && chain.contains(&event.hash)
-        });
+        let kept = there
+            .iter()
+            .filter(|event| is_full[usize::from(event.group)] && chain.contains(&event.hash));
         let payloads: Vec<(BlockHash, u8)> = kept.map(|event| (event.hash, event.group)).collect();
         self.pins.pins.push(SimPin {
             namespace: of.namespace,
@@ -125,10 +131,19 @@ impl World {
                 continue;
             };
             let there = self.engine.uncounted(|engine| engine.announced(of.id));
-            let there: HashSet<_> = there.iter().map(|event| (event.hash, event.group)).collect();
-            let mut lost = pin.payloads.iter().filter(|payload| !there.contains(*payload));
+            let there: HashSet<_> = there
+                .iter()
+                .map(|event| (event.hash, event.group))
+                .collect();
+            let mut lost = pin
+                .payloads
+                .iter()
+                .filter(|payload| !there.contains(*payload));
             if let Some(lost) = lost.next() {
-                return Err(format!("{lost:?} is pinned, and neither in {:?}", Tier::ALL));
+                return Err(format!(
+                    "{lost:?} is pinned, and neither in {:?}",
+                    Tier::ALL
+                ));
             }
             self.log.stats.pins_checked += 1;
         }

@@ -138,7 +138,9 @@ pub(crate) fn a_restart_tells_all_again_without_voiding_what_others_say(of: Impl
     router.known.clear();
     let told = session.take_events(true);
     assert!(!told.cleared);
-    router.known.extend(told.events.iter().map(|event| (event.hash, false)));
+    router
+        .known
+        .extend(told.events.iter().map(|event| (event.hash, false)));
     router.follows(&*session, &(&in_host(1, 8) | &in_host(2, 4)));
     assert_eq!(router.cleared, 0);
 }

@@ -96,7 +96,10 @@ pub(crate) fn pins_beyond_the_budget_end_the_one_that_was_used_least_recently(of
     let accepted = HintAnswer::Accepted(tokens(30));
     assert_eq!(give(&*session, 3, 30, &pin("")), accepted);
     let counters = rig.driver.read(|engine| *engine.counters()).unwrap();
-    assert_eq!((counters.hints_pin_accepted, counters.pins_over_budget), (3, 1));
+    assert_eq!(
+        (counters.hints_pin_accepted, counters.pins_over_budget),
+        (3, 1)
+    );
     flood(&rig, &*session);
     let all = [1, 2, 3].map(|prompt| found(&*session, prompt, 30));
     assert_eq!(all, [hit(30, 30), miss(0), hit(30, 30)]);
@@ -108,13 +111,28 @@ pub(crate) fn a_pin_that_exceeds_the_budget_or_what_is_cached_is_clipped(of: Imp
     rig.save(&*session, 1, 100);
     let clipped = HintAnswer::Clipped(tokens(BUDGET));
     assert_eq!(give(&*session, 1, 100, &pin("")), clipped);
-    assert_eq!(give(&*session, 1, 10, &release("")), rejected(HintRefusal::NotPinned));
-    assert_eq!(give(&*session, 1, 100, &release("")), HintAnswer::Accepted(tokens(BUDGET)));
+    assert_eq!(
+        give(&*session, 1, 10, &release("")),
+        rejected(HintRefusal::NotPinned)
+    );
+    assert_eq!(
+        give(&*session, 1, 100, &release("")),
+        HintAnswer::Accepted(tokens(BUDGET))
+    );
     rig.save(&*session, 2, 5);
-    assert_eq!(give(&*session, 2, 8, &pin("")), HintAnswer::Clipped(tokens(5)));
-    assert_eq!(give(&*session, 3, 8, &pin("")), rejected(HintRefusal::NotCached));
+    assert_eq!(
+        give(&*session, 2, 8, &pin("")),
+        HintAnswer::Clipped(tokens(5))
+    );
+    assert_eq!(
+        give(&*session, 3, 8, &pin("")),
+        rejected(HintRefusal::NotCached)
+    );
     let counters = rig.driver.read(|engine| *engine.counters()).unwrap();
-    assert_eq!((counters.hints_pin_clipped, counters.hints_pin_rejected), (2, 1));
+    assert_eq!(
+        (counters.hints_pin_clipped, counters.hints_pin_rejected),
+        (2, 1)
+    );
 }
 
 pub(crate) fn what_pins_share_counts_once_and_a_name_has_one_pin(of: Implementation) {
@@ -136,9 +154,15 @@ pub(crate) fn what_pins_share_counts_once_and_a_name_has_one_pin(of: Implementat
     assert_eq!(give(&*session, 1, 20, &pin("")), accepted, "and again");
     assert_eq!(pinned(), (60 * 4096, 2));
     // Without a name the named pin stays.
-    assert_eq!(give(&*session, 1, 60, &release("")), HintAnswer::Accepted(tokens(20)));
+    assert_eq!(
+        give(&*session, 1, 60, &release("")),
+        HintAnswer::Accepted(tokens(20))
+    );
     assert_eq!(pinned(), bytes(60));
-    assert_eq!(give(&*session, 9, 1, &release("a chat")), HintAnswer::Accepted(tokens(60)));
+    assert_eq!(
+        give(&*session, 9, 1, &release("a chat")),
+        HintAnswer::Accepted(tokens(60))
+    );
     assert_eq!(pinned(), (0, 0));
 }
 
@@ -153,7 +177,10 @@ pub(crate) fn a_pin_ends_after_its_time_unless_it_is_used(of: Implementation) {
         name: String::new(),
     };
     for prompt in 1..=2 {
-        assert_eq!(give(&*session, prompt, 4, &short), HintAnswer::Accepted(tokens(4)));
+        assert_eq!(
+            give(&*session, prompt, 4, &short),
+            HintAnswer::Accepted(tokens(4))
+        );
     }
     let pins = || rig.driver.read(|engine| engine.gauges()).unwrap().pins;
     // One is used all the time; the other ends although nothing else happens.
@@ -171,7 +198,10 @@ pub(crate) fn a_reset_ends_the_pins_of_the_namespace(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     rig.save(&*session, 1, 40);
-    assert_eq!(give(&*session, 1, 40, &pin("x")), HintAnswer::Accepted(tokens(40)));
+    assert_eq!(
+        give(&*session, 1, 40, &pin("x")),
+        HintAnswer::Accepted(tokens(40))
+    );
     assert!(session.reset(Duration::from_secs(10)));
     assert_eq!(found(&*session, 1, 40), miss(0));
     until("the pin has ended", || {
@@ -189,19 +219,28 @@ pub(crate) fn a_prefetch_brings_a_prompt_from_disk_although_its_request_has_fini
     rig.save(&*session, 1, 20);
     until("it is on disk", || blocks_in(&rig, Tier::Disk) == 20);
     let other = rig.open(full());
-    assert_eq!(give(&*other, 2, 4, &Hint::Prefetch), rejected(HintRefusal::NotCached));
+    assert_eq!(
+        give(&*other, 2, 4, &Hint::Prefetch),
+        rejected(HintRefusal::NotCached)
+    );
     session.close();
     other.close();
     rig.stop();
     let rig = SessionRig::with_disk(of, dir.path());
     let session = rig.open(full());
     assert_eq!(blocks_in(&rig, Tier::Host), 0);
-    assert_eq!(give(&*session, 1, 20, &Hint::Prefetch), HintAnswer::Accepted(tokens(20)));
+    assert_eq!(
+        give(&*session, 1, 20, &Hint::Prefetch),
+        HintAnswer::Accepted(tokens(20))
+    );
     until("it is in host memory", || blocks_in(&rig, Tier::Host) == 20);
     until("nothing is held for it", || rig.in_use()[1..] == [0; 4]);
     rig.device.hang();
     assert_eq!(found(&*session, 1, 20), hit(20, 20), "from host memory");
-    assert_eq!(give(&*session, 1, 20, &Hint::Prefetch), HintAnswer::Accepted(tokens(20)));
+    assert_eq!(
+        give(&*session, 1, 20, &Hint::Prefetch),
+        HintAnswer::Accepted(tokens(20))
+    );
     rig.device.release();
 }
 
@@ -211,12 +250,18 @@ pub(crate) fn a_demoted_prompt_leaves_host_memory_first(of: Implementation) {
     let session = rig.open(full());
     rig.save(&*session, 1, 20);
     // Its blocks may be on their way to disk.
-    assert_eq!(give(&*session, 1, 20, &Hint::Demote), HintAnswer::Accepted(tokens(20)));
+    assert_eq!(
+        give(&*session, 1, 20, &Hint::Demote),
+        HintAnswer::Accepted(tokens(20))
+    );
     until("it is on disk only", || {
         (blocks_in(&rig, Tier::Host), blocks_in(&rig, Tier::Disk)) == (0, 20)
     });
     assert_eq!(found(&*session, 1, 20), hit(20, 20));
-    assert_eq!(give(&*session, 2, 20, &Hint::Demote), rejected(HintRefusal::NotCached));
+    assert_eq!(
+        give(&*session, 2, 20, &Hint::Demote),
+        rejected(HintRefusal::NotCached)
+    );
 }
 
 pub(crate) fn a_demotion_leaves_what_others_use(of: Implementation) {
@@ -226,13 +271,22 @@ pub(crate) fn a_demotion_leaves_what_others_use(of: Implementation) {
     rig.save(&*session, 1, ARENA_BLOCKS / 2);
     rig.save(&*session, 2, ARENA_BLOCKS / 2);
     let half = ARENA_BLOCKS / 2;
-    assert_eq!(give(&*session, 2, half, &Hint::Demote), HintAnswer::Accepted(tokens(half)));
+    assert_eq!(
+        give(&*session, 2, half, &Hint::Demote),
+        HintAnswer::Accepted(tokens(half))
+    );
     rig.save(&*session, 3, half);
     let all = [1, 3].map(|prompt| found(&*session, prompt, half));
     assert_eq!(all, [hit(half, half), hit(half, half)]);
     assert_eq!(found(&*session, 2, half), miss(0));
-    assert_eq!(give(&*session, 1, 20, &pin("")), HintAnswer::Accepted(tokens(20)));
-    assert_eq!(give(&*session, 1, half, &Hint::Demote), HintAnswer::Accepted(tokens(half)));
+    assert_eq!(
+        give(&*session, 1, 20, &pin("")),
+        HintAnswer::Accepted(tokens(20))
+    );
+    assert_eq!(
+        give(&*session, 1, half, &Hint::Demote),
+        HintAnswer::Accepted(tokens(half))
+    );
     rig.save(&*session, 4, half);
     assert_eq!(found(&*session, 1, half), hit(20, 20));
 }

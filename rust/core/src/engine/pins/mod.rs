@@ -125,7 +125,10 @@ impl Pins {
         while let Some(node) = end {
             let depth = residency.node(node).depth;
             let shared = self.shared(spec.ns, hashes, depth, residency);
-            if let Some(same) = self.unnamed_at(node, &shared).filter(|_| spec.name.is_empty()) {
+            if let Some(same) = self
+                .unnamed_at(node, &shared)
+                .filter(|_| spec.name.is_empty())
+            {
                 self.end(same, residency);
             }
             let shared = self.shared(spec.ns, hashes, depth, residency);
@@ -148,7 +151,13 @@ impl Pins {
     }
 
     /// How far the chain of `hashes` is pinned, up to a depth.
-    fn shared(&self, ns: NsId, hashes: &dyn HashSource, depth: u32, residency: &Residency) -> Shared {
+    fn shared(
+        &self,
+        ns: NsId,
+        hashes: &dyn HashSource,
+        depth: u32,
+        residency: &Residency,
+    ) -> Shared {
         self.tree.shared(|at| {
             let hash = (at <= depth).then(|| hashes.get(at as usize - 1)).flatten();
             hash.and_then(|hash| residency.forest().find(ns, &hash))
@@ -281,12 +290,16 @@ impl Pins {
         let ended: Vec<PinKey> = if name.is_empty() {
             let shared = self.shared(ns, hashes, depth, residency);
             let on_chain = self.tree.pins_on(&shared);
-            on_chain.filter(|&key| self.pins[key].name.is_empty()).collect()
+            on_chain
+                .filter(|&key| self.pins[key].name.is_empty())
+                .collect()
         } else {
             let named = self.names.get(&(ns, Box::from(name)));
             named.copied().into_iter().collect()
         };
-        let depths = ended.iter().map(|&key| residency.node(self.pins[key].node).depth);
+        let depths = ended
+            .iter()
+            .map(|&key| residency.node(self.pins[key].node).depth);
         let deepest = depths.max().unwrap_or(0);
         for key in ended {
             crate::work::queued();
@@ -305,7 +318,10 @@ impl Pins {
             counters.pins_expired += 1;
             self.end(key, residency);
         }
-        let from = (std::ops::Bound::Excluded(self.looked_at), std::ops::Bound::Unbounded);
+        let from = (
+            std::ops::Bound::Excluded(self.looked_at),
+            std::ops::Bound::Unbounded,
+        );
         let some: Vec<(u64, PinKey)> = self.by_use.range(from).take(LOOKS).copied().collect();
         self.looked_at = some.last().copied().unwrap_or((0, PinKey::default()));
         for (_, key) in some {
@@ -353,18 +369,43 @@ impl Pins {
             let parent = residency.node(id).parent();
             (parent != NONE).then_some(parent)
         })?;
-        let of_runs = self.tree.runs().map(|(after, to, last)| {
-            residency.chain_bytes(residency.node(last).ns, after, to)
-        });
+        let of_runs = self
+            .tree
+            .runs()
+            .map(|(after, to, last)| residency.chain_bytes(residency.node(last).ns, after, to));
         let of_ends = self.pins.values().map(|pin| pin.end_bytes);
         let bytes = of_runs.chain(of_ends).sum::<u64>();
-        ensure!(bytes == self.bytes, "{bytes} bytes are pinned, not {}", self.bytes);
-        ensure!(bytes <= self.budget, "{bytes} bytes are pinned of {}", self.budget);
+        ensure!(
+            bytes == self.bytes,
+            "{bytes} bytes are pinned, not {}",
+            self.bytes
+        );
+        ensure!(
+            bytes <= self.budget,
+            "{bytes} bytes are pinned of {}",
+            self.budget
+        );
         let pins = self.pins.len();
-        ensure!(self.by_use.len() == pins, "{pins} pins, {} by use", self.by_use.len());
-        ensure!(self.by_end.len() == pins, "{pins} pins, {} by end", self.by_end.len());
-        let named = self.pins.values().filter(|pin| !pin.name.is_empty()).count();
-        ensure!(self.names.len() == named, "{named} named pins, {}", self.names.len());
+        ensure!(
+            self.by_use.len() == pins,
+            "{pins} pins, {} by use",
+            self.by_use.len()
+        );
+        ensure!(
+            self.by_end.len() == pins,
+            "{pins} pins, {} by end",
+            self.by_end.len()
+        );
+        let named = self
+            .pins
+            .values()
+            .filter(|pin| !pin.name.is_empty())
+            .count();
+        ensure!(
+            self.names.len() == named,
+            "{named} named pins, {}",
+            self.names.len()
+        );
         Ok(())
     }
 }

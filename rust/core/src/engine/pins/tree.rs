@@ -62,7 +62,8 @@ impl PinTree {
                 return shared;
             };
             let span = &self.spans[key];
-            let is_shared = |index: usize| at(span.after + 1 + index as u32) == Some(span.nodes[index]);
+            let is_shared =
+                |index: usize| at(span.after + 1 + index as u32) == Some(span.nodes[index]);
             let last = span.nodes.len() - 1;
             if is_shared(last) {
                 shared.depth = span.end();
@@ -202,24 +203,40 @@ impl PinTree {
     pub(super) fn check(&self, parent: impl Fn(NodeId) -> Option<NodeId>) -> Result<(), String> {
         use super::super::ensure::ensure;
         let firsts = self.firsts.len();
-        ensure!(firsts == self.spans.len(), "{firsts} first nodes of {} runs", self.spans.len());
+        ensure!(
+            firsts == self.spans.len(),
+            "{firsts} first nodes of {} runs",
+            self.spans.len()
+        );
         for (key, span) in &self.spans {
             ensure!(!span.nodes.is_empty(), "a pinned run without nodes");
-            ensure!(self.firsts.get(&span.nodes[0]) == Some(&key), "a run that nobody finds");
+            ensure!(
+                self.firsts.get(&span.nodes[0]) == Some(&key),
+                "a run that nobody finds"
+            );
             ensure!(
                 !span.pins.is_empty() || span.below.len() > 1,
                 "a run without a pin has {} below",
                 span.below.len()
             );
             let above = span.above.map(|above| &self.spans[above]);
-            ensure!(above.map_or(0, Span::end) == span.after, "a run stands elsewhere");
+            ensure!(
+                above.map_or(0, Span::end) == span.after,
+                "a run stands elsewhere"
+            );
             let mut before = above.and_then(|above| above.nodes.last().copied());
             for &node in &span.nodes {
-                ensure!(parent(node) == before, "node {node} of a run is on another chain");
+                ensure!(
+                    parent(node) == before,
+                    "node {node} of a run is on another chain"
+                );
                 before = Some(node);
             }
             for below in &span.below {
-                ensure!(self.spans[*below].above == Some(key), "a run below knows another");
+                ensure!(
+                    self.spans[*below].above == Some(key),
+                    "a run below knows another"
+                );
             }
         }
         Ok(())
@@ -231,7 +248,11 @@ mod tests {
     use super::*;
 
     /// A chain named by its nodes.
-    fn add(tree: &mut PinTree, keys: &mut SlotMap<PinKey, ()>, chain: &[NodeId]) -> (SpanKey, PinKey) {
+    fn add(
+        tree: &mut PinTree,
+        keys: &mut SlotMap<PinKey, ()>,
+        chain: &[NodeId],
+    ) -> (SpanKey, PinKey) {
         let shared = tree.shared(|depth| chain.get(depth as usize - 1).copied());
         let pin = keys.insert(());
         let new = chain[shared.depth as usize..].to_vec();

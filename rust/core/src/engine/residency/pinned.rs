@@ -88,9 +88,8 @@ impl Residency {
             return None;
         }
         let mut payloads = self.node(id).payloads();
-        let on_disk = payloads.all(|payload| {
-            !payload.is_readable(Tier::Host) || payload.disk == DiskState::Present
-        });
+        let on_disk = payloads
+            .all(|payload| !payload.is_readable(Tier::Host) || payload.disk == DiskState::Present);
         let parent = self.parent(id);
         if on_disk && self.is_host_leaf(id) {
             self.evict(id, Tier::Host, counters);

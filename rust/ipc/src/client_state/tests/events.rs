@@ -34,7 +34,10 @@ fn events_that_come_are_taken_once() {
         (taken.events, taken.cleared, taken.more),
         (events, false, false)
     );
-    assert_eq!(rig.state.take_events(false, rig.now), BlockEvents::default());
+    assert_eq!(
+        rig.state.take_events(false, rig.now),
+        BlockEvents::default()
+    );
 }
 
 #[test]
@@ -96,10 +99,16 @@ fn a_restart_voids_what_has_come_and_what_is_on_its_way() {
     assert!(rig.state.take(told(vec![stored(1)], false), rig.now));
     rig.state.outbox.clear();
     let taken = rig.state.take_events(false, rig.now);
-    assert_eq!((taken.events, taken.cleared, taken.more), (vec![], false, true));
+    assert_eq!(
+        (taken.events, taken.cleared, taken.more),
+        (vec![], false, true)
+    );
     let mut expected = Vec::new();
     assert!(ClientMessage::TakeEvents { restart: true }.append_to(&mut expected));
     assert_eq!(rig.state.outbox, expected);
-    assert!(rig.state.take(told(vec![stored(0), stored(1)], false), rig.now));
+    assert!(
+        rig.state
+            .take(told(vec![stored(0), stored(1)], false), rig.now)
+    );
     assert_eq!(rig.state.take_events(false, rig.now).events.len(), 2);
 }
