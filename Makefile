@@ -62,10 +62,14 @@ $(STAMPS)/wheel: $(DEPS) $(RUST_SOURCES) | cargo
 	@$(UV_ENV); maturin develop --release --uv --manifest-path rust/pyo3-bench/Cargo.toml
 	@touch $@
 
+# For machines with an older glibc, after `pip install ziglang`:
+# `make wheel WHEEL_ARGS='--zig --compatibility manylinux_2_28'`
+WHEEL_ARGS ?=
+
 .PHONY: wheel
 wheel: $(DEPS) | cargo  ## Build the wheels to install elsewhere into dist/: undercroft, and undercroft-bench
-	@$(UV_ENV); maturin build --release --out dist
-	@$(UV_ENV); maturin build --release --out dist --manifest-path rust/pyo3-bench/Cargo.toml
+	@$(UV_ENV); maturin build --release --out dist $(WHEEL_ARGS)
+	@$(UV_ENV); maturin build --release --out dist $(WHEEL_ARGS) --manifest-path rust/pyo3-bench/Cargo.toml
 
 .PHONY: run
 run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm from disk after a restart

@@ -1,4 +1,4 @@
-"""The engine that a process uses, and what is said of it at start."""
+"""The engine that a process uses, and its log line at start."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: i
 
 
 def disks(config: UndercroftConfig) -> list[dict[str, Any]]:
-    """The directories as `_core.Engine` takes them: a share is taken of what the directory's filesystem has."""
+    """The directories as `_core.Engine` takes them: a share is taken of the directory's filesystem."""
     amount = config.disk_capacity
     capacity = {"share": amount.share} if amount.size is None else amount.size
     return [{"path": path, "capacity": capacity} for path in config.disk_path]
@@ -63,7 +63,7 @@ def start_line(
     tokens_in: Callable[[int], int] | None = None,
     index_bytes: Callable[[int], int] | None = None,
 ) -> str:
-    """One line on what was configured and found; ``info`` is that of `_core.Engine.info`.
+    """One line on configuration and findings; ``info`` is that of `_core.Engine.info`.
 
     ``where``: whose engine it is, if it is not this process's. ``tokens_in``: the tokens of the model that a tier of so
     many bytes holds. ``index_bytes``: the memory of the index of so many tokens.

@@ -12,6 +12,8 @@ PREFIX = "vllm:undercroft_"
 IO_ENGINES = ("io_uring", "thread_pool")
 IO_ENGINE_HELP = "The IO engine of the disk tier: 1 for the one in use. Without a disk tier, 0 for each."
 """The gauge io_engine_info, which has a series for each of `IO_ENGINES`."""
+BUILD_HELP = "The version of undercroft, as a label; always 1."
+"""The gauge build_info."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,8 @@ METRICS: tuple[Metric, ...] = (
         {
             f"plans_{decision}_{reason}": (decision, reason)
             for decision, reasons in (
-                ("load", ("faster", "unknown", "measure", "other_way")),
-                ("compute", ("faster", "small", "other_way")),
+                ("load", ("faster", "unknown", "other_way")),
+                ("compute", ("faster", "measure", "small", "other_way")),
                 ("stopped", ("rest", "guarantee")),
             )
             for reason in reasons

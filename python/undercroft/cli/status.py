@@ -1,4 +1,4 @@
-"""``undercroft status``: what a running engine holds and does: a server's, or one inside a vLLM."""
+"""``undercroft status``: contents and activity of a running engine: a server's, or one inside a vLLM."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def print_status(status: dict[str, Any]) -> None:
         output.print_table(("disk", "capacity", "health", "trouble"), [_disk(disk) for disk in disks])
     if plan := planning.sentence(stats):
         print(f"\n{plan}")
-        output.print_table(("tokens", "computing", "loading from disk", "equal at"), planning.table(stats))
+        output.print_table(planning.HEADER, planning.table(stats))
     if status["sessions"]:
         print()
         columns = ("connected", "workers", "lookups", "pending", "loads", "saves")

@@ -254,7 +254,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call; None if nothing was."""
+        """The counters' growth since the last call; None if nothing was."""
         stats = UndercroftStats()
         if self._engine_stats is not None and self._scheduler is not None:
             # vLLM asks at the end of each step.
@@ -268,7 +268,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def shutdown(self) -> None:
-        """Finish what is under way (bounded) and let go of memory, disks and threads."""
+        """Finish the work in progress (bounded) and release memory, disks and threads."""
         with contextlib.ExitStack() as closing:
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
@@ -309,8 +309,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._hints.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and given
-        back at the end of the step."""
+        """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and
+        rejected at the end of the step."""
         # Guarded here: each step asks for each waiting request, and the wrapper would cost as much as the question.
         answer: tuple[int | None, bool] = 0, False
         unread_tokens = 0
@@ -336,7 +336,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
         ``unread_tokens``: see `SchedulerConnector.unread_tokens`.
         """
-        # Also without a cache (it is off, or failed): then only what the device and other connectors hold counts.
+        # Also without a cache (it is off, or failed): then only the tokens of the device and of other connectors count.
         gain, _ = answer
         assert self._threshold is not None and gain is not None
         try:
@@ -429,7 +429,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are never kept from being freed: what is being saved from them is pinned."""
+        """Blocks are never kept from being freed: blocks that are being saved are pinned."""
         if self._threshold is not None:
             self._threshold.discard(request.request_id)
         if self._recorder is not None:
@@ -443,7 +443,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What has changed in the tiers, where vLLM publishes events."""
+        """The changes in the tiers, where vLLM publishes events."""
         return self._events.take()
 
     @_fail_open(bool)

@@ -1,4 +1,4 @@
-//! What the engine counts. Plain numbers, since one thread at a time owns them.
+//! The engine's counters and gauges. Plain numbers, since one thread at a time owns them.
 
 use serde::Serialize;
 
@@ -37,9 +37,9 @@ pub struct Counters {
     pub save_failures: u64,
     pub plans_load_faster: u64,
     pub plans_load_unknown: u64,
-    pub plans_load_measure: u64,
     pub plans_load_other_way: u64,
     pub plans_compute_faster: u64,
+    pub plans_compute_measure: u64,
     pub plans_compute_small: u64,
     pub plans_compute_other_way: u64,
     pub plans_stopped_rest: u64,
@@ -73,7 +73,7 @@ pub struct Counters {
     pub pins_lost: u64,
 }
 
-/// What there is now.
+/// The gauges: values of the present.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
     missing_docs,

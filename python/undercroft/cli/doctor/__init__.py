@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from undercroft.cli import output
+from undercroft.cli import output, planning
 from undercroft.cli.doctor.check import Check
 from undercroft.config import OPTIONS, UndercroftConfig
 
@@ -59,10 +60,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checks(config: UndercroftConfig, role: str) -> Iterator[Check]:
-    """What takes longest comes last: torch takes seconds to load."""
-    from undercroft.cli.doctor import system
+    """The longest check comes last: torch takes seconds to load."""
+    from undercroft.cli.doctor import plans, system
 
     yield from system.checks(config, role)
+    with contextlib.suppress(ImportError):
+        yield from plans.checks()
     from undercroft.cli.doctor import software
 
     yield from software.checks(role)
@@ -74,3 +77,5 @@ def _print(check: Check) -> None:
     print(f"{mark}  {check.name:<16} {check.found}", flush=True)
     if check.advice:
         print(f"      {'':<16} -> {check.advice}", flush=True)
+    if check.plan:
+        output.print_table(planning.HEADER, check.plan)

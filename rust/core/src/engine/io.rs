@@ -1,4 +1,4 @@
-//! What the device is asked to do, and what follows when it has done it.
+//! Requests to the device, and the effects of their completions.
 
 use crate::disk::Disk;
 use crate::forest::{DeviceIndex, NodeId};
@@ -22,6 +22,7 @@ impl Engine {
             || self.checksums.has_work()
             || self.promotions.waits_for(None) && self.checksums.has_room()
             || self.residency.devices().any(reads)
+            || self.promotions.has_probes()
             || self.has_writes()
                 && (self.residency.devices()).any(|device| operations.may_write(device))
     }
@@ -82,6 +83,7 @@ impl Engine {
         }
         let (promotions, mut parts) = self.promotions();
         promotions.next_reads(&mut parts, out);
+        promotions.next_probes(&mut parts, out);
         self.next_writes(out);
     }
 
@@ -210,7 +212,7 @@ impl Engine {
             residency.drop_unreadable(node, group);
         }
         residency.reconcile(node);
-        // Bytes that are not what they were do not make a device useless; errors do.
+        // Changed bytes do not make a device useless; errors do.
         if matches!(fault, IoFault::Os(_)) {
             let health = &mut residency.disk_mut(device).health;
             if health.read_failed(fault, self.now_ns) {

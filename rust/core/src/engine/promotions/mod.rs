@@ -4,6 +4,7 @@
 mod budget;
 #[cfg(feature = "check")]
 mod check;
+mod probes;
 mod read_queues;
 mod reads;
 
@@ -19,6 +20,7 @@ use super::planner::Rates;
 use super::requests::{Promotion, RequestId, RequestPromotions, Requests, Verified};
 use super::residency::{PromotionPlan, Residency};
 use budget::PromotionBudget;
+use probes::Probe;
 use read_queues::ReadQueues;
 
 pub(super) use read_queues::QueuePlace;
@@ -55,7 +57,7 @@ impl PromotionEnd {
 /// The promotions of all requests.
 ///
 /// Invariants:
-/// - the budget counts what requests hold;
+/// - the budget counts the bytes that requests hold;
 /// - a promotion that is not issued in full has one place in the read queues, of its priority and of the
 ///   device that it waits for;
 /// - a payload with waiters is being read, and a promotion's `waiting` counts its entries among them;
@@ -68,6 +70,8 @@ pub(super) struct Promotions {
     waiters: HashMap<(NodeId, u8), Vec<Waiter>>,
     /// Prefetches that are done, latest last.
     prefetched: VecDeque<RequestId>,
+    /// Payloads to be read for nobody.
+    probes: Vec<Probe>,
     /// A promotion has ended since this was asked last.
     ended: bool,
     /// A request that is demanded has found no memory since this was asked last.
@@ -81,6 +85,7 @@ impl Promotions {
             read_queues: ReadQueues::default(),
             waiters: HashMap::new(),
             prefetched: VecDeque::new(),
+            probes: Vec::new(),
             ended: false,
             lacks_memory: false,
         }
@@ -101,9 +106,14 @@ impl Promotions {
         self.budget.promoted_bytes()
     }
 
-    /// Whether any request has reads to start.
+    /// Whether any request has reads to start, or nobody's are to be started.
     pub(super) fn has_reads(&self) -> bool {
-        !self.read_queues.is_empty()
+        !self.read_queues.is_empty() || self.has_probes()
+    }
+
+    /// Whether reads are to be started that nobody waits for.
+    pub(super) fn has_probes(&self) -> bool {
+        !self.probes.is_empty()
     }
 
     /// Whether any request waits to read from a device, or for checksums.

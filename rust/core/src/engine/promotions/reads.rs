@@ -249,7 +249,7 @@ impl Promotions {
     }
 }
 
-fn read_request(node: NodeId, group: u8, parts: &mut EngineParts<'_>) -> IoRequest {
+pub(super) fn read_request(node: NodeId, group: u8, parts: &mut EngineParts<'_>) -> IoRequest {
     let device = parts.residency.node(node).device;
     let read = Purpose::Read {
         node,

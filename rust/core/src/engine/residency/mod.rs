@@ -8,6 +8,7 @@
 
 mod admission;
 mod announce;
+mod asker;
 #[cfg(feature = "check")]
 mod check;
 mod disk_slots;
