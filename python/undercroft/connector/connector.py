@@ -89,6 +89,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     is_undercroft = True
     """Marks the class for `undercroft.registration.ours_in`."""
+    _events: Events | NoEvents = NO_EVENTS
+    _hints: RequestHints | NoHints = NO_HINTS
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -99,8 +101,6 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._resets: Resets | None = None
-        self._events: Events | NoEvents = NO_EVENTS
-        self._hints: RequestHints | NoHints = NO_HINTS
         self._recorder: Recorder | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
