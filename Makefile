@@ -177,6 +177,16 @@ SOAK_SECONDS ?= 60
 soak: build  ## Kill the engine's process under load CRASHES times, then a server's clients for SOAK_SECONDS
 	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-core --test disk_tier -- crash:: --nocapture
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s tests/unit/test_serve_soak.py
+	EVENT_OPERATIONS=5000 $(BIN)/python -m pytest -q -s -n 0 tests/vllm/test_events.py -k random
+
+# A router from elsewhere, in an environment of its own.
+ROUTER_VENV := .venv-router
+
+.PHONY: test-router
+test-router: build  ## Feed Dynamo's KV indexer from two vLLM servers and route with it
+	test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
+	$(ROUTER_VENV)/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1
+	DYNAMO_PYTHON=$(CURDIR)/$(ROUTER_VENV)/bin/python $(BIN)/python -m pytest -q -n 0 tests/vllm/test_dynamo_indexer.py
 
 # Of its own: the site needs nothing of vLLM, and its pages from the code are in the tree.
 DOCS_VENV := .venv-docs

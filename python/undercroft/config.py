@@ -285,6 +285,12 @@ class UndercroftConfig:
         "Maximum host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
         _positive_amount, str, "engine",
     )]
+    pin_memory: Annotated[Amount, Option(
+        "size or share", "30%", _SHARE_FORMAT + " above 0%; 0 pins nothing",
+        "Maximum host memory that blocks may take which hints of requests have pinned. A percentage is taken of "
+        "host_memory.",
+        parse_amount, str, "engine",
+    )]
     early_prefetch: Annotated[bool, Option(
         "true or false", True, "true or false",
         "Start lookup and reads from disk when a request arrives, instead of when the scheduler first considers it.",

@@ -29,7 +29,7 @@ def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: i
     """The options as `_core.Engine` takes them: by their names, but sizes in bytes. Raises ConfigError."""
     scopes = ("engine", "session") if socket is None else ("engine",)
     given = {option.name: getattr(config, option.name) for option in OPTIONS if option.scope in scopes}
-    for name in ("host_memory", "promotion_memory", "disk_path", "disk_capacity"):
+    for name in ("host_memory", "promotion_memory", "pin_memory", "disk_path", "disk_capacity"):
         # They become bytes below; of a server's engine, the server's own options tell the sizes.
         del given[name]
     if given.get("server"):
@@ -38,6 +38,7 @@ def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: i
     return given | {
         "host_memory": sizes.host_memory,
         "promotion_memory": sizes.promotion_memory,
+        "pin_memory": sizes.pin_memory,
         "disks": disks(config),
         **({"share": True} if socket is None else {"socket": socket}),
     }

@@ -100,6 +100,7 @@ def report(config: UndercroftConfig, extra: Mapping[str, Any]) -> dict[str, Any]
         "ok": all(disk["starts"] for disk in disks),
         "host_memory": options["host_memory"],
         "promotion_memory": options["promotion_memory"],
+        "pin_memory": options["pin_memory"],
         "disks": disks,
     }
 

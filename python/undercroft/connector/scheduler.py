@@ -262,7 +262,7 @@ class SchedulerConnector:
             state.ran |= request_id in scheduled
             states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
-            num_hashes = self._complete_hashes(state.request, computed)
+            num_hashes = self.complete_hashes(state.request, computed)
             # To ask again costs as much as the request is long, also for a block more.
             due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
             if not due and not states:
@@ -314,7 +314,7 @@ class SchedulerConnector:
             # The last blocks: with asynchronous scheduling their hashes appear after the step that filled them. A
             # request aborted while it loads counts its tokens as computed although they are not there yet.
             if state is not None and state.epoch == self._epoch and state.ran:
-                num_hashes = self._complete_hashes(request, request.num_computed_tokens)
+                num_hashes = self.complete_hashes(request, request.num_computed_tokens)
                 worth_it = num_hashes > state.saved_hashes or state.save_refused or self._groups.has_windows
                 if (num_hashes and worth_it) or state.partial_tails:
                     self._save(state, num_hashes, tables, self._metadata, states=state.partial_tails, finished=True)
@@ -536,7 +536,7 @@ class SchedulerConnector:
         kept = {boundary for boundary in ends if begin < boundary <= end}
         return kept | {align(end)} if finished and align(end) else kept
 
-    def _complete_hashes(self, request: Request, computed_tokens: int) -> int:
+    def complete_hashes(self, request: Request, computed_tokens: int) -> int:
         """Number of the engine's blocks whose tokens all have their KV on the device after ``computed_tokens``.
 
         Drafts that were not accepted lie beyond ``num_tokens``; hashes that look ahead appear late.

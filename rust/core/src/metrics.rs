@@ -2,8 +2,6 @@
 
 use serde::Serialize;
 
-use crate::hint::{Hint, HintAnswer};
-
 /// Counters since the start. Bytes are payload bytes; `_ns` are sums of durations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
@@ -73,41 +71,6 @@ pub struct Counters {
     pub pins_over_budget: u64,
     pub pins_gave_way: u64,
     pub pins_lost: u64,
-}
-
-impl Counters {
-    /// Counts a hint and what became of it.
-    pub(crate) fn count_hint(&mut self, hint: &Hint, answer: HintAnswer) {
-        let [accepted, clipped, rejected] = match hint {
-            Hint::Prefetch => [
-                &mut self.hints_prefetch_accepted,
-                &mut self.hints_prefetch_clipped,
-                &mut self.hints_prefetch_rejected,
-            ],
-            Hint::Pin { .. } => [
-                &mut self.hints_pin_accepted,
-                &mut self.hints_pin_clipped,
-                &mut self.hints_pin_rejected,
-            ],
-            Hint::Demote => [
-                &mut self.hints_demote_accepted,
-                &mut self.hints_demote_clipped,
-                &mut self.hints_demote_rejected,
-            ],
-            Hint::Release { .. } => {
-                let is_rejected = matches!(answer, HintAnswer::Rejected(_));
-                self.hints_release_rejected += u64::from(is_rejected);
-                self.hints_release_accepted += u64::from(!is_rejected);
-                return;
-            }
-        };
-        match answer {
-            HintAnswer::Accepted(_) => *accepted += 1,
-            HintAnswer::Clipped(_) => *clipped += 1,
-            HintAnswer::Rejected(_) => *rejected += 1,
-            HintAnswer::Pending => {}
-        }
-    }
 }
 
 /// The gauges: values of the present.
