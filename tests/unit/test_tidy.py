@@ -16,7 +16,7 @@ LAYERS = (
     ("key", "error", "metrics", "checksum", "memory", "panics", "size", "work", "buddy", "pool"),
     ("arena", "slots", "copy"),
     ("namespace", "forest", "resolve", "policy"),
-    ("disk", "session"),
+    ("disk", "hint", "session"),
     ("engine",),
     ("driver",),
     ("embedded",),

@@ -39,7 +39,7 @@ from test_imports import run_time_nodes
 from undercroft import log, plugin, registration, vllm_patches
 from undercroft.compat import KVConnectorRole
 from undercroft.connector.connector import UndercroftConnector
-from undercroft.errors import ConfigError
+from undercroft.errors import ConfigError, StoreError
 from undercroft.vllm_patches import PATCHES, exempt, table
 
 PACKAGE = Path(undercroft.__file__).parent
@@ -277,6 +277,7 @@ def test_objects_without_the_names_are_left_as_they_are() -> None:
     assert vllm_patches.recompute_failed_loads(Frozen()) is False  # type: ignore[arg-type]
     assert vllm_patches.reconcile_local_hits(SimpleNamespace(), lambda *_: True) is False  # type: ignore[arg-type]
     assert vllm_patches.before_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
+    assert vllm_patches.after_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
     assert vllm_patches.end_step_at(SimpleNamespace(), 16) is False  # type: ignore[arg-type]
     for name in ("LOAD_FAILURE_POLICY", "LOCAL_HITS", "PREFIX_CACHE_RESET", "SHARED_PREFIX"):
         assert "has other internals" in str(vllm_patches.problem(BY_NAME[name]))
@@ -308,6 +309,7 @@ def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPa
 
     pool = SimpleNamespace(reset_prefix_cache=lambda: True)
     assert vllm_patches.before_prefix_cache_reset(pool, fail)
+    assert vllm_patches.after_prefix_cache_reset(pool, fail)
     assert pool.reset_prefix_cache() is True
 
     hit = ("blocks", 32, 0, True)
@@ -380,6 +382,22 @@ def test_options_are_checked_before_vllm_makes_its_configuration(
         transfer = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     with pytest.raises(ConfigError, match=next(iter(options))):
         made_with(monkeypatch, transfer)
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_a_directory_that_the_engine_would_refuse_ends_the_start_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "letters.txt").touch()
+    extra = {"host_memory": "64MiB", "disk_path": str(tmp_path), "disk_capacity": "64MiB"}
+    transfer = KVTransferConfig(kv_connector=OURS, kv_role="kv_both", kv_connector_extra_config=extra)
+    with pytest.raises(StoreError, match=r"letters\.txt"):
+        made_with(monkeypatch, transfer)
+    assert made_with(monkeypatch, transfer, data_parallel_size_local=0) == "made", "the engines are on other machines"
+    (tmp_path / "letters.txt").unlink()
+    assert made_with(monkeypatch, transfer) == "made"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("unpatched")

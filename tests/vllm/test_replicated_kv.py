@@ -37,7 +37,7 @@ def reference(one_head: Path) -> References:
 def start(one_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """Starts an engine of so many ranks, whose vLLM reports the KV that they replicate.
 
-    vLLM reports it for latent attention only, which it does not run with prefix caching on a CPU.
+    vLLM reports it for latent attention only. On a CPU it runs that with prefix caching only where the CPU has AMX.
     """
     started: list[Engine] = []
 

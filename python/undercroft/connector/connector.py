@@ -30,6 +30,7 @@ from undercroft.connector.announcement import Announcement
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
 from undercroft.connector.groups import Groups, why_unsupported
+from undercroft.connector.hints import NO_HINTS, HintsOnly, NoHints, RequestHints
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
 from undercroft.connector.recording import Recorder
@@ -88,6 +89,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     is_undercroft = True
     """Marks the class for `undercroft.registration.ours_in`."""
+    _events: Events | NoEvents = NO_EVENTS
+    _hints: RequestHints | NoHints = NO_HINTS
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -98,7 +101,6 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._resets: Resets | None = None
-        self._events: Events | NoEvents = NO_EVENTS
         self._recorder: Recorder | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
@@ -165,6 +167,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._threshold.needed_tokens,
             )
             self._events = events_of(self._vllm_config, session, groups, self._kv_cache_config)
+            may_end = vllm_patches.problem(vllm_patches.HIT_THRESHOLD) is None
+            self._hints = RequestHints(session, groups, self._counts, self._scheduler.complete_hashes, may_end)
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
             if config.record:
@@ -250,7 +254,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call; None if nothing was."""
+        """The counters' growth since the last call; None if nothing was."""
         stats = UndercroftStats()
         if self._engine_stats is not None and self._scheduler is not None:
             # vLLM asks at the end of each step.
@@ -264,7 +268,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def shutdown(self) -> None:
-        """Finish what is under way (bounded) and let go of memory, disks and threads."""
+        """Finish the work in progress (bounded) and release memory, disks and threads."""
         with contextlib.ExitStack() as closing:
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
@@ -293,6 +297,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.bind_gpu_block_pool`."""
         if self._scheduler is not None:
             self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+        if isinstance(self._events, Events):
+            vllm_patches.after_prefix_cache_reset(gpu_block_pool, self._events.forgotten)
 
     @_fail_open(_nothing)
     def on_new_request(self, request: Request) -> None:
@@ -300,14 +306,17 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
         self._events.arrived(request)
+        self._hints.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and given
-        back at the end of the step."""
+        """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and
+        rejected at the end of the step."""
         # Guarded here: each step asks for each waiting request, and the wrapper would cost as much as the question.
         answer: tuple[int | None, bool] = 0, False
         unread_tokens = 0
         try:
+            if self._hints.holds_back(request):
+                return None, False
             if self._scheduler is not None:
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
                 if answer[0] == 0:
@@ -327,7 +336,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
         ``unread_tokens``: see `SchedulerConnector.unread_tokens`.
         """
-        # Also without a cache (it is off, or failed): then only what the device and other connectors hold counts.
+        # Also without a cache (it is off, or failed): then only the tokens of the device and of other connectors count.
         gain, _ = answer
         assert self._threshold is not None and gain is not None
         try:
@@ -355,14 +364,16 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self._scheduler is None else self._scheduler.loading(request_ids)
 
     @_fail_open(list)
-    def take_threshold_rejects(self) -> list[Rejection]:
-        """Requests that the hit threshold has rejected since the last call; the caller finishes them."""
+    def take_threshold_rejects(self) -> list[Rejection | HintsOnly]:
+        """Requests that the hit threshold has rejected since the last call, and those that were there for their hints
+        alone; the caller finishes them."""
+        only = self._hints.collect()
         if self._threshold is None:
-            return []
+            return [*only]
         rejections = self._threshold.collect()
         for rejection in rejections:
             self._counts.add(f"rejected_{rejection.source}")
-        return rejections
+        return [*rejections, *only]
 
     @_fail_open(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -418,7 +429,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are never kept from being freed: what is being saved from them is pinned."""
+        """Blocks are never kept from being freed: blocks that are being saved are pinned."""
         if self._threshold is not None:
             self._threshold.discard(request.request_id)
         if self._recorder is not None:
@@ -426,11 +437,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         self._events.finished(request)
-        return False, None
+        answers = self._hints.finished(request)
+        # MultiConnector takes the parameters of one connector at most, and P/D connectors have some.
+        return False, None if self._is_child else answers
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What has changed in the tiers, where vLLM publishes events."""
+        """The changes in the tiers, where vLLM publishes events."""
         return self._events.take()
 
     @_fail_open(bool)

@@ -1,4 +1,4 @@
-"""The scheduler's half: looks prompts up in the engine, and tells the workers what to copy.
+"""The scheduler's half: looks prompts up in the engine, and tells the workers which blocks to copy.
 
 Every call here runs on the scheduler's thread, so nothing waits for IO: the engine answers from memory, and "later" is
 an answer.
@@ -86,12 +86,14 @@ class SchedulerConnector:
             any_part=not (groups.has_windows or groups.has_states), whole_blocks=groups.window_blocks
         )
         self._metadata = UndercroftMetadata()
-        """What the next step's metadata already holds."""
+        """The content of the next step's metadata so far."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0
         self.completes_local_hits = False
         """Whether a local hit of full attention alone is welcome: the state at the loaded boundary completes it."""
         self.has_siblings = False
-        """Whether other connectors may bring what a request needs."""
+        """Whether other connectors may bring the tokens that a request needs."""
+        self._provisional_tokens = 0
+        """The last tokens of a step, whose KV in draft layers the next step may compute again."""
         self._step = 0
         self._refused = 0
         self._epoch = 0
@@ -104,6 +106,7 @@ class SchedulerConnector:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Called once, when vLLM has built its own prefix cache."""
+        self._provisional_tokens = compat.provisional_tokens(manager)
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
             self.completes_local_hits = vllm_patches.reconcile_local_hits(manager, self._completes)
             self._single_flight.any_part = self.completes_local_hits
@@ -118,7 +121,7 @@ class SchedulerConnector:
         state = self._state(request)
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
-        if _is_brought(request):
+        if request_params.is_brought(request.kv_transfer_params):
             return
         limit = self._groups.align(request.num_tokens - 1)
         if not limit and not self._tails.limit(request):
@@ -150,7 +153,7 @@ class SchedulerConnector:
         state.unread_tokens = 0
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
-        if self.has_siblings and _is_brought(request):
+        if self.has_siblings and request_params.is_brought(request.kv_transfer_params):
             return 0, False
         if state.asked_at is None:
             limit = self._groups.align(request.num_tokens - 1)
@@ -233,7 +236,7 @@ class SchedulerConnector:
     # Steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
-        """What the workers copy in this step: the loads begun in it, and the blocks that it fills."""
+        """The copies of the workers in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
         self.steps.scheduled(scheduler_output.num_scheduled_tokens)
         # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
@@ -259,7 +262,7 @@ class SchedulerConnector:
             state.ran |= request_id in scheduled
             states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
-            num_hashes = self._complete_hashes(state.request, computed)
+            num_hashes = self.complete_hashes(state.request, computed)
             # To ask again costs as much as the request is long, also for a block more.
             due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
             if not due and not states:
@@ -275,7 +278,7 @@ class SchedulerConnector:
             self._saves.invalidate(output.invalid_block_ids)
             for state in self._requests.values():
                 state.saved_hashes = state.saved_tokens = state.windows_kept = 0
-        # Each on its own: what is reported here is reported once, so one's trouble must not lose the others.
+        # Each on its own: a result is reported here once, so an error of one must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             if request_id in self._loading:
@@ -300,7 +303,7 @@ class SchedulerConnector:
             self._end_transfer(transfer_id, ok)
 
     def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
-        """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
+        """The request has finished or was aborted. Its blocks may be freed: blocks that are being saved are pinned."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
         if state is not None:
@@ -311,7 +314,7 @@ class SchedulerConnector:
             # The last blocks: with asynchronous scheduling their hashes appear after the step that filled them. A
             # request aborted while it loads counts its tokens as computed although they are not there yet.
             if state is not None and state.epoch == self._epoch and state.ran:
-                num_hashes = self._complete_hashes(request, request.num_computed_tokens)
+                num_hashes = self.complete_hashes(request, request.num_computed_tokens)
                 worth_it = num_hashes > state.saved_hashes or state.save_refused or self._groups.has_windows
                 if (num_hashes and worth_it) or state.partial_tails:
                     self._save(state, num_hashes, tables, self._metadata, states=state.partial_tails, finished=True)
@@ -343,7 +346,7 @@ class SchedulerConnector:
         return self._saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
-        """Drop everything of this namespace. What the device holds now is not saved any more.
+        """Drop everything of this namespace. Blocks that the device holds now are not saved any more.
 
         True also if nobody confirms it: from the request on, this vLLM's session shares with no other and finds nothing
         of before, and vLLM would stay paused after False.
@@ -358,7 +361,7 @@ class SchedulerConnector:
         return True
 
     def forget_device(self) -> None:
-        """Save nothing of what the device holds now, and let go of it."""
+        """Save none of the blocks that the device holds now, and drop the references to them."""
         self._epoch += 1
         try:
             self._saves.abandon()
@@ -427,7 +430,7 @@ class SchedulerConnector:
         )
 
     def _min_tokens(self, request: Request) -> int:
-        # Other connectors may bring what is needed.
+        # Other connectors may bring the missing tokens.
         return 0 if self.has_siblings else self._needed_tokens(request)
 
     def _least_boundary(self, min_tokens: int, num_computed_tokens: int) -> int:
@@ -533,12 +536,12 @@ class SchedulerConnector:
         kept = {boundary for boundary in ends if begin < boundary <= end}
         return kept | {align(end)} if finished and align(end) else kept
 
-    def _complete_hashes(self, request: Request, computed_tokens: int) -> int:
+    def complete_hashes(self, request: Request, computed_tokens: int) -> int:
         """Number of the engine's blocks whose tokens all have their KV on the device after ``computed_tokens``.
 
         Drafts that were not accepted lie beyond ``num_tokens``; hashes that look ahead appear late.
         """
-        tokens: int = min(computed_tokens, request.num_tokens)
+        tokens: int = max(0, min(computed_tokens - self._provisional_tokens, request.num_tokens))
         if self._config.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)
         whole: int = len(request.block_hashes) * self._groups.hash_block_size
@@ -592,9 +595,3 @@ class SchedulerConnector:
                 state.refusals = 0
                 state.saved_tokens = max(state.saved_tokens, result.num_tokens)
                 state.windows_kept = max(state.windows_kept, result.num_tokens)
-
-
-def _is_brought(request: Request) -> bool:
-    """Whether a prefill instance holds the request's blocks, which a P/D connector brings; it clears the parameter."""
-    params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_prefill"))

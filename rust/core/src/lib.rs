@@ -11,6 +11,7 @@ pub mod embedded;
 pub mod engine;
 pub mod error;
 pub mod forest;
+pub mod hint;
 pub mod io;
 pub mod key;
 pub mod memory;

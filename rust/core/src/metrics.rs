@@ -1,4 +1,4 @@
-//! What the engine counts. Plain numbers, since one thread at a time owns them.
+//! The engine's counters and gauges. Plain numbers, since one thread at a time owns them.
 
 use serde::Serialize;
 
@@ -56,9 +56,24 @@ pub struct Counters {
     pub plan_actual_host_ns: u64,
     pub plan_error_host_ns: u64,
     pub plan_saved_ns: u64,
+    pub hints_prefetch_accepted: u64,
+    pub hints_prefetch_clipped: u64,
+    pub hints_prefetch_rejected: u64,
+    pub hints_pin_accepted: u64,
+    pub hints_pin_clipped: u64,
+    pub hints_pin_rejected: u64,
+    pub hints_demote_accepted: u64,
+    pub hints_demote_clipped: u64,
+    pub hints_demote_rejected: u64,
+    pub hints_release_accepted: u64,
+    pub hints_release_rejected: u64,
+    pub pins_expired: u64,
+    pub pins_over_budget: u64,
+    pub pins_gave_way: u64,
+    pub pins_lost: u64,
 }
 
-/// What there is now.
+/// The gauges: values of the present.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
     missing_docs,
@@ -81,6 +96,9 @@ pub struct Gauges {
     pub loads: u64,
     pub saves: u64,
     pub promotion_queue_bytes: u64,
+    pub pins: u64,
+    pub pin_bytes: u64,
+    pub pin_capacity_bytes: u64,
     pub plan_disk_bytes_per_s: u64,
     pub plan_disk_latency_ns: u64,
     pub plan_copy_bytes_per_s: u64,

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use undercroft_core::forest::Tier;
+use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
@@ -16,7 +17,8 @@ use undercroft_core::session::{
 };
 use undercroft_ipc::frame::{self, FrameKind};
 use undercroft_ipc::protocol::{
-    ClientMessage, HashRun, LeasedHit, LookupAnswer, LookupMessage, SaveMessage, ServerMessage,
+    ClientMessage, HashRun, HintMessage, LeasedHit, LookupAnswer, LookupMessage, SaveMessage,
+    ServerMessage,
 };
 
 fn corpus() -> PathBuf {
@@ -120,7 +122,17 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         ClientMessage::Reset { reset: 4 },
         ClientMessage::Ping,
         ClientMessage::Status,
-        ClientMessage::TakeEvents,
+        ClientMessage::TakeEvents { restart: true },
+        ClientMessage::Hint(HintMessage {
+            request: 1,
+            number: 5,
+            max: Tokens(96),
+            hint: Hint::Pin {
+                ttl_ns: 600_000_000_000,
+                name: "a chat".to_owned(),
+            },
+            hashes,
+        }),
     ];
     let last = ArenaOffset::new(i64::MAX as u64);
     let extent = Extent {
@@ -156,6 +168,10 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             extents: vec![extent],
         },
         ServerMessage::Reset { reset: 4, ok: true },
+        ServerMessage::Hinted {
+            number: 5,
+            answer: HintAnswer::Clipped(Tokens(64)),
+        },
         ServerMessage::Pong {
             stats: "{}".to_owned(),
         },

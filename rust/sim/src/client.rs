@@ -74,6 +74,8 @@ impl World {
         match self.random.below(200) {
             0..=4 => self.take_events(session)?,
             5 => self.check_routers()?,
+            6..=11 if self.settings.hints => self.hint(session),
+            12..=17 if self.settings.hints => self.check_pins()?,
             _ => {}
         }
         match self.random.below(1000) {
@@ -148,7 +150,7 @@ impl World {
     }
 
     /// What the device holds, and the deepest boundary of use, as of now.
-    fn limits(&mut self, session: usize, request: usize) -> (u32, u32) {
+    pub(crate) fn limits(&mut self, session: usize, request: usize) -> (u32, u32) {
         let tokens = self.sessions[session].requests[request].tokens;
         let most = match self.random.below(10) {
             0 => self.random.below(u64::from(tokens) + 40) as u32,
@@ -181,7 +183,7 @@ impl World {
     }
 
     /// A lookup may find what was saved under the namespace's present weights.
-    fn note_weights(&mut self, session: usize, request: usize) {
+    pub(crate) fn note_weights(&mut self, session: usize, request: usize) {
         let epoch = self.epoch(session);
         let looked = &mut self.sessions[session].requests[request].looked;
         if !looked.contains(&epoch) {

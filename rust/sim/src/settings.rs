@@ -19,6 +19,8 @@ pub(crate) struct Settings {
     pub(crate) faults: DeviceFaults,
     /// There is room and time for everything, and nothing goes wrong: what was saved must be found.
     pub(crate) roomy: bool,
+    /// Clients give hints.
+    pub(crate) hints: bool,
     /// Bits flip in the arena.
     pub(crate) changes: bool,
     /// There are more namespaces than places for them, and sessions come and go.
@@ -57,6 +59,11 @@ impl Settings {
             1 => 16 << 10,
             2 => engine.host_bytes,
             _ => engine.host_bytes / 2,
+        };
+        engine.pin_bytes = match random.below(4) {
+            0 => 0,
+            1 => engine.host_bytes,
+            _ => engine.host_bytes / 10 * 3,
         };
         engine.min_load_tokens = Some(random.pick(&[1, 1, 16, 40]));
         engine.stall_ns = random.range(1, 200) * MILLISECOND;
@@ -133,6 +140,7 @@ impl Settings {
             devices,
             faults,
             roomy,
+            hints: random.chance(600),
             changes: !roomy && random.chance(300),
             crowded,
             lives: random.range(1, 6),

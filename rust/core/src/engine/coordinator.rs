@@ -1,4 +1,4 @@
-//! The engine's fields, sessions, and what it reports.
+//! The engine's fields, sessions and reports.
 
 use crate::disk::{Disk, Health};
 use crate::error::RegisterError;
@@ -10,10 +10,12 @@ use crate::session::SessionSpec;
 
 use super::checksums::Checksums;
 use super::config::EngineConfig;
+use super::hints::Hints;
 use super::load::id_of;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
 use super::parts::EngineParts;
+use super::pins::Pins;
 use super::planner::Planner;
 use super::promotions::{PromotionEnd, Promotions};
 use super::requests::RequestId;
@@ -36,6 +38,8 @@ pub struct Engine {
     pub(super) sessions: Sessions,
     pub(super) operations: Operations,
     pub(super) planner: Planner,
+    pub(super) pins: Pins,
+    pub(super) hints: Hints,
     pub(super) counters: Counters,
     /// The health of a directory has changed since [`Engine::take_progress`].
     pub(super) health_changed: bool,
@@ -77,6 +81,8 @@ impl Engine {
             sessions: Sessions::default(),
             operations: Operations::default(),
             planner: Planner::new(config.load_margin, config.seed),
+            pins: Pins::new(config.pin_bytes),
+            hints: Hints::default(),
             counters: Counters::default(),
             health_changed: false,
             config,
@@ -175,7 +181,8 @@ impl Engine {
         self.sessions.forget_removed(session);
     }
 
-    /// Frees what a request holds, and forgets its state. Its session forgets the name.
+    /// Frees the leases and memory of a request, and forgets its state. Its session forgets the
+    /// name.
     pub(super) fn drop_request(&mut self, id: RequestId) {
         self.release_hit(id);
         self.sessions.requests.remove(id);
@@ -197,7 +204,8 @@ impl Engine {
         Some(self.namespaces.digest(ns).to_hex())
     }
 
-    /// The shared namespaces, and whether each directory keeps it: a restart finds what was saved of it. It does
+    /// The shared namespaces, and whether each directory keeps it: a restart finds its saved
+    /// blocks. It does
     /// not while sessions use all those that the directory's table has room for, and while a reset is not durable.
     pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
         self.namespaces.shared_namespaces(&self.residency)
@@ -208,7 +216,7 @@ impl Engine {
         &self.counters
     }
 
-    /// Pages that went from one size class to another, and what that did to the chains through them.
+    /// Pages that went from one size class to another, and the effect on the chains through them.
     pub fn moves(&self) -> Moves {
         self.residency.moves()
     }
@@ -245,6 +253,9 @@ impl Engine {
             active_lookups: self.sessions.requests.len() as u64,
             loads: transfers.loads,
             saves: transfers.saves,
+            pins: self.pins.len() as u64,
+            pin_bytes: self.pins.bytes(),
+            pin_capacity_bytes: self.pins.budget(),
             promotion_queue_bytes: Promotions::queue_bytes(&self.sessions.requests),
             ..Gauges::default()
         };

@@ -1,4 +1,4 @@
-//! What the device is asked to do, and what follows when it has done it.
+//! Requests to the device, and the effects of their completions.
 
 use crate::disk::Disk;
 use crate::forest::{DeviceIndex, NodeId};
@@ -30,7 +30,10 @@ impl Engine {
     /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
     /// is to be called again soon.
     pub fn has_rest(&self) -> bool {
-        self.residency.has_removals() || self.residency.has_searches() || self.writeback.has_rest()
+        self.residency.has_removals()
+            || self.residency.has_searches()
+            || self.writeback.has_rest()
+            || self.has_hints()
     }
 
     fn has_writes(&self) -> bool {
@@ -49,7 +52,8 @@ impl Engine {
 
     /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
     pub fn has_touched(&self) -> bool {
-        self.residency.disks().iter().any(Disk::has_touched)
+        // Pins end some time.
+        !self.pins.is_empty() || self.residency.disks().iter().any(Disk::has_touched)
     }
 
     /// Has the ages of all payloads written: the engine ends.
@@ -72,6 +76,7 @@ impl Engine {
         self.residency.allow_searches(self.config.visits / 2);
         self.residency.continue_removals(self.config.removals);
         self.residency.continue_searches(&mut self.counters);
+        self.step_hints();
         self.operations.set_room(room.into());
         for device in self.residency.devices() {
             self.look_at_device(device);
@@ -207,7 +212,7 @@ impl Engine {
             residency.drop_unreadable(node, group);
         }
         residency.reconcile(node);
-        // Bytes that are not what they were do not make a device useless; errors do.
+        // Changed bytes do not make a device useless; errors do.
         if matches!(fault, IoFault::Os(_)) {
             let health = &mut residency.disk_mut(device).health;
             if health.read_failed(fault, self.now_ns) {

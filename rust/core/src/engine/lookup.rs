@@ -29,7 +29,7 @@ struct Span {
     hash_block_size: u32,
     /// A hit that gains fewer tokens is not worth a load.
     least: u32,
-    /// Whether the planner judges what is worth a load.
+    /// Whether the planner judges which loads are worth it.
     is_planned: bool,
 }
 
@@ -124,7 +124,11 @@ impl Engine {
             };
             cursor.may_promote = may_promote;
         }
+        let was_touched = self.sessions.requests[id].touched;
         let answer = self.look_up_now(id, ns, request, cursor)?;
+        if self.sessions.requests[id].touched && !was_touched {
+            self.note_pins_used(ns, request.hashes, answer.shared());
+        }
         let session = self.sessions.get(session);
         let leases = session.is_some_and(|session| session.leases_prefetches);
         let state = &mut self.sessions.requests[id];
@@ -423,7 +427,8 @@ impl Engine {
         })
     }
 
-    /// Whether to read what a hit at `top` needs from disk. If the end of the arena's part is far to seek, that
+    /// Whether to read the payloads of a hit at `top` from disk. If the end of the arena's part is
+    /// far to seek, that
     /// part counts as read, too.
     fn plans_reads(&mut self, id: RequestId, top: NodeId, span: &Span, priority: Priority) -> bool {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
@@ -485,7 +490,8 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held, or
+    /// Starts to promote the payloads that a hit at `target` needs beyond `local`. False if nothing
+    /// of it can be held, or
     /// too little for a hit of `min` hash blocks, or it was tried too often.
     fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32, min: u32) -> bool {
         let state = &mut self.sessions.requests[id];
@@ -532,8 +538,8 @@ impl Engine {
         if std::mem::replace(&mut state.touched, true) {
             return hit;
         }
-        // Requests that came since have their own ticks, and what two requests touch in one tick would
-        // count once.
+        // Requests that came since have their own ticks, and a node that two requests touch in one
+        // tick would count once.
         if state.tick != self.residency.tick() {
             self.residency.next_tick();
         }

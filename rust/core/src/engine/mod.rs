@@ -6,15 +6,16 @@
 //!
 //! [`Engine`] coordinates parts that own their fields:
 //!
-//! - `residency`: which payload is in which tier, and what may be evicted;
+//! - `residency`: which payload is in which tier, and which may be evicted;
 //! - `promotions`: disk to arena, for the requests that wait;
 //! - `writeback`: arena to disk, payloads and their records;
 //! - `checksums`: which payloads in the arena are to be summed, behind saves and before hits;
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
-//! - `events`: what has changed in the tiers, for sessions that ask;
+//! - `events`: the changes in the tiers, for sessions that ask;
+//! - `pins`: leases that hints ask for, with their budget; `hints` carries these and the other hints out;
 //! - `planner`: whether loading or computing takes less time, by measurement;
-//! - `operations`: what each IO operation in flight is for.
+//! - `operations`: the purpose of each IO operation in flight.
 //!
 //! A part never calls another but residency, which calls none: an effect on others is returned, and the
 //! engine passes it on. `lookup`, `load`, `save`, `io`, `reset` and `recover` do so for one kind of
@@ -28,6 +29,7 @@ mod coordinator;
 #[cfg(feature = "check")]
 mod ensure;
 mod events;
+mod hints;
 mod io;
 mod late_disk;
 mod load;
@@ -35,6 +37,7 @@ mod lookup;
 mod namespaces;
 mod operations;
 mod parts;
+mod pins;
 mod planner;
 mod plans;
 mod promotions;
@@ -50,6 +53,7 @@ mod writeback;
 
 pub use config::EngineConfig;
 pub use coordinator::Engine;
+pub use hints::HintCursor;
 pub use lookup::LookupCursor;
 pub use recover::Recovery;
 pub use residency::Moves;

@@ -5,6 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use undercroft_core::hint::HintAnswer;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
@@ -14,6 +15,7 @@ use undercroft_core::session::{
 use crate::protocol::{ClientMessage, LeasedHit, LookupAnswer, ServerMessage};
 
 mod events;
+mod hints;
 mod lookups;
 #[cfg(test)]
 mod tests;
@@ -131,6 +133,8 @@ pub(crate) struct ClientState {
     events: events::EventState,
     /// Grants that the caller has not taken yet.
     grants: Vec<SaveGrant>,
+    /// Hints that were sent, with the answers that have come.
+    hints: HashMap<u64, Option<HintAnswer>>,
     /// Resets under way, with the result of those that have ended.
     resets: HashMap<u64, Option<bool>>,
     /// The caller has asked for a reset: the weights may be others than the namespace says, whichever
@@ -159,6 +163,7 @@ impl ClientState {
             transfers: HashMap::new(),
             events: events::EventState::default(),
             grants: Vec::new(),
+            hints: HashMap::new(),
             resets: HashMap::new(),
             private: false,
         }
@@ -193,6 +198,7 @@ impl ClientState {
         self.stats.clear();
         self.requests.clear();
         self.names.clear();
+        self.hints.clear();
         for (id, stage) in self.transfers.drain() {
             if stage == TransferStage::PendingSave {
                 self.grants.push(SaveGrant {
@@ -244,6 +250,7 @@ impl ClientState {
                 };
                 return self.events.take(told);
             }
+            ServerMessage::Hinted { number, answer } => self.take_hinted(number, answer),
             ServerMessage::Reset { reset, ok } => {
                 if let Some(ended) = self.resets.get_mut(&reset) {
                     *ended = Some(ok);

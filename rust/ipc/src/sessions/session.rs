@@ -217,8 +217,8 @@ impl ServedSession {
         }
     }
 
-    /// Takes over the hashes of a message step by step, from the frame that it came in, and then does what
-    /// it asks.
+    /// Takes over the hashes of a message step by step, from the frame that it came in, and then
+    /// carries it out.
     pub(super) fn take_hashes_later(
         &mut self,
         (request, hashes): (u64, HashRun<'_>),
@@ -238,7 +238,7 @@ impl ServedSession {
         Ok(())
     }
 
-    /// Notes what a lookup asks.
+    /// Notes the parameters of a lookup.
     fn ask(&mut self, message: &LookupMessage<'_>) {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
@@ -450,15 +450,19 @@ impl ServedSession {
                 Ok(())
             }
             Then::Save(asked) => self.save(driver, job.request, asked, out),
+            Then::Hint(asked) => {
+                self.hint(driver, job.request, &asked, out);
+                Ok(())
+            }
         }
     }
 
     /// Appends what has changed in the tiers since the last message of this kind.
-    pub(super) fn take_events(&self, driver: &Driver, out: &mut Vec<u8>) {
+    pub(super) fn take_events(&self, driver: &Driver, restart: bool, out: &mut Vec<u8>) {
         // An entry would have the IO thread try again what waits for memory.
         let taken = driver.read_or_enter(
-            |engine| (!engine.has_events(self.id)).then(BlockEvents::default),
-            |engine| engine.take_events(self.id),
+            |engine| (!restart && !engine.has_events(self.id)).then(BlockEvents::default),
+            |engine| engine.take_events(self.id, restart),
         );
         let BlockEvents {
             cleared,

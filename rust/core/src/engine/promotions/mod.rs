@@ -57,7 +57,7 @@ impl PromotionEnd {
 /// The promotions of all requests.
 ///
 /// Invariants:
-/// - the budget counts what requests hold;
+/// - the budget counts the bytes that requests hold;
 /// - a promotion that is not issued in full has one place in the read queues, of its priority and of the
 ///   device that it waits for;
 /// - a payload with waiters is being read, and a promotion's `waiting` counts its entries among them;
@@ -74,6 +74,8 @@ pub(super) struct Promotions {
     probes: Vec<Probe>,
     /// A promotion has ended since this was asked last.
     ended: bool,
+    /// A request that is demanded has found no memory since this was asked last.
+    lacks_memory: bool,
 }
 
 impl Promotions {
@@ -85,7 +87,13 @@ impl Promotions {
             prefetched: VecDeque::new(),
             probes: Vec::new(),
             ended: false,
+            lacks_memory: false,
         }
+    }
+
+    /// Whether a request that is demanded has found no memory since this was called last.
+    pub(super) fn take_lack(&mut self) -> bool {
+        std::mem::take(&mut self.lacks_memory)
     }
 
     /// Bytes that one more promotion of a request may bring.
