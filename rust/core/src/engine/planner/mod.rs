@@ -343,6 +343,13 @@ mod tests {
     use crate::session::Priority;
 
     #[test]
+    fn bytes_of_disks_of_which_none_answers_never_come() {
+        let rates = Rates::default();
+        let wait_ns = rates.wait_ns(1, Priority::Demand, std::iter::empty, |_| 0);
+        assert_eq!(wait_ns, f64::INFINITY);
+    }
+
+    #[test]
     fn a_read_of_which_no_part_is_of_use_takes_a_quarter_of_computing_at_most() {
         let session = slotmap::SlotMap::<SessionId, ()>::with_key().insert(());
         let mut planner = Planner::new(0.25, 0);

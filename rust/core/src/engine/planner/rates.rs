@@ -163,7 +163,7 @@ impl Rates {
         shares.iter().map(of_device).fold(0.0, f64::max)
     }
 
-    /// How long `bytes` would take that are spread over the devices that are `answering`, behind what waits already. `silent_ns`: see
+    /// How long `bytes` would take that are spread over the devices that are `answering`, for ever if none is, behind what waits already. `silent_ns`: see
     /// [`Rates::rest_ns`].
     pub(in crate::engine) fn wait_ns<D: Iterator<Item = DeviceIndex>>(
         &self,
@@ -172,7 +172,11 @@ impl Rates {
         answering: impl Fn() -> D,
         silent_ns: impl Fn(DeviceIndex) -> u64,
     ) -> f64 {
-        let part = bytes / (answering().count() as u64).max(1);
+        let devices = answering().count() as u64;
+        if devices == 0 {
+            return f64::INFINITY;
+        }
+        let part = bytes / devices;
         let of_device = |index: DeviceIndex| {
             let device = self.devices.get(index.index()).copied();
             let device = device.unwrap_or_default();
