@@ -6,7 +6,7 @@ use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
-use super::plans::Reading;
+use super::plans::Reads;
 use super::promotions::{PromotionEnd, QueuePlace};
 use super::requests::{Promotion, RequestId, RequestState};
 use super::residency::Residency;
@@ -435,12 +435,12 @@ impl Engine {
         let in_host = residency.boundary_within(top, span.local, true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
         match self.plans_promotion(id, ends, priority == Priority::Prefetch) {
-            Reading::All => true,
-            Reading::Some => {
+            Reads::All => true,
+            Reads::Some => {
                 self.promotions.probe(top, span.local, &self.residency);
                 false
             }
-            Reading::None => false,
+            Reads::None => false,
         }
     }
 
