@@ -349,6 +349,12 @@ class UndercroftConfig:
         "Stands for the weights, which are not looked at then: you vouch that it changes when they do.",
         _text, str,
     )]
+    log_requests: Annotated[str, Option(
+        "text", "off", '"off", "misses" or "all"',
+        "Log a line for each request when it is admitted: what was on the device, what is loaded, and why no more; "
+        "for those with something missing, or for all. `undercroft explain` shows the last ones in any case.",
+        _choice("off", "misses", "all"), str,
+    )]
     record: Annotated[str, Option(
         "path", "", "a file, which is appended to up to 1 GiB",
         "Write a line for each request (time, numbers of tokens, renumbered block hashes, no text), for "

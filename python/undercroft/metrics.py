@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from undercroft.reasons import MISSES
+
 PREFIX = "vllm:undercroft_"
 IO_ENGINES = ("io_uring", "thread_pool")
 IO_ENGINE_HELP = "The IO engine of the disk tier: 1 for the one in use. Without a disk tier, 0 for each."
@@ -39,6 +41,8 @@ METRICS: tuple[Metric, ...] = (
         "lookups", "counter", "Lookups by outcome.", ("outcome",),
         {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "device", "miss", "timed_out")},
     ),
+    Metric("misses", "counter", "Requests that found nothing to load, by reason.", ("reason",),
+           {f"misses_{reason}": (reason,) for reason in MISSES}),
     _one("lookup_seconds", "histogram", "Time from the scheduler's first call for a request to the final answer."),
     _one("wait_seconds", "histogram", "The same time, only of lookups that waited for the disk."),
     Metric(

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from undercroft.errors import ConfigError, StoreError, UndercroftError
 
-COMMANDS = ("serve", "status", "doctor", "check-config", "inspect", "size", "estimate")
+COMMANDS = ("serve", "status", "explain", "doctor", "check-config", "inspect", "size", "estimate")
 """Subcommands; the module of each has its name."""
 
 

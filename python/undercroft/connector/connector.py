@@ -29,6 +29,7 @@ from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.announcement import Announcement
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
+from undercroft.connector.explanations import Explanations
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
@@ -100,6 +101,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._resets: Resets | None = None
         self._events: Events | NoEvents = NO_EVENTS
         self._recorder: Recorder | None = None
+        self._explanations: Explanations | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
@@ -165,6 +167,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._threshold.needed_tokens,
             )
             self._events = events_of(self._vllm_config, session, groups, self._kv_cache_config)
+            self._explanations = Explanations(
+                session, config.log_requests, self._counts, is_served=engine.is_shared or bool(config.server)
+            )
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
             if config.record:
@@ -314,6 +319,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                     unread_tokens = self._scheduler.unread_tokens(request)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
+        if self._explanations is not None:
+            self._explanations.asked(request, num_computed_tokens)
         if self._recorder is not None and answer[0] is not None:
             self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         if answer[0] is None or self._threshold is None or self._is_child:
@@ -369,6 +376,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.update_state_after_alloc`."""
         if self._recorder is not None:
             self._recorder.admitted(request.request_id)
+        if self._explanations is not None:
+            self._explanations.admitted(request, num_external_tokens)
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -426,7 +435,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         self._events.finished(request)
-        return False, None
+        return False, None if self._explanations is None else self._explanations.finished(request.request_id)
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:

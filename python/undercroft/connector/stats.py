@@ -13,6 +13,7 @@ from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
+from undercroft.reasons import REASONS
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -87,6 +88,11 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plan_predicted_host_seconds": ("counter", "predicted time of loads from host memory, summed"),
     "plan_actual_host_seconds": ("counter", "actual time of the same loads, summed"),
     "plan_error_host_seconds": ("counter", "difference of the two, without its sign, summed"),
+    **{
+        f"misses_{reason}": ("counter", f"lookups that found nothing to load: {text}")
+        for reason, text in REASONS.items()
+        if reason not in ("complete", "no_server")
+    },
     "plan_saved_seconds": ("counter", "predicted time of computing less the actual time of loads, summed"),
     "plan_disk_bytes_per_s": ("gauge", "learned rate of all disks together; 0 before enough was read"),
     "plan_disk_latency_seconds": ("gauge", "learned latency of the slowest disk"),
@@ -116,6 +122,7 @@ SCHEDULER_KEYS: dict[str, str] = {
     "lookups_disk": "lookups that waited for the disk and hit",
     "lookups_device": "lookups that waited for another request's load, and hit on the device",
     "lookups_miss": "lookups without a hit",
+    "misses_no_server": "lookups that a server did not answer in time, or that had no connection to it",
     "lookups_timed_out": "lookups that reached their limit: the hit, if any, ended with the part in host memory",
     "hit_tokens_host": "tokens loaded from host memory",
     "hit_tokens_disk": "tokens loaded that were read from disk",

@@ -6,6 +6,7 @@
 //! connections: no client can read or end the lookups, loads and saves of another.
 
 use serde::{Deserialize, Serialize, Serializer};
+use undercroft_core::explain::Rest;
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
@@ -13,12 +14,16 @@ use undercroft_core::session::{
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
+use crate::operation::Operation;
 
 /// Most block hashes that a server keeps of one request: as many as the longest frame holds.
 pub const HASHES_MAX: usize = 1 << 19;
 
 /// Most offers of a save.
 pub const OFFERS_MAX: usize = 4096;
+
+/// Bytes of a request's id that a client tells, at most.
+pub const LABEL_BYTES_MAX: usize = 80;
 
 /// Most steps of a report.
 pub const STEPS_MAX: usize = 256;
@@ -141,6 +146,8 @@ pub enum ClientMessage<'a> {
     Status,
     /// Asks what has changed in the tiers. The server replies with `Events`.
     TakeEvents,
+    /// An operator asks. The server replies with `Operated`. Allowed before `Register` only.
+    Operate(Operation),
 }
 
 /// See [`LookupRequest`](undercroft_core::session::LookupRequest).
@@ -150,6 +157,8 @@ pub struct LookupMessage<'a> {
     pub request: u64,
     /// Counts the lookups of a request: answers to older lookups are void.
     pub version: u32,
+    /// vLLM's id of the request, for people; empty if it was told before.
+    pub label: &'a str,
     /// Tokens that the device holds.
     pub computed: Tokens,
     /// The deepest boundary of use.
@@ -245,6 +254,8 @@ pub enum ServerMessage {
         direct: bool,
         /// The answer.
         answer: LookupAnswer,
+        /// Why it has no more tokens.
+        rest: Option<Rest>,
     },
     /// Slots for a save.
     Granted {
@@ -271,6 +282,11 @@ pub enum ServerMessage {
     /// The reply to `Status`.
     Status {
         /// See the documentation of `undercroft status --json`.
+        json: String,
+    },
+    /// The reply to `Operate`.
+    Operated {
+        /// See [`Operation`].
         json: String,
     },
     /// What has changed in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).

@@ -74,6 +74,7 @@ impl World {
         match self.random.below(200) {
             0..=4 => self.take_events(session)?,
             5 => self.check_routers()?,
+            6 => self.explain()?,
             _ => {}
         }
         match self.random.below(1000) {
@@ -294,6 +295,7 @@ impl World {
             }
             Some(Tokens(tokens)) => {
                 state.asked_ns = None;
+                self.check_explained(session, request, tokens)?;
                 self.answered(session, request, local, most, tokens)?;
                 self.sessions[session].requests[request].promotions = 0;
                 Ok(())

@@ -10,6 +10,7 @@ use crate::session::SessionSpec;
 
 use super::checksums::Checksums;
 use super::config::EngineConfig;
+use super::explain::LastLookups;
 use super::load::id_of;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
@@ -36,6 +37,7 @@ pub struct Engine {
     pub(super) sessions: Sessions,
     pub(super) operations: Operations,
     pub(super) planner: Planner,
+    pub(super) lookups: LastLookups,
     pub(super) counters: Counters,
     /// The health of a directory has changed since [`Engine::take_progress`].
     pub(super) health_changed: bool,
@@ -69,6 +71,7 @@ impl Engine {
                 config.policy,
                 config.seed,
                 config.event_ring,
+                config.departures,
             ),
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
@@ -77,6 +80,7 @@ impl Engine {
             sessions: Sessions::default(),
             operations: Operations::default(),
             planner: Planner::new(config.load_margin, config.seed),
+            lookups: LastLookups::new(config.explained_lookups),
             counters: Counters::default(),
             health_changed: false,
             config,
@@ -86,6 +90,7 @@ impl Engine {
     /// Tells the time, in nanoseconds since the engine's start; never goes back.
     pub fn set_now(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
+        self.residency.departures.set_now(self.now_ns);
     }
 
     /// Tells how many IO operations each device can have in flight ([`IoEngine::depth`]). Reads and writes each take a

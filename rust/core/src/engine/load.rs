@@ -55,6 +55,7 @@ impl Engine {
         let extents = self.residency.extents(&payloads);
         let bytes = self.residency.slot_bytes_of(&payloads);
         let promise = self.promise(id, computed, external);
+        self.note_load(id);
         // The load's lease first: the request's, which a promotion's may stand on, ends now.
         self.residency.pin_hit(target);
         self.release_hit(id);

@@ -1,6 +1,7 @@
 //! Lookup: a hit in the arena and a miss are answered at once; a hit on disk is pending until its
 //! payloads are in the arena.
 
+use crate::explain::Reason;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
@@ -53,6 +54,8 @@ pub struct LookupCursor {
     /// A hit may end there, if it is read from disk, which it will not be: the search goes on for one that is in the
     /// arena.
     host_only: bool,
+    /// Why it will not be.
+    unread: Reason,
 }
 
 impl LookupCursor {
@@ -111,6 +114,8 @@ impl Engine {
         let ns = self.sessions.get(session).map(|session| session.ns);
         let ns = ns.expect("a request belongs to a session");
         if self.sessions.requests[id].failed {
+            self.sessions.requests[id].answered.reason = Reason::LoadFailed;
+            self.note_answer(id, ns, request, Lookup::NOTHING);
             return Some(Lookup::NOTHING);
         }
         if !std::mem::replace(&mut cursor.has_begun, true) {
@@ -118,10 +123,11 @@ impl Engine {
                 Priority::Demand => self.begin_demanded(id, ns, request),
                 Priority::Prefetch => self.begin_prefetch(id),
             };
-            let Some(may_promote) = begun else {
+            let Some(unread) = begun else {
                 return Some(self.pending(id));
             };
-            cursor.may_promote = may_promote;
+            cursor.unread = unread;
+            cursor.may_promote = unread == Reason::Complete;
         }
         let answer = self.look_up_now(id, ns, request, cursor)?;
         let session = self.sessions.get(session);
@@ -138,28 +144,31 @@ impl Engine {
             }
             Priority::Demand => {}
         }
+        if !answer.is_pending() && (request.priority == Priority::Demand || leases) {
+            self.note_answer(id, ns, request, answer);
+        }
         Some(answer)
     }
 
-    /// A prefetch begins: whether it may start a promotion. `None` if one is under way.
-    fn begin_prefetch(&mut self, id: RequestId) -> Option<bool> {
+    /// A prefetch begins: why it may not start a promotion, [`Reason::Complete`] if it may. `None` if one is under way.
+    fn begin_prefetch(&mut self, id: RequestId) -> Option<Reason> {
         let promotions = &mut self.sessions.requests[id].promotions;
         if promotions.active.is_some() {
             return None;
         }
         // The last answer is void while the question is asked again.
         promotions.reserved = false;
-        Some(true)
+        Some(Reason::Complete)
     }
 
-    /// The scheduler asks: its wait for a promotion has an end. Whether another one may start; `None` if it waits for
-    /// the one under way.
+    /// The scheduler asks: its wait for a promotion has an end. Why no other one may start, [`Reason::Complete`] if one
+    /// may; `None` if it waits for the one under way.
     fn begin_demanded(
         &mut self,
         id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
-    ) -> Option<bool> {
+    ) -> Option<Reason> {
         let now_ns = self.now_ns;
         let state = &mut self.sessions.requests[id];
         let (of_request, rates) = (&mut state.promotions, &mut self.planner.rates);
@@ -180,6 +189,8 @@ impl Engine {
             .saturating_sub(request.computed.0);
         let late = self.is_late(state, gain);
         let stop = if late { self.plan_stops(state) } else { None };
+        let promotion = state.promotions.active.as_ref();
+        let is_stalled = late && promotion.is_some_and(|promotion| self.is_stalled(promotion));
         if state.promotions.active.is_some() && gain > 0 && !late {
             return None;
         }
@@ -194,7 +205,12 @@ impl Engine {
             stop.count(tokens, &mut self.counters);
         }
         // Of one that is late the answer is what is there now.
-        Some(!late)
+        Some(match stop {
+            _ if !late => Reason::Complete,
+            _ if is_stalled => Reason::DiskSilent,
+            Some(_) => Reason::Planned,
+            None => Reason::TimedOut,
+        })
     }
 
     fn pending(&self, id: RequestId) -> Lookup {
@@ -372,20 +388,21 @@ impl Engine {
             .saturating_sub(dropped)
             .min(request.max.0 / hash_block_size);
         if limit <= span.local {
-            return Some(self.miss(id));
+            return Some(self.miss(id, Reason::Complete));
         }
         let mut top = cursor.top(ns, request.hashes, (deepest, limit), &self.residency);
         if !cursor.host_only {
             let min = request.min.0;
             let Some(anywhere) = self.next_end(top, &span, cursor) else {
                 self.cap_shared(id, span.computed, min);
-                return Some(self.miss(id));
+                let why = self.why_no_end(top, &span);
+                return Some(self.miss(id, why));
             };
             top = anywhere?;
             let reach = self.residency.node(top).depth * hash_block_size;
             if reach < min {
                 self.cap_shared(id, reach, min);
-                return Some(self.miss(id));
+                return Some(self.miss(id, Reason::Threshold));
             }
             let is_ready = self.residency.is_hit_in_host(top, span.local)
                 && self.verified_end(id, top, span.local) == Some(top);
@@ -393,33 +410,54 @@ impl Engine {
                 let is_worth =
                     !span.is_planned || self.is_copy_worth(id, self.residency.node(top).depth);
                 return Some(if is_worth {
-                    self.hit(id, top, span.local)
+                    self.hit(id, top, span.local, Reason::Complete)
                 } else {
-                    self.miss(id)
+                    self.miss(id, Reason::Planned)
                 });
             }
-            if cursor.may_promote
-                && self.plans_reads(id, top, &span, request.priority)
-                && self.start_promotion(id, top, span.local, min.div_ceil(hash_block_size))
-            {
-                return Some(self.pending(id));
+            if cursor.may_promote {
+                let least = min.div_ceil(hash_block_size);
+                match self.try_promotion(id, top, &span, (request.priority, least)) {
+                    None => return Some(self.pending(id)),
+                    Some(unread) => cursor.unread = unread,
+                }
             }
             cursor.host_only = true;
             cursor.set(top, &self.residency);
         }
+        let unread = cursor.unread;
         let Some(in_host) = self.next_end(top, &span, cursor) else {
-            return Some(self.miss(id));
+            return Some(self.miss(id, unread));
         };
         let in_host = in_host?;
         if span.is_planned && !self.is_copy_worth(id, self.residency.node(in_host).depth) {
-            return Some(self.miss(id));
+            return Some(self.miss(id, Reason::Planned));
         }
         Some(match self.verified_end(id, in_host, span.local) {
             Some(end) if span.is_worth(self.residency.node(end).depth) => {
-                self.hit(id, end, span.local)
+                self.hit(id, end, span.local, unread)
             }
-            _ => self.miss(id),
+            _ => self.miss(id, unread),
         })
+    }
+
+    /// Starts to promote what a hit at `top` needs, for a hit of `least` hash blocks. Why that is not done, if not.
+    fn try_promotion(
+        &mut self,
+        id: RequestId,
+        top: NodeId,
+        span: &Span,
+        (priority, least): (Priority, u32),
+    ) -> Option<Reason> {
+        if !self.plans_reads(id, top, span, priority) {
+            return Some(Reason::Planned);
+        }
+        let is_tried = self.sessions.requests[id].promotions.tries >= PROMOTIONS_MAX;
+        match self.start_promotion(id, top, span.local, least) {
+            true => None,
+            false if is_tried => Some(Reason::Repeated),
+            false => Some(Reason::Budget),
+        }
     }
 
     /// Whether to read what a hit at `top` needs from disk. If the end of the arena's part is far to seek, that
@@ -429,6 +467,19 @@ impl Engine {
         let in_host = residency.boundary_within(top, span.local, true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
         self.plans_promotion(id, ends, priority == Priority::Prefetch)
+    }
+
+    /// Why no hit ends at or above `top`, not even one that would be read from disk.
+    fn why_no_end(&self, top: NodeId, span: &Span) -> Reason {
+        if !span.is_worth(self.residency.node(top).depth) {
+            return Reason::TooFew;
+        }
+        let mut disks = self.residency.disks().iter();
+        if disks.any(|disk| !disk.health.answers_reads()) {
+            Reason::DiskSilent
+        } else {
+            Reason::NoBoundary
+        }
     }
 
     /// A request that needs a hit of `min` tokens reaches `tokens` at best.
@@ -502,8 +553,9 @@ impl Engine {
     }
 
     /// The answer that there is no hit: the payloads that were promoted for it may be evicted.
-    fn miss(&mut self, id: RequestId) -> Lookup {
+    fn miss(&mut self, id: RequestId, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
+        state.answered.reason = reason;
         state.move_lease(NONE, &mut self.residency);
         self.promotions.release(&mut state.promotions);
         Lookup::Miss {
@@ -511,9 +563,11 @@ impl Engine {
         }
     }
 
-    /// The answer that there is a hit that ends at `node`: leases it, and counts the request's hit once.
-    fn hit(&mut self, id: RequestId, node: NodeId, local: u32) -> Lookup {
+    /// The answer that there is a hit that ends at `node`: leases it, and counts the request's hit once. It ends there
+    /// for a reason.
+    fn hit(&mut self, id: RequestId, node: NodeId, local: u32, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
+        state.answered.reason = reason;
         state.move_lease(node, &mut self.residency);
         state.hit_after = Some(local);
         let hash_block_size = self.residency.spec_of(node).hash_block_size;

@@ -25,9 +25,11 @@ mod check;
 mod checksums;
 mod config;
 mod coordinator;
+mod departures;
 #[cfg(feature = "check")]
 mod ensure;
 mod events;
+mod explain;
 mod io;
 mod late_disk;
 mod load;

@@ -150,6 +150,7 @@ impl Engine {
         let bytes = self.residency.bytes_of(ns, boundary, &after);
         let target = self.residency.forest().ancestor(hit, boundary);
         let promise = self.promise(id, computed, external);
+        self.note_load(id);
         // The load's lease first: the request's ends now.
         self.residency.pin_hit(target);
         self.release_hit(id);

@@ -7,6 +7,7 @@ use slotmap::SlotMap;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::session::{SessionSpec, Tokens};
 
+use super::explain::Answered;
 use super::plans::Planned;
 use super::requests::{BlockOffers, RequestId, RequestPromotions, RequestState, Requests};
 use super::save_cursor::SaveCursor;
@@ -204,6 +205,7 @@ impl Sessions {
                 dropped_tokens: state.dropped_tokens,
                 shared: Tokens(0),
                 offers: BlockOffers::default(),
+                answered: Answered::default(),
             })),
         };
         Some(id)

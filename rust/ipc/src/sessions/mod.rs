@@ -196,7 +196,9 @@ impl ServedSessions {
                 let stats = self.report.take(|| self.stats.take());
                 ServerMessage::Pong { stats }.append_to(out);
             }
-            ClientMessage::Register { .. } | ClientMessage::Status => return Err(Violation),
+            ClientMessage::Register { .. } | ClientMessage::Status | ClientMessage::Operate(_) => {
+                return Err(Violation);
+            }
         }
         Ok(())
     }

@@ -187,7 +187,7 @@ fn answers_that_are_wrong_are_named() {
             "protocol version 9",
         ),
         (
-            b"UCFT\x07\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
+            b"UCFT\x08\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
             "without handing over",
         ),
         (b"UCFT", "without handing over"),
