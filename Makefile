@@ -116,7 +116,7 @@ gpu-check: build  ## The first minutes on a GPU: right bytes, then speed, then w
 	$(BIN)/python tools/gpu_check --json .run/gpu-check.json
 
 .PHONY: lint
-lint: lint-rust lint-python  ## Formatting, clippy, rustdoc, licenses, ruff, mypy, and the stub against the module
+lint: lint-rust lint-python  ## Formatting, clippy, rustdoc, licenses, ruff, mypy, the stub, and prose
 
 .PHONY: lint-rust
 lint-rust: | cargo
@@ -137,6 +137,7 @@ lint-python: build
 	$(BIN)/ruff format --quiet --check
 	$(BIN)/python -m mypy --no-error-summary
 	$(BIN)/python -m mypy.stubtest undercroft._core undercroft_bench._bench --allowlist tools/stubtest-allowlist.txt
+	$(BIN)/python tools/prose.py
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 
@@ -171,6 +172,20 @@ SOAK_SECONDS ?= 60
 soak: build  ## Kill the engine's process under load CRASHES times, then a server's clients for SOAK_SECONDS
 	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-core --test disk_tier -- crash:: --nocapture
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s tests/unit/test_serve_soak.py
+
+# Of its own: the site needs nothing of vLLM, and its pages from the code are in the tree.
+DOCS_VENV := .venv-docs
+
+$(DOCS_VENV)/.stamp: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet $$($(PYTHON) -c \
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS_VENV)/.stamp  ## The documentation as a website, in .run/site; a broken link or a warning fails
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	@echo "file://$$PWD/.run/site/index.html"
 
 .PHONY: clean
 clean:  ## Remove what make made

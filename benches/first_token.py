@@ -2,9 +2,10 @@
 
     python benches/first_token.py [--rounds 100] [--tokens 1024] [--json]
 
-Two real vLLM engines on the CPU platform, one with undercroft and one without, take turns with the same prompt: one
-that the device's own prefix cache holds, one that nobody holds, and one that host memory holds (and the engine without
-undercroft computes). "noise" is the difference between two halves of the rounds without undercroft.
+Two real vLLM engines on the CPU platform, one with undercroft and its planner and one without, take turns with the same
+prompt: one that the device's own prefix cache holds, one that nobody holds, and one that host memory holds (and the
+engine without undercroft computes). In the last line the engine beside it has undercroft without the planner. "noise"
+is the difference between two halves of the rounds of the other engine.
 """
 
 from __future__ import annotations
@@ -30,20 +31,30 @@ def main() -> None:
     from tiny_models import make_llama
 
     known = prompt(arguments.tokens + 1)
-    cases: dict[str, Ask] = {
-        "on the device": lambda one, turn: one.first_token(known),
-        "nowhere": lambda one, turn: one.first_token(prompt(arguments.tokens + 1, seed=turn + 10), forget=True),
-        "in host memory": lambda one, turn: one.first_token(known, forget=True),
+    in_host: Ask = lambda one, turn: one.first_token(known, forget=True)  # noqa: E731
+    cases: dict[str, tuple[str, Ask]] = {
+        "on the device": ("off", lambda one, turn: one.first_token(known)),
+        "nowhere": (
+            "off",
+            lambda one, turn: one.first_token(prompt(arguments.tokens + 1, seed=turn + 10), forget=True),
+        ),
+        "in host memory": ("off", in_host),
+        "in host memory, beside no planner": ("unplanned", in_host),
     }
     with tempfile.TemporaryDirectory() as root:
         model = make_llama(Path(root) / "llama")
-        disk = {"disk_path": str(Path(root) / "cache"), "disk_capacity": "1GiB"}
-        runners = {
-            "on": Runner(model, {"host_memory": "512MiB", **disk}, blocks=256),
-            "off": Runner(model, blocks=256),
-        }
+        planned = {"promotion_wait": "planned", "min_load_tokens": None}
+
+        def runner(name: str, options: dict[str, object]) -> Runner:
+            disk = {"disk_path": str(Path(root) / name), "disk_capacity": "1GiB"}
+            return Runner(model, {"host_memory": "512MiB", **disk, **options}, blocks=256)
+
+        runners = {"on": runner("on", planned), "unplanned": runner("unplanned", {}), "off": Runner(model, blocks=256)}
         try:
-            results = [{"prompt": name} | compare(runners, ask, arguments.rounds) for name, ask in cases.items()]
+            results = [
+                {"prompt": name} | compare({"on": runners["on"], "off": runners[beside]}, ask, arguments.rounds)
+                for name, (beside, ask) in cases.items()
+            ]
         finally:
             for runner in runners.values():
                 runner.close()

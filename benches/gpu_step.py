@@ -19,8 +19,9 @@ import fake_cuda  # noqa: E402
 def main() -> None:
     """Print a line for each model."""
     import numpy as np
-    import test_counts as counts
     import torch
+
+    import worker_rank as counts
 
     fake_cuda.Fake().copies_at(-1)
     for name, model in counts.MODELS.items():

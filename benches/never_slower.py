@@ -1,12 +1,16 @@
 """Time to first token of prompts on a slow disk, beside computing: "never slower than without it".
 
-    python benches/never_slower.py [--requests 8] [--tokens 512,1024,2048] [--rates 0.25,0.5,1,2,4] [--lies] [--json]
+    python benches/never_slower.py [--requests 8] [--tokens 256,512,1024,2048] [--rates 0.25,0.5,1,2] [--only idle]
+                                   [--cgroup] [--lies] [--json] [--log FILE]
 
 Real vLLM engines on the CPU platform take turns with prompts that lie on disk only: one that plans ("planned"), one
 that always loads (`promotion_wait` "complete", `min_load_tokens` 0), and one without undercroft, which always computes.
-The reads of each end at a given rate, which the fault injector of the IO engine keeps; rates are multiples of the one
+The reads of each end at a given rate, which the fault injector of the IO engine keeps, or with `--cgroup` a block
+cgroup (as root); rates are multiples of the one
 at which loading takes as long as computing the prompt, measured before. "busy": four other requests decode meanwhile.
-`--lies`: the disk is fast, then hangs, then is slow, and each request of the planning engine is listed.
+"planned/best": the means of "planned" and of the better of the two others; "worst": the slowest planned request beside
+the mean of computing. `--lies`: the disk is fast, then hangs, then is slow, and each request of the planning engine is
+listed. `--log`: a line of JSON for each request, with what was decided, predicted and learned.
 """
 
 from __future__ import annotations
@@ -14,13 +18,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from block_cgroup import BlockCgroup
 from engines import Runner, with_faults
 
 from engine_checks import add, flush
@@ -33,6 +39,8 @@ SETTLE = 2
 """Requests after each change of the rate that are not measured: `--lies` shows those."""
 DECODES = 4
 FAST = 1e9
+HOST_TOKENS = 8192
+"""Tokens that host memory holds."""
 
 
 def new_prompt(seed: int, tokens: int) -> list[int]:
@@ -40,42 +48,71 @@ def new_prompt(seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(range(3, 990), k=tokens + 1)
 
 
-class Side:
-    """One engine and the prompts on its disk, each of which is asked for once."""
+def decided(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """What the planner decided for one request, with the predicted and actual milliseconds, and what it has learned."""
+    new = {
+        name: after[name] - before[name]
+        for name in after
+        if name.startswith(("plans_", "tokens_not", "promotions_given"))
+    }
+    times = {
+        name: (after[name] - before[name]) * 1e3 for name in after if name.startswith(("plan_predicted", "plan_actual"))
+    }
+    learned = {
+        name: after[name] for name in after if name.startswith("plan_") and name not in times and "_error_" not in name
+    }
+    return {name: value for name, value in (new | times | learned).items() if value}
 
-    def __init__(self, way: str, model: Path, disk: Path, lengths: list[int], each: int) -> None:
+
+class Side:
+    """One engine and the prompts on its disk, which are asked for in turn: until one is asked for again, the others
+    have driven it out of host memory."""
+
+    def __init__(self, way: str, model: Path, disk: Path, lengths: list[int]) -> None:
         self.way = way
+        self.cgroup: BlockCgroup | None = None
         options: dict[str, Any] | None = None
         if way != "compute":
-            options = {"host_memory": "32MiB", "disk_path": str(disk), "disk_capacity": "3GiB"}
+            options = {"host_memory": "32MiB", "disk_path": str(disk), "disk_capacity": "1GiB"}
             planned = way == "planned"
             options["promotion_wait"] = "planned" if planned else "complete"
             options["min_load_tokens"] = None if planned else 0
         self.runner = Runner(model, options, blocks=640, max_num_seqs=16)
         self.core: Any = None if options is None else self.runner.engine.connector._engine
+        self.last: dict[str, float] = {}
+        """Of the last request: what was decided, predicted, and learned."""
         self.new = itertools.count(10**6 * (1 + WAYS.index(way)))
-        self.stored = {tokens: [next(self.new) for _ in range(each)] for tokens in lengths}
+        self.stored = {}
         if self.core is not None:
-            for tokens, seeds in self.stored.items():
+            for tokens in lengths:
+                seeds = [next(self.new) for _ in range(3 * HOST_TOKENS // tokens)]
+                self.stored[tokens] = itertools.cycle(seeds)
                 for seed in seeds:
                     self.runner.first_token(new_prompt(seed, tokens), forget=True)
                     with self.runner as one:
                         flush(one)
             # Other prompts push the last ones out of host memory.
-            for _ in range(16):
+            for _ in range(8):
                 self.runner.first_token(new_prompt(next(self.new), 2048), forget=True)
             with self.runner as one:
                 flush(one)
 
     def limit(self, bytes_per_s: float | None) -> None:
         """Let the disk be read at this rate."""
-        if self.core is not None and not self.core.limit_reads(bytes_per_s):
+        if self.cgroup is not None:
+            self.cgroup.limit(bytes_per_s)
+        elif self.core is not None and not self.core.limit_reads(bytes_per_s):
             raise RuntimeError("the engine's disk cannot be made slow")
 
     def ask(self, tokens: int, busy: bool) -> float:
         """Milliseconds to the first token of the next prompt of that length."""
-        stored = self.stored[tokens]
-        ids = new_prompt(next(self.new) if self.core is None else stored.pop(), tokens)
+        before = {} if self.core is None else self.core.stats()
+        ms = self._ask(tokens, busy)
+        self.last = {} if self.core is None else decided(before, self.core.stats())
+        return ms
+
+    def _ask(self, tokens: int, busy: bool) -> float:
+        ids = new_prompt(next(self.new if self.core is None else self.stored[tokens]), tokens)
         if not busy:
             return self.runner.first_token(ids, forget=True).seconds * 1e3
         return self._ask_busy(ids)
@@ -99,12 +136,14 @@ class Side:
         return seconds * 1e3
 
 
-def measure(sides: list[Side], lengths: list[int], factors: list[float], requests: int) -> list[dict[str, Any]]:
+def measure(
+    sides: list[Side], loads: list[bool], lengths: list[int], factors: list[float], requests: int, log: IO[str]
+) -> list[dict[str, Any]]:
     """One row for each length, rate, and idle or busy."""
     stats = sides[0].core.stats()
     per_token = stats["plan_bytes_per_token"]
     rows = []
-    for busy, tokens in itertools.product((False, True), lengths):
+    for busy, tokens in itertools.product(loads, lengths):
         alone = statistics.median(sides[-1].ask(tokens, busy) for _ in range(5))
         even = per_token * tokens / (alone / 1e3)
         for factor in factors:
@@ -116,6 +155,7 @@ def measure(sides: list[Side], lengths: list[int], factors: list[float], request
                     ms = side.ask(tokens, busy)
                     if turn >= 0:
                         taken[side.way].append(ms)
+                    log.write(json.dumps([tokens, busy, factor, turn, side.way, round(ms, 1), side.last]) + "\n")
             rows.append({"tokens": tokens, "busy": busy, "rate": factor, "even_mb_s": even / 1e6} | taken)
             print(line(rows[-1]), flush=True)
     return rows
@@ -130,6 +170,23 @@ def line(row: dict[str, Any]) -> str:
         f"| {row['tokens']} | {'busy' if row['busy'] else 'idle'} | {row['rate']:g} x {row['even_mb_s']:.0f} MB/s | "
         f"{mean['load']:.0f}, {mean['compute']:.0f}, {mean['planned']:.0f} | {mean['planned'] / best:.2f} | "
         f"{mean['planned'] / mean['compute']:.2f} | {worst:.2f} |"
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The figures of all rows that the goals are about."""
+    means = [{way: statistics.mean(row[way]) for way in WAYS} for row in rows]
+    best = [mean["planned"] / min(mean["load"], mean["compute"]) for mean in means]
+    slower = [mean["planned"] / mean["compute"] for mean in means]
+
+    def p99(way: str) -> float:
+        each = sorted(ms / mean["compute"] for row, mean in zip(rows, means, strict=True) for ms in row[way])
+        return each[int(0.99 * (len(each) - 1))]
+
+    return (
+        f"planned/best: mean {statistics.mean(best):.3f}, most {max(best):.2f}; "
+        f"planned/compute: most {max(slower):.2f}; "
+        f"p99 of single requests {p99('planned'):.2f}, of computing itself {p99('compute'):.2f}"
     )
 
 
@@ -149,10 +206,13 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--tokens", default="512,1024,2048")
+    parser.add_argument("--tokens", default="256,512,1024,2048")
     parser.add_argument("--rates", default="0.25,0.5,0.7,1,1.4,2,4,8")
+    parser.add_argument("--only", choices=("idle", "busy"))
+    parser.add_argument("--cgroup", action="store_true", help="a block cgroup limits the reads")
     parser.add_argument("--lies", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--log", help="a file for a line about each request")
     arguments = parser.parse_args()
     set_environment()
     from tiny_models import make_llama
@@ -160,11 +220,14 @@ def main() -> None:
     with_faults()
     lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
     factors = [float(rate) for rate in arguments.rates.split(",")]
-    each = 4 * arguments.requests if arguments.lies else 2 * len(factors) * (arguments.requests + SETTLE) + LEARN
-    with tempfile.TemporaryDirectory() as root:
+    loads = [load == "busy" for load in ("idle", "busy") if arguments.only in (None, load)]
+    with tempfile.TemporaryDirectory() as root, Path(arguments.log or os.devnull).open("w") as log:
         model = make_llama(Path(root) / "llama")
         ways = ("planned", "compute") if arguments.lies else WAYS
-        sides = [Side(way, model, Path(root) / way, lengths, each) for way in ways]
+        sides = [Side(way, model, Path(root) / way, lengths) for way in ways]
+        cgroup = BlockCgroup(Path(root)) if arguments.cgroup else None
+        for side in sides:
+            side.cgroup = cgroup
         try:
             if arguments.lies:
                 print("| disk | computing, ms | each request, times computing |\n| --- | --- | --- |")
@@ -175,7 +238,8 @@ def main() -> None:
                 sides[0].ask(lengths[turn % len(lengths)], False)
             print("| tokens | | disk | load, compute, planned ms (mean) | planned/best | planned/compute | worst |")
             print("| --- | --- | --- | --- | --- | --- | --- |")
-            rows = measure(sides, lengths, factors, arguments.requests)
+            rows = measure(sides, loads, lengths, factors, arguments.requests, log)
+            print(summary(rows))
             if arguments.json:
                 print(json.dumps(rows))
             stats = sides[0].core.stats()
@@ -183,6 +247,8 @@ def main() -> None:
         finally:
             for side in sides:
                 side.runner.close()
+            if cgroup is not None:
+                cgroup.close()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Decode-first routing: ask the decode instance, and prefill elsewhere only what it gives back.
+"""Decode-first routing: ask the decode instance, and prefill elsewhere only the requests that it rejects.
 
 Each request goes to the decode instance with a ``cache_hit_threshold``. If enough of its prompt is cached there, it is
-answered at once. If not, the decode instance gives it back without having computed anything (finish reason
+answered at once. If not, the decode instance rejects it without having computed anything (finish reason
 ``cache_threshold``), and the prefill instance answers it. With ``--shared-cache``, for instances that share one
 undercroft cache, the prefill instance only computes the prompt; the decode instance then loads it and answers.
 
     python examples/decode_first_proxy.py --decode http://127.0.0.1:8001 --prefill http://127.0.0.1:8002
 
-The response header ``x-route`` says which way a request went: ``decode``, ``prefill`` or ``prefill,decode``. A request
-that brings its own ``cache_hit_threshold`` keeps it.
+The response header ``x-route`` names the way of a request: ``decode``, ``prefill`` or ``prefill,decode``. A request
+that brings its own ``cache_hit_threshold`` keeps it. The Authorization header is passed on, so that instances may have
+an API key. While one instance is down, the other one answers everything. While both are, the proxy answers 502.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 THRESHOLD = "cache_hit_threshold"
 REJECTED = "cache_threshold"
 ROUTES = ("/v1/completions", "/v1/chat/completions")
+# A model may take minutes to answer, but an instance that runs accepts a connection at once.
+TIMEOUT = httpx.Timeout(None, connect=5.0)
 
 
 class Router:
@@ -34,21 +37,21 @@ class Router:
 
     def __init__(self, decode: str, prefill: str, threshold: float, shared_cache: bool) -> None:
         self.decode, self.prefill, self.threshold, self.shared_cache = decode, prefill, threshold, shared_cache
-        self.http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        self.http = httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
 
-    async def whole(self, path: str, body: dict[str, Any]) -> Response:
-        """Answer a request that is not streamed."""
-        answer = await self.http.post(self.decode + path, json={THRESHOLD: self.threshold} | body)
-        if not (answer.is_success and is_rejected(answer.json())):
-            return copy(answer, "decode")
-        url, route = await self.elsewhere(path, body)
-        return copy(await self.http.post(url, json=body | {THRESHOLD: 0}), route)
-
-    async def streamed(self, path: str, body: dict[str, Any]) -> Response:
-        """Answer a streamed request: its first events say whether it was given back."""
-        answer = await self.open(self.decode + path, {THRESHOLD: self.threshold} | body)
+    async def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
+        """The answer of the decode instance, or of the other way if it rejects the request or cannot be reached."""
+        try:
+            answer = await self.open(self.decode + path, {THRESHOLD: self.threshold} | body, headers)
+        except httpx.TransportError:
+            return await self.relay(self.prefill + path, body | {THRESHOLD: 0}, headers, "prefill")
         events = answer.aiter_lines()
         first: list[str] = []
+        if not body.get("stream"):
+            await answer.aread()
+            if not (answer.is_success and is_rejected(answer.json())):
+                return copy(answer, "decode")
+            return await self.elsewhere(path, body, headers)
         if answer.is_success:
             async for line in events:
                 first.append(line)
@@ -56,37 +59,55 @@ class Router:
                     continue
                 if is_rejected(event):
                     await answer.aclose()
-                    url, route = await self.elsewhere(path, body)
-                    answer = await self.open(url, body | {THRESHOLD: 0})
-                    return pass_on(answer, [], answer.aiter_lines(), route)
+                    return await self.elsewhere(path, body, headers)
                 if has_output(event):
                     break
         return pass_on(answer, first, events, "decode")
 
-    async def elsewhere(self, path: str, body: dict[str, Any]) -> tuple[str, str]:
-        """Where to send a request that was given back, and the route's name."""
-        if not self.shared_cache:
-            return self.prefill + path, "prefill"
-        # Should this fail, the decode instance computes the prompt itself.
-        await self.fill(path, body)
-        return self.decode + path, "prefill,decode"
+    async def elsewhere(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
+        """The answer to a request that the decode instance has rejected."""
+        unlimited = body | {THRESHOLD: 0}
+        try:
+            if not self.shared_cache:
+                return await self.relay(self.prefill + path, unlimited, headers, "prefill")
+            await self.fill(path, body, headers)
+            route = "prefill,decode"
+        except httpx.TransportError:
+            # Without the prefill instance, the decode instance computes the prompt itself.
+            route = "decode"
+        return await self.relay(self.decode + path, unlimited, headers, route)
 
-    async def open(self, url: str, body: dict[str, Any]) -> httpx.Response:
+    async def relay(self, url: str, body: dict[str, Any], headers: dict[str, str], route: str) -> Response:
+        """An instance's answer, as it is."""
+        answer = await self.open(url, body, headers)
+        if body.get("stream"):
+            return pass_on(answer, [], answer.aiter_lines(), route)
+        await answer.aread()
+        return copy(answer, route)
+
+    async def open(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
         """A response whose body is still to be read."""
-        return await self.http.send(self.http.build_request("POST", url, json=body), stream=True)
+        return await self.http.send(self.http.build_request("POST", url, json=body, headers=headers), stream=True)
 
-    async def fill(self, path: str, body: dict[str, Any]) -> None:
+    async def fill(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
         """Have the prefill instance compute the prompt into the shared cache."""
         changes = {"stream": False, "n": 1, THRESHOLD: 0, "max_tokens": 1}
         if "max_completion_tokens" in body:
             changes["max_completion_tokens"] = 1
         dropped = ("stream_options", "min_tokens", "best_of")
         prefill = {key: value for key, value in body.items() if key not in dropped} | changes
-        await self.http.post(self.prefill + path, json=prefill)
+        await self.http.post(self.prefill + path, json=prefill, headers=headers)
+
+    async def first_reachable(self, path: str, headers: dict[str, str]) -> Response:
+        """The answer to a GET, of the decode instance, or else of the prefill instance."""
+        try:
+            return copy(await self.http.get(self.decode + path, headers=headers), "decode")
+        except httpx.TransportError:
+            return copy(await self.http.get(self.prefill + path, headers=headers), "prefill")
 
 
 def is_rejected(answer: dict[str, Any]) -> bool:
-    """Whether the instance gave back any choice of the request."""
+    """Whether the instance rejected any choice of the request."""
     return any(choice.get("finish_reason") == REJECTED for choice in answer.get("choices", ()))
 
 
@@ -126,6 +147,11 @@ def pass_on(answer: httpx.Response, first: list[str], rest: AsyncIterator[str], 
     return StreamingResponse(lines(), answer.status_code, {"x-route": route}, answer.headers.get("content-type"))
 
 
+def failure(status: int, message: str) -> JSONResponse:
+    """An error in the form of the OpenAI API."""
+    return JSONResponse({"error": {"message": message, "code": status}}, status)
+
+
 def make_app(router: Router) -> FastAPI:
     """The proxy as an application."""
 
@@ -136,13 +162,31 @@ def make_app(router: Router) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan)
 
+    def passed_on(request: Request) -> dict[str, str]:
+        return {name: request.headers[name] for name in ("authorization", "x-request-id") if name in request.headers}
+
     async def serve(request: Request) -> Response:
-        body = await request.json()
-        answer = router.streamed if body.get("stream") else router.whole
-        return await answer(request.url.path, body)
+        try:
+            body = await request.json()
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            return failure(400, "the body is no JSON object")
+        try:
+            return await router.answer(request.url.path, body, passed_on(request))
+        except httpx.TransportError as error:
+            return failure(502, f"no instance answers: {error}")
+
+    async def look(request: Request) -> Response:
+        try:
+            return await router.first_reachable(request.url.path, passed_on(request))
+        except httpx.TransportError as error:
+            return failure(502, f"no instance answers: {error}")
 
     for path in ROUTES:
         app.add_api_route(path, serve, methods=["POST"])
+    for path in ("/v1/models", "/health"):
+        app.add_api_route(path, look, methods=["GET"])
     return app
 
 

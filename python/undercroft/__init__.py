@@ -9,4 +9,13 @@ from __future__ import annotations
 from undercroft.config import UndercroftConfig
 from undercroft.errors import ConfigError
 
-__all__ = ["ConfigError", "UndercroftConfig"]
+__all__ = ["ConfigError", "UndercroftConfig", "__version__"]
+
+
+def __getattr__(name: str) -> str:
+    """``__version__``, which is looked up when it is asked for."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata
+
+    return metadata.version("undercroft")

@@ -9,6 +9,8 @@ from undercroft.errors import StoreError as StoreError
 from undercroft.errors import UndercroftError as UndercroftError
 
 __version__: str
+__build__: str
+"""Profile, platform and commit of the build."""
 
 class _Group(Protocol):
     """A KV cache group."""
@@ -335,8 +337,12 @@ class Session:
         None if nobody can be asked. ``offers`` are added to blocks that are cached already, too.
         """
 
-    def take_events(self) -> tuple[bool, list[tuple[bool, bool, int, bytes, bytes | None]], bool] | None:
+    def take_events(
+        self, restart: bool = False
+    ) -> tuple[bool, list[tuple[bool, bool, int, bytes, bytes | None]], bool] | None:
         """What has come to the tiers or left them since the last call; None if there is nothing.
+
+        ``restart``: what was told is forgotten, and everything that is there is told again.
 
         Whether all of before is void, the changes (stored, on disk, group, hash, hash before), and whether more is to
         be told at once.

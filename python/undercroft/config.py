@@ -128,6 +128,24 @@ def _positive_amount(value: Any) -> Amount:
     return amount
 
 
+SHADOWS_MAX = 4
+"""Sizes of the option ``shadow``: each has labels of metrics of its own."""
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    sizes = value if isinstance(value, list | tuple) else (value,)
+    if len(sizes) > SHADOWS_MAX:
+        raise ValueError(f"{len(sizes)} sizes")
+    found = tuple(parse_size(size) for size in sizes)
+    if 0 in found:
+        raise ValueError("zero")
+    return found
+
+
+def _text_sizes(text: str) -> Any:
+    return [part for part in text.split(",") if part]
+
+
 def _paths(value: Any) -> tuple[str, ...]:
     paths = (value,) if isinstance(value, str) else value
     if not isinstance(paths, (list, tuple)):
@@ -211,142 +229,144 @@ class UndercroftConfig:
     # fmt: off
     host_memory: Annotated[Amount, Option(
         "size or share", "25%", _SHARE_FORMAT + " above 0%",
-        "Size of the host tier of one vLLM, all of its ranks on this machine together: data-parallel ranks take equal "
+        "Size of the host tier of one vLLM, all of its ranks on this machine together. Data-parallel ranks take equal "
         "parts, or share the whole if there is a disk_path. A percentage is taken of the memory available at start.",
         _positive_amount, str, "engine",
     )]
     disk_path: Annotated[tuple[str, ...], Option(
         "path or list of paths", [], "directories on local disks",
-        "Directories of the disk tier, one per device; none: no disk tier. In the environment, separated by colons.",
+        "Directories of the disk tier, one per device. Without one there is no disk tier. In the environment, they are "
+        "separated by colons.",
         _paths, _text_paths, "engine",
     )]
     disk_capacity: Annotated[Amount, Option(
         "size or share", "50%", _SHARE_FORMAT + " above 0%",
-        "Most that each directory may hold, of which 16 TiB are used; allocated at start. A percentage is taken of the "
-        "space that is free there or the tier's own; a directory that was used before keeps its size under it unless "
-        "space is short.",
+        "Maximum size of each directory, up to 16 TiB, allocated at start. A percentage is taken of the free space and "
+        "the tier's own. With a percentage, an existing directory shrinks only if space is short.",
         _positive_amount, str, "engine",
     )]
     on_disk_error: Annotated[str, Option(
         "text", "degrade", '"degrade" or "refuse"',
-        "When a directory cannot be opened (failing, read-only, full, damaged): start without it and try it again "
-        "later, or do not start. A directory that holds other files or is configured wrongly is refused in any case.",
+        "Reaction to a directory that cannot be opened (failing, read-only, full, damaged): start without it and retry "
+        "later, or do not start. A directory with other files or a wrong configuration is always refused.",
         _choice("degrade", "refuse"), str, "engine",
     )]
     disk_on_other_version: Annotated[str, Option(
         "text", "discard", '"discard", "set_aside" or "refuse"',
-        "When a directory was written by an undercroft of another disk format: delete its blocks, move them into a "
-        "directory in it (where they go on taking space), or treat it as one that cannot be opened.",
+        "Reaction to a directory of another disk format: delete its blocks, move them into a subdirectory (where they "
+        "continue to take space), or treat the directory as one that cannot be opened.",
         _choice("discard", "set_aside", "refuse"), str, "engine",
     )]
     save: Annotated[str, Option(
         "text", "all", '"all" or "prompt"',
-        "Which full blocks are saved: prompt and generated tokens, or the prompt's only.",
+        "Blocks that are saved: those of prompt and generated tokens, or only those of the prompt.",
         _choice("all", "prompt"), str,
     )]
     state_interval_tokens: Annotated[int, Option(
         "number", 8192, "0 to 10000000",
-        "Sliding windows are saved where prompts and answers end and where prefixes part, and, so that a hit can end "
-        "between, every so many tokens; 0: not between. States are saved wherever vLLM keeps them.",
+        "Save a sliding window every N tokens, besides the ends of prompts and answers and the places where prefixes "
+        "differ. 0 disables the periodic saves. States are saved wherever vLLM keeps them.",
         _integer(0, 10_000_000), _text_number,
     )]
     min_load_tokens: Annotated[int | None, Option(
         "number", None, "0 to 1000000",
-        "A hit that gains fewer tokens over what the device holds is not loaded. By default the planner decides by "
-        "what it has measured, and by 64 tokens before that.",
+        "Minimum number of tokens that a load must add to those on the device. By default the planner decides by "
+        "measured times, and by 64 tokens until it has measured.",
         _or_none(_integer(0, 1_000_000)), _text_number, "session",
     )]
     load_margin: Annotated[float, Option(
         "number", 0.25, "0 to 10",
-        "Part of the time of computing that a planned wait may take although less than a proportional part has come.",
+        "Share of the computing time that a planned wait may take before a proportional part of the tokens has "
+        "arrived. A smaller value bounds the cost of a wrong plan more tightly.",
         _number(0, 10), _text_number, "engine",
     )]
     lookup: Annotated[str, Option(
         "text", "async", '"async" or "blocking"',
-        "While the disk owes blocks, let the scheduler go on and ask again, or wait for them (lookup_timeout_ms).",
+        "Behaviour while blocks are read from disk: the scheduler continues and asks again, or blocks for up to "
+        "lookup_timeout_ms.",
         _choice("async", "blocking"), str,
     )]
     lookup_timeout_ms: Annotated[float, Option(
         "number", 50, "0 to 60000",
-        "Longest wait of a blocking lookup, in milliseconds; afterwards the hit ends with the part in host memory.",
+        "Longest wait of a blocking lookup, in milliseconds. Afterwards the hit ends with the part in host memory.",
         _number(0, 60_000), _text_number,
     )]
     promotion_wait: Annotated[PromotionWait, Option(
         "text or object", "planned",
         '"planned", "complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
-        "How long a lookup waits for blocks on disk: as long as loading takes less time than computing, for all, not "
-        "at all, or a time that grows with the prompt.",
+        "How long a lookup waits for blocks on disk: as long as loading takes less time than computing, until all "
+        "blocks are read, not at all, or for a time that grows with the prompt.",
         _promotion_wait, _text_object,
     )]
     promotion_memory: Annotated[Amount, Option(
         "size or share", "50%", _SHARE_FORMAT + " above 0%",
-        "Most host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
+        "Maximum host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
         _positive_amount, str, "engine",
     )]
     early_prefetch: Annotated[bool, Option(
         "true or false", True, "true or false",
-        "Start lookup and reads from disk when a request arrives, not when the scheduler comes to it.",
+        "Start lookup and reads from disk when a request arrives, instead of when the scheduler first considers it.",
         _bool, _text_bool,
     )]
     cache_hit_threshold: Annotated[float, Option(
         "number", 0.0, "0 to 1",
-        "Requests with a smaller share of their tokens cached are given back unserved; 0 serves all.",
+        "Reject requests with a smaller share of cached tokens. 0 serves all.",
         _number(0, 1), _text_number,
     )]
     eviction_policy: Annotated[str, Option(
         "text", "lru", '"lru" or "leafhd"',
-        "What is evicted first: the least recently used leaf, or the leaf with the least learned hit density.",
+        "Order of eviction: the least recently used leaf first, or the leaf with the lowest learned hit density.",
         _choice("lru", "leafhd"), str, "engine",
     )]
     disk_admission: Annotated[str, Option(
         "text", "all", '"all" or "second_touch"',
-        "What is written to disk: every block, or blocks from their second use on (spares the flash).",
+        "Blocks that are written to disk: all, or those used a second time (reduces SSD wear).",
         _choice("all", "second_touch"), str, "engine",
     )]
     disk_write_rate: Annotated[int, Option(
         "size", 0, SIZE_FORMAT + "; 0 is unlimited",
-        "Most bytes per second written to disk. What exceeds it stays in host memory only.",
+        "Maximum bytes per second written to disk. Blocks beyond it stay in host memory only.",
         parse_size, str, "engine",
     )]
     verify_host: Annotated[bool, Option(
         "true or false", False, "true or false",
-        "Compare the checksums of blocks in host memory before each hit, too, not only on their way to disk.",
+        "Compare the checksums of blocks in host memory before each hit, besides the comparison on their way to disk.",
         _bool, _text_bool, "engine",
     )]
     io_engine: Annotated[str, Option(
         "text", "auto", '"auto", "io_uring" or "thread_pool"',
-        "How disks are read and written; auto takes io_uring where the machine allows it.",
+        "Interface for disk reads and writes. auto takes io_uring where the machine allows it.",
         _choice("auto", "io_uring", "thread_pool"), str, "engine",
     )]
     io_depth: Annotated[int, Option(
         "number", 32, "1 to 1024",
-        "Reads, or writes, that each disk has at once.",
+        "Queue depth of each disk, for reads and writes each.",
         _integer(1, 1024), _text_number, "engine",
     )]
     kv_layout: Annotated[str, Option(
         "text", "auto", '"auto" or "cross_layer"',
-        "Layout of the device's KV cache: vLLM's own choice, or all layers of a block side by side, if they can be.",
+        "Layout of the device's KV cache: vLLM's own choice, or all layers of a block side by side where possible.",
         _choice("auto", "cross_layer"), str,
     )]
     namespace_salt: Annotated[str, Option(
         "text", "", "any text",
-        "Keeps caches apart that look the same, e.g. of weights changed in place.",
+        "Any text. Caches with different salts are separate, for instance after weights were changed in place.",
         _text, str,
     )]
     reset_with_prefix_cache: Annotated[bool, Option(
         "true or false", False, "true or false",
-        "Empty the cache with each reset of vLLM's prefix cache, also where vLLM asks for its own only, and at each "
-        "sleep. If false, only after collective_rpc, which updates weights.",
+        "Empty the cache at each reset of vLLM's prefix cache, even if vLLM asks for its own only, and at each sleep. "
+        "If false, only after collective_rpc, which updates weights.",
         _bool, _text_bool,
     )]
     weights: Annotated[str, Option(
         "text", "sampled", '"sampled" or "full"',
-        "How the model's weights are known: by headers and samples of each file, or by every byte, read once.",
+        "How the model's weights are identified: by headers and samples of each file, or by every byte, read once.",
         _choice("sampled", "full"), str,
     )]
     model_id: Annotated[str, Option(
         "text", "", "any text",
-        "Stands for the weights, which are not looked at then: you vouch that it changes when they do.",
+        "Identifies the weights instead of their content, which is not read then. You vouch that it changes with them.",
         _text, str,
     )]
     log_requests: Annotated[str, Option(
@@ -358,8 +378,14 @@ class UndercroftConfig:
     record: Annotated[str, Option(
         "path", "", "a file, which is appended to up to 1 GiB",
         "Write a line for each request (time, numbers of tokens, renumbered block hashes, no text), for "
-        "`undercroft estimate`. Of several data-parallel ranks each appends its number to the name.",
+        "`undercroft estimate`. Each data-parallel rank appends its number to the name.",
         _directory, str,
+    )]
+    shadow: Annotated[tuple[int, ...], Option(
+        "size or list of sizes", [], SIZE_FORMAT + f" above 0; at most {SHADOWS_MAX} sizes",
+        "Count the hits that a cache of each of these sizes would have had, without storing anything "
+        "(metrics shadow_hit_tokens, shadow_prompt_tokens). In the environment, separated by commas.",
+        _sizes, _text_sizes,
     )]
     server: Annotated[str, Option(
         "text", "", '"unix:///path" of a running `undercroft serve`',
@@ -368,17 +394,18 @@ class UndercroftConfig:
     )]
     server_timeout_ms: Annotated[float, Option(
         "number", 5, "0.1 to 60000",
-        "A server or owner of the directory that owes a reply for longer counts as gone until it answers again.",
+        "Reply timeout, in milliseconds. After it, the server or the directory's owner counts as unavailable "
+        "until it replies.",
         _number(0.1, 60_000), _text_number, "session",
     )]
     lookup_spin_us: Annotated[float, Option(
         "number", 200, "0 to 100000",
-        "Longest wait in the scheduler for a server's reply that is on its way.",
+        "Longest wait in the scheduler for a server's reply that is about to arrive, in microseconds.",
         _number(0, 100_000), _text_number, "session",
     )]
     socket_dir: Annotated[str, Option(
         "path", "", "a directory only this user can enter",
-        "Where the engine's socket is made; by default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
+        "Directory of the engine's socket. By default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
         _directory, str, "session",
     )]
     # fmt: on
@@ -457,7 +484,7 @@ def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def option_table() -> str:
-    """The options as a Markdown table, for the README."""
+    """The options as a Markdown table, for the documents."""
     lines = ["| option | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
     for option in OPTIONS:
         default = "none" if option.default in ("", [], None) else json.dumps(option.default)

@@ -34,6 +34,8 @@ def _one(name: str, kind: str, help_text: str, key: str | None = None) -> Metric
 
 
 _TIERS = ("host", "disk")
+SHADOWS = range(1, 5)
+"""Places of the sizes of the option ``shadow``."""
 
 # fmt: off
 METRICS: tuple[Metric, ...] = (
@@ -78,7 +80,7 @@ METRICS: tuple[Metric, ...] = (
          "promotion_seconds"),
     _one("promotions_cancelled", "counter", "Promotions cancelled because the request was aborted or superseded."),
     _one("promotions_given_up", "counter",
-         "Promotions given up: a disk did not answer, or promotion_wait was over. What was read was used."),
+         "Promotions given up: a disk did not answer, or promotion_wait was over. Blocks already read were used."),
     _one("promotion_queue_bytes", "gauge", "Bytes of pending reads from disk."),
     _one("volatile_namespaces", "gauge", "Namespaces without an entry on disk, which a restart does not find."),
     Metric("capacity_bytes", "gauge", "Capacity of a tier.", ("tier",),
@@ -114,8 +116,8 @@ METRICS: tuple[Metric, ...] = (
         {
             f"plans_{decision}_{reason}": (decision, reason)
             for decision, reasons in (
-                ("load", ("faster", "unknown", "measure", "other_way")),
-                ("compute", ("faster", "small", "other_way")),
+                ("load", ("faster", "unknown", "other_way")),
+                ("compute", ("faster", "measure", "small", "other_way")),
                 ("stopped", ("rest", "guarantee")),
             )
             for reason in reasons
@@ -140,6 +142,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("learned_prefill_tokens_per_second", "gauge", "Learned rate of computing, by the position in the prompt.",
            ("position",), {"plan_prefill_tokens_per_s": ("0",), "plan_prefill_tokens_per_s_32k": ("32768",)}),
     _one("bytes_per_token", "gauge", "Bytes of a token in the tiers.", "plan_bytes_per_token"),
+    _one("shadow_prompt_tokens", "counter", "Prompt tokens that the caches of the option shadow were asked for."),
+    Metric("shadow_hit_tokens", "counter", "Tokens that the cache of a size of the option shadow would have had.",
+           ("size",), {f"shadow_hit_tokens_{number}": (str(number),) for number in SHADOWS}),
+    Metric("shadow_capacity_bytes", "gauge", "That size, by its place in the option.",
+           ("size",), {f"shadow_capacity_bytes_{number}": (str(number),) for number in SHADOWS}),
     Metric("rejected_requests", "counter", "Requests rejected by the hit threshold, by the source of the threshold.",
            ("source",), {"rejected_request": ("request",), "rejected_global": ("global",)}),
     _one("hook_errors", "counter", "Errors caught in the connector's hooks."),

@@ -69,6 +69,7 @@ class Stream {
   void finish();
   bool idle();
   const int device;
+  int priority = 0;
   std::shared_ptr<Graph> capturing;  // while set, work goes into the graph instead
 
  private:
@@ -89,8 +90,9 @@ Stream* new_stream();
 /// The stream of a handle; the current device's default stream for the handles of the default streams.
 Stream* stream_of(void* handle);
 void finish_device(int device);
-// Whether the calling thread must not do what is unsafe during a capture: some stream is captured, in the global mode.
-bool capturing_anywhere();
+/// Whether the calling thread must not do what is unsafe during a capture: some stream is captured, in the global mode.
+/// Such a call is noted, since it fails and may void the capture.
+bool refused_in_capture(const char* function);
 extern thread_local cudaStreamCaptureMode capture_mode;
 void captures(int by);
 

@@ -136,6 +136,18 @@ class Fake:
         """How fast each stream copies from now on; 0: as fast as the machine. Below 0: nothing is moved at all."""
         self._library.fake_copies_at(ctypes.c_double(bytes_per_second))
 
+    def suspend(self, address: int) -> None:
+        """Take away the memory behind the allocation of device memory that ``address`` lies in, as sleep mode does."""
+        self._library.fake_suspend(ctypes.c_void_p(address), 0)
+
+    def resume(self, address: int) -> None:
+        """Bring it back at the same addresses, empty."""
+        self._library.fake_suspend(ctypes.c_void_p(address), 1)
+
+    def limits_device_memory(self, size: int) -> None:
+        """Refuse to allocate more than ``size`` bytes of device memory from now on; below 0: no limit."""
+        self._library.fake_limits_device_memory(ctypes.c_long(size))
+
     def unregisters_in(self, seconds: float) -> None:
         """How long the driver takes to unregister a range."""
         self._library.fake_unregisters_in(ctypes.c_double(seconds))

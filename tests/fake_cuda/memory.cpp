@@ -69,6 +69,12 @@ bool still_there(const void* pointer, size_t size, Side was) {
   return was == Side::PAGEABLE || side(pointer, size) == Side::DIRECT;
 }
 
+/// Bytes that may be allocated of device memory from now on; below 0: any number.
+std::atomic<long> device_memory_left{-1};
+
+/// Device memory without anything behind it, as in a vLLM that sleeps, by its first byte.
+auto& suspended = *new Ranges;
+
 /// Bytes a second of each stream; 0: as fast as they can be moved; below 0: nothing is moved.
 std::atomic<double> speed{0};
 
@@ -84,6 +90,10 @@ void move(void* destination, const void* source, size_t size) {
 
 cudaError_t allocate_device(void** pointer, size_t size) {
   count(DEVICE_ALLOCATIONS);
+  if (device_memory_left >= 0 && (device_memory_left -= size) < 0) {
+    device_memory_left = 0;
+    return cudaErrorMemoryAllocation;
+  }
   return allocate(on_device, pointer, size);
 }
 
@@ -101,10 +111,6 @@ cudaError_t free_host(void* pointer) { return release(allocated, pointer); }
 
 cudaError_t register_host(void* pointer, size_t size) {
   count(REGISTRATIONS);
-  if (capturing_anywhere()) {
-    violation("cudaHostRegister while a stream is captured");
-    return cudaErrorStreamCaptureUnsupported;
-  }
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
   std::lock_guard<std::mutex> held(mutex);
   if (touches(registered, begin, size)) return cudaErrorHostMemoryAlreadyRegistered;
@@ -151,6 +157,19 @@ cudaError_t copy(void* destination, const void* source, size_t size, void* handl
 
 }  // namespace fake
 
+/// Takes away the memory behind an allocation that `pointer` lies in, which keeps its addresses; or brings it back, empty.
+EXPORT void fake_suspend(uintptr_t pointer, int back) {
+  std::lock_guard<std::mutex> held(fake::mutex);
+  auto &from = back ? fake::suspended : fake::on_device, &to = back ? fake::on_device : fake::suspended;
+  auto range = from.upper_bound(pointer);
+  if (range == from.begin()) return fake::violation("no device memory at %#lx to suspend or to bring back", pointer);
+  --range;
+  auto* memory = reinterpret_cast<void*>(range->first);
+  madvise(memory, range->second, MADV_DONTNEED);
+  to.insert(*range);
+  from.erase(range);
+}
+EXPORT void fake_limits_device_memory(long bytes) { fake::device_memory_left = bytes; }
 EXPORT long fake_registered_ranges() {
   std::lock_guard<std::mutex> held(fake::mutex);
   return fake::registered.size();

@@ -90,18 +90,29 @@ EXPORT cudaError_t cudaGetLastError() {
 EXPORT cudaError_t cudaPeekAtLastError() { return last_error; }
 
 // Streams and events
-EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   need_context(current_device(), "cudaStreamCreateWithPriority");
-  *stream = reinterpret_cast<cudaStream_t>(new_stream());
+  auto* made = new_stream();
+  made->priority = priority;
+  *stream = reinterpret_cast<cudaStream_t>(made);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = stream_of(stream)->priority;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (refused_in_capture("cudaStreamQuery")) return result(cudaErrorStreamCaptureUnsupported);
   return stream_of(stream)->idle() ? cudaSuccess : result(cudaErrorNotReady);
 }
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { stream_of(stream)->finish(); return cudaSuccess; }
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (refused_in_capture("cudaStreamSynchronize")) return result(cudaErrorStreamCaptureUnsupported);
+  stream_of(stream)->finish();
+  return cudaSuccess;
+}
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   if (auto recorded = event_of(event)->recorded) stream_of(stream)->push([recorded] { recorded->wait(); });
   return cudaSuccess;
@@ -127,10 +138,12 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
 }
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (refused_in_capture("cudaEventQuery")) return result(cudaErrorStreamCaptureUnsupported);
   auto recorded = event_of(event)->recorded;
   return !recorded || recorded->happened() ? cudaSuccess : result(cudaErrorNotReady);
 }
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (refused_in_capture("cudaEventSynchronize")) return result(cudaErrorStreamCaptureUnsupported);
   if (auto recorded = event_of(event)->recorded) recorded->wait();
   return cudaSuccess;
 }
@@ -187,6 +200,7 @@ EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 
 // Memory
 EXPORT cudaError_t cudaMalloc(void** pointer, size_t size) {
+  if (refused_in_capture("cudaMalloc")) return result(cudaErrorStreamCaptureUnsupported);
   need_context(current_device(), "cudaMalloc");
   return result(allocate_device(pointer, size));
 }
@@ -197,15 +211,18 @@ EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
+  if (refused_in_capture("cudaHostAlloc")) return result(cudaErrorStreamCaptureUnsupported);
   need_context(current_device(), "cudaHostAlloc");
   return result(allocate_host(pointer, size));
 }
 EXPORT cudaError_t cudaFreeHost(void* pointer) { return result(free_host(pointer)); }
 EXPORT cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
+  if (refused_in_capture("cudaHostRegister")) return result(cudaErrorStreamCaptureUnsupported);
   need_context(current_device(), "cudaHostRegister");
   return result(register_host(pointer, size));
 }
 EXPORT cudaError_t cudaHostUnregister(void* pointer) {
+  if (refused_in_capture("cudaHostUnregister")) return result(cudaErrorStreamCaptureUnsupported);
   need_context(current_device(), "cudaHostUnregister");
   return result(unregister_host(pointer));
 }

@@ -162,7 +162,11 @@ void finish_device(int device) {
 }
 
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
-bool capturing_anywhere() { return capture_count > 0 && capture_mode != cudaStreamCaptureModeRelaxed; }
+bool refused_in_capture(const char* function) {
+  if (capture_count == 0 || capture_mode == cudaStreamCaptureModeRelaxed) return false;
+  violation("%s while a stream is captured", function);
+  return true;
+}
 void captures(int by) { capture_count += by; }
 
 }  // namespace fake

@@ -8,124 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from fake_cuda import Fake
-from undercroft._core import Arena
-from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
-from undercroft.connector.worker import WorkerConnector
+from undercroft.device.lane import STAGING_BYTES
 from undercroft.device.pinning import chunk_bytes
-from undercroft.device.synthetic import SyntheticCache, synthetic_cache
-
-CACHE = 40 << 30
-STAGING = 64 << 20
-
-
-class Model(NamedTuple):
-    """The KV cache of one rank."""
-
-    layout: str
-    layers: int
-    page: int
-    tokens: int
-    """Of a block."""
-
-    @property
-    def blocks(self) -> int:
-        return CACHE // (self.page * self.layers)
-
-    @property
-    def slot(self) -> int:
-        return -(-self.page * self.layers // 4096) * 4096
-
-
-SMALL_PAGES = {
-    "8B": Model("LBNHC", 32, 64 << 10, 16),
-    "70B on 8 ranks": Model("LBNHC", 80, 8 << 10, 16),
-    "MLA": Model("LBNHC", 61, 72 << 10, 64),
-}
-MODELS = {**SMALL_PAGES, "blocks outermost": Model("BLHNC", 32, 64 << 10, 16)}
-
-
-class Sparse:
-    """An arena of any size, without memory behind it. Its engine runs until the test says otherwise."""
-
-    def __init__(self, size: int) -> None:
-        self._arena = Arena.create(size)
-        self.is_served = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._arena, name)
-
-    def prefault(self, offset: int, size: int) -> None:
-        pass
-
-
-class Rank:
-    """A worker on one device, whose hooks are called as vLLM's model runner does."""
-
-    def __init__(self, model: Model, device: torch.device, slots: int) -> None:
-        self.model = model
-        self.cache: SyntheticCache = synthetic_cache(model.page, model.blocks, model.layers, model.layout, device)
-        self.arena = Sparse(slots * model.slot)
-        self.attached = 0
-        parallel: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1))
-        self.worker = WorkerConnector(parallel, self.cache.config, attach=self._attach)
-        self.worker.register_kv_caches(self.cache.views)
-        self.random = np.random.default_rng(0)
-        self.next = 0
-        self.loaded: set[str] = set()
-        self.saved: set[int] = set()
-        self.failed: set[str | int] = set()
-
-    def _attach(self, socket: str, session: int) -> Any:
-        self.attached += 1
-        return self.arena
-
-    def jobs(self, count: int, blocks: int, session: int = 0) -> list[TransferJob]:
-        """Jobs of so many blocks each, scattered over device and arena."""
-        ids = self.random.permutation(np.arange(1, self.model.blocks))[: count * blocks]
-        slots = self.random.permutation(self.arena.size // self.model.slot)[: count * blocks] * self.model.slot
-        self.next += count
-        parts = zip(np.split(ids, count), np.split(slots, count), strict=True)
-        return [
-            TransferJob(self.next + nth, f"r{self.next + nth}", session, [GroupCopy(0, *part)])
-            for nth, part in enumerate(parts)
-        ]
-
-    def step(self, loads: list[TransferJob] = (), saves: list[TransferJob] = (), session: int = 0) -> None:
-        metadata = UndercroftMetadata("/socket", 0, session, list(loads), list(saves))
-        self.worker.start_load_kv(metadata)
-        self.worker.wait_for_save(metadata)
-        self._collect()
-
-    def finish(self) -> None:
-        """Wait for all copies."""
-        if self.worker._copier is not None:
-            self.worker._copier.drain()
-        self._collect()
-
-    def _collect(self) -> None:
-        results = self.worker.get_transfer_results(set())
-        self.loaded |= results.finished_recving
-        self.failed |= results.failed_recving
-        answer = self.worker.build_connector_worker_meta()
-        if answer is not None:
-            self.saved |= answer.saves_ended.keys()
-            self.failed |= answer.saves_failed
-
-    def warm_up(self) -> None:
-        """Attach, pin, and have every buffer made."""
-        self.step(self.jobs(1, 1), self.jobs(1, 1))
-        pinner = self.worker._attached.pinner
-        assert pinner.wait(60) and pinner.pinned_bytes == self.arena.size
-        self.step(self.jobs(1, 1), self.jobs(1, 1))
-        self.finish()
+from worker_rank import MODELS, SMALL_PAGES, Rank
 
 
 @pytest.fixture
@@ -147,7 +37,7 @@ def test_a_prompt_of_128k_tokens_costs_one_kernel_and_one_batch_for_each_chunk(
     blocks = (128 << 10) // model.tokens
     rank = Rank(model, device, blocks)
     rank.warm_up()
-    chunks = -(-blocks // (STAGING // (model.page * model.layers)))
+    chunks = -(-blocks // (STAGING_BYTES // (model.page * model.layers)))
     jobs = rank.jobs(1, blocks)
     before = fake.counts()
     here = fake.during(lambda: rank.step(**{f"{direction}s": jobs}), here=True)
@@ -193,7 +83,7 @@ def test_a_step_of_many_requests_is_one_job(fake: Fake, device: torch.device, na
     rank.finish()
     assert here == {"events_recorded": 1}
     spent = {key: now - before[key] for key, now in fake.counts().items()}
-    chunks = -(-16 // (STAGING // (rank.model.page * rank.model.layers)))
+    chunks = -(-16 // (STAGING_BYTES // (rank.model.page * rank.model.layers)))
     assert spent["batches"] == chunks
     assert spent["launches"] == chunks * (name in SMALL_PAGES)
     assert spent["single_copies"] == int(name in SMALL_PAGES)
@@ -284,7 +174,7 @@ import sys
 sys.path[:0] = {paths!r}
 import torch
 from fake_cuda import Fake
-from test_counts import SMALL_PAGES, Rank
+from worker_rank import SMALL_PAGES, Rank
 torch.cuda.set_device(1)
 fake = Fake()
 fake.copies_at(-1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from copy_workload import Workload
+from fake_cuda import Fake
 from undercroft._core import Arena
 from undercroft.device.api import Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier
@@ -219,10 +220,15 @@ def test_copies_beside_the_replay_of_a_graph(device: torch.device, pinned: Calla
     copier.close()
 
 
-def test_submitting_does_not_wait_for_the_device(device: torch.device, pinned: Callable[[Arena], ArenaPinner]) -> None:
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_submitting_does_not_wait_for_the_device(
+    device: torch.device, pinned: Callable[[Arena], ArenaPinner], is_pinned: bool
+) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
-    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena))
+    # The driver blocks whoever queues a copy of memory that is not pinned.
+    pinner: Any = pinned(arena) if is_pinned else Fixed(0)
+    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinner)
     job = [GroupCopy(0, np.arange(1, 17), np.arange(16) * SLOT)]
     for ticket in (1, 2):  # brings buffers into being
         copier.submit(ticket == 1, [Job(ticket, job)])
@@ -237,6 +243,42 @@ def test_submitting_does_not_wait_for_the_device(device: torch.device, pinned: C
     assert not spinning.query(), "submit or poll waited for the model's stream"
     copier.close()
     assert {ended.ticket for ended in copier.poll()} == {3, 4}
+
+
+def test_a_device_without_free_memory_is_asked_for_buffers_once(
+    fake: Fake, device: torch.device, pinned: Callable[[Arena], ArenaPinner]
+) -> None:
+    """At each refusal PyTorch gives back what it keeps for the model, and waits for the device."""
+    arena = Arena.create(ARENA)
+    cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
+    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena), strategy="gather")
+    cache.pages[0].copy_(torch.randint(-128, 128, (17, PAGE), dtype=torch.int8))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    fake.limits_device_memory(0)
+    asked = []
+    try:
+        for ticket in (1, 2, 3):
+            before = fake.counts()["device_allocations"]
+            copier.submit(True, [Job(ticket, [GroupCopy(0, np.arange(1, 17), np.arange(16) * SLOT)])])
+            copier.drain()
+            asked.append(fake.counts()["device_allocations"] - before)
+    finally:
+        fake.limits_device_memory(-1)
+    assert asked[0] > 0 and asked[1:] == [0, 0]
+    assert [ended.ok for ended in copier.poll()] == [True] * 3
+    for block in range(1, 17):
+        assert (
+            ctypes.string_at(arena.address + (block - 1) * SLOT, PAGE) == cache.pages[0][block].cpu().numpy().tobytes()
+        )
+    copier.close()
+
+
+def test_copies_have_no_higher_priority_than_the_model(device: torch.device) -> None:
+    least, _ = torch.cuda.Stream.priority_range()
+    lanes = Lanes.make(CudaStreams(device))
+    assert {lane.handle.priority for lane in lanes} == {least}
+    assert torch.cuda.current_stream(device).priority == least, "no priority is lower than the model's"
 
 
 def test_the_device_chooses_the_copier(device: torch.device) -> None:

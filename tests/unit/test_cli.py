@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -279,7 +280,7 @@ def test_bench_disk_measures_below_the_directory_and_leaves_nothing(
     code, report = run_json(capsys, "bench", "disk", "--path", str(tmp_path), *arguments)
     assert code == 0
     assert {"write_gbps", "read_gbps", "raw_write_gbps", "raw_read_gbps", "write_share", "read_share"} <= set(report)
-    assert {"read_p50_ms", "read_p99_ms", "cpu_s_per_gb", "io_engine"} <= set(report)
+    assert {"read_p50_ms", "read_p99_ms", "cpu_s_per_gb", "io_engine", "plan"} <= set(report)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -431,3 +432,22 @@ def test_inspect_compares_namespaces_and_names_one(
 def test_a_refused_argument_of_the_core_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main.main(["bench", "disk", "--path", str(tmp_path), "--block-bytes", "1000"]) == 1
     assert "block_bytes is 1000" in capsys.readouterr().err
+
+
+def test_the_version_names_the_build(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--version"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"undercroft {undercroft.__version__} (")
+    assert re.search(r"\((?:release|debug), \w+-linux, commit \w+\)$", shown.strip())
+
+
+def test_the_version_is_told_without_a_core(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "undercroft._core", None)
+    monkeypatch.delattr(undercroft, "_core", raising=False)
+    with pytest.raises(SystemExit):
+        main.main(["--version"])
+    assert "the core cannot be loaded" in capsys.readouterr().out

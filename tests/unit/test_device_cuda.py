@@ -19,6 +19,7 @@ from undercroft.device.cuda import STRATEGIES, CudaCopier, join, split
 from undercroft.device.lane import Lanes
 from undercroft.device.layout import SUPPORTED_LAYOUTS, GroupCopy
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
+from undercroft.log import logger
 
 ARENA = 64 << 10
 LAYERS = 3
@@ -291,6 +292,23 @@ def test_a_job_whose_end_cannot_be_recorded_is_waited_for() -> None:
     copier.submit(True, [Job(1, [copy_of([1], [0])])])
     assert not streams.step(), "its copies may still be under way"
     assert copier.poll() == [Ended(1, False, 0.0)]
+
+
+def test_each_kind_of_error_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(logger, "log", lambda level, message, *args, **more: logged.append(message % args))
+    streams = ManualStreams(0)
+    copier, *_ = make(streams)
+    for ticket, error in enumerate(["copies: error 1 at 3", "copies: error 1 at 40", "copies: no memory"]):
+
+        def refuse(*_: Any, error: str = error) -> None:
+            raise RuntimeError(error)
+
+        monkeypatch.setattr(streams, "copy", refuse)
+        copier.submit(True, [Job(ticket, [copy_of([1], [0])])])
+        copier.drain()
+    assert [message.rpartition("failed: ")[2] for message in logged] == ["copies: error 1 at 3", "copies: no memory"]
+    assert [ended.ok for ended in copier.poll()] == [False] * 3
 
 
 def test_many_pages_make_few_copies() -> None:

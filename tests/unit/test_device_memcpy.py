@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,22 @@ def test_vllms_operator_copies_where_the_driver_cannot_be_loaded(monkeypatch: py
     source, target = np.arange(5000, dtype=np.uint8), np.zeros(5000, dtype=np.uint8)
     each = np.arange(5000)
     copy(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM)
+    assert (target == source).all()
+
+
+def test_vllms_operator_takes_arrays_that_may_not_be_written_without_a_warning() -> None:
+    """The sizes of a single block are such an array, and PyTorch's warning would stand in vLLM's log."""
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
+    arrays = [np.array([value]) for value in (target.ctypes.data, source.ctypes.data, 64)]
+    for array in arrays:
+        array.flags.writeable = False
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            VllmCopy(swap_blocks_batch)(arrays[0], arrays[1], arrays[2], STREAM)
+    finally:
+        torch.set_warn_always(False)
     assert (target == source).all()
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gpu_check import interference, speed
 
 from undercroft.config import OPTIONS
+from undercroft.device import cuda, gather, lane, memcpy, pinning
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCTION = [
@@ -52,6 +54,12 @@ def python_constant(name: str) -> int:
     return int(float(value))
 
 
+def lane_bytes() -> int:
+    """Device memory of all lanes."""
+    lanes = len(lane.Lanes._fields)
+    return 2 * lane.STAGING_BYTES + lane.UNPINNED_STAGING_BYTES + lanes * lane.ROW_NUMBERS * 8
+
+
 def option(name: str) -> str:
     [default] = [one.default for one in OPTIONS if one.name == name]
     return str(default)
@@ -82,10 +90,32 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ),
     ("ARCHITECTURE.md", "awake, yielding, for {} ms", lambda: constant("LINGER") / MS),
     ("ARCHITECTURE.md", "A miss older than {} ms", lambda: constant("MISS_FRESH") // MS),
-    ("ARCHITECTURE.md", "what the disk owes, {} ms", lambda: constant("PENDING_DEADLINE") // MS),
-    ("docs/server.md", "what its disk owes during {} ms", lambda: constant("PENDING_DEADLINE") // MS),
+    ("ARCHITECTURE.md", "for a disk lookup, {} ms)", lambda: constant("PENDING_DEADLINE") // MS),
+    ("docs/server.md", "{} ms for a disk lookup", lambda: constant("PENDING_DEADLINE") // MS),
     ("docs/server.md", "`server_timeout_ms` ({})", lambda: option("server_timeout_ms")),
     ("docs/hybrid-models.md", "tokens (default {};", lambda: option("state_interval_tokens")),
+    ("docs/gpu.md", "pages under {} KiB", lambda: cuda.GATHER_BELOW >> 10),
+    ("docs/gpu.md", "common measure of {} bytes", lambda: gather.SMALLEST_ROW),
+    ("docs/gpu.md", "in batches of at most {}:", lambda: f"{memcpy.MAX_COPIES:,}"),
+    (
+        "docs/gpu.md",
+        "(driver {} or newer)",
+        lambda: f"{memcpy._BATCH_SINCE // 1000}.{memcpy._BATCH_SINCE % 1000 // 10}",
+    ),
+    ("docs/gpu.md", "a staging buffer of {} MiB for each direction", lambda: lane.STAGING_BYTES >> 20),
+    ("docs/gpu.md", "{} MiB for memory that is not pinned", lambda: lane.UNPINNED_STAGING_BYTES >> 20),
+    ("docs/gpu.md", "{} MiB of row numbers", lambda: lane.ROW_NUMBERS * 8 >> 20),
+    ("docs/gpu.md", "each of the three, {} MiB in all", lambda: lane_bytes() >> 20),
+    ("docs/gpu.md", "buffers of the lanes (up to {} MiB", lambda: lane_bytes() >> 20),
+    ("docs/gpu.md", "| {} MiB at a time, more above", lambda: pinning.PIN_CHUNK >> 20),
+    ("docs/gpu.md", "more above {} GiB", lambda: pinning.PIN_CHUNK * pinning.MAX_CHUNKS >> 30),
+    ("docs/gpu.md", "at most {} registrations for each worker", lambda: f"{pinning.MAX_CHUNKS:,}"),
+    ("benches/RESULTS.md", "plain copy of pinned memory | at least {}", lambda: speed.SHARE),
+    ("benches/RESULTS.md", "over one | at least {}", lambda: speed.BOTH),
+    ("benches/RESULTS.md", "by loads | at most {} %", lambda: f"{interference.SLOWDOWN_PERCENT:g}"),
+    ("benches/RESULTS.md", "of memory that is not | at most {} ms", lambda: f"{interference.STALL_MS:g}"),
+    ("benches/RESULTS.md", "time for a step of {} jobs", lambda: speed.JOBS),
+    ("benches/RESULTS.md", "jobs | at most {} us", lambda: f"{speed.SUBMIT_US:g}"),
 ]
 
 

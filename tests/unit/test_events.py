@@ -28,8 +28,10 @@ class Session:
 
     def __init__(self) -> None:
         self.told: list[tuple[bool, list[Change], bool]] = []
+        self.restarts: list[bool] = []
 
-    def take_events(self) -> tuple[bool, list[Change], bool] | None:
+    def take_events(self, restart: bool = False) -> tuple[bool, list[Change], bool] | None:
+        self.restarts.append(restart)
         return self.told.pop(0) if self.told else None
 
 
@@ -129,6 +131,18 @@ def test_nothing_is_no_event_and_ends_the_stepping() -> None:
     assert events.more
     assert events.take() == []
     assert not events.more
+
+
+def test_after_a_reset_of_the_device_everything_is_asked_for_again_once() -> None:
+    events, session = made()
+    events.take()
+    assert not events.more
+    events.forgotten()
+    assert events.more, "an idle vLLM steps until all is told"
+    session.told = [(False, [stored(0)], False)]
+    assert [type(event) for event in events.take()] == [BlockStored]
+    events.take()
+    assert session.restarts == [False, True, False]
 
 
 def test_of_several_blocks_in_one_of_the_engine_the_last_one_is_told_for_all() -> None:

@@ -28,19 +28,19 @@ def hashes(prompt: int, blocks: int) -> list[bytes]:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_core.Engine]:
-    """An engine of 16 MiB with a prompt of 4 blocks of 1 MiB, and requests that looked for prompts."""
+    """An engine of 16 MiB with a prompt of 4 blocks of 64 KiB, and requests that looked for prompts."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     (tmp_path / "run").mkdir(mode=0o700)
     disks = [{"path": str(tmp_path / "store"), "capacity": 32 << 20}]
     engine = _core.Engine({"host_memory": 16 << 20, "disks": disks, "min_load_tokens": 0})
-    session = engine.register("{}", [Group("full", BLOCK, 1 << 20)], BLOCK)
+    session = engine.register("{}", [Group("full", BLOCK, 64 << 10)], BLOCK)
     for name, prompt, blocks in (("cmpl-1", 1, 4), ("cmpl-2", 2, 4), ("cmpl-3", 1, 6)):
         while session.lookup(name, hashes(prompt, blocks)).pending:
             pass
         if name == "cmpl-1":
             grant = session.begin_save("save", hashes(prompt, blocks), blocks * BLOCK)
             assert grant is not None
-            session.end_transfer(grant.id, True)
+            session.end_transfer(grant.transfer_id, True)
             assert session.rest("cmpl-1") == ("never_seen", None)
     yield engine
     engine.close()

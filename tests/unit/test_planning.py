@@ -38,4 +38,42 @@ def test_nothing_is_said_before_enough_was_measured():
 
 
 def test_the_table_has_a_row_for_each_length():
-    assert [row[0] for row in planning.table(STATS)] == [str(tokens) for tokens in planning.LENGTHS]
+    rows = planning.table(STATS)
+    assert [row[0] for row in rows] == [str(tokens) for tokens in planning.LENGTHS]
+    assert [row[-1] for row in rows] == ["compute"] * 4 + ["load"]
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """The engines that run, of which the last has measured enough."""
+    found = [
+        {"pid": 1, "info": {}, "stats": {}},
+        {"pid": 2, "info": {"disks": [{}]}, "stats": {}},
+        {"pid": 3, "info": {"disks": [{}]}, "stats": dict(STATS)},
+    ]
+    monkeypatch.setattr(planning.engines, "all_of_user", lambda: found)
+    return found
+
+
+def test_doctor_tells_the_plan_of_each_engine_with_a_disk(running, capsys):
+    from undercroft.cli import doctor
+    from undercroft.cli.doctor import plans
+
+    early, known = plans.checks()
+    assert (early.name, early.status, early.plan) == ("plan of 2", "ok", None)
+    assert (known.name, known.status, known.found) == ("plan of 3", "ok", planning.sentence(STATS))
+    doctor._print(known)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:2] == ["tokens", "computing"]
+    assert lines[-1].split()[0] == "131072" and lines[-1].endswith("load")
+    running[2]["stats"]["plan_disk_bytes_per_s"] = 100_000_000
+    _, slow = plans.checks()
+    assert (slow.status, [row[-1] for row in slow.plan]) == ("warn", ["compute"] * 5)
+
+
+def test_bench_weighs_the_disk_that_it_measured_against_the_model_that_runs(running):
+    rows = planning.of_running()
+    assert [row["decision"] for row in rows] == ["compute"] * 4 + ["load"]
+    assert [row["decision"] for row in planning.of_running(14e9)] == ["load"] * 5
+    del running[2]
+    assert planning.of_running(14e9) == []

@@ -70,6 +70,24 @@ def test_steps_without_a_prefill_are_told_together_and_idle_ones_not_at_all(step
         assert len(told.steps) == (16 if count == 16 else 0)
 
 
+def test_a_lookup_tells_the_steps_so_far_and_that_nothing_runs_any_more(steps, told, clock):
+    asking, running = arrive(steps, "asking", 100), arrive(steps, "running", 1)
+    steps.computed(running, 1)
+    for _ in range(2):
+        steps.scheduled({"running": 1})
+        clock.now += 0.25
+        steps.ended()
+    assert told.steps == []
+    steps.queued(asking)
+    assert told.steps == [(0, 0, 1, 0.25)] * 2
+    steps.queued(asking)
+    assert len(told.steps) == 2
+    steps.gone(running)
+    steps.queued(asking)
+    steps.queued(asking)
+    assert told.steps[2:] == [(0, 0, 0, 0.0)]
+
+
 def test_tokens_that_wait_are_those_of_requests_that_came_before(steps):
     first, second, third = (arrive(steps, name, 1000) for name in "abc")
     assert [steps.queued(state) for state in (first, second, third)] == [0, 1000, 2000]

@@ -277,6 +277,7 @@ def test_objects_without_the_names_are_left_as_they_are() -> None:
     assert vllm_patches.recompute_failed_loads(Frozen()) is False  # type: ignore[arg-type]
     assert vllm_patches.reconcile_local_hits(SimpleNamespace(), lambda *_: True) is False  # type: ignore[arg-type]
     assert vllm_patches.before_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
+    assert vllm_patches.after_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
     assert vllm_patches.end_step_at(SimpleNamespace(), 16) is False  # type: ignore[arg-type]
     for name in ("LOAD_FAILURE_POLICY", "LOCAL_HITS", "PREFIX_CACHE_RESET", "SHARED_PREFIX"):
         assert "has other internals" in str(vllm_patches.problem(BY_NAME[name]))
@@ -308,6 +309,7 @@ def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPa
 
     pool = SimpleNamespace(reset_prefix_cache=lambda: True)
     assert vllm_patches.before_prefix_cache_reset(pool, fail)
+    assert vllm_patches.after_prefix_cache_reset(pool, fail)
     assert pool.reset_prefix_cache() is True
 
     hit = ("blocks", 32, 0, True)

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 
 from kv_caches import BLOCKS, allocate, block_content, fill, full, group, plan
 from undercroft._core import Arena, UndercroftError
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.worker import WorkerConnector
 from undercroft.device.factory import make_copier
-from undercroft.device.layout import LayoutError
+from undercroft.device.layout import LayoutError, group_shard_bytes
 from undercroft.log import logger
 
 ARENA = 1 << 20
@@ -41,8 +43,16 @@ class Host:
 class Rank:
     """One worker with its KV cache; `step` calls its hooks as vLLM's model runner does."""
 
-    def __init__(self, host: Host, layout: str = "LBHNC", rank: int = 0, ranks: int = 1, replicas: int = 1) -> None:
-        self.config = plan(layout, [group("full", 3, full())])
+    def __init__(
+        self,
+        host: Host,
+        layout: str = "LBHNC",
+        rank: int = 0,
+        ranks: int = 1,
+        replicas: int = 1,
+        spec: KVCacheSpec | None = None,
+    ) -> None:
+        self.config = plan(layout, [group("full", 3, spec or full())])
         self.config.kv_tp_replicas = replicas
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=ranks)
         vllm_config: Any = SimpleNamespace(parallel_config=parallel)
@@ -127,6 +137,29 @@ def test_ranks_with_the_same_kv_have_one_shard_and_take_turns_to_save_it(host: H
         fill(one.caches, seed=77)
         assert one.step(meta(loads=[job(3, blocks, slots)])) == ({"r"}, set(), None)
         assert [one.block(block) for block in blocks] == content
+
+
+def test_vllm_reports_that_ranks_hold_the_same_latents_and_they_are_kept_once(host: Host) -> None:
+    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+    latents = MLAAttentionSpec(**sizes, max_tp_shards=1)
+    replicas = kv_cache_utils.kv_cache_groups_tp_replicas([group("full", 3, latents)], 2)
+    assert replicas == 2
+    assert kv_cache_utils.kv_cache_groups_tp_replicas([group("full", 3, FullAttentionSpec(**sizes))], 2) == 1, (
+        "heads are not reported"
+    )
+    ranks = [Rank(host, "BLHNC", rank, 2, replicas, latents) for rank in range(2)]
+    shard = group_shard_bytes(ranks[0].config, 0)
+    assert shard == 3 * 16 * 576 * 2
+    slots = [place * shard for place in range(4)]
+    for one in ranks:
+        fill(one.caches, seed=5)
+        one.worker.register_kv_caches(one.caches)
+        expected = [one.block(block) for block in (1, 2, 3, 4)]
+        one.step(meta(saves=[job(1, [1, 2, 3, 4], slots)]))
+    for one in ranks:
+        fill(one.caches, seed=6)
+        assert one.step(meta(loads=[job(2, [5, 6, 7, 8], slots)]))[:2] == ({"r"}, set())
+        assert [one.block(block) for block in (5, 6, 7, 8)] == expected
 
 
 def test_ranks_fill_one_payload_and_their_answers_add_up(host: Host) -> None:

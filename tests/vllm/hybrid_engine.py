@@ -78,8 +78,8 @@ class Crowd:
     def push(self) -> None:
         """Fill host memory, and write what was in it to disk before."""
         assert self._engine.flush(30.0)
-        # Three times as much: what was there lies in pages of other sizes, which are emptied in steps.
-        self.save(3 * self._engine.stats()["host_capacity_bytes"] // self.SIZE)
+        # Half as much again: what was there may lie in pages of other sizes, which are emptied in steps.
+        self.save(3 * self._engine.stats()["host_capacity_bytes"] // self.SIZE // 2)
 
     def save(self, count: int) -> None:
         """Save so many payloads, each the newest of all."""

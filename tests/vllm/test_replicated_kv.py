@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core import kv_cache_utils
 
 from connector_engine import BLOCK, LONG, TOKENS, References, core, settled
 from real_engine import Engine, prompt
@@ -35,13 +37,15 @@ def reference(one_head: Path) -> References:
 def start(one_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """Starts an engine of so many ranks, whose vLLM reports the KV that they replicate.
 
-    vLLM reports it for latent attention only, which it does not run with prefix caching on a CPU.
+    vLLM reports it for latent attention only. On a CPU it runs that with prefix caching only where the CPU has AMX.
     """
     started: list[Engine] = []
 
     def start(ranks: int, directory: str) -> Engine:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
-        monkeypatch.setattr("vllm.v1.core.kv_cache_utils.kv_cache_groups_tp_replicas", lambda *_: ranks)
+        # The module is kv_cache_planning from vLLM 0.33 on.
+        planning = sys.modules.get("vllm.v1.core.kv_cache_planning", kv_cache_utils)
+        monkeypatch.setattr(planning, "kv_cache_groups_tp_replicas", lambda *_: ranks)
         options = {"host_memory": "64MiB", "disk_path": str(tmp_path / directory), "disk_capacity": "64MiB"}
         arguments: dict[str, Any] = {"executor": "mp", "tensor_parallel_size": 2} if ranks == 2 else {}
         started.append(Engine(one_head, options, max_model_len=2048, blocks=64, **arguments))

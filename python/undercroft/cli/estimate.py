@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "estimate",
         parents=[shared],
-        help="say what a cache would have saved on a recorded trace",
+        help="estimate the savings of a cache on a recorded trace",
         description="Replays a trace on the engine's own index and policies, without payloads. The trace is one that "
         "vLLM with undercroft has recorded (option record), or one in Mooncake's format.",
         epilog="example: undercroft estimate --trace requests.jsonl --model Qwen/Qwen3-8B "

@@ -25,9 +25,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "inspect",
         parents=[shared],
-        help="show what a cache directory holds",
+        help="list the contents of a cache directory",
         description="Shows namespaces, blocks, bytes and age of a cache directory. Changes nothing "
         "without --drop. Exit code 1 if --verify finds a corrupt payload.",
+        epilog="example: undercroft inspect /mnt/nvme0/undercroft --verify",
     )
     parser.add_argument("directory", metavar="DIR", help="the disk_path of an engine")
     parser.add_argument("--verify", action="store_true", help="read every payload and compare its checksum")
@@ -38,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     )
     parser.add_argument("--yes", action="store_true", help="remove it without asking")
     parser.add_argument(
-        "--diff", nargs=2, metavar="NAMESPACE", help="show in what two namespaces differ, by the start of their digests"
+        "--diff", nargs=2, metavar="NAMESPACE", help="show the differences of two namespaces (first digits of each)"
     )
     parser.add_argument(
         "--model",

@@ -12,12 +12,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from types import ModuleType
 
+import undercroft
 from undercroft.errors import ConfigError, StoreError, UndercroftError
 
-COMMANDS = ("serve", "status", "explain", "doctor", "check-config", "inspect", "size", "estimate")
+COMMANDS = ("serve", "status", "explain", "clear", "doctor", "check-config", "inspect", "size", "estimate")
 """Subcommands; the module of each has its name."""
 
 
@@ -25,9 +25,10 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser of one of `COMMANDS` alone, which loads soonest, or else of the whole command; that of ``bench`` only
     if it is the ``command``. Raises ConfigError."""
     parser = argparse.ArgumentParser(
-        prog="undercroft", description="Tiered KV cache for vLLM: serve it, look at it and at this machine, measure."
+        prog="undercroft",
+        description="Tiered KV cache for vLLM: run the server, inspect caches, check this machine, run benchmarks.",
     )
-    parser.add_argument("--version", action="version", version=f"undercroft {metadata.version('undercroft')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and the build")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -38,6 +39,20 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     if command == "bench":
         _load_bench().add_kinds(bench, shared)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints version and build. The core is loaded for it alone: without the core, only the version is known."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        try:
+            from undercroft import _core
+
+            build = _core.__build__
+        except ImportError as error:
+            build = f"the core cannot be loaded: {error}"
+        print(f"undercroft {undercroft.__version__} ({build})")
+        parser.exit()
 
 
 def _load_bench() -> ModuleType:

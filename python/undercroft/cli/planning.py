@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from undercroft.cli import engines
 from undercroft.units import format_size
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -32,12 +33,17 @@ def is_known(stats: dict[str, Any]) -> bool:
     return all(stats.get(name) for name in needed)
 
 
+def loaded_lengths(stats: dict[str, Any]) -> list[int]:
+    """The lengths of prompts that are read from an idle disk."""
+    return [tokens for tokens in LENGTHS if load_s(stats, tokens) < _SLACK * compute_s(stats, tokens)]
+
+
 def sentence(stats: dict[str, Any]) -> str:
     """One sentence; empty before enough was measured."""
     if not is_known(stats):
         return ""
     even = 8192 * stats["plan_bytes_per_token"] / compute_s(stats, 8192)
-    loaded = [tokens for tokens in LENGTHS if load_s(stats, tokens) < _SLACK * compute_s(stats, tokens)]
+    loaded = loaded_lengths(stats)
     what = (
         f"prefixes of {loaded[0]} tokens and more are loaded"
         if loaded == list(LENGTHS[len(LENGTHS) - len(loaded) :]) and loaded
@@ -51,15 +57,30 @@ def sentence(stats: dict[str, Any]) -> str:
     )
 
 
+HEADER = ("tokens", "computing", "loading from disk", "equal at", "decision")
+
+
 def table(stats: dict[str, Any]) -> list[tuple[str, ...]]:
-    """By the length of a prompt: the time of computing, that of loading from disk, and the rate at which both are
-    equal."""
+    """By the length of a prompt: the times of computing and of loading, the rate of the disk at which both are equal,
+    and the decision if nothing else is read."""
+    loaded = loaded_lengths(stats)
     return [
         (
             str(tokens),
             f"{compute_s(stats, tokens) * 1e3:.0f} ms",
             f"{load_s(stats, tokens) * 1e3:.0f} ms",
             f"{format_size(int(tokens * stats['plan_bytes_per_token'] / compute_s(stats, tokens)))}/s",
+            "load" if tokens in loaded else "compute",
         )
         for tokens in LENGTHS
     ]
+
+
+def of_running(disk_bytes_per_s: float | None = None) -> list[dict[str, str]]:
+    """The table of the first engine of this user that has measured enough, with its own disk or one of this rate."""
+    other = {} if disk_bytes_per_s is None else {"plan_disk_bytes_per_s": disk_bytes_per_s}
+    for engine in engines.all_of_user():
+        stats = engine["stats"] | other
+        if is_known(stats):
+            return [dict(zip(HEADER, row, strict=True)) for row in table(stats)]
+    return []

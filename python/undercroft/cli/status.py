@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "status",
         parents=[shared],
-        help="show what running engines hold and do",
+        help="show contents and activity of running engines",
         description="Asks `undercroft serve`, or the engine inside a vLLM. Without --socket and --disk-path: the "
         "engine of this user, or a line for each if there are several. Exit code 1 if none answers.",
         epilog="example: undercroft status --disk-path /var/cache/undercroft --watch 2",
@@ -134,13 +134,13 @@ def print_status(status: dict[str, Any]) -> None:
         output.print_table(("disk", "capacity", "health", "trouble"), [_disk(disk) for disk in disks])
     if plan := planning.sentence(stats):
         print(f"\n{plan}")
-        output.print_table(("tokens", "computing", "loading from disk", "equal at"), planning.table(stats))
+        output.print_table(planning.HEADER, planning.table(stats))
     if status["sessions"]:
         print()
-        columns = ("connected", "workers", "lookups", "pending", "loads", "saves")
-        sizes = ("load_bytes", "save_bytes", "request_bytes")
+        columns = ("connected", "workers", "answered", "hits", "lookups", "pending", "loads", "saves")
+        sizes = ("loaded_bytes", "saved_bytes", "request_bytes")
         output.print_table(
-            ("session", *columns, "loading", "saving", "requests"),
+            ("session", *columns, "loaded", "saved", "requests"),
             [
                 (
                     session["namespace"][:12],

@@ -36,6 +36,7 @@ from undercroft.connector.namespace import Naming, describe, random_seed
 from undercroft.connector.recording import Recorder
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler import SchedulerConnector
+from undercroft.connector.shadow import Shadow
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.connector.weights import Digests, digests_file
 from undercroft.device.layout import group_shard_bytes, kv_replicas
@@ -102,6 +103,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._events: Events | NoEvents = NO_EVENTS
         self._recorder: Recorder | None = None
         self._explanations: Explanations | None = None
+        self._shadow: Shadow | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
@@ -178,6 +180,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._recorder = Recorder(Path(config.record + suffix), groups)
             tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
             self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
+            if config.shadow:
+                self._shadow = Shadow(config.shadow, groups, tokens_in)
             index_bytes = partial(capacity.index_bytes, groups=registration)
             whose = _whose(engine, config)
             logger.info(start_line(engine.info(), session.namespace, whose, tokens_in, index_bytes))
@@ -255,7 +259,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call; None if nothing was."""
+        """The counters' growth since the last call; None if nothing was."""
         stats = UndercroftStats()
         if self._engine_stats is not None and self._scheduler is not None:
             # vLLM asks at the end of each step.
@@ -263,13 +267,15 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             stats.data = self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle())
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             stats = stats.aggregate(UndercroftStats({"counters": counters}))
+        if self._shadow is not None:
+            stats = stats.aggregate(UndercroftStats(self._shadow.collect()))
         # Last, since they are forgotten once taken.
         stats = stats.aggregate(UndercroftStats(self._counts.collect()))
         return None if stats.is_empty() else stats
 
     @_fail_open(_nothing)
     def shutdown(self) -> None:
-        """Finish what is under way (bounded) and let go of memory, disks and threads."""
+        """Finish the work in progress (bounded) and release memory, disks and threads."""
         with contextlib.ExitStack() as closing:
             # Last in, first out; each runs whatever becomes of the others.
             if self._engine is not None:
@@ -281,6 +287,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 closing.callback(self._scheduler.close)
             if self._recorder is not None:
                 closing.callback(self._recorder.close)
+            if self._shadow is not None:
+                closing.callback(self._shadow.close)
             if self._worker is not None:
                 closing.callback(self._worker.shutdown)
 
@@ -298,6 +306,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.bind_gpu_block_pool`."""
         if self._scheduler is not None:
             self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+        if isinstance(self._events, Events):
+            vllm_patches.after_prefix_cache_reset(gpu_block_pool, self._events.forgotten)
 
     @_fail_open(_nothing)
     def on_new_request(self, request: Request) -> None:
@@ -307,8 +317,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._events.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and given
-        back at the end of the step."""
+        """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and
+        rejected at the end of the step."""
         # Guarded here: each step asks for each waiting request, and the wrapper would cost as much as the question.
         answer: tuple[int | None, bool] = 0, False
         unread_tokens = 0
@@ -334,7 +344,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
         ``unread_tokens``: see `SchedulerConnector.unread_tokens`.
         """
-        # Also without a cache (it is off, or failed): then only what the device and other connectors hold counts.
+        # Also without a cache (it is off, or failed): then only the tokens of the device and of other connectors count.
         gain, _ = answer
         assert self._threshold is not None and gain is not None
         try:
@@ -427,11 +437,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are never kept from being freed: what is being saved from them is pinned."""
+        """Blocks are never kept from being freed: blocks that are being saved are pinned."""
         if self._threshold is not None:
             self._threshold.discard(request.request_id)
         if self._recorder is not None:
             self._recorder.finished(request)
+        if self._shadow is not None:
+            self._shadow.finished(request)
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         self._events.finished(request)
@@ -439,7 +451,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What has changed in the tiers, where vLLM publishes events."""
+        """The changes in the tiers, where vLLM publishes events."""
         return self._events.take()
 
     @_fail_open(bool)

@@ -80,6 +80,8 @@ class Events:
         """Requests that have not finished, and how many of the blocks of each are remembered."""
         self.more = True
         """Whether the engine has more to tell, so that vLLM should go on stepping."""
+        self._restart = False
+        """Whether the engine is to tell everything again."""
 
     def arrived(self, request: Request) -> None:
         """A request has arrived: the tokens of its blocks are known from now on."""
@@ -116,11 +118,19 @@ class Events:
         for request_id, (request, begin) in self._live.items():
             self._live[request_id] = request, self._remember(request, begin)
 
+    def forgotten(self) -> None:
+        """vLLM has published that all blocks are cleared, those of the tiers too as routers take it: all is told again.
+
+        vLLM publishes its own events of a step before those of the tiers.
+        """
+        self._restart = self.more = True
+
     def take(self) -> list[Any]:
         """The events since the last call, as vLLM publishes them."""
         # Whatever fails below, vLLM must not step for it for ever.
         self.more = False
-        taken = self._session.take_events()
+        restart, self._restart = self._restart, False
+        taken = self._session.take_events(restart)
         if taken is None:
             return []
         cleared, changes, self.more = taken

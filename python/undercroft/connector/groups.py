@@ -257,7 +257,7 @@ def _why_groups_are_unsupported(kv_cache_config: KVCacheConfig) -> str | None:
             return f"KV cache group {index} ({names}) is not transferable"
         if kind is None:
             return (
-                f"KV cache group {index} is {names}, which is not known here: what a hit needs of it cannot be told, "
+                f"KV cache group {index} is {names}, which is not known here: the needs of a hit are unknown, "
                 "and the other groups alone would give wrong output"
             )
         if kind == "state" and not compat.keeps_states(spec):

@@ -63,9 +63,9 @@ class NamespaceHealth:
         self._last = volatile
         if lasting > self._said:
             logger.warning(
-                "undercroft: a restart will not find what is saved of %d namespaces: a directory's table has no entry "
-                "for them, since it takes no writes, or sessions use all of its 128 namespaces. They get one when "
-                "sessions end and these are opened again.",
+                "undercroft: a restart will not find the blocks of %d namespaces: a directory's table has no entry for "
+                "them, because it takes no writes, or because sessions use all of its 128 entries. They get one when "
+                "they are opened again after other sessions have ended.",
                 lasting,
             )
         self._said = max(lasting, min(self._said, volatile))

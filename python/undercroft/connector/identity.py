@@ -64,5 +64,5 @@ def check_seed(reason: str, config: UndercroftConfig, *, is_shared: bool) -> Non
             f"undercroft: {where} with random block hashes: {reason}; they would only take space from the others. "
             f"{advice}"
         )
-    kept = f" What {', '.join(config.disk_path)} keeps of it is garbage then." if config.disk_path else ""
+    kept = f" Blocks that it saves in {', '.join(config.disk_path)} are never found again." if config.disk_path else ""
     logger.warning("undercroft: %s.%s %s", reason, kept, advice)

@@ -1,4 +1,4 @@
-"""The scheduler's half: looks prompts up in the engine, and tells the workers what to copy.
+"""The scheduler's half: looks prompts up in the engine, and tells the workers which blocks to copy.
 
 Every call here runs on the scheduler's thread, so nothing waits for IO: the engine answers from memory, and "later" is
 an answer.
@@ -86,12 +86,12 @@ class SchedulerConnector:
             any_part=not (groups.has_windows or groups.has_states), whole_blocks=groups.window_blocks
         )
         self._metadata = UndercroftMetadata()
-        """What the next step's metadata already holds."""
+        """The content of the next step's metadata so far."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0
         self.completes_local_hits = False
         """Whether a local hit of full attention alone is welcome: the state at the loaded boundary completes it."""
         self.has_siblings = False
-        """Whether other connectors may bring what a request needs."""
+        """Whether other connectors may bring the tokens that a request needs."""
         self._step = 0
         self._refused = 0
         self._epoch = 0
@@ -233,7 +233,7 @@ class SchedulerConnector:
     # Steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
-        """What the workers copy in this step: the loads begun in it, and the blocks that it fills."""
+        """The copies of the workers in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
         self.steps.scheduled(scheduler_output.num_scheduled_tokens)
         # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
@@ -275,7 +275,7 @@ class SchedulerConnector:
             self._saves.invalidate(output.invalid_block_ids)
             for state in self._requests.values():
                 state.saved_hashes = state.saved_tokens = state.windows_kept = 0
-        # Each on its own: what is reported here is reported once, so one's trouble must not lose the others.
+        # Each on its own: a result is reported here once, so an error of one must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             if request_id in self._loading:
@@ -300,7 +300,7 @@ class SchedulerConnector:
             self._end_transfer(transfer_id, ok)
 
     def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
-        """The request has finished or was aborted. Its blocks may be freed: what is being saved from them is pinned."""
+        """The request has finished or was aborted. Its blocks may be freed: blocks that are being saved are pinned."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
         if state is not None:
@@ -343,7 +343,7 @@ class SchedulerConnector:
         return self._saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
-        """Drop everything of this namespace. What the device holds now is not saved any more.
+        """Drop everything of this namespace. Blocks that the device holds now are not saved any more.
 
         True also if nobody confirms it: from the request on, this vLLM's session shares with no other and finds nothing
         of before, and vLLM would stay paused after False.
@@ -352,13 +352,13 @@ class SchedulerConnector:
         if not self._session.reset(RESET_TIMEOUT_S):
             logger.warning(
                 "undercroft: a reset was not confirmed within %g s: the server is away or late, or the disk failed. "
-                "This vLLM finds nothing of before the reset. Others with the same model do until it is confirmed.",
+                "This vLLM finds no earlier blocks. Others with the same model do until the reset is confirmed.",
                 RESET_TIMEOUT_S,
             )
         return True
 
     def forget_device(self) -> None:
-        """Save nothing of what the device holds now, and let go of it."""
+        """Save none of the blocks that the device holds now, and drop the references to them."""
         self._epoch += 1
         try:
             self._saves.abandon()
@@ -427,7 +427,7 @@ class SchedulerConnector:
         )
 
     def _min_tokens(self, request: Request) -> int:
-        # Other connectors may bring what is needed.
+        # Other connectors may bring the missing tokens.
         return 0 if self.has_siblings else self._needed_tokens(request)
 
     def _least_boundary(self, min_tokens: int, num_computed_tokens: int) -> int:

@@ -13,6 +13,7 @@ from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
+from undercroft.metrics import SHADOWS
 from undercroft.reasons import REASONS
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "save_failures": ("counter", "saves that ended with a failure"),
     "plans_load_faster": ("counter", "prompts read from disk: that takes less time than computing"),
     "plans_load_unknown": ("counter", "prompts read from disk before enough was measured"),
-    "plans_load_measure": ("counter", "prompts read from disk since nothing was read for a second"),
     "plans_load_other_way": ("counter", "prompts read from disk as one in a hundred near-even decisions"),
     "plans_compute_faster": ("counter", "prompts not read from disk: computing takes less time"),
+    "plans_compute_measure": ("counter", "the same, and a few of their blocks were read to measure the disk"),
     "plans_compute_small": ("counter", "hits in host memory not loaded: computing takes less time than the copy"),
     "plans_compute_other_way": ("counter", "prompts not read from disk as one in a hundred near-even decisions"),
     "plans_stopped_rest": ("counter", "waits for the disk that ended: the rest took longer than it saved"),
@@ -77,7 +78,10 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
         "counter",
         "waits for the disk that ended: load_margin was over, and too little had come",
     ),
-    "tokens_not_loaded_disk": ("counter", "tokens on disk that were computed by plans_compute_faster"),
+    "tokens_not_loaded_disk": (
+        "counter",
+        "tokens on disk that were computed by plans_compute_faster and plans_compute_measure",
+    ),
     "tokens_not_loaded_small": ("counter", "tokens in host memory that were computed by plans_compute_small"),
     "tokens_not_loaded_other_way": ("counter", "tokens on disk that were computed by plans_compute_other_way"),
     "tokens_not_loaded_rest": ("counter", "tokens that had not come by plans_stopped_rest"),
@@ -104,6 +108,9 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
 }
 """Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""
 
+SHADOW_KEYS = tuple(f"shadow_capacity_bytes_{number}" for number in SHADOWS)
+"""Gauges of the option ``shadow``: the sizes."""
+
 CAPACITY_KEYS = ("host_capacity_tokens", "disk_capacity_tokens")
 """Gauges that the connector computes: tokens of its model that a tier of the capacity in bytes holds."""
 
@@ -129,6 +136,8 @@ SCHEDULER_KEYS: dict[str, str] = {
     "failed_loads": "loads the workers reported as failed",
     "rejected_request": "requests rejected by their own hit threshold",
     "rejected_global": "requests rejected by the configured hit threshold",
+    "shadow_prompt_tokens": "prompt tokens that the caches of the option shadow were asked for",
+    **{f"shadow_hit_tokens_{number}": f"tokens that the cache of size {number} would have had" for number in SHADOWS},
     "hook_errors": "errors caught in the connector's hooks; each kind is logged once",
 }
 """Counters that the connector itself keeps."""
@@ -140,7 +149,9 @@ def _counters() -> frozenset[str]:
 
 
 COUNTERS = _counters()
-GAUGES = frozenset({name for name, (kind, _) in STATS_KEYS.items() if kind == "gauge"}.union(CAPACITY_KEYS))
+GAUGES = frozenset(
+    {name for name, (kind, _) in STATS_KEYS.items() if kind == "gauge"}.union(CAPACITY_KEYS, SHADOW_KEYS)
+)
 SAMPLES = ("lookup_seconds", "wait_seconds")
 """Single observations, for histograms: from first question to answer, of all lookups and of those that waited."""
 

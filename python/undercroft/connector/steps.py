@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from undercroft.connector.request_state import RequestState
 
 _UNREPORTED = 16
-"""Steps without a prefill that are reported together."""
+"""Steps without a prefill that are reported together, unless a lookup comes."""
 _IN_FLIGHT = 8
 """Most steps that vLLM has scheduled and not ended. With more, the ends are not told as they are expected to be."""
 
@@ -33,6 +33,10 @@ class Steps:
         """Steps that have not ended: when they were scheduled, tokens, the sum of their positions, decodes."""
         self._ended_at = 0.0
         self._unreported: list[tuple[int, int, int, float]] = []
+        self._running = 0
+        """Requests of the step that was scheduled last, less those that have finished."""
+        self._last_decodes = 0
+        """Decodes of the step that ended last."""
 
     # Prompts
 
@@ -56,10 +60,16 @@ class Steps:
         """A request has finished."""
         self._done += state.uncomputed
         state.uncomputed = 0
+        self._running = max(0, self._running - 1)
         self._prefilling.pop(state.request.request_id, None)
 
     def queued(self, state: RequestState) -> int:
-        """Prompt tokens of requests that came before one, which are not computed."""
+        """Prompt tokens of requests that came before one, which are not computed. The planner is about to be asked: it
+        learns of the steps so far."""
+        if self._last_decodes and not self._running:
+            self._unreported.append((0, 0, 0, 0.0))
+            self._last_decodes = 0
+        self._report()
         return max(0, state.queued_behind - self._done)
 
     # Times
@@ -77,6 +87,7 @@ class Steps:
             prefilled += count
             positions += count * computed + count * count // 2
             self.computed(state, computed + count)
+        self._running = len(tokens)
         if len(self._scheduled) == _IN_FLIGHT:
             self._scheduled.clear()
         self._scheduled.append((time.perf_counter(), prefilled, positions, len(tokens) - prefills))
@@ -92,6 +103,11 @@ class Steps:
         if not tokens and not decodes:
             return
         self._unreported.append((tokens, positions, decodes, now - began_at))
+        self._last_decodes = decodes
         if tokens or len(self._unreported) == _UNREPORTED:
+            self._report()
+
+    def _report(self) -> None:
+        if self._unreported:
             steps, self._unreported = self._unreported, []
             self._session.report_steps(steps)

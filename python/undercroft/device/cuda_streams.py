@@ -30,6 +30,8 @@ class CudaStreams:
     def select(self) -> None:
         """See `Streams.select`."""
         torch.cuda.set_device(self._device)
+        # The model runner's thread may capture a graph while the thread makes buffers or waits for its stream.
+        driver.allow_during_capture(driver.load())
 
     def compute(self) -> torch.cuda.Stream:
         """See `Streams.compute`."""

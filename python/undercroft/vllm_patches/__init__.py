@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from undercroft.vllm_patches.configuration import check_configuration
 from undercroft.vllm_patches.connector import (
+    after_prefix_cache_reset,
     before_prefix_cache_reset,
     end_step_at,
     recompute_failed_loads,
@@ -26,6 +27,7 @@ __all__ = [
     "HIT_THRESHOLD",
     "PATCHES",
     "Patch",
+    "after_prefix_cache_reset",
     "before_prefix_cache_reset",
     "check_configuration",
     "count_ranks",

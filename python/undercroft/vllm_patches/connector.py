@@ -126,6 +126,25 @@ def before_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None])
     replace((block_pool, "reset_prefix_cache", wrap), again=True)
 
 
+@guarded(PREFIX_CACHE_RESET)
+def after_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) -> None:
+    """Run ``action`` each time after the pool has reset its prefix cache."""
+
+    def wrap_after(original: Callable[..., bool]) -> Callable[..., bool]:
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
+            is_reset = original(*args, **kwargs)
+            try:
+                if is_reset:
+                    action()
+            except Exception as error:  # The cache is reset whatever becomes of those who are told.
+                failed(PREFIX_CACHE_RESET, error)
+            return is_reset
+
+        return reset_prefix_cache
+
+    replace((block_pool, "reset_prefix_cache", wrap_after), again=True)
+
+
 @guarded(SHARED_PREFIX)
 def end_step_at(request: Request, boundary: int) -> None:
     """Let vLLM end a step of the request after ``boundary`` tokens, unless it ends one at a boundary of its own."""

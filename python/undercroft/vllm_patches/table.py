@@ -83,8 +83,8 @@ MULTI_CONNECTOR_HITS = Patch(
     "multi_connector_hits",
     ("MultiConnector.get_num_new_matched_tokens", "MultiConnector._undercroft_judge"),
     "the class, in every process",
-    "The hit threshold must count what the other children of MultiConnector can load, and undercroft must not load "
-    "what they bring. A child sees neither its siblings nor their answers.",
+    "The hit threshold must count the tokens that the other children of MultiConnector can load, and undercroft must "
+    "not load these. A child sees neither its siblings nor their answers.",
     "0.31 to 0.33",
     "Inside MultiConnector, the hit threshold counts the device's and undercroft's hits only.",
 )
@@ -119,9 +119,10 @@ PREFIX_CACHE_RESET = Patch(
     ("BlockPool.reset_prefix_cache",),
     "the instance of undercroft's scheduler",
     "vLLM refuses a reset while blocks are referenced, and asks the connector only afterwards. The wrapper releases "
-    "the blocks that are being saved first.",
+    "the blocks that are being saved first. Routers take the event of the reset for one of all tiers: the wrapper has "
+    "them told again what the tiers hold.",
     "0.31 to 0.33",
-    "A reset of vLLM's prefix cache is refused while saves are running.",
+    "A reset of vLLM's prefix cache is refused while saves are running, and routers forget the tiers with it.",
 )
 WEIGHT_CHANGES = Patch(
     "weight_changes",

@@ -28,7 +28,7 @@ const REST_PAUSE: Duration = Duration::from_micros(100);
 /// How often the IO thread looks at devices that have operations and do not answer.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// How often a wait looks at its limits of time, whose end nobody tells.
+/// How often a wait checks its time limits, whose end causes no event.
 const TICK: Duration = Duration::from_millis(5);
 
 /// How often the IO thread writes the ages of payloads that were used.
@@ -63,7 +63,7 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
     fn give_way(&self);
 }
 
-/// What tells the engine the time.
+/// The engine's clock.
 pub trait Clock: std::fmt::Debug + Send + Sync {
     /// Nanoseconds since the engine started; never goes back.
     fn now_ns(&self) -> u64;
@@ -96,7 +96,7 @@ struct OpenedDevice {
     image: DeviceImage,
 }
 
-/// What the IO thread calls when operations have ended.
+/// The hook that the IO thread calls when operations have ended.
 struct Hook(Box<dyn Fn() + Send + Sync>);
 
 impl std::fmt::Debug for Hook {
@@ -133,7 +133,7 @@ impl Shared {
         Some(state)
     }
 
-    /// Does `work` in the locked engine, and wakes the IO thread for what it left to do.
+    /// Does `work` in the locked engine, and wakes the IO thread for the rest of the work.
     fn enter<R>(&self, mut state: MutexGuard<'_, State>, work: impl FnOnce(&mut Engine) -> R) -> R {
         let result = work(&mut state.engine);
         let wake = state.waits && state.engine.has_io();
@@ -223,7 +223,7 @@ impl Driver {
         self.shared.waker.wake();
     }
 
-    /// Finishes what waits to be written, for at most `timeout`, and stops the IO thread. Idempotent.
+    /// Finishes pending writes, for at most `timeout`, and stops the IO thread. Idempotent.
     pub fn stop(&self, timeout: Duration) {
         if let Some(mut state) = self.shared.lock() {
             if state.stop_at.is_none() {
@@ -246,8 +246,8 @@ impl EngineAccess for Driver {
         contained(|| Some(self.shared.enter(self.shared.lock()?, work)))
     }
 
-    // Unlike `enter` it never wakes the IO thread: what waits for memory or budget would be tried again
-    // each time.
+    // Unlike `enter` it never wakes the IO thread: requests that wait for memory or budget would be
+    // retried each time.
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
         contained(|| self.shared.lock().map(|state| work(&state.engine)))
     }

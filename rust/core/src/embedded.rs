@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::driver::{Driver, EngineAccess};
-use crate::engine::{Engine, Granted, LookupCursor, SessionId};
+use crate::engine::{Engine, Granted, HintCursor, LookupCursor, SessionId};
 use crate::error::RegisterError;
 use crate::explain::{Reason, Rest};
+use crate::hint::{HintAnswer, HintRefusal, HintRequest};
 use crate::session::{
     BlockEvents, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session,
     SessionSpec, SessionToken, Step, Tokens, TransferId,
@@ -139,11 +140,25 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
             .enter(|engine| engine.finish_request(self.id, request));
     }
 
-    fn take_events(&self) -> BlockEvents {
-        let has_some = |engine: &Engine| engine.has_events(self.id);
+    fn hint(&self, request: &HintRequest<'_>) -> HintAnswer {
+        let mut cursor = HintCursor::default();
+        loop {
+            let answer = self
+                .engine
+                .enter(|engine| engine.step_hint(self.id, request, &mut cursor));
+            match answer {
+                Some(Some(answer)) => return answer,
+                Some(None) => self.engine.give_way(),
+                None => return HintAnswer::Rejected(HintRefusal::Unavailable),
+            }
+        }
+    }
+
+    fn take_events(&self, restart: bool) -> BlockEvents {
+        let has_some = |engine: &Engine| restart || engine.has_events(self.id);
         let taken = self.engine.read_or_enter(
             |engine| (!has_some(engine)).then(BlockEvents::default),
-            |engine| engine.take_events(self.id),
+            |engine| engine.take_events(self.id, restart),
         );
         taken.unwrap_or_default()
     }

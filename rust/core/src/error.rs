@@ -1,4 +1,4 @@
-//! Errors, one enum for each family of operations. Messages name what was found and what to do.
+//! Errors, one enum for each family of operations. Messages name the finding and the remedy.
 
 use std::path::PathBuf;
 
@@ -37,7 +37,7 @@ pub enum RegisterError {
         payload_bytes: u64,
         /// "the arena" or the data file.
         region: &'static str,
-        /// What would fit.
+        /// The size that would fit.
         page_bytes: u64,
         /// The option to change.
         option: &'static str,
@@ -74,7 +74,7 @@ pub enum RegisterError {
     Broken,
 }
 
-/// What an operator can do for larger slots.
+/// The way to larger slots, for an operator.
 fn larger_slots(option: &str, needed: Option<u64>) -> String {
     match needed {
         Some(needed) => format!("set {option} to at least {}", Bytes(needed)),
@@ -94,11 +94,11 @@ pub enum StoreError {
     Io {
         /// The file or directory.
         path: PathBuf,
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
         /// The reason.
         source: std::io::Error,
-        /// What to do, starting with "; ", or empty.
+        /// The remedy, starting with "; ", or empty.
         hint: &'static str,
     },
     /// Another live engine owns it.
@@ -124,7 +124,7 @@ pub enum StoreError {
         /// One of the files found.
         found: String,
     },
-    /// A file in it is not what an engine made.
+    /// A file in it was not made by an engine.
     #[error(
         "disk_path {path}: its file {name} cannot be trusted: {reason}; remove that file. Nothing was changed"
     )]
@@ -144,7 +144,7 @@ pub enum StoreError {
     Damaged {
         /// The directory.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect.
         reason: String,
     },
     /// Written by another format version.
@@ -155,12 +155,12 @@ pub enum StoreError {
     Version {
         /// The directory.
         path: PathBuf,
-        /// What it says.
+        /// The version in the file.
         found: u32,
-        /// What this code reads.
+        /// The version that this code reads.
         supported: u32,
     },
-    /// The directory belongs to somebody else.
+    /// The directory belongs to another user.
     #[error(
         "disk_path {path} belongs to uid {owner}, this process runs as uid {uid}; choose another disk_path: a directory in \
          it that does not exist yet is made, and is this user's"
@@ -215,7 +215,7 @@ pub enum StoreError {
         path: PathBuf,
         /// What was asked for.
         capacity: u64,
-        /// What there is.
+        /// The available amount.
         available: u64,
         /// What is left alone.
         reserve: u64,
@@ -235,7 +235,7 @@ pub enum StoreError {
         capacity: u64,
         /// Size of the filesystem.
         total: u64,
-        /// What can be used now.
+        /// The amount that can be used now.
         available: u64,
     },
     /// Too small to be of use.
@@ -275,7 +275,8 @@ impl StoreError {
     }
 }
 
-/// Whether the operating system refused for what an operator has set: rights, or a path that leads nowhere.
+/// Whether the operating system refused because of a setting of an operator: rights, or a path that
+/// leads nowhere.
 fn is_misconfigured(source: &std::io::Error) -> bool {
     use rustix::io::Errno;
     let by_setting = [

@@ -12,6 +12,7 @@ pub mod engine;
 pub mod error;
 pub mod explain;
 pub mod forest;
+pub mod hint;
 pub mod io;
 pub mod key;
 pub mod memory;

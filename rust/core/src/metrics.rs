@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use crate::explain::Reason;
+use crate::hint::{Hint, HintAnswer};
 
 /// Counters since the start. Bytes are payload bytes; `_ns` are sums of durations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -39,9 +40,9 @@ pub struct Counters {
     pub save_failures: u64,
     pub plans_load_faster: u64,
     pub plans_load_unknown: u64,
-    pub plans_load_measure: u64,
     pub plans_load_other_way: u64,
     pub plans_compute_faster: u64,
+    pub plans_compute_measure: u64,
     pub plans_compute_small: u64,
     pub plans_compute_other_way: u64,
     pub plans_stopped_rest: u64,
@@ -73,6 +74,21 @@ pub struct Counters {
     pub misses_repeated: u64,
     pub misses_threshold: u64,
     pub misses_load_failed: u64,
+    pub hints_prefetch_accepted: u64,
+    pub hints_prefetch_clipped: u64,
+    pub hints_prefetch_rejected: u64,
+    pub hints_pin_accepted: u64,
+    pub hints_pin_clipped: u64,
+    pub hints_pin_rejected: u64,
+    pub hints_demote_accepted: u64,
+    pub hints_demote_clipped: u64,
+    pub hints_demote_rejected: u64,
+    pub hints_release_accepted: u64,
+    pub hints_release_rejected: u64,
+    pub pins_expired: u64,
+    pub pins_over_budget: u64,
+    pub pins_gave_way: u64,
+    pub pins_lost: u64,
 }
 
 impl Counters {
@@ -99,6 +115,39 @@ impl Counters {
         };
         *counter += 1;
     }
+
+    /// Counts a hint and what became of it.
+    pub(crate) fn count_hint(&mut self, hint: &Hint, answer: HintAnswer) {
+        let [accepted, clipped, rejected] = match hint {
+            Hint::Prefetch => [
+                &mut self.hints_prefetch_accepted,
+                &mut self.hints_prefetch_clipped,
+                &mut self.hints_prefetch_rejected,
+            ],
+            Hint::Pin { .. } => [
+                &mut self.hints_pin_accepted,
+                &mut self.hints_pin_clipped,
+                &mut self.hints_pin_rejected,
+            ],
+            Hint::Demote => [
+                &mut self.hints_demote_accepted,
+                &mut self.hints_demote_clipped,
+                &mut self.hints_demote_rejected,
+            ],
+            Hint::Release { .. } => {
+                let is_rejected = matches!(answer, HintAnswer::Rejected(_));
+                self.hints_release_rejected += u64::from(is_rejected);
+                self.hints_release_accepted += u64::from(!is_rejected);
+                return;
+            }
+        };
+        match answer {
+            HintAnswer::Accepted(_) => *accepted += 1,
+            HintAnswer::Clipped(_) => *clipped += 1,
+            HintAnswer::Rejected(_) => *rejected += 1,
+            HintAnswer::Pending => {}
+        }
+    }
 }
 
 /// What there is now.
@@ -124,6 +173,9 @@ pub struct Gauges {
     pub loads: u64,
     pub saves: u64,
     pub promotion_queue_bytes: u64,
+    pub pins: u64,
+    pub pin_bytes: u64,
+    pub pin_capacity_bytes: u64,
     pub plan_disk_bytes_per_s: u64,
     pub plan_disk_latency_ns: u64,
     pub plan_copy_bytes_per_s: u64,

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::explain::Rest;
 use crate::forest::Tier;
+use crate::hint::{HintAnswer, HintRequest};
 use crate::key::{BlockHash, HashSource};
 use crate::namespace::NamespaceSpec;
 
@@ -372,7 +373,7 @@ pub enum Save {
     Granted(SaveGrant),
     /// The grant comes from [`Session::poll_saves`].
     Pending(TransferId),
-    /// Nobody can be asked now.
+    /// No engine can be asked now.
     Unavailable,
 }
 
@@ -389,15 +390,15 @@ pub struct SaveGrant {
     pub refused: bool,
 }
 
-/// What a session is opened with.
+/// The parameters of a new session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionSpec {
     /// The namespace; it is registered if it is new.
     pub namespace: NamespaceSpec,
-    /// Tokens before the end of what is cached at which every hit must end: what a draft model keeps for
-    /// a token depends on the token after it.
+    /// Tokens before the end of the cached prefix at which every hit must end: a draft model's KV
+    /// of a token depends on the token after it.
     pub dropped_tokens: Tokens,
-    /// The session shares with nobody: its weights may be others than the namespace says.
+    /// The session shares with no other: its weights may be others than the namespace says.
     pub private: bool,
     /// A hit is leased also for a prefetch: the client loads by it without asking again.
     pub leases_prefetches: bool,
@@ -429,11 +430,11 @@ pub struct BlockEvent {
     pub parent: Option<BlockHash>,
 }
 
-/// What has changed in the tiers, in the order in which it did.
+/// The changes in the tiers, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockEvents {
-    /// Everything that was told before is void: changes were lost, or the namespace is another. What is there
-    /// follows from here on.
+    /// Everything that was told before is void: changes were lost, or the namespace is another. The
+    /// present content follows from here on.
     pub cleared: bool,
     /// The changes.
     pub events: Vec<BlockEvent>,
@@ -471,21 +472,28 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// The grants of pending saves that have come since the last call.
     fn poll_saves(&self) -> Vec<SaveGrant>;
 
-    /// All ranks have ended the copies of a load or a save, or nobody will copy. After a load that failed
+    /// All ranks have ended the copies of a load or a save, or no rank will copy. After a load that
+    /// failed
     /// the request's lookups are misses; a save that failed is dropped.
     fn end_transfer(&self, id: TransferId, ok: bool);
 
     /// The request has finished or was aborted. Loads and saves under way go on.
     fn finish_request(&self, request: &str);
 
-    /// What has come to the tiers or left them since the last call. The first call begins with what is there,
-    /// a part in each call. Until then nothing is noted.
-    fn take_events(&self) -> BlockEvents;
+    /// Reports a client's knowledge of a prompt's future use: see [`Hint`](crate::hint::Hint). Waits for a server's
+    /// answer for microseconds, and answers [`HintAnswer::Pending`] then.
+    fn hint(&self, request: &HintRequest<'_>) -> HintAnswer;
+
+    /// The payloads that were stored in the tiers or removed since the last call. The first calls report the present
+    /// content, a part in each call. Until then nothing is noted. `restart`: the receivers have forgotten all events, so
+    /// the session reports the present content again, without [`BlockEvents::cleared`].
+    fn take_events(&self, restart: bool) -> BlockEvents;
 
     /// Steps that the vLLM has run since the last call.
     fn report_steps(&self, steps: &[Step]);
 
-    /// Drops everything of the namespace. Nothing of before is found when this returns; true if nothing
+    /// Drops everything of the namespace. No earlier block is found when this returns; true if
+    /// nothing
     /// of it is found after a restart either, which takes at most `timeout` to ensure. False, and nothing is
     /// dropped, if the session was closed.
     fn reset(&self, timeout: Duration) -> bool;

@@ -1,4 +1,5 @@
-//! What an engine is opened with: the options of `undercroft.config` that concern it, by the same names.
+//! The parameters of an engine: the options of `undercroft.config` that concern it, by the same
+//! names.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,7 +14,7 @@ use undercroft_ipc::SocketLocation;
 
 use crate::error::HostError;
 
-/// What a `server` begins with.
+/// The prefix of a `server` address.
 const UNIX: &str = "unix://";
 
 /// One device of the disk tier.
@@ -73,7 +74,7 @@ pub struct HostConfig {
     pub disks: Vec<DiskConfig>,
     /// What becomes of a directory that cannot be opened, though it is configured well.
     pub on_disk_error: OnDiskError,
-    /// What becomes of a store of another format version.
+    /// The treatment of a store of another format version.
     pub disk_on_other_version: OnOtherVersion,
     /// How disks are read and written.
     pub io_engine: IoEngineChoice,
@@ -112,12 +113,12 @@ impl HostConfig {
     /// Reads the options from a JSON object.
     ///
     /// # Errors
-    /// Names the option that is unknown or whose value is not possible, and what is allowed.
+    /// Names the option that is unknown or has an impossible value, and the allowed values.
     pub fn from_json(json: &str) -> Result<Self, HostError> {
         let mut values = serde_json::Deserializer::from_str(json);
         serde_path_to_error::deserialize(&mut values).map_err(|error| {
             let text = error.inner().to_string();
-            // Nobody sees the JSON.
+            // The JSON is never shown.
             let reason = text.split(" at line ").next().unwrap_or_default();
             match error.path().to_string().as_str() {
                 "." => HostError::Option(reason.to_owned()),

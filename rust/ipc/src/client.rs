@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use undercroft_core::explain::Rest;
+use undercroft_core::hint::{HintAnswer, HintRefusal, HintRequest};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::panics::contained;
 use undercroft_core::session::{
@@ -258,8 +259,19 @@ impl Session for Client {
         self.shared.with(|state| state.finish_request(request));
     }
 
-    fn take_events(&self) -> BlockEvents {
-        let take = |state: &mut ClientState| state.take_events(Instant::now());
+    fn hint(&self, request: &HintRequest<'_>) -> HintAnswer {
+        let sent = self.shared.with(|state| state.send_hint(request));
+        let Some(number) = sent.flatten() else {
+            return HintAnswer::Rejected(HintRefusal::Unavailable);
+        };
+        let until = Instant::now() + self.shared.config.spin;
+        self.wait_until(until, |state| state.is_hinted(number));
+        let answer = self.shared.with(|state| state.end_hint(number));
+        answer.unwrap_or(HintAnswer::Rejected(HintRefusal::Unavailable))
+    }
+
+    fn take_events(&self, restart: bool) -> BlockEvents {
+        let take = |state: &mut ClientState| state.take_events(restart, Instant::now());
         self.shared.with(take).unwrap_or_default()
     }
 

@@ -7,6 +7,7 @@
 
 use serde::{Deserialize, Serialize, Serializer};
 use undercroft_core::explain::Rest;
+use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
@@ -145,9 +146,31 @@ pub enum ClientMessage<'a> {
     /// The server replies with `Status`. Allowed before `Register`.
     Status,
     /// Asks what has changed in the tiers. The server replies with `Events`.
-    TakeEvents,
+    TakeEvents {
+        /// The client has forgotten what it was told: the server begins with what is there.
+        restart: bool,
+    },
+    /// Tells of a prompt's future use. The server replies with `Hinted` when it has done so.
+    #[serde(borrow)]
+    Hint(HintMessage<'a>),
     /// An operator asks. The server replies with `Operated`. Allowed before `Register` only.
     Operate(Operation),
+}
+
+/// See [`HintRequest`](undercroft_core::hint::HintRequest).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HintMessage<'a> {
+    /// The request.
+    pub request: u64,
+    /// Names the hint.
+    pub number: u64,
+    /// The hint is about these first tokens.
+    pub max: Tokens,
+    /// What is to become of them.
+    pub hint: Hint,
+    /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
+    #[serde(borrow)]
+    pub hashes: HashRun<'a>,
 }
 
 /// See [`LookupRequest`](undercroft_core::session::LookupRequest).
@@ -288,6 +311,13 @@ pub enum ServerMessage {
     Operated {
         /// See [`Operation`].
         json: String,
+    },
+    /// What was made of a hint.
+    Hinted {
+        /// Names the hint.
+        number: u64,
+        /// The answer.
+        answer: HintAnswer,
     },
     /// What has changed in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
     Events {

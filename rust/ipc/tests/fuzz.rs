@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use undercroft_core::explain::{ExplainQuery, Reason};
 use undercroft_core::forest::Tier;
+use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
@@ -18,7 +19,8 @@ use undercroft_core::session::{
 use undercroft_ipc::Operation;
 use undercroft_ipc::frame::{self, FrameKind};
 use undercroft_ipc::protocol::{
-    ClientMessage, HashRun, LeasedHit, LookupAnswer, LookupMessage, SaveMessage, ServerMessage,
+    ClientMessage, HashRun, HintMessage, LeasedHit, LookupAnswer, LookupMessage, SaveMessage,
+    ServerMessage,
 };
 
 fn corpus() -> PathBuf {
@@ -123,7 +125,17 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         ClientMessage::Reset { reset: 4 },
         ClientMessage::Ping,
         ClientMessage::Status,
-        ClientMessage::TakeEvents,
+        ClientMessage::TakeEvents { restart: true },
+        ClientMessage::Hint(HintMessage {
+            request: 1,
+            number: 5,
+            max: Tokens(96),
+            hint: Hint::Pin {
+                ttl_ns: 600_000_000_000,
+                name: "a chat".to_owned(),
+            },
+            hashes,
+        }),
         ClientMessage::Operate(Operation::Explain(ExplainQuery {
             request: "cmpl-1".to_owned(),
             misses: true,
@@ -165,6 +177,10 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             extents: vec![extent],
         },
         ServerMessage::Reset { reset: 4, ok: true },
+        ServerMessage::Hinted {
+            number: 5,
+            answer: HintAnswer::Clipped(Tokens(64)),
+        },
         ServerMessage::Pong {
             stats: "{}".to_owned(),
         },

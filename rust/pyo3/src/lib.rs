@@ -53,6 +53,19 @@ mod _core {
         ] {
             module.add(name, errors.getattr(name)?)?;
         }
-        Ok(())
+        module.add("__build__", crate::build())
     }
+}
+
+/// How this module was built: profile, platform and commit, for reports of bugs. The commit is known where the build sets
+/// `UNDERCROFT_COMMIT`, as that of a release does.
+fn build() -> String {
+    let profile = if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    };
+    let (arch, os) = (std::env::consts::ARCH, std::env::consts::OS);
+    let commit = option_env!("UNDERCROFT_COMMIT").unwrap_or("unknown");
+    format!("{profile}, {arch}-{os}, commit {commit}")
 }

@@ -154,9 +154,15 @@ impl PySession {
     }
 
     /// What has come to the tiers or left them since the last call: whether all of before is void, the changes (stored,
-    /// on disk, group, hash, hash before), and whether more is to be told at once. None if there is nothing.
-    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let taken = self.session.take_events();
+    /// on disk, group, hash, hash before), and whether more is to be told at once. None if there is nothing. `restart`:
+    /// what was told is forgotten, and everything that is there is told again.
+    #[pyo3(signature = (restart = false))]
+    fn take_events<'py>(
+        &self,
+        py: Python<'py>,
+        restart: bool,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let taken = self.session.take_events(restart);
         if !taken.cleared && !taken.more && taken.events.is_empty() {
             return Ok(None);
         }

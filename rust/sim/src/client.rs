@@ -74,7 +74,9 @@ impl World {
         match self.random.below(200) {
             0..=4 => self.take_events(session)?,
             5 => self.check_routers()?,
-            6 => self.explain()?,
+            6..=11 if self.settings.hints => self.hint(session),
+            12..=17 if self.settings.hints => self.check_pins()?,
+            18 => self.explain()?,
             _ => {}
         }
         match self.random.below(1000) {
@@ -85,6 +87,10 @@ impl World {
             }
             8 => {
                 self.make_private(session);
+                Ok(())
+            }
+            9 if self.random.chance(200) => {
+                self.clear();
                 Ok(())
             }
             9..=29 => self.repeat_acknowledgement(),
@@ -149,7 +155,7 @@ impl World {
     }
 
     /// What the device holds, and the deepest boundary of use, as of now.
-    fn limits(&mut self, session: usize, request: usize) -> (u32, u32) {
+    pub(crate) fn limits(&mut self, session: usize, request: usize) -> (u32, u32) {
         let tokens = self.sessions[session].requests[request].tokens;
         let most = match self.random.below(10) {
             0 => self.random.below(u64::from(tokens) + 40) as u32,
@@ -182,7 +188,7 @@ impl World {
     }
 
     /// A lookup may find what was saved under the namespace's present weights.
-    fn note_weights(&mut self, session: usize, request: usize) {
+    pub(crate) fn note_weights(&mut self, session: usize, request: usize) {
         let epoch = self.epoch(session);
         let looked = &mut self.sessions[session].requests[request].looked;
         if !looked.contains(&epoch) {
@@ -460,6 +466,21 @@ impl World {
             self.history.stale.extend(away);
             self.part(session);
         }
+    }
+
+    /// An operator drops everything. The weights are those of before, but what is found has been saved since.
+    fn clear(&mut self) {
+        while self.engine.with(|engine| engine.clear("")) > 0 {}
+        for model in &mut self.models {
+            model.advance();
+        }
+        let shared = (0..self.models.len()).filter(|&of| !self.models[of].private);
+        self.history.undurable.extend(shared);
+        let attached = &self.disks.attached;
+        let away = (0..self.disks.devices.len()).filter(|at| !attached.contains(at));
+        self.history.stale.extend(away);
+        self.log.stats.resets += 1;
+        self.note(|| "clear".to_owned());
     }
 
     /// What a session does that had its namespace reset at another engine.

@@ -49,8 +49,15 @@ impl RouterIndex {
 impl World {
     /// A router hears of some changes.
     pub(crate) fn take_events(&mut self, session: usize) -> Result<(), String> {
+        let restart = self.random.chance(20);
         let client = &mut self.sessions[session];
-        let told = client.session.take_events();
+        if restart {
+            client.router.payloads.clear();
+        }
+        let told = client.session.take_events(restart);
+        if restart && told.cleared {
+            return Err("what a router has forgotten is voided".to_owned());
+        }
         client.router.listens = true;
         self.log.stats.events += told.events.len() as u64;
         self.log.stats.events_cleared += u64::from(told.cleared);

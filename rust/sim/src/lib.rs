@@ -18,6 +18,7 @@
 //!   and in the order of their use; it is never taken for another;
 //! - an index that is built from events alone holds exactly the payloads that the engine has, and no event is
 //!   told in vain;
+//! - what a pin keeps is in some tier until the pin ends, and all pins together take no more than their budget;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -30,6 +31,7 @@ mod device;
 mod disks;
 mod events;
 mod explain;
+mod hints;
 mod model;
 mod namespaces;
 mod participants;
@@ -92,6 +94,12 @@ pub struct Stats {
     pub events_cleared: u64,
     /// Comparisons of a router's index with the engine.
     pub routers_checked: u64,
+    /// Hints that clients gave.
+    pub hints: u64,
+    /// Of these, pins that hold.
+    pub pins: u64,
+    /// Pins whose blocks were looked for.
+    pub pins_checked: u64,
     /// Units of work of the entry that did most.
     pub most_units: u64,
 }
@@ -124,6 +132,9 @@ impl Stats {
         self.events += other.events;
         self.events_cleared += other.events_cleared;
         self.routers_checked += other.routers_checked;
+        self.hints += other.hints;
+        self.pins += other.pins;
+        self.pins_checked += other.pins_checked;
         self.most_units = self.most_units.max(other.most_units);
     }
 }

@@ -21,6 +21,8 @@ pub(crate) struct Settings {
     pub(crate) faults: DeviceFaults,
     /// There is room and time for everything, and nothing goes wrong: what was saved must be found.
     pub(crate) roomy: bool,
+    /// Clients give hints.
+    pub(crate) hints: bool,
     /// Bits flip in the arena.
     pub(crate) changes: bool,
     /// There are more namespaces than places for them, and sessions come and go.
@@ -60,6 +62,11 @@ impl Settings {
             2 => engine.host_bytes,
             _ => engine.host_bytes / 2,
         };
+        engine.pin_bytes = match random.below(4) {
+            0 => 0,
+            1 => engine.host_bytes,
+            _ => engine.host_bytes / 10 * 3,
+        };
         engine.min_load_tokens = Some(random.pick(&[1, 1, 16, 40]));
         engine.stall_ns = random.range(1, 200) * MILLISECOND;
         if random.chance(300) {
@@ -82,8 +89,8 @@ impl Settings {
         engine.removals = random.pick(&[1, 3, 16]);
         engine.event_ring = random.pick(&[1, 8, 64, 1 << 16]);
         engine.visits = random.pick(&[2, 3, 20, 1000]);
-        engine.departures = random.pick(&[0, 16, DEPARTURES, DEPARTURES]);
-        engine.explained_lookups = random.pick(&[1, 7, 4096]);
+        engine.departures = [0, 16, DEPARTURES, DEPARTURES][engine.host_bytes as usize / PAGE as usize % 4];
+        engine.explained_lookups = [1, 7, 4096][engine.promotion_bytes as usize % 3];
         let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
             .map(|_| (random.range(1, 10) * PAGE, PAGE))
             .collect();
@@ -137,6 +144,7 @@ impl Settings {
             devices,
             faults,
             roomy,
+            hints: random.chance(600),
             changes: !roomy && random.chance(300),
             crowded,
             lives: random.range(1, 6),

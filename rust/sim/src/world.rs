@@ -13,6 +13,7 @@ use crate::arena::SimArena;
 use crate::content::PrefixKey;
 use crate::device::SimDevice;
 use crate::disks::Disks;
+use crate::hints::SimPins;
 use crate::model::{Model, Prompts};
 use crate::participants::SimClient;
 use crate::random::Random;
@@ -83,6 +84,7 @@ pub(crate) struct World {
     pub(crate) sessions: Vec<SimClient>,
     /// Sessions in the middle of a save by steps, one inside the other.
     pub(crate) saving: Vec<usize>,
+    pub(crate) pins: SimPins,
     pub(crate) history: History,
     pub(crate) log: Log,
 }
@@ -105,6 +107,7 @@ impl World {
             prompts: Prompts::default(),
             sessions: Vec::new(),
             saving: Vec::new(),
+            pins: SimPins::default(),
             history: History::default(),
             log: Log {
                 traced,
@@ -165,6 +168,7 @@ impl World {
         self.disks.faults = self.settings.faults;
         self.clock.now_ns = 0;
         self.sessions.clear();
+        self.pins = SimPins::default();
         self.history.ended.clear();
         self.history.changes = 0;
         self.history.saved.clear();
@@ -280,7 +284,7 @@ impl World {
         self.set_now(self.clock.now_ns + by);
     }
 
-    fn set_now(&mut self, now_ns: u64) {
+    pub(crate) fn set_now(&mut self, now_ns: u64) {
         self.clock.now_ns = now_ns;
         self.engine.with(|engine| engine.set_now(now_ns));
     }
@@ -413,6 +417,7 @@ impl World {
             self.close_session(session)?;
         }
         self.disks.heal(self.clock.now_ns);
+        self.end_pins()?;
         let mut rounds = 0;
         let rests = |engine: &mut Engine| engine.is_quiet() && !engine.has_rest();
         while !self.engine.with(rests) || self.disks.in_flight() > 0 {

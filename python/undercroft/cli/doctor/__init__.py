@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from undercroft.cli import output
+from undercroft.cli import output, planning
 from undercroft.cli.doctor.check import Check
 from undercroft.config import OPTIONS, UndercroftConfig
 
@@ -19,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "doctor",
         parents=[shared],
         help="check the machine and the installation, with advice on each shortfall",
-        description="Checks kernel, limits, memory, disks, GPU and vLLM, and says what a start would do with the "
+        description="Checks kernel, limits, memory, disks, GPU and vLLM, and tells how a start would use the "
         "directories. The exit code is 1 if a check fails; warnings do not count.",
         epilog="example: undercroft doctor --role serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft "
         "--disk-path /mnt/nvme1/undercroft",
@@ -28,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--role",
         choices=("vllm", "serve"),
         default="vllm",
-        help="what is to run here: vLLM, or undercroft serve, which needs neither vLLM nor a GPU (%(default)s)",
+        help="the program to run here: vLLM, or undercroft serve, which needs neither vLLM nor a GPU (%(default)s)",
     )
     for option in (option for option in OPTIONS if option.name in _SIZES):
         several = option.name == "disk_path"
@@ -60,9 +61,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _checks(config: UndercroftConfig, role: str) -> Iterator[Check]:
     """What takes longest comes last: torch takes seconds to load."""
-    from undercroft.cli.doctor import system
+    from undercroft.cli.doctor import plans, system
 
     yield from system.checks(config, role)
+    with contextlib.suppress(ImportError):
+        yield from plans.checks()
     from undercroft.cli.doctor import software
 
     yield from software.checks(role)
@@ -74,3 +77,5 @@ def _print(check: Check) -> None:
     print(f"{mark}  {check.name:<16} {check.found}", flush=True)
     if check.advice:
         print(f"      {'':<16} -> {check.advice}", flush=True)
+    if check.plan:
+        output.print_table(planning.HEADER, check.plan)

@@ -14,3 +14,5 @@ class Check:
     status: Literal["ok", "warn", "fail"]
     found: str
     advice: str = ""
+    plan: list[tuple[str, ...]] | None = None
+    """Rows of `planning.HEADER`."""

@@ -111,7 +111,9 @@ def memory() -> Check:
         return Check("memory", "warn", str(error), "Set host_memory in bytes.")
     found = f"{format_size(available)} available, limits of the control group included"
     if available < LOW_MEMORY_BYTES:
-        return Check("memory", "warn", found, "A small host tier: set host_memory to what this machine can spare.")
+        return Check(
+            "memory", "warn", found, "A small host tier: set host_memory to as much as this machine can spare."
+        )
     return Check("memory", "ok", found)
 
 

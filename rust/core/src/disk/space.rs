@@ -186,7 +186,7 @@ pub(super) fn size(
         ))
     } else if data_bytes < cut(held.data_len, page_bytes) {
         Some(format!(
-            "disk_path {path} shrinks from {} to {}: what lies beyond is dropped ({} of {} are free)",
+            "disk_path {path} shrinks from {} to {}: blocks beyond that are dropped ({} of {} are free)",
             Bytes(kept),
             Bytes(capacity),
             Bytes(free),

@@ -23,6 +23,7 @@ impl Engine {
         self.check_write_queue()?;
         let reading = self.check_operations()?;
         self.promotions.check(&self.sessions.requests, &reading)?;
+        self.pins.check(&self.residency)?;
         let requests = self.sessions.requests.values();
         let shares = requests.flat_map(|request| {
             let priority = request.promotions.priority();
@@ -84,6 +85,7 @@ impl Engine {
                 }
             }
         }
+        hits.extend(self.pins.nodes());
         for id in hits.into_iter().filter(|&id| id != NONE) {
             *counts.pins.entry(id).or_default() += 1;
             for above in self.residency.window_above(id) {

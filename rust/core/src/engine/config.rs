@@ -13,6 +13,8 @@ pub struct EngineConfig {
     pub policy: PolicyKind,
     /// Bytes that promotions may hold in the arena until they are loaded.
     pub promotion_bytes: u64,
+    /// Bytes of the chains that hints may pin together; 0 if none may be pinned.
+    pub pin_bytes: u64,
     /// A hit that gains fewer tokens than this is not worth a load; `None` leaves that to the planner.
     pub min_load_tokens: Option<u32>,
     /// A promotion that sees no read end for this long, by the last look, is answered with what is there.
@@ -59,6 +61,8 @@ impl EngineConfig {
             host_bytes,
             policy: PolicyKind::Lru,
             promotion_bytes: host_bytes / 2,
+            // Three tenths.
+            pin_bytes: host_bytes / 10 * 3,
             min_load_tokens: Some(1),
             stall_ns: 1_000_000_000,
             promotion_wait: PromotionWait::Complete,

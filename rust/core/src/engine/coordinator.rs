@@ -11,10 +11,12 @@ use crate::session::SessionSpec;
 use super::checksums::Checksums;
 use super::config::EngineConfig;
 use super::explain::LastLookups;
+use super::hints::Hints;
 use super::load::id_of;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
 use super::parts::EngineParts;
+use super::pins::Pins;
 use super::planner::Planner;
 use super::promotions::{PromotionEnd, Promotions};
 use super::requests::RequestId;
@@ -38,6 +40,8 @@ pub struct Engine {
     pub(super) operations: Operations,
     pub(super) planner: Planner,
     pub(super) lookups: LastLookups,
+    pub(super) pins: Pins,
+    pub(super) hints: Hints,
     pub(super) counters: Counters,
     /// The health of a directory has changed since [`Engine::take_progress`].
     pub(super) health_changed: bool,
@@ -81,6 +85,8 @@ impl Engine {
             operations: Operations::default(),
             planner: Planner::new(config.load_margin, config.seed),
             lookups: LastLookups::new(config.explained_lookups),
+            pins: Pins::new(config.pin_bytes),
+            hints: Hints::default(),
             counters: Counters::default(),
             health_changed: false,
             config,
@@ -250,6 +256,9 @@ impl Engine {
             active_lookups: self.sessions.requests.len() as u64,
             loads: transfers.loads,
             saves: transfers.saves,
+            pins: self.pins.len() as u64,
+            pin_bytes: self.pins.bytes(),
+            pin_capacity_bytes: self.pins.budget(),
             promotion_queue_bytes: Promotions::queue_bytes(&self.sessions.requests),
             ..Gauges::default()
         };

@@ -108,16 +108,16 @@ impl Feeds {
     }
 
     /// The feed of a session whose namespace is `ns`, and what is to be told next of its ring. The feed is begun
-    /// if there is none.
-    fn take(&mut self, session: SessionId, ns: NsId) -> (usize, BlockEvents) {
+    /// if there is none; `restart`: all over again, for a client that has forgotten what it was told.
+    fn take(&mut self, session: SessionId, ns: NsId, restart: bool) -> (usize, BlockEvents) {
         let known = self.feeds.iter().position(|feed| feed.session == session);
         let index = known.unwrap_or_else(|| {
             self.feeds.push(Feed::new(session, ns));
             self.feeds.len() - 1
         });
         let feed = &mut self.feeds[index];
-        let cleared = feed.is_stale || feed.ns != ns;
-        if cleared {
+        let cleared = !restart && (feed.is_stale || feed.ns != ns);
+        if cleared || restart {
             *feed = Feed::new(session, ns);
         }
         let count = feed.ring.len().min(EVENTS_MAX);
@@ -134,12 +134,12 @@ impl Feeds {
 
 impl Engine {
     /// What has come to the tiers of a session's namespace or left them since the last call, as far as one entry
-    /// tells it. The first call begins with what is there.
-    pub fn take_events(&mut self, session: SessionId) -> BlockEvents {
+    /// tells it. The first call begins with what is there, and so does one that asks for a `restart`.
+    pub fn take_events(&mut self, session: SessionId, restart: bool) -> BlockEvents {
         let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
             return BlockEvents::default();
         };
-        let (index, mut taken) = self.residency.feeds.take(session, ns);
+        let (index, mut taken) = self.residency.feeds.take(session, ns, restart);
         let feed = &mut self.residency.feeds.feeds[index];
         // A node told by the replay may have the hash of one whose removal is in the ring.
         if feed.ring.is_empty() && !feed.replay.is_done() {

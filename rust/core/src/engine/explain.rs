@@ -134,6 +134,11 @@ impl Engine {
         }
         let (rest, missing) = self.rest_of(ns, request, &noted);
         let is_miss = noted.hit.0 == 0 && rest.reason != Reason::Complete;
+        let session = self.sessions.requests[id].session;
+        if let Some(session) = self.sessions.get_mut(session).filter(|_| before.is_none()) {
+            session.totals.answered += 1;
+            session.totals.hits += u64::from(noted.hit.0 > 0);
+        }
         if before.is_none() && is_miss {
             self.counters.count_miss(rest.reason);
         }

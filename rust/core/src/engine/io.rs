@@ -22,6 +22,7 @@ impl Engine {
             || self.checksums.has_work()
             || self.promotions.waits_for(None) && self.checksums.has_room()
             || self.residency.devices().any(reads)
+            || self.promotions.has_probes()
             || self.has_writes()
                 && (self.residency.devices()).any(|device| operations.may_write(device))
     }
@@ -29,7 +30,10 @@ impl Engine {
     /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
     /// is to be called again soon.
     pub fn has_rest(&self) -> bool {
-        self.residency.has_removals() || self.residency.has_searches() || self.writeback.has_rest()
+        self.residency.has_removals()
+            || self.residency.has_searches()
+            || self.writeback.has_rest()
+            || self.has_hints()
     }
 
     fn has_writes(&self) -> bool {
@@ -48,7 +52,8 @@ impl Engine {
 
     /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
     pub fn has_touched(&self) -> bool {
-        self.residency.disks().iter().any(Disk::has_touched)
+        // Pins end some time.
+        !self.pins.is_empty() || self.residency.disks().iter().any(Disk::has_touched)
     }
 
     /// Has the ages of all payloads written: the engine ends.
@@ -71,12 +76,14 @@ impl Engine {
         self.residency.allow_searches(self.config.visits / 2);
         self.residency.continue_removals(self.config.removals);
         self.residency.continue_searches(&mut self.counters);
+        self.step_hints();
         self.operations.set_room(room.into());
         for device in self.residency.devices() {
             self.look_at_device(device);
         }
         let (promotions, mut parts) = self.promotions();
         promotions.next_reads(&mut parts, out);
+        promotions.next_probes(&mut parts, out);
         self.next_writes(out);
     }
 

@@ -147,11 +147,11 @@ impl Engine {
             }
             if is_last {
                 self.counters.save_failures += u64::from(!ok);
-                self.sessions.end_transfer(key);
+                self.sessions.end_transfer(key, ok);
             }
             return is_last;
         }
-        let Some(transfer) = self.sessions.end_transfer(key) else {
+        let Some(transfer) = self.sessions.end_transfer(key, ok) else {
             return true;
         };
         let TransferKind::Load {

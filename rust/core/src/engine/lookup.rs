@@ -7,16 +7,14 @@ use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
-use super::promotions::{PromotionEnd, QueuePlace};
-use super::requests::{Promotion, RequestId, RequestState};
+use super::plans::Reading;
+use super::promotions::PromotionEnd;
+use super::requests::{RequestId, RequestState};
 use super::residency::Residency;
 use super::sessions::SessionId;
 
 /// Promotions that one lookup may start before it is answered: payloads that are evicted or lost again and again are left alone.
 const PROMOTIONS_MAX: u32 = 3;
-
-/// A device that nobody polled for this many times the limit is held to be stalled.
-const NO_POLL_STALLS: u64 = 5;
 
 /// A lookup's question in hash blocks.
 #[derive(Clone, Copy, Debug)]
@@ -129,7 +127,11 @@ impl Engine {
             cursor.unread = unread;
             cursor.may_promote = unread == Reason::Complete;
         }
+        let was_touched = self.sessions.requests[id].touched;
         let answer = self.look_up_now(id, ns, request, cursor)?;
+        if self.sessions.requests[id].touched && !was_touched {
+            self.note_pins_used(ns, request.hashes, answer.shared());
+        }
         let session = self.sessions.get(session);
         let leases = session.is_some_and(|session| session.leases_prefetches);
         let state = &mut self.sessions.requests[id];
@@ -258,46 +260,6 @@ impl Engine {
             let gain = self.promised(state, ns, 0);
             state.promotions.active.is_some() && !state.failed && !self.is_late(state, gain)
         })
-    }
-
-    /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
-    fn is_late(&self, state: &RequestState, gain: u32) -> bool {
-        let demanded_ns = state.demanded_ns.unwrap_or(self.now_ns);
-        let waited = match state.wait.unwrap_or(self.config.promotion_wait) {
-            PromotionWait::Complete => false,
-            PromotionWait::Planned => self.plan_stops(state).is_some(),
-            PromotionWait::Limit {
-                base_ns,
-                per_1k_tokens_ns,
-            } => {
-                let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
-                let since = self.now_ns - demanded_ns;
-                u128::from(since) >= u128::from(base_ns) + part
-            }
-        };
-        let promotion = state.promotions.active.as_ref();
-        waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
-    }
-
-    /// Whether a promotion waits in vain. One that waits for its turn does not, however long that takes.
-    fn is_stalled(&self, promotion: &Promotion) -> bool {
-        // A process that was held up itself has reads that ended meanwhile. But whoever polls may be held
-        // up for good, by a device.
-        let polled_ns = self.last_poll_ns.max(promotion.started_ns);
-        let stall_ns = self.config.stall_ns;
-        let after =
-            |since_ns: u64, stalls: u64| since_ns.saturating_add(stall_ns.saturating_mul(stalls));
-        if self.now_ns >= after(polled_ns, NO_POLL_STALLS) {
-            return true;
-        }
-        // Reads in flight end, or their device is known not to answer. A read that cannot start although
-        // its promotion has waits for memory: as long as others are read from its device.
-        let device = promotion.place.and_then(QueuePlace::device);
-        let (Some(device), Some(admitted_ns)) = (device, promotion.admitted_ns) else {
-            return false;
-        };
-        let since_ns = self.operations.read_progress_ns(device).max(admitted_ns);
-        self.last_poll_ns >= after(since_ns, 1)
     }
 
     /// The request's lookup is not needed any more. Idempotent.
@@ -466,7 +428,14 @@ impl Engine {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
         let in_host = residency.boundary_within(top, span.local, true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
-        self.plans_promotion(id, ends, priority == Priority::Prefetch)
+        match self.plans_promotion(id, ends, priority == Priority::Prefetch) {
+            Reading::All => true,
+            Reading::Some => {
+                self.promotions.probe(top, span.local, &self.residency);
+                false
+            }
+            Reading::None => false,
+        }
     }
 
     /// Why no hit ends at or above `top`, not even one that would be read from disk.

@@ -13,6 +13,7 @@
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
 //! - `events`: what has changed in the tiers, for sessions that ask;
+//! - `pins`: leases that hints ask for, with their budget; `hints` carries these and the other hints out;
 //! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `operations`: what each IO operation in flight is for.
 //!
@@ -30,6 +31,7 @@ mod departures;
 mod ensure;
 mod events;
 mod explain;
+mod hints;
 mod io;
 mod late_disk;
 mod load;
@@ -37,6 +39,7 @@ mod lookup;
 mod namespaces;
 mod operations;
 mod parts;
+mod pins;
 mod planner;
 mod plans;
 mod promotions;
@@ -48,10 +51,12 @@ mod save;
 mod save_cursor;
 mod served;
 mod sessions;
+mod waits;
 mod writeback;
 
 pub use config::EngineConfig;
 pub use coordinator::Engine;
+pub use hints::HintCursor;
 pub use lookup::LookupCursor;
 pub use recover::Recovery;
 pub use residency::Moves;

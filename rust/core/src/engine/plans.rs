@@ -1,5 +1,6 @@
 //! Plans of requests: the questions that lookups and loads have for the planner.
 
+use crate::forest::DeviceIndex;
 use crate::session::{PromotionWait, Step, Tokens};
 
 use super::coordinator::Engine;
@@ -25,6 +26,15 @@ pub(super) struct Planned {
     is_counted: bool,
     /// How long its last answer took.
     pub(super) waited_ns: u64,
+}
+
+/// What to read of that which a hit needs from disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reading {
+    All,
+    /// A few payloads that nobody waits for, to measure the device.
+    Some,
+    None,
 }
 
 impl Planned {
@@ -93,11 +103,11 @@ impl Engine {
         id: RequestId,
         (host, disk): (u32, u32),
         is_prefetch: bool,
-    ) -> bool {
+    ) -> Reading {
         let state = &self.sessions.requests[id];
         // What is in the arena already is only compared with its checksums.
         if !self.is_planned(state) || host == disk {
-            return true;
+            return Reading::All;
         }
         let prompt = self.prompt(state);
         let size = self.hash_block_size_of(state);
@@ -110,9 +120,15 @@ impl Engine {
             devices.filter(|device| disks[device.index()].health.answers_reads())
         };
         let rates = &self.planner.rates;
-        let wait_ns = rates.wait_ns(bytes as u64, priority, answering);
+        let wait_ns = rates.wait_ns(bytes as u64, priority, answering, |device| {
+            self.silent_ns(device)
+        });
         let wait = (wait_ns, is_prefetch);
-        let start = self.planner.start(&prompt, (host, disk), wait, self.now_ns);
+        let may_measure = !self.promotions.has_probes();
+        let ends = (host, disk);
+        let start = self
+            .planner
+            .start(&prompt, ends, wait, may_measure, self.now_ns);
         let planned = &mut self.sessions.requests[id].planned;
         planned.predicted_ns = (start.reason != Reason::Unknown).then_some(wait_ns as u64);
         planned.ignores_prediction = start.reason == Reason::OtherWay;
@@ -123,7 +139,20 @@ impl Engine {
                 .reason
                 .count(start.promotes, disk - host, &mut self.counters);
         }
-        start.promotes
+        match (start.promotes, start.reason) {
+            (true, _) => Reading::All,
+            (false, Reason::Measure) => Reading::Some,
+            (false, _) => Reading::None,
+        }
+    }
+
+    /// How long a device has had reads of which none has ended.
+    fn silent_ns(&self, device: DeviceIndex) -> u64 {
+        if self.operations.reads(device) == 0 {
+            return 0;
+        }
+        let progress_ns = self.operations.read_progress_ns(device);
+        self.now_ns - progress_ns.min(self.now_ns)
     }
 
     /// Why a request's planned wait for its promotion is over, with the tokens that have not come; `None` if it
@@ -139,18 +168,12 @@ impl Engine {
         let (arrived, boundary) = (self.arrived(promotion) * size, promotion.boundary() * size);
         let rest_ns = || {
             let issued = promotion.is_issued();
-            let silent = |device| {
-                if self.operations.reads(device) == 0 {
-                    return 0;
-                }
-                self.now_ns - self.operations.read_progress_ns(device).min(self.now_ns)
-            };
             let rates = &self.planner.rates;
-            rates.rest_ns(&promotion.shares, issued, silent)
+            rates.rest_ns(&promotion.shares, issued, |device| self.silent_ns(device))
         };
         let stop = self.planner.stop(
             &prompt,
-            (arrived, boundary),
+            (arrived, boundary, size),
             self.now_ns - demanded_ns,
             rest_ns,
             !state.planned.ignores_prediction,

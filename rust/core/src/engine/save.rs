@@ -137,6 +137,8 @@ impl Engine {
         self.residency.continue_removals(self.config.removals);
         let found = self.residency.deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
+        self.pins
+            .used(ns, save.hashes, depth, self.now_ns, &self.residency);
         // A request that has shrunk has nothing new.
         self.counters.deduplicated_blocks += u64::from(depth.saturating_sub(known));
         let blocks = self.blocks_offered(request, depth);
@@ -275,7 +277,7 @@ impl Engine {
         }
         let is_empty = save.payloads.is_empty();
         if is_empty {
-            self.sessions.end_transfer(key);
+            self.sessions.end_transfer(key, false);
         }
         if let Some(id) = self.sessions.request_id(session, request) {
             self.sessions.requests[id].offers = blocks;

@@ -1,4 +1,4 @@
-//! What an IO engine is asked, what it answers, and the trait that all of them implement.
+//! Requests to an IO engine, its completions, and the trait that all engines implement.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,7 +69,7 @@ pub enum IoRequest {
         file: FileKind,
         /// Destination, in bytes from the start of the file.
         file_offset: u64,
-        /// What to write.
+        /// The bytes to write.
         bytes: Box<[u8]>,
         /// Whether to wait until it is durable.
         sync: bool,
@@ -160,8 +160,8 @@ pub trait IoEngine: Send + std::fmt::Debug {
     fn depth(&self) -> usize;
     /// Operations submitted and not yet completed, of all devices.
     fn in_flight(&self) -> usize;
-    /// How many operations of a device may be submitted now. What the device has done and is still to be
-    /// verified need not count.
+    /// How many operations of a device may be submitted now. Operations that the device has done
+    /// and that are still to be verified need not count.
     fn room(&self, device: u16) -> usize;
     /// Starts an operation. The caller does so only while its device has `room()`.
     fn submit(&mut self, request: IoRequest);
@@ -222,7 +222,7 @@ pub(crate) fn device_depth(engine_depth: usize) -> usize {
 }
 
 /// How long dropping an engine waits for operations that the device has not answered. After that it
-/// lets go of them, and leaves behind for good what the kernel may still write to.
+/// abandons them, and leaks the memory that the kernel may still write to.
 pub(super) const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
 /// Longer transfers go to the ring in pieces of this size in bytes.

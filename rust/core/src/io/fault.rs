@@ -330,9 +330,12 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
 
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
         let changes = self.control.lock().read_rates;
+        let mut timeout = timeout;
         if std::mem::replace(&mut self.read_rates, changes) != changes {
             self.due.clear();
             self.busy_until = None;
+            // What was held back ends now.
+            timeout = Some(Duration::ZERO);
         }
         let left = |due: &Instant| due.saturating_duration_since(Instant::now());
         let held = self.held.iter();

@@ -22,6 +22,8 @@ pub(super) struct EventState {
     is_due: bool,
     /// The server has more than it has told.
     more: bool,
+    /// What was told is forgotten: the server is to begin again, and a reply that is on its way is void.
+    restart: bool,
 }
 
 impl EventState {
@@ -32,15 +34,20 @@ impl EventState {
 
     /// The session is lost: what was told is void.
     pub(super) fn lost(&mut self) {
+        let restart = self.restart;
         *self = Self {
             is_used: self.is_used,
             ..Self::default()
         };
-        self.taken.cleared = self.is_used;
+        // Of a session that was to begin again nothing is believed.
+        self.taken.cleared = self.is_used && !restart;
     }
 
     /// The server tells more. False if it was not asked.
     pub(super) fn take(&mut self, told: BlockEvents) -> bool {
+        if self.restart {
+            return std::mem::take(&mut self.is_due);
+        }
         if told.cleared {
             self.taken.events.clear();
             self.taken.cleared = true;
@@ -52,9 +59,14 @@ impl EventState {
 }
 
 impl ClientState {
-    /// What the server has told since the last call; asks it for more.
-    pub(crate) fn take_events(&mut self, now: Instant) -> BlockEvents {
+    /// What the server has told since the last call; asks it for more. `restart`: for all of it, since what was told
+    /// is forgotten.
+    pub(crate) fn take_events(&mut self, restart: bool, now: Instant) -> BlockEvents {
         self.events.is_used = true;
+        if restart {
+            self.events.taken = BlockEvents::default();
+            (self.events.restart, self.events.more) = (true, true);
+        }
         let mut taken = std::mem::take(&mut self.events.taken);
         if self.open.is_none() || self.is_late(now) {
             return taken;
@@ -62,8 +74,10 @@ impl ClientState {
         let is_new = |at: Instant| now.saturating_duration_since(at) < ASK;
         let waits = !self.events.more && self.events.asked.is_some_and(is_new);
         if !self.events.is_due && !waits && !self.is_filling() {
-            self.events.is_due = self.send(&ClientMessage::TakeEvents);
+            let restart = self.events.restart;
+            self.events.is_due = self.send(&ClientMessage::TakeEvents { restart });
             if self.events.is_due {
+                self.events.restart = false;
                 self.replies_due.push_back(now);
                 self.events.asked = Some(now);
             }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use undercroft_core::explain::Rest;
+use undercroft_core::hint::HintAnswer;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
@@ -15,6 +16,7 @@ use undercroft_core::session::{
 use crate::protocol::{ClientMessage, LeasedHit, LookupAnswer, ServerMessage};
 
 mod events;
+mod hints;
 mod lookups;
 #[cfg(test)]
 mod tests;
@@ -133,6 +135,8 @@ pub(crate) struct ClientState {
     events: events::EventState,
     /// Grants that the caller has not taken yet.
     grants: Vec<SaveGrant>,
+    /// Hints that were sent, with the answers that have come.
+    hints: HashMap<u64, Option<HintAnswer>>,
     /// Resets under way, with the result of those that have ended.
     resets: HashMap<u64, Option<bool>>,
     /// The caller has asked for a reset: the weights may be others than the namespace says, whichever
@@ -161,6 +165,7 @@ impl ClientState {
             transfers: HashMap::new(),
             events: events::EventState::default(),
             grants: Vec::new(),
+            hints: HashMap::new(),
             resets: HashMap::new(),
             private: false,
         }
@@ -195,6 +200,7 @@ impl ClientState {
         self.stats.clear();
         self.requests.clear();
         self.names.clear();
+        self.hints.clear();
         for (id, stage) in self.transfers.drain() {
             if stage == TransferStage::PendingSave {
                 self.grants.push(SaveGrant {
@@ -247,6 +253,7 @@ impl ClientState {
                 };
                 return self.events.take(told);
             }
+            ServerMessage::Hinted { number, answer } => self.take_hinted(number, answer),
             ServerMessage::Reset { reset, ok } => {
                 if let Some(ended) = self.resets.get_mut(&reset) {
                     *ended = Some(ok);

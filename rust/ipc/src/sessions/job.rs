@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use undercroft_core::engine::HitExtents;
 use undercroft_core::explain::Rest;
+use undercroft_core::hint::Hint;
 use undercroft_core::session::{Extent, Offer, Tokens, TransferId, append_extents};
 
 /// Hashes that one step takes over.
@@ -46,6 +47,16 @@ pub(super) struct HashJob {
 pub(super) enum Then {
     LookUp,
     Save(SaveAsked),
+    Hint(HintAsked),
+}
+
+/// A hint that is given.
+#[derive(Debug)]
+pub(super) struct HintAsked {
+    /// The client's number.
+    pub(super) number: u64,
+    pub(super) max: Tokens,
+    pub(super) hint: Hint,
 }
 
 /// A save that is asked for.

@@ -18,6 +18,7 @@ use crate::stats::{Report, StatsSource};
 pub(crate) use session::ANSWERS_MAX;
 use session::{Budgets, ServedSession};
 
+mod hints;
 mod job;
 mod request;
 mod session;
@@ -191,7 +192,8 @@ impl ServedSessions {
                 session.reset(driver, reset);
                 session.answer_resets(driver, out);
             }
-            ClientMessage::TakeEvents => session.take_events(driver, out),
+            ClientMessage::Hint(hint) => session.take_hint(driver, hint, budgets, out)?,
+            ClientMessage::TakeEvents { restart } => session.take_events(driver, restart, out),
             ClientMessage::Ping => {
                 let stats = self.report.take(|| self.stats.take());
                 ServerMessage::Pong { stats }.append_to(out);
@@ -226,6 +228,10 @@ impl ServedSessions {
             ClientMessage::BeginSave(save) => {
                 let left = hashes(save.hashes.bytes);
                 session.begin_save_later(save, (frame, left), &mut self.budgets)
+            }
+            ClientMessage::Hint(hint) => {
+                let left = hashes(hint.hashes.bytes);
+                session.take_hint_later(hint, (frame, left), &mut self.budgets)
             }
             message => self.handle(token, message, out),
         }
@@ -281,6 +287,8 @@ impl ServedSessions {
                 "workers": session.workers, "lookups": usage.lookups, "pending": usage.pending,
                 "loads": usage.loads, "saves": usage.saves, "load_bytes": usage.load_bytes,
                 "save_bytes": usage.save_bytes, "request_bytes": session.bytes(),
+                "answered": usage.answered, "hits": usage.hits,
+                "loaded_bytes": usage.loaded_bytes, "saved_bytes": usage.saved_bytes,
             })
         };
         self.sessions.values().map(one).collect()

@@ -463,15 +463,19 @@ impl ServedSession {
                 Ok(())
             }
             Then::Save(asked) => self.save(driver, job.request, asked, out),
+            Then::Hint(asked) => {
+                self.hint(driver, job.request, &asked, out);
+                Ok(())
+            }
         }
     }
 
     /// Appends what has changed in the tiers since the last message of this kind.
-    pub(super) fn take_events(&self, driver: &Driver, out: &mut Vec<u8>) {
+    pub(super) fn take_events(&self, driver: &Driver, restart: bool, out: &mut Vec<u8>) {
         // An entry would have the IO thread try again what waits for memory.
         let taken = driver.read_or_enter(
-            |engine| (!engine.has_events(self.id)).then(BlockEvents::default),
-            |engine| engine.take_events(self.id),
+            |engine| (!restart && !engine.has_events(self.id)).then(BlockEvents::default),
+            |engine| engine.take_events(self.id, restart),
         );
         let BlockEvents {
             cleared,

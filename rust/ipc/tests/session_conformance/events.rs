@@ -22,7 +22,7 @@ impl Router {
     fn follows(&mut self, session: &dyn Session, expected: &HashSet<(BlockHash, bool)>) {
         let start = Instant::now();
         loop {
-            let told = session.take_events();
+            let told = session.take_events(false);
             if told.cleared {
                 self.known.clear();
                 self.cleared += 1;
@@ -127,6 +127,24 @@ pub(crate) fn a_reset_voids_what_was_told(of: Implementation) {
     router.follows(&*session, &in_host(2, 2));
 }
 
+pub(crate) fn a_restart_tells_all_again_without_voiding_what_others_say(of: Implementation) {
+    let rig = SessionRig::new(of);
+    let session = rig.open(full());
+    let mut router = Router::default();
+    rig.save(&*session, 1, 8);
+    router.follows(&*session, &in_host(1, 8));
+    rig.save(&*session, 2, 4);
+    // The router has dropped everything, and what is on its way to it, too.
+    router.known.clear();
+    let told = session.take_events(true);
+    assert!(!told.cleared);
+    router
+        .known
+        .extend(told.events.iter().map(|event| (event.hash, false)));
+    router.follows(&*session, &(&in_host(1, 8) | &in_host(2, 4)));
+    assert_eq!(router.cleared, 0);
+}
+
 pub(crate) fn a_session_that_does_not_listen_for_long_is_told_all_anew(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
@@ -139,5 +157,5 @@ pub(crate) fn a_session_that_does_not_listen_for_long_is_told_all_anew(of: Imple
     }
     router.follows(&*session, &new);
     assert_eq!(router.cleared, 1);
-    until("nothing more", || !session.take_events().more);
+    until("nothing more", || !session.take_events(false).more);
 }

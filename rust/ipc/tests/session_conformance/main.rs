@@ -5,6 +5,7 @@
 
 mod disk;
 mod events;
+mod hints;
 mod lookups;
 mod resets;
 mod rig;
@@ -88,7 +89,19 @@ conformance_of_all! {
         evicted_blocks_are_told,
         blocks_on_disk_are_told_also_after_a_restart,
         a_reset_voids_what_was_told,
+        a_restart_tells_all_again_without_voiding_what_others_say,
         a_session_that_does_not_listen_for_long_is_told_all_anew,
+    }
+    hints {
+        a_pinned_prompt_outlives_a_flood,
+        pins_beyond_the_budget_end_the_one_that_was_used_least_recently,
+        a_pin_that_exceeds_the_budget_or_what_is_cached_is_clipped,
+        what_pins_share_counts_once_and_a_name_has_one_pin,
+        a_pin_ends_after_its_time_unless_it_is_used,
+        a_reset_ends_the_pins_of_the_namespace,
+        a_prefetch_brings_a_prompt_from_disk_although_its_request_has_finished,
+        a_demoted_prompt_leaves_host_memory_first,
+        a_demotion_leaves_what_others_use,
     }
     resets {
         nothing_of_before_a_reset_is_found_or_loaded,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from undercroft.cli import output
+from undercroft.cli import output, planning
 from undercroft.device.layout import SUPPORTED_LAYOUTS
 from undercroft.errors import ConfigError
 from undercroft.units import parse_size
@@ -89,7 +89,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     replay.add_argument(
         "--policy", choices=("lru", "leafhd"), default="lru", help="eviction policy of both tiers (%(default)s)"
     )
-    replay.add_argument("--second-touch", action="store_true", help="write to disk only what comes a second time")
+    replay.add_argument("--second-touch", action="store_true", help="write blocks to disk from their second use on")
 
     serve = _add(
         kinds, shared, "serve", "time to first token of a running vLLM: cold, and again from the cache", _serve
@@ -104,7 +104,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         "--fill-tokens",
         type=_positive,
         metavar="T",
-        help="tokens of other prompts that displace what the device holds, where vLLM has no endpoint to empty its "
+        help="tokens of other prompts that displace the device's blocks, where vLLM has no endpoint to empty its "
         "cache (VLLM_SERVER_DEV_MODE=1); default: as many as the device holds",
     )
 
@@ -125,6 +125,7 @@ def _add(
         else:
             output.print_fields(result)
             _print_cases(result.get("cases", []) or result.get("cold", []))
+            _print_cases(result.get("plan", []))
         return 0
 
     parser.set_defaults(run=run)
@@ -206,7 +207,9 @@ def _disk(args: argparse.Namespace) -> dict[str, Any]:
     with _directory(args.path) as path:
         # Small blocks are soon moved: a round that takes less than some tenths of a second measures its ends.
         blocks = args.blocks or max(1024, (2 << 30) // args.block_bytes)
-        return _until_interrupted(lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine))
+        result = _until_interrupted(lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine))
+    # Beside the model of a vLLM that runs here.
+    return result | {"plan": planning.of_running(1e9 * result["read_gbps"])}
 
 
 def _recover(args: argparse.Namespace) -> dict[str, Any]:
@@ -230,7 +233,7 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     result = serve.measure(client, serve.Plan(args.prompts, args.prompt_tokens, args.max_tokens, args.fill_tokens))
     if not args.json:
         print("\n".join(serve.chart(result["cases"])) + "\n")
-    return result
+    return result | {"plan": planning.of_running()}
 
 
 def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:

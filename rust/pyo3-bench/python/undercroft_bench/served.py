@@ -144,6 +144,6 @@ def _client(socket: str, keys: int, rounds: int, barrier: Barrier) -> None:
         for name in names:
             session.wait(name, START_S)
             if session.lookup(name, hashes).tokens != tokens:
-                raise CommandError("a lookup missed what is in host memory")
+                raise CommandError("a lookup missed blocks in host memory")
             session.finish_request(name)
     engine.close()

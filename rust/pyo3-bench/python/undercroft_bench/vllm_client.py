@@ -98,7 +98,7 @@ class VllmClient:
             try:
                 return json.load(response)
             except ValueError:
-                raise CommandError(f"{self._url}{path} answers with what is no JSON: is it a vLLM server?") from None
+                raise CommandError(f"{self._url}{path} answers without JSON: is it a vLLM server?") from None
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:

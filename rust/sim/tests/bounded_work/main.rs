@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod crowd;
 mod rig;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};

@@ -213,6 +213,20 @@ impl Rig {
         while self.step() > 0 || self.engine.has_rest() {}
     }
 
+    /// So many turns of the IO thread.
+    pub(crate) fn idle(&mut self, turns: usize) {
+        for _ in 0..turns {
+            self.step();
+        }
+    }
+
+    /// The IO thread, until nothing is in flight and nothing waits to be written or read.
+    pub(crate) fn flush(&mut self) {
+        while !self.engine.is_quiet() {
+            self.step();
+        }
+    }
+
     /// One turn of the IO thread: operations that have ended.
     pub(crate) fn step(&mut self) -> usize {
         let mut requests = Vec::new();

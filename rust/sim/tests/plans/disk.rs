@@ -82,6 +82,21 @@ impl Device {
         }
     }
 
+    /// A device whose rate stays the same but for noise.
+    pub(crate) fn steady(bytes_per_s: f64) -> Self {
+        let from_ns = 0;
+        Self {
+            random: Random::new(1),
+            phases: vec![Phase {
+                from_ns,
+                bytes_per_s,
+            }],
+            latency_ns: 100_000,
+            hangs: 0.0,
+            free_ns: 0,
+        }
+    }
+
     /// When a read of so many bytes ends that begins now: one after the other.
     pub(crate) fn read(&mut self, bytes: u32, now_ns: u64) -> u64 {
         let start_ns = self.free_ns.max(now_ns);

@@ -3,6 +3,7 @@
 //!
 //! `UNDERCROFT_PLAN_SEEDS=10000 cargo nextest run -p undercroft-sim --test plans --release`
 
+mod decisions;
 mod disk;
 
 use std::collections::BTreeMap;
@@ -22,7 +23,7 @@ const HOST: u64 = 256;
 /// Requests that are measured in each life, and blocks of the longest.
 const REQUESTS: usize = 40;
 const LONGEST: f64 = 96.0;
-/// How often the scheduler asks.
+/// How often the scheduler of a vLLM asks that runs nothing. One that decodes asks once a step.
 const POLL: u64 = 1_000_000;
 /// Tokens of a step.
 const CHUNK: u32 = 2048;
@@ -35,12 +36,17 @@ struct Compute {
     step: f64,
     token: f64,
     position: f64,
+    decode: f64,
 }
 
 impl Compute {
-    fn step_ns(&self, from: u32, to: u32) -> f64 {
+    /// A step that computes the tokens of a prompt between two, beside others that decode.
+    fn step_ns(&self, from: u32, to: u32, decodes: u32) -> f64 {
         let positions = (f64::from(to).powi(2) - f64::from(from).powi(2)) / 2.0;
-        self.step + self.token * f64::from(to - from) + self.position * positions
+        self.step
+            + self.token * f64::from(to - from)
+            + self.position * positions
+            + self.decode * f64::from(decodes)
     }
 
     /// The steps from one token to another: how many tokens each ends at.
@@ -51,10 +57,26 @@ impl Compute {
         })
     }
 
-    fn ns(&self, from: u32, to: u32) -> f64 {
+    fn ns(&self, from: u32, to: u32, decodes: u32) -> f64 {
         Self::steps(from, to)
-            .map(|(from, to)| self.step_ns(from, to))
+            .map(|(from, to)| self.step_ns(from, to, decodes))
             .sum()
+    }
+
+    /// The rate of a disk from which a prompt of 4,096 tokens is loaded as fast as it is computed.
+    fn even_bytes_per_s(&self) -> f64 {
+        f64::from(PAYLOAD) / (self.ns(0, 4096, 0) / 4096.0 * f64::from(BLOCK)) * 1e9
+    }
+
+    /// When a scheduler that asks after every step gets something that takes `ns`.
+    fn asked_ns(&self, ns: f64, decodes: u32) -> f64 {
+        match decodes {
+            0 => ns,
+            _ => {
+                let turn_ns = self.step_ns(0, 0, decodes);
+                (ns / turn_ns).ceil() * turn_ns
+            }
+        }
     }
 }
 
@@ -67,6 +89,9 @@ struct Life {
     reads: BTreeMap<(u64, u64), u64>,
     now_ns: u64,
     compute: Compute,
+    /// Most requests that decode meanwhile, and how many do now.
+    most_decodes: u32,
+    decodes: u32,
     random: Random,
 }
 
@@ -78,7 +103,9 @@ struct Sums {
     computed: f64,
     loaded: f64,
     requests: u32,
+    /// More than 10 and more than 25 % slower than computing.
     slower: u32,
+    much_slower: u32,
 }
 
 fn chain(chain: u64, blocks: u32) -> Vec<BlockHash> {
@@ -101,11 +128,31 @@ impl Life {
             step: random.log(1e6, 2e7),
             token,
             position: token * random.log(1e-6, 1e-4),
+            decode: token * random.log(0.3, 3.0),
         };
+        let is_busy = random.chance(0.5);
+        let most_decodes = if is_busy {
+            random.log(2.0, 64.0) as u32
+        } else {
+            0
+        };
+        // Around the rate at which a prompt is loaded as fast as it is computed.
+        let rate = compute.even_bytes_per_s() * random.log(0.1, 10.0);
+        let device = Device::new(&mut random, rate, 600);
+        Self::with(compute, most_decodes, device, GroupKind::Full, random)
+    }
+
+    fn with(
+        compute: Compute,
+        most_decodes: u32,
+        device: Device,
+        kind: GroupKind,
+        mut random: Random,
+    ) -> Self {
         let mut config = EngineConfig::new(HOST * u64::from(PAYLOAD));
         config.promotion_wait = PromotionWait::Planned;
         config.min_load_tokens = None;
-        config.seed = seed;
+        config.seed = random.next();
         let (files, image) = Files::new(16 << 30);
         let mut engine = Engine::new(config);
         engine.attach_disks(vec![image]);
@@ -115,16 +162,12 @@ impl Life {
             hash_block_size: BLOCK,
             alignment_tokens: BLOCK,
             groups: vec![GroupSpec {
-                kind: GroupKind::Full,
+                kind,
                 block_tokens: BLOCK,
                 payload_bytes: PAYLOAD,
             }],
         };
         let session = engine.open_session(namespace).expect("a payload fits");
-        // Around the rate at which a prompt is loaded as fast as it is computed.
-        let even = f64::from(PAYLOAD) / (compute.ns(0, 4096) / 4096.0 * f64::from(BLOCK)) * 1e9;
-        let rate = even * random.log(0.1, 10.0);
-        let device = Device::new(&mut random, rate, 600);
         Self {
             engine,
             session,
@@ -133,6 +176,8 @@ impl Life {
             reads: BTreeMap::new(),
             now_ns: 0,
             compute,
+            most_decodes,
+            decodes: 0,
             random,
         }
     }
@@ -193,23 +238,52 @@ impl Life {
         self.run_until(until_ns);
     }
 
+    /// Prompts of so many blocks that lie on disk only; meanwhile the vLLM computes others.
+    fn store(&mut self, lengths: &[u32]) -> Vec<Vec<BlockHash>> {
+        let prompts = (0..).zip(lengths).map(|(i, &blocks)| chain(i, blocks));
+        let prompts: Vec<Vec<BlockHash>> = prompts.collect();
+        prompts.iter().for_each(|hashes| self.save(hashes));
+        // What has been saved leaves host memory.
+        for i in 0..HOST / 32 {
+            let hashes = chain(1_000_000 + i, 32);
+            self.save(&hashes);
+            self.run_steps(0, 32 * BLOCK - 77 * i as u32, 1.0);
+        }
+        prompts
+    }
+
     /// Computes a prompt from `from` on. Returns the nanoseconds that it took.
     fn run_steps(&mut self, from: u32, to: u32, noise: f64) -> u64 {
         let began_ns = self.now_ns;
         for (from, to) in Compute::steps(from, to) {
-            let took_ns = (self.compute.step_ns(from, to) * noise) as u64;
-            let until_ns = self.now_ns + took_ns;
-            self.run_until(until_ns);
-            let (wide_from, wide_to) = (u64::from(from), u64::from(to));
-            let step = Step {
-                tokens: to - from,
-                positions: (wide_to * wide_to - wide_from * wide_from) / 2,
-                decodes: 0,
-                duration_ns: took_ns,
-            };
-            self.engine.report_steps(self.session, &[step]);
+            self.run_step(from, to, noise);
         }
         self.now_ns - began_ns
+    }
+
+    fn run_step(&mut self, from: u32, to: u32, noise: f64) {
+        let took_ns = (self.compute.step_ns(from, to, self.decodes) * noise) as u64;
+        let until_ns = self.now_ns + took_ns;
+        self.run_until(until_ns);
+        let (wide_from, wide_to) = (u64::from(from), u64::from(to));
+        let step = Step {
+            tokens: to - from,
+            positions: (wide_to * wide_to - wide_from * wide_from) / 2,
+            decodes: self.decodes,
+            duration_ns: took_ns,
+        };
+        self.engine.report_steps(self.session, &[step]);
+    }
+
+    /// Until the scheduler asks again, and at least `ns`.
+    fn wait(&mut self, ns: u64, noise: f64) {
+        let until_ns = self.now_ns + ns;
+        if self.decodes == 0 {
+            self.run_until(until_ns);
+        }
+        while self.now_ns < until_ns {
+            self.run_step(0, 0, noise);
+        }
     }
 
     /// Asks for a prompt that is on disk, and runs it to its first token.
@@ -217,6 +291,12 @@ impl Life {
     fn ask(&mut self, hashes: &Vec<BlockHash>, sums: &mut Sums) -> Result<(), String> {
         let end = hashes.len() as u32 * BLOCK + 1;
         let noise = 1.0 + NOISE * (2.0 * self.random.unit() - 1.0);
+        self.decodes = (self.random.unit() * f64::from(self.most_decodes)) as u32;
+        if self.decodes == 0 {
+            self.engine.report_steps(self.session, &[Step::default()]);
+        } else {
+            self.run_step(0, 0, noise);
+        }
         let began_ns = self.now_ns;
         // What a load of all would take: the device goes on as it would.
         let mut device = self.device.clone();
@@ -227,8 +307,7 @@ impl Life {
             if let Some(tokens) = answer.tokens() {
                 break tokens.0;
             }
-            let until_ns = self.now_ns + POLL;
-            self.run_until(until_ns);
+            self.wait(if self.decodes == 0 { POLL } else { 1 }, noise);
         };
         let copy_ns = |tokens: u32| 1e6 + f64::from(tokens / BLOCK) * f64::from(PAYLOAD) / 20.0;
         if hit > 0 {
@@ -236,22 +315,27 @@ impl Life {
                 .engine
                 .begin_load(self.session, "ask", Tokens(0), Tokens(hit))
                 .ok_or("a hit cannot be loaded")?;
-            let until_ns = self.now_ns + copy_ns(hit) as u64;
-            self.run_until(until_ns);
+            self.wait(copy_ns(hit) as u64, noise);
             self.engine.end_transfer(load.id, true);
         }
         self.run_steps(hit, end, noise);
         self.engine.finish_request(self.session, "ask");
         let took = (self.now_ns - began_ns) as f64;
-        let compute = self.compute.ns(0, end) * noise;
-        let all = all_ns as f64 + copy_ns(end - 1) + self.compute.ns(end - 1, end) * noise;
-        let most = compute * (1.25 + 2.0 * NOISE) + 2.0 * POLL as f64 + copy_ns(hit);
+        let of = &self.compute;
+        let compute = of.ns(0, end, self.decodes) * noise;
+        let waits = [all_ns as f64, copy_ns(end - 1)].map(|ns| of.asked_ns(ns, self.decodes));
+        let all = waits.iter().sum::<f64>() + of.ns(end - 1, end, self.decodes) * noise;
+        // A step until the scheduler asks, and one for a load.
+        let turn = (POLL as f64).max(of.step_ns(0, 0, self.decodes));
+        let most = compute * (1.25 + 2.0 * NOISE) + 2.0 * turn + copy_ns(hit);
         if took > most {
             return Err(format!(
-                "{end} tokens, of which {hit} were loaded, took {:.1} ms; computing {:.1}, loading {:.1}",
+                "{end} tokens, of which {hit} were loaded, took {:.1} ms; computing {:.1}, loading {:.1}; {:?} learned as {:?}",
                 took / 1e6,
                 compute / 1e6,
-                all / 1e6
+                all / 1e6,
+                self.compute,
+                self.engine.gauges()
             ));
         }
         sums.planned += took / 1e9;
@@ -260,26 +344,16 @@ impl Life {
         sums.better += compute.min(all) / 1e9;
         sums.requests += 1;
         sums.slower += u32::from(took > 1.1 * compute);
+        sums.much_slower += u32::from(took > 1.25 * compute);
         Ok(())
     }
 }
 
 fn live(seed: u64, total: &mut Sums) -> Result<(), String> {
     let mut life = Life::new(seed);
-    let mut prompts = Vec::new();
-    for i in 0..REQUESTS as u64 {
-        let blocks = life.random.log(2.0, LONGEST) as u32;
-        prompts.push(chain(i, blocks));
-        let hashes = prompts.last().expect("it was pushed").clone();
-        life.save(&hashes);
-    }
-    // What has been saved leaves host memory; meanwhile vLLM computes prompts that nobody has.
-    for i in 0..HOST / 32 {
-        let hashes = chain(1_000_000 + i, 32);
-        life.save(&hashes);
-        life.run_steps(0, 32 * BLOCK - 77 * i as u32, 1.0);
-    }
-    for hashes in prompts {
+    let lengths = (0..REQUESTS).map(|_| life.random.log(2.0, LONGEST) as u32);
+    let lengths: Vec<u32> = lengths.collect();
+    for hashes in life.store(&lengths) {
         life.ask(&hashes, total)?;
         let pause = life.random.log(0.01, 3.0) * SECOND as f64;
         let until_ns = life.now_ns + pause as u64;
@@ -310,6 +384,7 @@ fn planned_waits_cost_little_more_than_the_better_choice_and_stay_within_the_gua
         total.loaded += sums.loaded;
         total.requests += sums.requests;
         total.slower += sums.slower;
+        total.much_slower += sums.much_slower;
     }
     let regret = regrets / seeds as f64;
     println!("mean regret {:.1} % of {total:?}", regret * 100.0);

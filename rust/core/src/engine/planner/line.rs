@@ -4,20 +4,44 @@
 const KNOWN: u32 = 8;
 /// Share of the old samples that stays when one comes: about the last 64 count.
 const KEEP: f64 = 1.0 - 1.0 / 64.0;
-/// Time after which what was measured before counts half.
-const HALF_LIFE_NS: f64 = 2.5e8;
 /// Samples that what was measured long ago still counts for.
 const LEFT: f64 = 0.5;
-/// A sample counts as at most so many times what was predicted: one that hung says little of those to come, and a
-/// device that has become slow says so many times.
-const CLIP: f64 = 16.0;
 /// How much the latency is pulled to zero, so that samples of one size give a rate.
 const PULL: f64 = 0.02;
 
+/// How samples count.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Trust {
+    /// Time after which what was measured before counts half.
+    half_life_ns: f64,
+    /// A sample counts as at most so many times what was predicted: one that hung says little of those to come.
+    clip: f64,
+    /// What stays of the old samples when one comes that is several times what was predicted, or a part of that.
+    surprised: f64,
+}
+
+/// Such a sample tells that something has changed.
+const SURPRISE: f64 = 3.0;
+
+/// Reads of a device: many at once, each soon followed by others. One that has become slow says so many times.
+pub(super) const READS: Trust = Trust {
+    half_life_ns: 1e8,
+    clip: 8.0,
+    surprised: 0.5,
+};
+
+/// Copies to a device: few, and always about as fast, but for those that another prompt's step holds up.
+pub(super) const COPIES: Trust = Trust {
+    half_life_ns: 1e10,
+    clip: 3.0,
+    surprised: 1.0,
+};
+
 /// `latency + bytes * ns_per_byte`, fitted to samples: by the share of a time that is wrong, and the later a sample
 /// came, the more it counts.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Line {
+    trust: Trust,
     /// Of all samples, each by the square of its bytes: the weights, and with them the sums that least squares need.
     weight: f64,
     bytes: f64,
@@ -33,16 +57,36 @@ pub(super) struct Line {
 }
 
 impl Line {
+    /// Nothing is known yet.
+    pub(super) const fn new(trust: Trust) -> Self {
+        Self {
+            trust,
+            weight: 0.0,
+            bytes: 0.0,
+            ns: 0.0,
+            bytes_ns: 0.0,
+            count: 0.0,
+            samples: 0,
+            last_ns: 0,
+            latency_ns: 0.0,
+            ns_per_byte: 0.0,
+        }
+    }
+
     /// Takes a sample: `bytes` took `took_ns`, and that was at `now_ns`.
     pub(super) fn add(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
         let x = bytes.max(1) as f64;
         let mut y = took_ns as f64;
+        let mut stays = KEEP;
         if self.is_known() {
             let expected = self.of(bytes).max(1.0);
-            y = y.min(expected * CLIP);
+            if y > expected * SURPRISE || y * SURPRISE < expected {
+                stays = self.trust.surprised;
+            }
+            y = y.min(expected * self.trust.clip);
         }
         let age_ns = now_ns.saturating_sub(self.last_ns) as f64;
-        let faded = self.count * KEEP * 0.5f64.powf(age_ns / HALF_LIFE_NS);
+        let faded = self.count * stays * 0.5f64.powf(age_ns / self.trust.half_life_ns);
         let kept = faded.max(self.count.min(LEFT)) / self.count.max(f64::MIN_POSITIVE);
         let keep = |sum: &mut f64, new: f64| *sum = *sum * kept + new;
         keep(&mut self.weight, 1.0 / (x * x));
@@ -109,7 +153,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn line(of: impl Fn(u64) -> u64) -> Line {
-        let mut line = Line::default();
+        let mut line = Line::new(READS);
         for i in 0..64 {
             let bytes = MIB * (1 + i % 16);
             line.add(bytes, of(bytes), i * 1_000_000);
@@ -126,7 +170,7 @@ mod tests {
 
     #[test]
     fn samples_of_one_size_give_a_rate() {
-        let mut line = Line::default();
+        let mut line = Line::new(READS);
         (0..32).for_each(|i| line.add(MIB, MIB, i));
         assert!(
             (line.of(10 * MIB) / (10.0 * MIB as f64) - 1.0).abs() < 0.05,
@@ -140,6 +184,15 @@ mod tests {
         let before = line.of(8 * MIB);
         line.add(8 * MIB, 5_000_000_000, 64_000_000);
         assert!(line.of(8 * MIB) < 1.5 * before, "{line:?}");
+    }
+
+    #[test]
+    fn one_copy_that_was_held_up_changes_the_next_prediction_little() {
+        let mut line = Line::new(COPIES);
+        (0..8).for_each(|i| line.add(MIB * (1 + i % 4), MIB * (1 + i % 4), i * 1_000_000_000));
+        let before = line.of(4 * MIB);
+        line.add(4 * MIB, 400 * MIB, 9_000_000_000);
+        assert!(line.of(4 * MIB) < 1.6 * before, "{line:?}");
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::metrics::{Counters, Gauges};
 use crate::session::Step;
 
 use super::sessions::SessionId;
-use line::Line;
+use line::{COPIES, Line};
 use step_model::StepModel;
 
 pub(super) use plan::{Reason, Stop};
@@ -25,18 +25,28 @@ pub(super) use rates::{Rates, ReadShare};
 /// Without a prediction, a hit that gains fewer tokens is not worth a load, which takes a step more than computing.
 const LEAST_UNKNOWN: u32 = 64;
 
-/// After so long without a read, or a load, one is made although it seems too slow: that may have changed.
-const MEASURE_AFTER_NS: u64 = 1_000_000_000;
+/// After so long without a read, some are made although they seem too slow, and so is a load from host memory: that
+/// may have changed.
+const MEASURE_AFTER_NS: u64 = 250_000_000;
 
 /// Tokens of a long prompt, for what is reported.
 const LONG: u32 = 32 << 10;
 
 /// What is known of one vLLM.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Model {
     steps: StepModel,
-    /// From a load's begin to the end of its copies.
+    /// From a load's begin to the end of its copies, less the step that runs meanwhile.
     copies: Line,
+}
+
+impl Default for Model {
+    fn default() -> Self {
+        Self {
+            steps: StepModel::default(),
+            copies: Line::new(COPIES),
+        }
+    }
 }
 
 /// A prompt, in tokens from its start.
@@ -101,7 +111,11 @@ impl Planner {
     /// Workers have copied a load.
     pub(super) fn add_copy(&mut self, session: SessionId, bytes: u64, took_ns: u64, now_ns: u64) {
         if let Some(entry) = self.models.entry(session) {
-            entry.or_default().copies.add(bytes, took_ns, now_ns);
+            let model = entry.or_default();
+            let turn_ns = model.steps.turn_ns() as u64;
+            model
+                .copies
+                .add(bytes, took_ns.saturating_sub(turn_ns), now_ns);
         }
     }
 
@@ -139,12 +153,14 @@ impl Planner {
         })
     }
 
-    /// Whether to read what a load up to `disk` needs beyond one up to `host`, which takes `wait_ns`.
+    /// Whether to read what a load up to `disk` needs beyond one up to `host`, which takes `wait_ns`. `may_measure`: no
+    /// reads are asked for yet that nobody waits for.
     pub(super) fn start(
         &mut self,
         prompt: &Prompt,
         (host, disk): (u32, u32),
         (wait_ns, is_prefetch): (f64, bool),
+        may_measure: bool,
         now_ns: u64,
     ) -> Start {
         self.bytes_per_token = prompt.bytes_per_token;
@@ -157,7 +173,7 @@ impl Planner {
             } else {
                 0.0
             };
-            let wait_ns = (wait_ns - free_ns).max(0.0);
+            let wait_ns = model.until_asked_ns((wait_ns - free_ns).max(0.0));
             more.cost_ns += wait_ns;
             if prompt.needs_all && wait_ns > self.margin * more.saved_ns {
                 // The guarantee would end the wait before anything has come.
@@ -177,19 +193,23 @@ impl Planner {
             };
         };
         let (promotes, reason) = plan::start(more, less, &mut self.near_even);
-        let is_old = now_ns >= self.rates.last_read_ns().saturating_add(MEASURE_AFTER_NS);
-        if !promotes && is_old && wait_ns > 0.0 {
-            let (promotes, reason) = (true, Reason::Measure);
+        let is_old = || {
+            let since_ns = now_ns.checked_sub(MEASURE_AFTER_NS);
+            since_ns.is_some_and(|since_ns| self.rates.are_old(since_ns))
+        };
+        if !promotes && may_measure && is_old() {
+            let reason = Reason::Measure;
             return Start { promotes, reason };
         }
         Start { promotes, reason }
     }
 
-    /// Whether a wait for a promotion up to `boundary` ends, of which everything up to `arrived` is there.
+    /// Whether a wait for a promotion up to `boundary` ends, of which everything up to `arrived` is there, and whose
+    /// blocks have `block` tokens.
     pub(super) fn stop(
         &self,
         prompt: &Prompt,
-        (arrived, boundary): (u32, u32),
+        (arrived, boundary, block): (u32, u32, u32),
         waited_ns: u64,
         rest_ns: impl FnOnce() -> f64,
         follows_prediction: bool,
@@ -204,9 +224,10 @@ impl Planner {
                 waited_ns: waited_ns as f64,
                 compute_ns: all.saved_ns + model.steps.queue_ns(prompt.queued),
                 arrived: f64::from(here - prompt.computed) / tokens,
+                block: f64::from(block) / tokens,
                 all,
                 here: model.way(prompt, here),
-                rest_ns: predicts.then(rest_ns),
+                rest_ns: predicts.then(|| model.until_asked_ns(rest_ns())),
             };
             plan::stop(&wait, self.margin)
         })
@@ -243,7 +264,18 @@ impl Planner {
 }
 
 impl Model {
-    /// A load up to `to`: computing that it saves, and its copy.
+    /// How long a wait of so many nanoseconds takes until vLLM asks again, which it does once a step. On average the
+    /// wait ends in the middle of one.
+    fn until_asked_ns(&self, wait_ns: f64) -> f64 {
+        if wait_ns <= 0.0 {
+            return 0.0;
+        }
+        let turn_ns = self.steps.turn_ns();
+        wait_ns.max(turn_ns / 2.0) + turn_ns / 2.0
+    }
+
+    /// A load up to `to`: computing that it saves, and its copy. vLLM computes the rest in the step after that of the
+    /// copy.
     fn way(&self, prompt: &Prompt, to: u32) -> Way {
         if to <= prompt.computed {
             return Way::NONE;
@@ -251,7 +283,7 @@ impl Model {
         let bytes = (f64::from(to - prompt.computed) * prompt.bytes_per_token) as u64;
         Way {
             saved_ns: self.steps.saved_ns(prompt.computed, to, prompt.end),
-            cost_ns: self.copies.of(bytes),
+            cost_ns: self.copies.of(bytes) + self.steps.turn_ns(),
         }
     }
 }
@@ -260,11 +292,11 @@ impl Reason {
     /// Counts a decision about a promotion that would have brought so many tokens.
     pub(super) fn count(self, promotes: bool, tokens: u32, counters: &mut Counters) {
         let counter = match (promotes, self) {
-            (true, Self::Faster) => &mut counters.plans_load_faster,
+            (true, Self::Faster | Self::Measure) => &mut counters.plans_load_faster,
             (true, Self::Unknown) => &mut counters.plans_load_unknown,
-            (true, Self::Measure) => &mut counters.plans_load_measure,
             (true, Self::OtherWay) => &mut counters.plans_load_other_way,
             (false, Self::OtherWay) => &mut counters.plans_compute_other_way,
+            (false, Self::Measure) => &mut counters.plans_compute_measure,
             (false, _) => &mut counters.plans_compute_faster,
         };
         *counter += 1;
@@ -293,5 +325,56 @@ impl Stop {
         };
         *plans += 1;
         *tokens_of += u64::from(tokens);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::forest::DeviceIndex;
+    use crate::session::Priority;
+
+    #[test]
+    fn a_read_of_which_no_part_is_of_use_takes_a_quarter_of_computing_at_most() {
+        let session = slotmap::SlotMap::<SessionId, ()>::with_key().insert(());
+        let mut planner = Planner::new(0.25, 0);
+        let step = Step {
+            tokens: 1000,
+            positions: 0,
+            decodes: 0,
+            duration_ns: 100_000_000,
+        };
+        planner.add_steps(session, &[step; 8]);
+        let device = DeviceIndex::new(0);
+        for i in 1..=8 {
+            planner
+                .rates
+                .read_began(device, 1000, &mut [], Priority::Demand);
+            let times = (i, i + 1000);
+            planner.rates.read_ended(device, 1000, 1000, times, true);
+        }
+        let mut starts = |needs_all, wait_ms: f64| {
+            let prompt = Prompt {
+                session,
+                computed: 0,
+                end: 1001,
+                queued: 0,
+                bytes_per_token: 1.0,
+                needs_all,
+            };
+            let wait = (wait_ms * 1e6, false);
+            planner
+                .start(&prompt, (0, 1000), wait, false, 2000)
+                .promotes
+        };
+        // Computing takes 100 ms.
+        assert_eq!(
+            [20.0, 40.0, 120.0].map(|ms| starts(false, ms)),
+            [true, true, false]
+        );
+        assert_eq!(
+            [20.0, 40.0, 120.0].map(|ms| starts(true, ms)),
+            [true, false, false]
+        );
     }
 }

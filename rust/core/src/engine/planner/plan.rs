@@ -14,7 +14,8 @@ pub(in crate::engine) enum Reason {
     Faster,
     /// Too little was measured for a prediction.
     Unknown,
-    /// Nothing was read for long: a read tells how fast the device is now.
+    /// It takes more time by the prediction. But nothing was read for long: reads that nobody waits for tell how fast the
+    /// device is now.
     Measure,
     /// A near-even decision that went the other way.
     OtherWay,
@@ -74,6 +75,8 @@ pub(in crate::engine) struct Wait {
     pub(in crate::engine) compute_ns: f64,
     /// The part of the tokens that has come, 0 to 1.
     pub(in crate::engine) arrived: f64,
+    /// The part that one block is: a block comes all at once.
+    pub(in crate::engine) block: f64,
     /// All that is waited for.
     pub(in crate::engine) all: Way,
     /// What has come.
@@ -85,10 +88,12 @@ pub(in crate::engine) struct Wait {
 /// Whether a wait ends before all has come. `margin` is the part of the computing time that may be waited whatever
 /// comes.
 pub(in crate::engine) fn stop(wait: &Wait, margin: f64) -> Option<Stop> {
+    let most_ns = margin * wait.compute_ns;
     // What has come is still to be copied.
-    let spent_ns = wait.waited_ns + wait.here.cost_ns;
-    let is_late = spent_ns >= margin * wait.compute_ns;
-    if is_late && wait.arrived * wait.compute_ns < spent_ns {
+    let lost_ns = wait.waited_ns + wait.here.cost_ns - wait.arrived * wait.compute_ns;
+    let is_late = wait.waited_ns >= most_ns;
+    let lags = (wait.arrived + wait.block) * wait.compute_ns < wait.waited_ns;
+    if lost_ns >= most_ns || is_late && lags {
         return Some(Stop::Guarantee);
     }
     let rest_ns = wait.rest_ns?;
@@ -140,6 +145,7 @@ mod tests {
             waited_ns,
             compute_ns: 100.0,
             arrived,
+            block: 0.1,
             all: way(100.0, 5.0),
             here: way(100.0 * arrived, 5.0 * arrived),
             rest_ns,
@@ -162,9 +168,21 @@ mod tests {
             Some(Stop::Guarantee)
         );
         assert_eq!(stop(&wait(25.0, 0.3, Some(1.0)), 0.25), None);
+        // A block that is being read is no delay.
+        assert_eq!(stop(&wait(79.0, 0.7, Some(1.0)), 0.25), None);
         assert_eq!(
-            stop(&wait(80.0, 0.7, Some(1.0)), 0.25),
+            stop(&wait(81.0, 0.7, Some(1.0)), 0.25),
             Some(Stop::Guarantee)
         );
+    }
+
+    #[test]
+    fn a_request_loses_at_most_a_quarter_with_blocks_of_any_length() {
+        let one_block = |waited_ns| Wait {
+            block: 1.0,
+            ..wait(waited_ns, 0.0, None)
+        };
+        assert_eq!(stop(&one_block(24.0), 0.25), None);
+        assert_eq!(stop(&one_block(25.0), 0.25), Some(Stop::Guarantee));
     }
 }

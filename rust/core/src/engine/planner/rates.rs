@@ -5,7 +5,7 @@ use crate::session::Priority;
 
 #[cfg(feature = "check")]
 use super::super::ensure::ensure;
-use super::line::Line;
+use super::line::{Line, READS};
 
 /// A promotion's reads of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub(in crate::engine) struct ReadShare {
     since: u64,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct DeviceRate {
     line: Line,
     /// Bytes being read.
@@ -28,6 +28,17 @@ struct DeviceRate {
     queued: [u64; 2],
     /// Bytes that have left the queue since the start: read, or given up.
     passed: u64,
+}
+
+impl Default for DeviceRate {
+    fn default() -> Self {
+        Self {
+            line: Line::new(READS),
+            in_flight: 0,
+            queued: [0; 2],
+            passed: 0,
+        }
+    }
 }
 
 /// What is known of all devices.
@@ -152,19 +163,22 @@ impl Rates {
         shares.iter().map(of_device).fold(0.0, f64::max)
     }
 
-    /// How long `bytes` would take that are spread over the devices that are `answering`, behind what waits already.
+    /// How long `bytes` would take that are spread over the devices that are `answering`, behind what waits already. `silent_ns`: see
+    /// [`Rates::rest_ns`].
     pub(in crate::engine) fn wait_ns<D: Iterator<Item = DeviceIndex>>(
         &self,
         bytes: u64,
         priority: Priority,
         answering: impl Fn() -> D,
+        silent_ns: impl Fn(DeviceIndex) -> u64,
     ) -> f64 {
         let part = bytes / (answering().count() as u64).max(1);
         let of_device = |index: DeviceIndex| {
             let device = self.devices.get(index.index()).copied();
             let device = device.unwrap_or_default();
             let ahead = device.ahead_of(priority) + device.in_flight;
-            device.line.of(ahead + part)
+            let silence = silent_ns(index) as f64;
+            device.line.of(ahead + part).max(silence)
         };
         answering().map(of_device).fold(0.0, f64::max)
     }
@@ -179,10 +193,10 @@ impl Rates {
         read.peek().is_some() && read.all(|device| device.line.is_known())
     }
 
-    /// When a read ended last, in nanoseconds.
-    pub(in crate::engine) fn last_read_ns(&self) -> u64 {
-        let last = self.devices.iter().map(|device| device.line.last_ns());
-        last.max().unwrap_or(0)
+    /// Whether nothing was read since a time, and nothing is being read.
+    pub(in crate::engine) fn are_old(&self, since_ns: u64) -> bool {
+        let mut devices = self.devices.iter();
+        devices.all(|device| device.line.last_ns() <= since_ns && device.in_flight == 0)
     }
 
     /// Bytes a second of all devices together, and the longest latency in nanoseconds.

@@ -13,8 +13,9 @@ const KEEP: f64 = 1.0 - 1.0 / 32.0;
 const CLIP: f64 = 3.0;
 /// What is assumed before anything was measured: 2 ms, and 20,000 tokens a second.
 const PRIOR: [f64; TERMS] = [2e6, 50e6, 0.0, 0.0];
-/// The weight of the assumption, in steps.
-const PRIOR_WEIGHT: f64 = 0.01;
+/// The weight of the assumption about each term, as a part of what the steps say of it. Where they do not tell the terms
+/// apart, most of the time is that of the tokens.
+const PRIOR_WEIGHTS: [f64; TERMS] = [0.03, 0.001, 0.01, 0.01];
 
 const TERMS: usize = 4;
 
@@ -78,15 +79,18 @@ fn dot(a: [f64; TERMS], b: [f64; TERMS]) -> f64 {
 }
 
 impl StepModel {
-    /// Takes the time of one step.
+    /// Takes the time of one step; of one without tokens and decodes, that nothing runs.
     pub(super) fn add(&mut self, step: &Step) {
+        self.running = step.decodes;
+        if step.tokens == 0 && step.decodes == 0 {
+            return;
+        }
         let terms = terms(step.tokens, step.positions, step.decodes);
         let expected = dot(terms, self.factors).max(1e3);
         let mut ns = step.duration_ns as f64;
         if self.is_known() {
             ns = ns.min(expected * CLIP);
         }
-        self.running = step.decodes;
         // By the share of its time that is wrong, not by the time: a long step says no more than a short one.
         let weight = 1.0 / (ns.max(1e5) * ns.max(1e5));
         if step.tokens >= PREFILL {
@@ -108,9 +112,10 @@ impl StepModel {
                 *product = self.prefills.products[row][column] + self.decodes.products[row][column];
             }
         }
-        // Towards the assumption in each term, by what a hundredth of a typical step weighs.
-        let scale = PRIOR_WEIGHT * products[0][0].max(f64::MIN_POSITIVE) / 32.0;
+        // Where the steps do not tell two terms apart, or have none of one, the assumption does. Of each term by itself:
+        // short steps say much of the time of a step, and nothing of positions.
         for term in 0..TERMS {
+            let scale = (PRIOR_WEIGHTS[term] * products[term][term]).max(f64::MIN_POSITIVE);
             products[term][term] += scale;
             times[term] += scale * PRIOR[term];
         }
@@ -125,7 +130,8 @@ impl StepModel {
     /// How much less computing a prompt of `end` tokens takes if those between `from` and `to` need not be
     /// computed, in nanoseconds: their share of steps, and the steps that fall away.
     pub(super) fn saved_ns(&self, from: u32, to: u32, end: u32) -> f64 {
-        let steps = |tokens: u32| tokens.div_ceil(self.chunk.max(1));
+        // At least the prompt's last token is computed, whatever is cached.
+        let steps = |tokens: u32| (tokens.saturating_add(1)).div_ceil(self.chunk.max(1));
         let (left, less) = (end.saturating_sub(from), end.saturating_sub(to));
         let fewer = f64::from(steps(left) - steps(less));
         let to_f = f64::from(to);
@@ -134,6 +140,15 @@ impl StepModel {
         fewer * (step + per_100 * f64::from(self.running) / 1e2)
             + (to_f - from_f) / 1e3 * per_1k
             + (to_f * to_f - from_f * from_f) / 2e6 * per_1m
+    }
+
+    /// How long a step takes of the requests that decode; 0 if none does.
+    pub(super) fn turn_ns(&self) -> f64 {
+        let [step, _, _, per_100] = self.factors;
+        match self.running {
+            0 => 0.0,
+            decodes => step + per_100 * f64::from(decodes) / 1e2,
+        }
     }
 
     /// How long `tokens` of other prompts take that are computed before, in nanoseconds.
@@ -246,6 +261,29 @@ mod tests {
     }
 
     #[test]
+    fn short_steps_do_not_hide_that_later_tokens_take_longer() {
+        // Of loads, steps with one token are left, twice for each prompt that is computed.
+        let of = |i: usize| match i % 6 {
+            0 => step(2049, 0, 0),
+            3 => step(513, 0, 0),
+            _ => step(1, 2048, 0),
+        };
+        let model = learned((0..120).map(of));
+        assert_near(
+            &model,
+            (0, 2048, 2049),
+            2048.0 * 0.04 + 2048.0 * 2048.0 / 2.0 * 1e-5,
+        );
+    }
+
+    #[test]
+    fn the_step_of_the_last_token_is_not_saved() {
+        let model = learned((0..40).map(|i| step([512, 256][i % 2], 0, 0)));
+        let [whole, but_one] = [256, 257].map(|end| model.saved_ns(0, 256, end));
+        assert_eq!(whole, but_one);
+    }
+
+    #[test]
     fn prefills_are_not_forgotten_in_a_long_run_of_decodes() {
         let prefills = (0..40).map(|i| step(512, 512 * (i % 8), 3));
         let decodes = (0..5000).map(|i| step(0, 0, 10 + i % 20));
@@ -268,6 +306,18 @@ mod tests {
             ..step(512, 0, 0)
         });
         assert!(model.saved_ns(0, 2048, 2049) < 1.2 * before, "{model:?}");
+    }
+
+    #[test]
+    fn a_turn_is_a_step_of_those_that_decode_and_nothing_once_they_have_finished() {
+        let steps = (0..60).map(|i| step(512 * (i as u32 % 2), 0, 4 + i as u32 % 8));
+        let mut model = learned(steps);
+        model.add(&step(0, 0, 8));
+        let error = model.turn_ns() / 3.8e6;
+        assert!((0.9..1.1).contains(&error), "{error}: {model:?}");
+        let before = model.factors;
+        model.add(&Step::default());
+        assert_eq!((model.turn_ns(), model.factors), (0.0, before));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 mod budget;
 #[cfg(feature = "check")]
 mod check;
+mod probes;
 mod read_queues;
 mod reads;
 
@@ -19,6 +20,7 @@ use super::planner::Rates;
 use super::requests::{Promotion, RequestId, RequestPromotions, Requests, Verified};
 use super::residency::{PromotionPlan, Residency};
 use budget::PromotionBudget;
+use probes::Probe;
 use read_queues::ReadQueues;
 
 pub(super) use read_queues::QueuePlace;
@@ -68,8 +70,12 @@ pub(super) struct Promotions {
     waiters: HashMap<(NodeId, u8), Vec<Waiter>>,
     /// Prefetches that are done, latest last.
     prefetched: VecDeque<RequestId>,
+    /// Payloads to be read for nobody.
+    probes: Vec<Probe>,
     /// A promotion has ended since this was asked last.
     ended: bool,
+    /// A request that is demanded has found no memory since this was asked last.
+    lacks_memory: bool,
 }
 
 impl Promotions {
@@ -79,8 +85,15 @@ impl Promotions {
             read_queues: ReadQueues::default(),
             waiters: HashMap::new(),
             prefetched: VecDeque::new(),
+            probes: Vec::new(),
             ended: false,
+            lacks_memory: false,
         }
+    }
+
+    /// Whether a request that is demanded has found no memory since this was called last.
+    pub(super) fn take_lack(&mut self) -> bool {
+        std::mem::take(&mut self.lacks_memory)
     }
 
     /// Bytes that one more promotion of a request may bring.
@@ -93,9 +106,14 @@ impl Promotions {
         self.budget.promoted_bytes()
     }
 
-    /// Whether any request has reads to start.
+    /// Whether any request has reads to start, or nobody's are to be started.
     pub(super) fn has_reads(&self) -> bool {
-        !self.read_queues.is_empty()
+        !self.read_queues.is_empty() || self.has_probes()
+    }
+
+    /// Whether reads are to be started that nobody waits for.
+    pub(super) fn has_probes(&self) -> bool {
+        !self.probes.is_empty()
     }
 
     /// Whether any request waits to read from a device, or for checksums.

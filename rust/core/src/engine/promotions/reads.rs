@@ -129,8 +129,9 @@ impl Promotions {
                 continue;
             }
             if payload.host == HostState::Empty {
-                let starts = parts.operations.may_read(device)
-                    && self.admit(id, (node, group), admits, parts)
+                let may_start = parts.operations.may_read(device)
+                    && self.admit(id, (node, group), admits, parts);
+                let starts = may_start
                     && parts.residency.reserve_host(
                         node,
                         group,
@@ -138,6 +139,7 @@ impl Promotions {
                         parts.counters,
                     );
                 if !starts {
+                    self.lacks_memory |= may_start && parts.requests[id].promotions.demanded;
                     return Issued::Waits(Some(device));
                 }
                 self.charge(id, node, group, parts);
@@ -247,7 +249,7 @@ impl Promotions {
     }
 }
 
-fn read_request(node: NodeId, group: u8, parts: &mut EngineParts<'_>) -> IoRequest {
+pub(super) fn read_request(node: NodeId, group: u8, parts: &mut EngineParts<'_>) -> IoRequest {
     let device = parts.residency.node(node).device;
     let read = Purpose::Read {
         node,

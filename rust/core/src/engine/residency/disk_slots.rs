@@ -94,6 +94,7 @@ impl Residency {
         let chosen = self.choose_disk(id, now_ns).ok_or(DiskRefusal::Degraded)?;
         let bound = self.node(id).slots(Tier::Disk) > 0;
         let others = self.devices().filter(|&device| device != chosen && !bound);
+        let mut is_searching = false;
         for device in std::iter::once(chosen).chain(others) {
             let takes = self.disks[device.index()].health.takes_writes(now_ns);
             let class = self.class_on_disk(self.node(id).ns, device, usize::from(group));
@@ -108,12 +109,12 @@ impl Residency {
             if let Some(offset) = self.reserve_on(id, group, device, counters) {
                 return Ok((device, offset));
             }
+            is_searching |= self.is_searching(region);
         }
-        let mut devices = self.devices();
-        if devices.any(|device| self.is_searching(Region::Disk(device))) {
-            return Err(DiskRefusal::Searching);
-        }
-        Err(DiskRefusal::Full)
+        Err(match is_searching {
+            true => DiskRefusal::Searching,
+            false => DiskRefusal::Full,
+        })
     }
 
     /// The directory for a node's payloads: the one it has; else its parent's, unless they part here from
@@ -166,7 +167,7 @@ impl Residency {
             if let Some(offset) = self.disk_mut(device).alloc(class, owner) {
                 return Some(offset);
             }
-            if !self.make_room(region, class, counters) {
+            if !self.make_room(region, class, true, counters) {
                 return None;
             }
         }

@@ -34,18 +34,23 @@ impl Residency {
         let Some(emptying) = &mut self.search_mut(region).emptying else {
             return;
         };
+        let next = emptying.run.payloads.pop();
+        let is_last = emptying.run.payloads.is_empty();
         if emptying.run.is_used {
-            self.end_emptying(region, false);
+            // The class may have taken the run already, which had become empty by itself.
+            let is_taken = self.slots(region).closed_for().is_none();
+            self.end_emptying(region, is_taken);
             return;
         }
-        let Some((owner, epoch)) = emptying.run.payloads.pop() else {
+        if let Some((owner, epoch)) = next {
+            self.search_mut(region).spend(EVICTION_VISITS);
+            if self.forest.is_live(owner.node, epoch) {
+                let hidden = self.evict_payload(region, owner, counters);
+                self.search_mut(region).spend(hidden);
+            }
+        }
+        if is_last {
             self.end_emptying(region, true);
-            return;
-        };
-        self.search_mut(region).spend(EVICTION_VISITS);
-        if self.forest.is_live(owner.node, epoch) {
-            let hidden = self.evict_payload(region, owner, counters);
-            self.search_mut(region).spend(hidden);
         }
     }
 

@@ -151,7 +151,8 @@ impl Residency {
         }
     }
 
-    /// Makes room in a region for one slot of a size class, or more. False if nothing may go.
+    /// Makes room in a region for one slot of a size class, or more. False if nothing may go, or if the caller
+    /// `waits` for the end of a search that may find what is better to lose.
     ///
     /// Space moves between models by use: the class's own first candidate goes, unless a run of other
     /// classes' pages is worth less.
@@ -159,22 +160,25 @@ impl Residency {
         &mut self,
         region: Region,
         class: Class,
+        waits: bool,
         counters: &mut Counters,
     ) -> bool {
         let own = self.victim(region, class);
-        if self.take_run(region, class, own, counters) {
-            return true;
+        let has_room = self.take_run(region, class, own, counters)
+            || !(waits && self.is_searching_for(region, class))
+                && self.evict_own(region, class, counters);
+        self.note_refusal(region, class, !has_room);
+        has_room
+    }
+
+    /// Evicts the next candidate of a size class. False if there is none: payloads of a run may have gone, and with them
+    /// that candidate.
+    fn evict_own(&mut self, region: Region, class: Class, counters: &mut Counters) -> bool {
+        let own = self.victim(region, class);
+        if let Some(own) = own {
+            self.evict(own.node, region.tier(), counters);
         }
-        if region != Region::Host && self.is_searching_for(region, class) {
-            // A write can wait for what is better.
-            return false;
-        }
-        // Payloads of a run may have gone, and with them that candidate.
-        let Some(own) = self.victim(region, class) else {
-            return false;
-        };
-        self.evict(own.node, region.tier(), counters);
-        true
+        own.is_some()
     }
 
     pub(super) fn victim(&mut self, region: Region, class: Class) -> Option<Leaf> {
@@ -182,8 +186,13 @@ impl Residency {
         self.policies(region).victim(class, tick)
     }
 
+    /// Whether a node is a leaf of the arena that may go.
+    pub(super) fn is_host_leaf(&self, id: NodeId) -> bool {
+        self.node(id).evictability(Tier::Host) == Evictability::Leaf
+    }
+
     /// Evicts what may go of a candidate's payloads of a tier.
-    fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
+    pub(super) fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
         work::eviction();
         let (parent, last) = (self.parent(id), self.node(id).touch().last);
         let evictability = self.node(id).evictability(tier);

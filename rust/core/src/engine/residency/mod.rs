@@ -8,6 +8,7 @@
 
 mod admission;
 mod announce;
+mod asker;
 #[cfg(feature = "check")]
 mod check;
 mod disk_slots;
@@ -18,6 +19,7 @@ mod geometry;
 mod hits;
 mod host_checksums;
 mod leases;
+mod pinned;
 mod reach;
 mod recovery;
 mod removal;

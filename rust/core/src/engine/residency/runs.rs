@@ -14,6 +14,7 @@ use crate::metrics::Counters;
 use crate::policy::Leaf;
 use crate::slots::{Class, Run, slot_offset};
 
+use super::asker::Asker;
 use super::emptying::Emptying;
 use super::geometry::Region;
 use super::run_loss::RunLoss;
@@ -27,9 +28,6 @@ const OTHER_RUNS: u64 = 8;
 const RUN_VISITS: [u32; 4] = [2048, 512, 4096, 1024];
 /// Searches in vain after which a payload is refused: until then it waits for the next one.
 const VAIN_MAX: usize = 16;
-/// Slots of a tier that are freed while a run is kept for a class that takes none.
-const KEPT_FREED_MAX: u64 = 4096;
-
 /// How far a region was searched.
 #[derive(Debug, Default)]
 pub(super) struct RunSearch {
@@ -41,15 +39,15 @@ pub(super) struct RunSearch {
     vain: usize,
     /// What the present entry may still do.
     pub(super) visits: u32,
-    pass: Option<Pass>,
+    pub(super) pass: Option<Pass>,
     pub(super) emptying: Option<Emptying>,
-    /// Slots of the tier that had been freed when a run became empty.
-    emptied: u64,
+    /// Who is searched for, or was last.
+    pub(super) asker: Option<Asker>,
 }
 
 /// One search, for a size class that needs room.
 #[derive(Debug)]
-struct Pass {
+pub(super) struct Pass {
     class: Class,
     /// What a byte of the class's own next candidate is worth.
     own_worth: f64,
@@ -74,13 +72,34 @@ pub struct Moves {
     pub filled_gaps: u64,
 }
 
+impl Pass {
+    /// Whether all runs have been looked at.
+    fn is_over(&self) -> bool {
+        self.at.is_none() && self.runs.is_empty()
+    }
+}
+
 impl RunSearch {
     pub(super) fn spend(&mut self, visits: u32) {
         self.visits = self.visits.saturating_sub(visits);
     }
 
-    fn is_under_way(&self) -> bool {
+    pub(super) fn is_under_way(&self) -> bool {
         self.pass.is_some() || self.emptying.is_some()
+    }
+
+    /// Whether the class that the search is for waits for its end.
+    fn is_waited_for(&self) -> bool {
+        self.asker.is_some_and(|asker| asker.waits)
+    }
+
+    /// Whether the search goes on although its class does not ask: pages are looked at, and only for a class that waits one
+    /// is emptied.
+    fn goes_on(&self) -> bool {
+        match &self.pass {
+            Some(pass) => !pass.is_over() || self.is_waited_for(),
+            None => self.emptying.is_some() && self.is_waited_for(),
+        }
     }
 
     /// The runs whose nodes were looked at.
@@ -132,16 +151,21 @@ impl Residency {
             || search.emptying.is_some() && self.slots(region).closed_for() == Some(class)
     }
 
-    /// Whether a search is under way, and goes on although nobody asks.
+    /// Whether a search is under way that goes on although nobody asks.
     pub(in crate::engine) fn has_searches(&self) -> bool {
-        self.searches.iter().any(RunSearch::is_under_way)
+        self.searches.iter().any(RunSearch::goes_on)
     }
 
-    /// Goes on with the searches under way.
+    /// Goes on with these searches.
     pub(in crate::engine) fn continue_searches(&mut self, counters: &mut Counters) {
         let disks = self.devices().map(Region::Disk);
         for region in std::iter::once(Region::Host).chain(disks) {
-            self.go_on(region, counters);
+            if self.search(region).is_waited_for() {
+                self.go_on(region, counters);
+            } else if let Some(mut pass) = self.search_mut(region).pass.take() {
+                while self.search(region).visits > 0 && !self.go_on_with(region, &mut pass) {}
+                self.search_mut(region).pass = Some(pass);
+            }
         }
     }
 
@@ -153,11 +177,12 @@ impl Residency {
         }
     }
 
-    /// A slot of a region is taken: a run around it was not looked at in full.
-    pub(super) fn note_slot(&mut self, region: Region, offset: u64) {
+    /// A class takes a slot of a region: it does not wait, and a run around the slot was not looked at in full.
+    pub(super) fn note_slot(&mut self, region: Region, class: Class, offset: u64) {
         if !self.search(region).is_under_way() {
             return;
         }
+        self.note_refusal(region, class, false);
         let mut search = std::mem::take(self.search_mut(region));
         for run in search.watched() {
             if self.slots(region).is_in(run.run, offset) {
@@ -176,24 +201,15 @@ impl Residency {
         own: Option<Leaf>,
         counters: &mut Counters,
     ) -> bool {
+        if self.is_others(region, class, own.is_none()) {
+            return !self.slots(region).is_full(class);
+        }
         self.go_on(region, counters);
-        if !self.is_kept_from(region, class, own) && !self.search(region).is_under_way() {
+        if !self.search(region).is_under_way() && self.slots(region).kept_for().is_none() {
             self.start_search(region, class, own);
             self.go_on(region, counters);
         }
         !self.slots(region).is_full(class)
-    }
-
-    /// Whether an empty run is kept for another class, which asks for it soon.
-    fn is_kept_from(&mut self, region: Region, class: Class, own: Option<Leaf>) -> bool {
-        let Some(kept_for) = self.slots(region).kept_for() else {
-            return false;
-        };
-        let waited = self.freed[region.tier() as usize] - self.search(region).emptied;
-        if kept_for == class || own.is_none() || waited > KEPT_FREED_MAX {
-            self.slots_mut(region).open_run();
-        }
-        self.slots(region).kept_for().is_some()
     }
 
     /// Does what the entry may still do of a search under way.
@@ -220,6 +236,7 @@ impl Residency {
         let runs = self.runs_to_look_at(region, class);
         let own_worth = own.map_or(f64::INFINITY, |own| self.worth(own.last));
         let search = self.search_mut(region);
+        search.asker = Some(Asker::new(class));
         search.spend(runs.len() as u32);
         search.pass = Some(Pass {
             class,
@@ -281,7 +298,7 @@ impl Residency {
         let search = self.search_mut(region);
         search.emptying = None;
         if is_empty {
-            (search.in_vain, search.vain, search.emptied) = (None, 0, freed);
+            (search.in_vain, search.vain) = (None, 0);
             self.moves.runs += 1;
         } else {
             (search.in_vain, search.vain) = (Some(freed), search.vain + 1);

@@ -32,17 +32,19 @@ impl Residency {
         );
         let class = self.class(id, Region::Host, group);
         let owner = Owner { node: id, group };
+        // A read comes back in the next entry. A save would have to be offered again.
+        let waits = state == HostState::Reading;
         let offset = loop {
             if let Some(offset) = self.host.alloc(class, owner) {
                 break offset;
             }
-            if !self.make_room(Region::Host, class, counters) {
+            if !self.make_room(Region::Host, class, waits, counters) {
                 return false;
             }
         };
         self.withdraw(id);
         self.note_use(id);
-        self.note_slot(Region::Host, offset);
+        self.note_slot(Region::Host, class, offset);
         let mut node = self.forest.node_mut(id);
         let checksum = node.change_payload(group, |payload| {
             assert_eq!(
@@ -177,7 +179,9 @@ impl Residency {
         self.unqueue_write(id, group);
         self.withdraw(id);
         self.note_use(id);
-        self.note_slot(Region::Disk(device), offset);
+        let region = Region::Disk(device);
+        let class = self.class(id, region, group);
+        self.note_slot(region, class, offset);
         let mut node = self.forest.node_mut(id);
         assert!(
             node.slots(Tier::Disk) == 0 || node.device == device,

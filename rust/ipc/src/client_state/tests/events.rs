@@ -26,15 +26,18 @@ fn told(events: Vec<BlockEvent>, more: bool) -> ServerMessage {
 #[test]
 fn events_that_come_are_taken_once() {
     let mut rig = StateRig::new();
-    assert_eq!(rig.state.take_events(rig.now).events, []);
+    assert_eq!(rig.state.take_events(false, rig.now).events, []);
     let events = vec![stored(0), stored(1)];
     assert!(rig.state.take(told(events.clone(), false), rig.now));
-    let taken = rig.state.take_events(rig.now);
+    let taken = rig.state.take_events(false, rig.now);
     assert_eq!(
         (taken.events, taken.cleared, taken.more),
         (events, false, false)
     );
-    assert_eq!(rig.state.take_events(rig.now), BlockEvents::default());
+    assert_eq!(
+        rig.state.take_events(false, rig.now),
+        BlockEvents::default()
+    );
 }
 
 #[test]
@@ -42,7 +45,7 @@ fn a_server_is_asked_again_at_once_only_if_it_has_more() {
     let mut rig = StateRig::new();
     let asked = |rig: &mut StateRig| {
         rig.state.outbox.clear();
-        rig.state.take_events(rig.now);
+        rig.state.take_events(false, rig.now);
         !rig.state.outbox.is_empty()
     };
     assert!(asked(&mut rig));
@@ -64,22 +67,48 @@ fn events_that_nobody_asked_for_are_refused() {
 #[test]
 fn a_lost_server_voids_what_was_told() {
     let mut rig = StateRig::new();
-    rig.state.take_events(rig.now);
+    rig.state.take_events(false, rig.now);
     assert!(rig.state.take(told(vec![stored(0)], false), rig.now));
     rig.state.lost("it ended".to_owned());
-    let taken = rig.state.take_events(rig.now);
+    let taken = rig.state.take_events(false, rig.now);
     assert_eq!(
         (taken.cleared, taken.events, taken.more),
         (true, vec![], false)
     );
-    assert!(!rig.state.take_events(rig.now).cleared, "told twice");
+    assert!(!rig.state.take_events(false, rig.now).cleared, "told twice");
     rig.state.registered(address(2), false, String::new());
-    assert!(rig.state.take_events(rig.now).more);
+    assert!(rig.state.take_events(false, rig.now).more);
 }
 
 #[test]
 fn a_lost_server_voids_nothing_where_nobody_listens() {
     let mut rig = StateRig::new();
     rig.state.lost("it ended".to_owned());
-    assert!(!rig.state.take_events(rig.now).cleared);
+    assert!(!rig.state.take_events(false, rig.now).cleared);
+}
+
+#[test]
+fn a_restart_voids_what_has_come_and_what_is_on_its_way() {
+    let mut rig = StateRig::new();
+    rig.state.take_events(false, rig.now);
+    assert!(rig.state.take(told(vec![stored(0)], true), rig.now));
+    assert_eq!(rig.state.take_events(false, rig.now).events.len(), 1);
+    // The question of before is on its way.
+    let taken = rig.state.take_events(true, rig.now);
+    assert_eq!((taken.events, taken.more), (vec![], true));
+    assert!(rig.state.take(told(vec![stored(1)], false), rig.now));
+    rig.state.outbox.clear();
+    let taken = rig.state.take_events(false, rig.now);
+    assert_eq!(
+        (taken.events, taken.cleared, taken.more),
+        (vec![], false, true)
+    );
+    let mut expected = Vec::new();
+    assert!(ClientMessage::TakeEvents { restart: true }.append_to(&mut expected));
+    assert_eq!(rig.state.outbox, expected);
+    assert!(
+        rig.state
+            .take(told(vec![stored(0), stored(1)], false), rig.now)
+    );
+    assert_eq!(rig.state.take_events(false, rig.now).events.len(), 2);
 }

@@ -1,0 +1,275 @@
+//! Hints: prefetches, pins, demotions and releases that clients ask for.
+//!
+//! Nothing that a hint asks for takes what a running request needs: prefetches have the part of the promotion budget
+//! that prefetches have, pins a budget of their own, and what is leased, in flight or shared stays.
+
+use std::collections::VecDeque;
+
+use crate::forest::{NONE, NodeId, NsId};
+use crate::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
+use crate::key::HashSource;
+use crate::session::{Lookup, LookupRequest, PromotionWait, Tokens};
+
+use super::coordinator::Engine;
+use super::lookup::LookupCursor;
+use super::pins::PinSpec;
+use super::requests::RequestId;
+use super::sessions::SessionId;
+
+/// Prefetches that hints have under way at most.
+const PREFETCHES_MAX: usize = 64;
+/// Chains that are being demoted at once at most.
+const DEMOTIONS_MAX: usize = 64;
+/// Nodes that an entry demotes at most.
+const DEMOTED_MAX: usize = 128;
+
+/// What is left to be done for hints.
+#[derive(Debug, Default)]
+pub(super) struct Hints {
+    /// Lookups of prefetches, which end when their payloads have come.
+    prefetches: Vec<(SessionId, RequestId)>,
+    /// The next node of each chain that is being demoted, and its epoch.
+    demoted: VecDeque<(NodeId, u32)>,
+    /// Those whose next node is being written or saved.
+    unsettled: Vec<(NodeId, u32)>,
+    /// Prefetches since the start: names their lookups.
+    count: u64,
+}
+
+/// How far a hint is that takes several entries.
+#[derive(Debug, Default)]
+pub struct HintCursor {
+    /// Name of the lookup of a prefetch.
+    name: String,
+    lookup: LookupCursor,
+}
+
+/// The hash blocks of a prompt that a hint is about.
+#[derive(Clone, Copy, Debug)]
+struct Reach {
+    ns: NsId,
+    /// How many are in the index.
+    depth: u32,
+    hash_block_size: u32,
+    /// Tokens of all where a hit may end.
+    wanted: Tokens,
+}
+
+impl Engine {
+    /// Carries out a hint, for those who have the engine to themselves.
+    pub fn hint(&mut self, session: SessionId, request: &HintRequest<'_>) -> HintAnswer {
+        let mut cursor = HintCursor::default();
+        loop {
+            if let Some(answer) = self.step_hint(session, request, &mut cursor) {
+                return answer;
+            }
+        }
+    }
+
+    /// A step of a hint, whose cursor is new at first. `None`: it is to be called again.
+    pub fn step_hint(
+        &mut self,
+        session: SessionId,
+        request: &HintRequest<'_>,
+        cursor: &mut HintCursor,
+    ) -> Option<HintAnswer> {
+        let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
+            return Some(HintAnswer::Rejected(HintRefusal::Unavailable));
+        };
+        let reach = self.reach_of(ns, request);
+        let answer = match request.hint {
+            Hint::Prefetch => self.step_prefetch(session, request, reach, cursor)?,
+            Hint::Pin { ttl_ns, name } => {
+                let spec = PinSpec {
+                    ns,
+                    ttl_ns: *ttl_ns,
+                    name,
+                };
+                self.pin_chain(request.hashes, reach, spec)
+            }
+            Hint::Demote => self.start_demotion(request.hashes, reach),
+            Hint::Release { name } => {
+                let ended =
+                    self.pins
+                        .release((ns, name), request.hashes, reach.depth, &mut self.residency);
+                match ended {
+                    0 => HintAnswer::Rejected(HintRefusal::NotPinned),
+                    depth => HintAnswer::Accepted(Tokens(depth * reach.hash_block_size)),
+                }
+            }
+        };
+        self.counters.count_hint(request.hint, answer);
+        Some(answer)
+    }
+
+    fn reach_of(&self, ns: NsId, request: &HintRequest<'_>) -> Reach {
+        let spec = self.residency.spec(ns);
+        let most = request.max.0 / spec.hash_block_size;
+        let most = most.min(u32::try_from(request.hashes.len()).unwrap_or(u32::MAX));
+        let end = (1..=most).rev().find(|&depth| spec.may_end(depth));
+        let found = self.residency.deepest(ns, request.hashes, |_| true);
+        Reach {
+            ns,
+            depth: found.map_or(0, |(_, depth)| depth.min(most)),
+            hash_block_size: spec.hash_block_size,
+            wanted: Tokens(end.unwrap_or(0) * spec.hash_block_size),
+        }
+    }
+
+    fn pin_chain(
+        &mut self,
+        hashes: &dyn HashSource,
+        reach: Reach,
+        spec: PinSpec<'_>,
+    ) -> HintAnswer {
+        if self.pins.budget() == 0 {
+            return HintAnswer::Rejected(HintRefusal::Off);
+        }
+        if reach.depth == 0 {
+            return HintAnswer::Rejected(HintRefusal::NotCached);
+        }
+        let parts = (&mut self.residency, &mut self.counters);
+        match self.pins.add(spec, hashes, reach.depth, self.now_ns, parts) {
+            0 => HintAnswer::Rejected(HintRefusal::OverBudget),
+            depth => HintAnswer::of(Tokens(depth * reach.hash_block_size), reach.wanted),
+        }
+    }
+
+    fn start_demotion(&mut self, hashes: &dyn HashSource, reach: Reach) -> HintAnswer {
+        let last = reach
+            .depth
+            .checked_sub(1)
+            .and_then(|at| hashes.get(at as usize));
+        let node = last.and_then(|hash| self.residency.forest().find(reach.ns, &hash));
+        let Some(node) = node else {
+            return HintAnswer::Rejected(HintRefusal::NotCached);
+        };
+        if self.hints.demoted.len() + self.hints.unsettled.len() >= DEMOTIONS_MAX {
+            return HintAnswer::Rejected(HintRefusal::Busy);
+        }
+        let epoch = self.residency.node(node).epoch;
+        self.hints.demoted.push_back((node, epoch));
+        self.demote_some();
+        HintAnswer::of(Tokens(reach.depth * reach.hash_block_size), reach.wanted)
+    }
+
+    /// Starts to read what a prompt has on disk only.
+    fn step_prefetch(
+        &mut self,
+        session: SessionId,
+        request: &HintRequest<'_>,
+        reach: Reach,
+        cursor: &mut HintCursor,
+    ) -> Option<HintAnswer> {
+        if cursor.name.is_empty() {
+            if self.hints.prefetches.len() >= PREFETCHES_MAX {
+                return Some(HintAnswer::Rejected(HintRefusal::Busy));
+            }
+            self.hints.count += 1;
+            // No request of vLLM has such a name.
+            cursor.name = format!("\0hint {}", self.hints.count);
+        }
+        let question = LookupRequest::new(&cursor.name, request.hashes)
+            .max(request.max)
+            // Reading is all that is asked for: no computing is weighed against it.
+            .min(Tokens(1))
+            .wait(Some(PromotionWait::Complete))
+            .prefetch();
+        let looked = self.step_lookup(session, &question, &mut cursor.lookup)?;
+        let id = self.sessions.request_id(session, &cursor.name);
+        Some(match (looked, id) {
+            (Lookup::Pending { .. }, Some(id)) => {
+                let promotion = self.sessions.requests[id].promotions.active.as_ref();
+                let end = promotion.map_or(0, |promotion| promotion.boundary());
+                self.hints.prefetches.push((session, id));
+                HintAnswer::of(Tokens(end * reach.hash_block_size), reach.wanted)
+            }
+            (Lookup::Hit(hit), Some(id)) => {
+                self.end_prefetch(session, id);
+                HintAnswer::of(hit.tokens, reach.wanted)
+            }
+            _ => {
+                self.end_lookup(session, &cursor.name);
+                HintAnswer::Rejected(HintRefusal::NotCached)
+            }
+        })
+    }
+
+    /// The payloads of a prefetch have come, or do not come: nothing is held for it any more. They are the last that
+    /// are evicted.
+    fn end_prefetch(&mut self, session: SessionId, id: RequestId) {
+        let lease = self.sessions.requests[id].lease;
+        if lease != NONE {
+            self.residency.renew(lease);
+        }
+        self.drop_request(id);
+        self.sessions.forget_removed(session);
+    }
+
+    /// The first tokens of a prompt were hit, or saved: the pins that end there live on.
+    pub(super) fn note_pins_used(&mut self, ns: NsId, hashes: &dyn HashSource, tokens: Tokens) {
+        let depth = tokens.0 / self.residency.hash_block_size(ns);
+        self.pins
+            .used(ns, hashes, depth, self.now_ns, &self.residency);
+    }
+
+    /// Whether [`Engine::step_hints`] has something to do now.
+    pub(super) fn has_hints(&self) -> bool {
+        !self.hints.demoted.is_empty() || self.pins.is_due(self.now_ns)
+    }
+
+    /// Goes on with what hints have asked for.
+    pub(super) fn step_hints(&mut self) {
+        self.pins
+            .step(self.now_ns, &mut self.residency, &mut self.counters);
+        let is_stuck = self.promotions.take_lack()
+            && self.residency.queued_bytes() == 0
+            && !self.residency.has_searches();
+        if is_stuck {
+            self.pins.give_way(&mut self.residency, &mut self.counters);
+        }
+        let mut at = 0;
+        while let Some(&(session, id)) = self.hints.prefetches.get(at) {
+            let request = self.sessions.requests.get(id);
+            match request.map(|request| request.promotions.active.is_some()) {
+                Some(true) => at += 1,
+                Some(false) => {
+                    self.end_prefetch(session, id);
+                    self.hints.prefetches.swap_remove(at);
+                }
+                None => {
+                    self.hints.prefetches.swap_remove(at);
+                }
+            }
+        }
+        self.demote_some();
+    }
+
+    fn demote_some(&mut self) {
+        let residency = &self.residency;
+        let is_settled = |&mut (node, epoch): &mut (NodeId, u32)| {
+            !residency.forest().is_live(node, epoch) || !residency.is_unsettled(node)
+        };
+        let settled = self.hints.unsettled.extract_if(.., is_settled);
+        self.hints.demoted.extend(settled);
+        for _ in 0..DEMOTED_MAX {
+            let Some((node, epoch)) = self.hints.demoted.pop_front() else {
+                return;
+            };
+            let is_there = self.residency.forest().is_live(node, epoch)
+                && !self.residency.node(node).is_detached();
+            if !is_there {
+                continue;
+            }
+            if self.residency.is_unsettled(node) {
+                self.hints.unsettled.push((node, epoch));
+                continue;
+            }
+            let above = self.residency.demote(node, &mut self.counters);
+            if let Some(above) = above {
+                let epoch = self.residency.node(above).epoch;
+                self.hints.demoted.push_back((above, epoch));
+            }
+        }
+    }
+}

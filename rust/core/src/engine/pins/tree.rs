@@ -1,0 +1,306 @@
+//! The chains that are pinned, as a tree of runs of nodes: what a chain shares with pinned ones is found without a
+//! walk, and what the end of a pin sets free is known at once.
+
+use hashbrown::HashMap;
+use slotmap::SlotMap;
+
+use crate::forest::NodeId;
+
+use super::PinKey;
+
+slotmap::new_key_type! {
+    /// A run of nodes that the same pins keep.
+    pub(super) struct SpanKey;
+}
+
+/// A run of nodes of one chain, front to back. A pin keeps the run that it ends with, and all above.
+#[derive(Debug)]
+struct Span {
+    above: Option<SpanKey>,
+    /// Depth of the node before the first.
+    after: u32,
+    nodes: Vec<NodeId>,
+    below: Vec<SpanKey>,
+    /// Pins of the last node.
+    pins: Vec<PinKey>,
+}
+
+impl Span {
+    fn end(&self) -> u32 {
+        self.after + self.nodes.len() as u32
+    }
+}
+
+/// How far a chain is in the tree.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    /// Depth of the last node that is in the tree; 0 if none is.
+    pub(super) depth: u32,
+    /// The runs on the way that the chain has in full, from the root on.
+    pub(super) full: Vec<SpanKey>,
+    /// The run that the chain has in part.
+    part: Option<SpanKey>,
+}
+
+/// Pinned chains.
+///
+/// Invariants: each node is in one run at most; a run without a pin has at least two runs below; the first node of
+/// each run, and no other, is in `firsts`.
+#[derive(Debug, Default)]
+pub(super) struct PinTree {
+    spans: SlotMap<SpanKey, Span>,
+    firsts: HashMap<NodeId, SpanKey>,
+}
+
+impl PinTree {
+    /// How far a chain is in the tree. `at` names its node at a depth, from 1 on.
+    pub(super) fn shared(&self, at: impl Fn(u32) -> Option<NodeId>) -> Shared {
+        let mut shared = Shared::default();
+        loop {
+            let first = at(shared.depth + 1);
+            let Some(&key) = first.and_then(|first| self.firsts.get(&first)) else {
+                return shared;
+            };
+            let span = &self.spans[key];
+            let is_shared =
+                |index: usize| at(span.after + 1 + index as u32) == Some(span.nodes[index]);
+            let last = span.nodes.len() - 1;
+            if is_shared(last) {
+                shared.depth = span.end();
+                shared.full.push(key);
+                continue;
+            }
+            // Up to `low` the chain has every node, and it has not the one at `high`.
+            let (mut low, mut high) = (0, last);
+            while high - low > 1 {
+                let middle = low + (high - low) / 2;
+                if is_shared(middle) {
+                    low = middle;
+                } else {
+                    high = middle;
+                }
+            }
+            shared.depth = span.after + low as u32 + 1;
+            shared.part = Some(key);
+            return shared;
+        }
+    }
+
+    /// Pins that end on a chain.
+    pub(super) fn pins_on<'a>(&'a self, shared: &'a Shared) -> impl Iterator<Item = PinKey> + 'a {
+        let spans = shared.full.iter();
+        spans.flat_map(|&key| self.spans[key].pins.iter().copied())
+    }
+
+    /// Adds a pin to the last node of a chain: `new` are its nodes that are not in the tree.
+    pub(super) fn add(&mut self, pin: PinKey, shared: &Shared, new: Vec<NodeId>) -> SpanKey {
+        let above = match shared.part {
+            Some(part) => Some(self.split(part, shared.depth)),
+            None => shared.full.last().copied(),
+        };
+        let key = if let Some(&first) = new.first() {
+            let key = self.spans.insert(Span {
+                above,
+                after: shared.depth,
+                nodes: new,
+                below: Vec::new(),
+                pins: Vec::new(),
+            });
+            self.firsts.insert(first, key);
+            if let Some(above) = above {
+                self.spans[above].below.push(key);
+            }
+            key
+        } else {
+            above.expect("a pinned chain has a node")
+        };
+        self.spans[key].pins.push(pin);
+        key
+    }
+
+    /// Divides a run after the node at `depth`. The second half keeps the key, since pins end with it.
+    fn split(&mut self, key: SpanKey, depth: u32) -> SpanKey {
+        let span = &mut self.spans[key];
+        let lower = span.nodes.split_off((depth - span.after) as usize);
+        let nodes = std::mem::replace(&mut span.nodes, lower);
+        let (above, after) = (span.above, std::mem::replace(&mut span.after, depth));
+        let (first, second) = (nodes[0], span.nodes[0]);
+        let upper = self.spans.insert(Span {
+            above,
+            after,
+            nodes,
+            below: vec![key],
+            pins: Vec::new(),
+        });
+        self.spans[key].above = Some(upper);
+        self.firsts.insert(first, upper);
+        self.firsts.insert(second, key);
+        if let Some(above) = above {
+            let below = &mut self.spans[above].below;
+            below.retain(|&other| other != key);
+            below.push(upper);
+        }
+        upper
+    }
+
+    /// Ends a pin of the run `key`. Returns the depths (exclusive, inclusive) that no pin keeps any more.
+    pub(super) fn remove(&mut self, key: SpanKey, pin: PinKey) -> (u32, u32) {
+        let span = &mut self.spans[key];
+        span.pins.retain(|&other| other != pin);
+        let kept = (span.after, span.after);
+        if !span.pins.is_empty() {
+            return kept;
+        }
+        if !span.below.is_empty() {
+            self.join(key);
+            return kept;
+        }
+        let freed = (span.after, span.end());
+        let (first, above) = (span.nodes[0], span.above);
+        self.firsts.remove(&first);
+        self.spans.remove(key);
+        if let Some(above) = above {
+            self.spans[above].below.retain(|&other| other != key);
+            self.join(above);
+        }
+        freed
+    }
+
+    /// Joins a run without pins and the only one below it.
+    fn join(&mut self, upper: SpanKey) {
+        let span = &self.spans[upper];
+        let &[key] = span.below.as_slice() else {
+            return;
+        };
+        if !span.pins.is_empty() {
+            return;
+        }
+        let Some(span) = self.spans.remove(upper) else {
+            return;
+        };
+        self.firsts.insert(span.nodes[0], key);
+        let lower = &mut self.spans[key];
+        self.firsts.remove(&lower.nodes[0]);
+        let mut nodes = span.nodes;
+        nodes.append(&mut lower.nodes);
+        (lower.nodes, lower.after, lower.above) = (nodes, span.after, span.above);
+        if let Some(above) = span.above {
+            let below = &mut self.spans[above].below;
+            below.retain(|&other| other != upper);
+            below.push(key);
+        }
+    }
+
+    /// Runs as the depths (exclusive, inclusive) of their nodes, and the last of these.
+    #[cfg(feature = "check")]
+    pub(super) fn runs(&self) -> impl Iterator<Item = (u32, u32, NodeId)> + '_ {
+        let spans = self.spans.values();
+        spans.map(|span| (span.after, span.end(), span.nodes[span.nodes.len() - 1]))
+    }
+
+    /// Whether the invariants hold, and every run is a chain: `parent` names a node's parent.
+    #[cfg(feature = "check")]
+    pub(super) fn check(&self, parent: impl Fn(NodeId) -> Option<NodeId>) -> Result<(), String> {
+        use super::super::ensure::ensure;
+        let firsts = self.firsts.len();
+        ensure!(
+            firsts == self.spans.len(),
+            "{firsts} first nodes of {} runs",
+            self.spans.len()
+        );
+        for (key, span) in &self.spans {
+            ensure!(!span.nodes.is_empty(), "a pinned run without nodes");
+            ensure!(
+                self.firsts.get(&span.nodes[0]) == Some(&key),
+                "a run that nobody finds"
+            );
+            ensure!(
+                !span.pins.is_empty() || span.below.len() > 1,
+                "a run without a pin has {} below",
+                span.below.len()
+            );
+            let above = span.above.map(|above| &self.spans[above]);
+            ensure!(
+                above.map_or(0, Span::end) == span.after,
+                "a run stands elsewhere"
+            );
+            let mut before = above.and_then(|above| above.nodes.last().copied());
+            for &node in &span.nodes {
+                ensure!(
+                    parent(node) == before,
+                    "node {node} of a run is on another chain"
+                );
+                before = Some(node);
+            }
+            for below in &span.below {
+                ensure!(
+                    self.spans[*below].above == Some(key),
+                    "a run below knows another"
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A chain named by its nodes.
+    fn add(
+        tree: &mut PinTree,
+        keys: &mut SlotMap<PinKey, ()>,
+        chain: &[NodeId],
+    ) -> (SpanKey, PinKey) {
+        let shared = tree.shared(|depth| chain.get(depth as usize - 1).copied());
+        let pin = keys.insert(());
+        let new = chain[shared.depth as usize..].to_vec();
+        (tree.add(pin, &shared, new), pin)
+    }
+
+    #[test]
+    fn what_no_other_pin_keeps_is_freed_in_any_order() {
+        let chains: [&[NodeId]; 5] = [
+            &[1, 2, 3, 4],
+            &[1, 2, 5, 6, 7],
+            &[1, 2],
+            &[1, 2, 5, 6, 7, 8],
+            &[9],
+        ];
+        for first in 0..120u32 {
+            let mut order: Vec<usize> = (0..5).collect();
+            let mut left = first;
+            for at in 0..5 {
+                order.swap(at, at + left as usize % (5 - at));
+                left /= 5 - at as u32;
+            }
+            let (mut tree, mut keys) = (PinTree::default(), SlotMap::with_key());
+            let pins = chains.map(|chain| add(&mut tree, &mut keys, chain));
+            let mut kept: Vec<usize> = (0..5).collect();
+            for &at in &order {
+                kept.retain(|&other| other != at);
+                let others = |node: &NodeId| kept.iter().any(|&other| chains[other].contains(node));
+                let alone = chains[at].iter().filter(|node| !others(node)).count();
+                let (after, end) = tree.remove(pins[at].0, pins[at].1);
+                assert_eq!((end - after) as usize, alone, "{order:?} at {at}");
+            }
+            assert!(tree.spans.is_empty() && tree.firsts.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_chain_is_shared_up_to_where_it_parts() {
+        let (mut tree, mut keys) = (PinTree::default(), SlotMap::with_key());
+        let (_, long) = add(&mut tree, &mut keys, &[1, 2, 3, 4, 5, 6, 7]);
+        let (_, short) = add(&mut tree, &mut keys, &[1, 2]);
+        let of = |tree: &PinTree, chain: &[NodeId]| {
+            let shared = tree.shared(|depth| chain.get(depth as usize - 1).copied());
+            (shared.depth, tree.pins_on(&shared).collect::<Vec<_>>())
+        };
+        assert_eq!(of(&tree, &[1, 2, 3, 4, 8]), (4, vec![short]));
+        assert_eq!(of(&tree, &[1]), (1, vec![]));
+        assert_eq!(of(&tree, &[8]), (0, vec![]));
+        assert_eq!(of(&tree, &[1, 2, 3, 4, 5, 6, 7, 8]), (7, vec![short, long]));
+    }
+}

@@ -1,0 +1,69 @@
+//! For which size class pages are searched and emptied, and how long: a class that needs none any more holds up nobody.
+
+use crate::slots::Class;
+
+use super::geometry::Region;
+use super::state::Residency;
+
+/// Times that other classes ask while a search goes on, or a run is kept, for a class that asks no more.
+const OTHERS_MAX: u64 = 16;
+/// The same for a class that was refused, which comes back: a sixteenth of the slots in use, at most so many.
+const OTHERS_OF_REFUSED_MAX: u64 = 4096;
+
+/// The size class that a search, or an emptied run, is for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asker {
+    class: Class,
+    /// The class was refused since it got a slot: the search goes on by itself. Otherwise the class gets on without, and
+    /// may never need more.
+    pub(super) waits: bool,
+    /// Times that other classes have asked since.
+    others: u64,
+}
+
+impl Asker {
+    pub(super) fn new(class: Class) -> Self {
+        Self {
+            class,
+            waits: false,
+            others: 0,
+        }
+    }
+}
+
+impl Residency {
+    /// A class that asked for room got none, and comes back; or it has got some.
+    pub(super) fn note_refusal(&mut self, region: Region, class: Class, is_refused: bool) {
+        let asker = self.search_mut(region).asker.as_mut();
+        if let Some(asker) = asker.filter(|asker| asker.class == class) {
+            asker.waits = is_refused;
+        }
+    }
+
+    /// Whether the search under way, or an empty run, is another class's. It is no more if that class has not asked for
+    /// long, or has what it needs while this one has nothing.
+    pub(super) fn is_others(&mut self, region: Region, class: Class, has_nothing: bool) -> bool {
+        let is_kept = self.slots(region).kept_for().is_some();
+        let of_refused = self.slots(region).blocks() / OTHERS_MAX;
+        let search = self.search_mut(region);
+        let is_taken = is_kept || search.is_under_way();
+        let Some(asker) = search.asker.as_mut().filter(|_| is_taken) else {
+            return false;
+        };
+        if asker.class == class {
+            asker.others = 0;
+            return false;
+        }
+        asker.others += 1;
+        let most = match asker.waits {
+            true => of_refused.clamp(OTHERS_MAX, OTHERS_OF_REFUSED_MAX),
+            false => OTHERS_MAX,
+        };
+        let gives_way = asker.others > most || has_nothing && (is_kept || !asker.waits);
+        if gives_way {
+            (search.pass, search.emptying) = (None, None);
+            self.slots_mut(region).open_run();
+        }
+        !gives_way
+    }
+}

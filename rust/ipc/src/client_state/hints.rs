@@ -1,0 +1,57 @@
+//! Hints: told to the server once, with the hashes that it lacks.
+
+use undercroft_core::hint::{HintAnswer, HintRefusal, HintRequest};
+
+use super::ClientState;
+use crate::protocol::{ClientMessage, HintMessage, append_with_hashes};
+
+/// Hints whose answers have not come at most.
+const HINTS_MAX: usize = 256;
+
+impl ClientState {
+    /// Tells the server. Returns the number of the hint; `None` if the server cannot be told now.
+    pub(crate) fn send_hint(&mut self, hint: &HintRequest<'_>) -> Option<u64> {
+        if self.open.is_none() || self.is_filling() {
+            return None;
+        }
+        if self.hints.len() >= HINTS_MAX {
+            // Nobody waits for their answers any more.
+            self.hints.clear();
+        }
+        let (request, known) = self.request(hint.request, hint.hashes)?;
+        let number = self.next_number();
+        let message = |hashes| {
+            ClientMessage::Hint(HintMessage {
+                request,
+                number,
+                max: hint.max,
+                hint: hint.hint.clone(),
+                hashes,
+            })
+        };
+        let count = append_with_hashes(&mut self.outbox, hint.hashes, known, message)?;
+        self.learned(hint.request, hint.hashes, count);
+        self.hints.insert(number, None);
+        Some(number)
+    }
+
+    /// The server has answered a hint; whoever has stopped waiting does not hear of it.
+    pub(super) fn take_hinted(&mut self, number: u64, answer: HintAnswer) {
+        if let Some(known) = self.hints.get_mut(&number) {
+            *known = Some(answer);
+        }
+    }
+
+    /// Whether a hint has an answer, or gets none.
+    pub(crate) fn is_hinted(&self, number: u64) -> bool {
+        self.hints.get(&number).is_none_or(Option::is_some)
+    }
+
+    /// Forgets a hint. The answer, as far as it is known.
+    pub(crate) fn end_hint(&mut self, number: u64) -> HintAnswer {
+        match self.hints.remove(&number) {
+            Some(answer) => answer.unwrap_or(HintAnswer::Pending),
+            None => HintAnswer::Rejected(HintRefusal::Unavailable),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Hints: what clients say of their prompts, and whether what is pinned stays.
+
+use std::collections::HashSet;
+
+use undercroft_core::forest::Tier;
+use undercroft_core::hint::{Hint, HintAnswer, HintRequest};
+use undercroft_core::key::BlockHash;
+use undercroft_core::metrics::Counters;
+use undercroft_core::namespace::GroupKind;
+use undercroft_core::session::Tokens;
+
+use crate::model::HASH_BLOCK;
+use crate::world::World;
+
+const MILLISECOND: u64 = 1_000_000;
+/// The longest time to live of a pin.
+pub(crate) const TTL_MAX_NS: u64 = 5_000 * MILLISECOND;
+
+/// A pin, and the payloads that it keeps.
+#[derive(Debug)]
+pub(crate) struct SimPin {
+    namespace: usize,
+    epoch: u64,
+    payloads: Vec<(BlockHash, u8)>,
+    ends_ns: u64,
+}
+
+/// The pins of one life, as long as none has ended before its time.
+#[derive(Debug, Default)]
+pub(crate) struct SimPins {
+    pins: Vec<SimPin>,
+    ended: u64,
+}
+
+/// Pins that have ended before their time, and payloads that devices have lost.
+fn ended_early(counters: &Counters) -> u64 {
+    counters.pins_over_budget
+        + counters.pins_gave_way
+        + counters.pins_lost
+        + counters.hints_release_accepted
+        + counters.checksum_failures
+        + counters.host_checksum_failures
+        + counters.read_failures
+        + counters.write_failures
+}
+
+impl World {
+    /// A client says something of one of its prompts.
+    pub(crate) fn hint(&mut self, session: usize) {
+        let count = self.sessions[session].requests.len();
+        if count == 0 {
+            return;
+        }
+        let request = self.random.index(count);
+        let name = self.random.pick(&["", "", "one", "other"]).to_owned();
+        let ttl_ns = self.random.range(1, TTL_MAX_NS);
+        let hint = match self.random.below(10) {
+            0..=4 => Hint::Pin { ttl_ns, name },
+            5..=6 => Hint::Prefetch,
+            7..=8 => Hint::Demote,
+            _ => Hint::Release { name },
+        };
+        self.note_weights(session, request);
+        let (_, most) = self.limits(session, request);
+        let of = &self.sessions[session];
+        let state = &of.requests[request];
+        let answer = of.session.hint(&HintRequest {
+            request: &state.name,
+            hashes: &state.hashes,
+            max: Tokens(most),
+            hint: &hint,
+        });
+        let request_name = state.name.clone();
+        self.log.stats.hints += 1;
+        self.note(|| format!("hint {hint:?} on {request_name} most {most}: {answer:?}"));
+        if let (
+            Hint::Pin { ttl_ns, name },
+            HintAnswer::Accepted(tokens) | HintAnswer::Clipped(tokens),
+        ) = (&hint, answer)
+        {
+            if !name.is_empty() {
+                // Another pin of that name has ended.
+                let namespace = self.sessions[session].namespace;
+                self.pins.pins.retain(|pin| pin.namespace != namespace);
+            }
+            self.pinned(session, request, tokens, *ttl_ns);
+        }
+    }
+
+    /// Notes the payloads of a pin that are there: they stay.
+    fn pinned(&mut self, session: usize, request: usize, tokens: Tokens, ttl_ns: u64) {
+        self.log.stats.pins += 1;
+        let of = &self.sessions[session];
+        let spec = &self.models[of.namespace].spec;
+        let is_full: Vec<bool> = spec
+            .groups
+            .iter()
+            .map(|of| of.kind == GroupKind::Full)
+            .collect();
+        let hashes = &of.requests[request].hashes[..(tokens.0 / HASH_BLOCK) as usize];
+        let chain: HashSet<BlockHash> = hashes.iter().copied().collect();
+        let there = self.engine.uncounted(|engine| engine.announced(of.id));
+        let kept = there
+            .iter()
+            .filter(|event| is_full[usize::from(event.group)] && chain.contains(&event.hash));
+        let payloads: Vec<(BlockHash, u8)> = kept.map(|event| (event.hash, event.group)).collect();
+        self.pins.pins.push(SimPin {
+            namespace: of.namespace,
+            epoch: self.models[of.namespace].epoch,
+            payloads,
+            ends_ns: self.clock.now_ns.saturating_add(ttl_ns),
+        });
+    }
+
+    /// What is pinned is in some tier, unless a pin had to end early.
+    pub(crate) fn check_pins(&mut self) -> Result<(), String> {
+        let counters = self.engine.uncounted(|engine| *engine.counters());
+        let ended = ended_early(&counters);
+        let now_ns = self.clock.now_ns;
+        if ended != self.pins.ended || self.settings.crowded || !self.settings.faults.is_none() {
+            self.pins.pins.clear();
+            self.pins.ended = ended;
+        }
+        let models = &self.models;
+        self.pins
+            .pins
+            .retain(|pin| pin.ends_ns > now_ns && models[pin.namespace].epoch == pin.epoch);
+        for pin in &self.pins.pins {
+            let mut sessions = self.sessions.iter();
+            let Some(of) = sessions.find(|of| of.namespace == pin.namespace) else {
+                continue;
+            };
+            let there = self.engine.uncounted(|engine| engine.announced(of.id));
+            let there: HashSet<_> = there
+                .iter()
+                .map(|event| (event.hash, event.group))
+                .collect();
+            let mut lost = pin
+                .payloads
+                .iter()
+                .filter(|payload| !there.contains(*payload));
+            if let Some(lost) = lost.next() {
+                return Err(format!(
+                    "{lost:?} is pinned, and neither in {:?}",
+                    Tier::ALL
+                ));
+            }
+            self.log.stats.pins_checked += 1;
+        }
+        Ok(())
+    }
+
+    /// All pins have ended some time after the last use.
+    pub(crate) fn end_pins(&mut self) -> Result<(), String> {
+        self.pins = SimPins::default();
+        self.set_now(self.clock.now_ns + TTL_MAX_NS);
+        for _ in 0..1000 {
+            self.start_io()?;
+            if self.engine.with(|engine| engine.gauges().pins) == 0 {
+                return Ok(());
+            }
+        }
+        Err("a pin does not end".to_owned())
+    }
+}

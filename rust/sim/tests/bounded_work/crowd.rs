@@ -1,0 +1,105 @@
+//! Payloads of one model crowd another model's out, whatever their sizes, and only while they come.
+
+use undercroft_core::engine::SessionId;
+use undercroft_core::namespace::{GroupKind, NamespaceSpec};
+use undercroft_core::session::Offer;
+
+use crate::rig::{self, Rig, chain, hybrid, namespace};
+
+/// Blocks of the arena, of [`rig::PAYLOAD`] bytes.
+const HOST: u64 = 512;
+/// Bytes of a block of the crowd.
+const CROWD_BYTES: u32 = 256 << 10;
+/// Blocks of the model that is crowded out.
+const BLOCKS: u64 = 5;
+
+fn sized(mut spec: NamespaceSpec, bytes: &[u32]) -> NamespaceSpec {
+    for (group, &bytes) in spec.groups.iter_mut().zip(bytes) {
+        group.payload_bytes = bytes;
+    }
+    spec
+}
+
+struct Crowd {
+    session: SessionId,
+    count: u64,
+}
+
+impl Crowd {
+    /// Saves blocks of a prompt each, together half as much again as the arena holds.
+    fn push(&mut self, rig: &mut Rig, steps: usize) {
+        rig.pump();
+        let blocks = HOST * u64::from(rig::PAYLOAD) * 3 / 2 / u64::from(CROWD_BYTES);
+        for number in 0..blocks {
+            self.count += 1;
+            let prompt = chain(1 << 24 | self.count, 1);
+            assert_eq!(rig.lookup(self.session, &prompt), 0);
+            assert_eq!(rig.save(self.session, &prompt), 1);
+            rig.idle(steps);
+            if number % 32 == 31 {
+                rig.flush();
+            }
+        }
+        rig.flush();
+    }
+}
+
+fn save_all(rig: &mut Rig, session: SessionId, blocks: u64) {
+    let states = Offer {
+        group: 1,
+        first_block: 0,
+        end_block: blocks as u32,
+    };
+    rig.save_with(session, &chain(1, blocks), &[states]);
+    rig.pump();
+}
+
+/// From every mixture of tiers: hash blocks that lie in host memory, and of these the ones that are asked for once more.
+fn crowd_out(kinds: [u32; 2], steps: usize) {
+    let mut rig = Rig::new(HOST, 100 * HOST);
+    let model = rig.open(sized(hybrid("model", GroupKind::State), &kinds));
+    let session = rig.open(sized(namespace("crowd"), &[CROWD_BYTES]));
+    let mut crowd = Crowd { session, count: 0 };
+    for length in 1..=BLOCKS {
+        save_all(&mut rig, model, length);
+    }
+    for host in 0..=BLOCKS {
+        for again in 0..=host {
+            crowd.push(&mut rig, steps);
+            let before = rig.engine().moves().runs;
+            rig.idle(100);
+            assert_eq!(rig.engine().moves().runs, before, "nobody asks");
+            for length in [host, again] {
+                let tokens = length as u32 * rig::BLOCK;
+                assert_eq!(rig.lookup(model, &chain(1, length)), tokens);
+            }
+            rig.idle(100);
+            let reads = rig.engine().counters().disk_reads;
+            let tokens = BLOCKS as u32 * rig::BLOCK;
+            assert_eq!(rig.lookup(model, &chain(1, BLOCKS)), tokens);
+            let read = rig.engine().counters().disk_reads - reads;
+            assert_eq!(
+                read > 0,
+                host < BLOCKS,
+                "{kinds:?}: {read} read with {host} blocks in host memory, {again} asked for again"
+            );
+        }
+    }
+    rig.engine().check().unwrap();
+}
+
+#[test]
+fn a_crowd_drives_out_all_that_is_idle_and_nothing_after_it() {
+    let sizes = [
+        [80 << 10, 80 << 10],
+        [320 << 10, 320 << 10],
+        [640 << 10, 640 << 10],
+        [64 << 10, 512 << 10],
+        [CROWD_BYTES, 132 << 10],
+    ];
+    for kinds in sizes {
+        for steps in [0, 1, 3] {
+            crowd_out(kinds, steps);
+        }
+    }
+}
