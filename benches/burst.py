@@ -46,6 +46,7 @@ def bursts() -> dict[str, list[list[int]]]:
         "2, one prefix": [shared + prompt(40, 100 + i) for i in range(2)],
         "8, one prefix": [shared + prompt(40, 100 + i) for i in range(8)],
         "32, one prefix": [shared + prompt(40, 100 + i) for i in range(32)],
+        "64, one prefix": [shared + prompt(40, 100 + i) for i in range(64)],
         "32, one prefix and 400 own tokens": [shared + prompt(400, 100 + i) for i in range(32)],
         "32, two prefixes and 300 own tokens": [
             (other if i % 2 else shared[: SHARED // 2]) + prompt(300, 100 + i) for i in range(32)

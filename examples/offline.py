@@ -2,7 +2,9 @@
 
     .venv/bin/python examples/offline.py MODEL
 
-Between the questions the device's own prefix cache is emptied, as it would be by other requests.
+Between the questions the device's own prefix cache is emptied, as it would be by other requests. On vLLM's CPU build,
+set VLLM_CPU_KVCACHE_SPACE=1 (GiB): vLLM asks for most of the machine's memory otherwise. The first start compiles the
+model, which takes minutes on a small machine.
 """
 
 from __future__ import annotations

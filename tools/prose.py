@@ -37,12 +37,12 @@ METAPHORS = (
     r"|g[ai]ve[ns]? back|giv(?:es|ing) back|ha(?:s|ve) gone under|for want of|at last|all that stands"
 )
 RULES = (
-    Rule("what", 'name the thing instead of "what"', r"(?<!so )\bwhat\b(?![^.?!:]*\?)", (1, 1, 9)),
+    Rule("what", 'name the thing instead of "what"', r"(?<!so )\bwhat\b(?![^.?!:]*\?)", (1, 1, 6)),
     Rule(
         "metaphor",
         "use a verb of the field: pending, evicted, depends on, fails",
         rf"\b(?:{METAPHORS})\b",
-        (0.5, 1, 1.9),
+        (0.5, 1, 2),
     ),
     Rule("fronted of", 'begin with the subject, not with "Of"', r"(?:(?<=[.!?:] )|^)Of (?!course)", (0.3, 0.3, 1)),
     Rule(

@@ -36,7 +36,7 @@ HTTP 400.
 
 
 def _metrics() -> str:
-    from undercroft.metrics import IO_ENGINE_HELP, METRICS, PREFIX, SERVER_METRICS
+    from undercroft.metrics import BUILD_HELP, IO_ENGINE_HELP, METRICS, PREFIX, SERVER_METRICS
 
     return f"""# Metrics
 
@@ -45,6 +45,7 @@ named here. vLLM's own `vllm:prompt_tokens_cached_by_source_total` splits hits b
 All series exist from the start, so that an alert sees the first error.
 
 {_metric_table(METRICS)}| `{PREFIX}io_engine_info` | gauge | `io_engine` | {IO_ENGINE_HELP} |
+| `{PREFIX}build_info` | gauge | `version` | {BUILD_HELP} |
 
 `undercroft serve --metrics` exports those of them that the engine counts, without vLLM's labels, and these:
 

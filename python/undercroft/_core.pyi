@@ -166,8 +166,9 @@ class Engine:
         """Open it. ``options``, all but the sizes by the names of `undercroft.config`, and each may be left out:
 
         ``server`` ("unix:///path"), ``server_timeout_ms``, ``lookup_spin_us``, ``host_memory`` (bytes), ``disks`` (list
-        of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``io_engine``,
-        ``io_depth``, ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
+        of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``pin_memory``
+        (bytes; default: three tenths of it), ``io_engine``, ``io_depth``,
+        ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
         ``disk_write_rate`` (bytes per second), ``verify_host``, ``inject_faults`` (see `limit_reads`),
         ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
         directory is in use by another engine of this user, use that one, and take the directories over when it ends).
@@ -335,6 +336,21 @@ class Session:
         """Ask for slots for the full blocks of the first ``num_tokens`` tokens that are not cached yet.
 
         None if nobody can be asked. ``offers`` are added to blocks that are cached already, too.
+        """
+
+    def hint(
+        self,
+        request_id: str,
+        hashes: list[bytes],
+        verb: str,
+        max_tokens: int | None = None,
+        ttl_s: float = 300.0,
+        name: str = "",
+    ) -> tuple[str, int, str]:
+        """Tell of a prompt's future use: ``verb`` is "prefetch", "pin", "demote" or "release".
+
+        Returns "accepted", "clipped", "rejected" or "pending", the tokens that it holds for, and for a rejected hint
+        the reason. Finish the request, by which a server knows the hashes. Raises ValueError for another verb.
         """
 
     def take_events(

@@ -19,7 +19,7 @@ class Group(Protocol):
 
     @property
     def kind(self) -> str:
-        """The engine's word for what a hit needs of it."""
+        """The engine's word for the needs of a hit."""
 
     @property
     def block_tokens(self) -> int:
@@ -58,7 +58,7 @@ def tokens_in(capacity: int, groups: Sequence[Group], interval: int = BOUNDARY_T
     """Tokens of prompts that a tier of ``capacity`` bytes holds, with a place where a hit may end every ``interval``
     (0: every `BOUNDARY_TOKENS`).
 
-    Counts what slots and pages leave unused. 0 if a block fits no slot.
+    Counts the bytes that slots and pages leave unused. 0 if a block fits no slot.
     """
     from undercroft import _core
 

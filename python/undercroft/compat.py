@@ -120,7 +120,7 @@ def event_hasher() -> Callable[[bytes], Any]:
 
 
 def event_spec(spec: KVCacheSpec) -> tuple[str | None, int | None]:
-    """What events say of a KV cache group: its kind and its window."""
+    """The fields of events about a KV cache group: its kind and its window."""
     kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
     window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
     if kind is None or window is None:
@@ -143,6 +143,14 @@ def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int
         return 0
     hit = kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
     return int(hit[1])
+
+
+def provisional_tokens(kv_cache_manager: KVCacheManager) -> int:
+    """How many of a request's last computed tokens vLLM does not cache: draft layers may compute their KV again.
+
+    Drafting with several modules does that (multi-module MTP). 0 in a vLLM that knows none of it.
+    """
+    return int(getattr(getattr(kv_cache_manager, "coordinator", None), "num_reprefillable_tokens", 0))
 
 
 def hash_seed(algorithm: str) -> str | None:
@@ -185,7 +193,7 @@ def layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
 
 
 def group_kind(spec: KVCacheSpec) -> str | None:
-    """The engine's word for what a hit needs of a group with this spec; None for a spec that is not known."""
+    """The engine's word for the needs of a hit from a group with this spec; None for a spec that is not known."""
     if not getattr(spec, "prefix_cacheable", True):
         return "ignored"
     kinds = {_KINDS.get(type(inner).__name__) for inner in layer_specs(spec)}
@@ -214,7 +222,8 @@ def hashes_adapters() -> bool:
 
 
 def caps_external_hits() -> bool:
-    """Whether vLLM shortens hits to what its store of routed experts holds; before 0.33 such a hit ends the engine."""
+    """Whether vLLM shortens hits to the content of its store of routed experts; before 0.33 such a hit ends the
+    engine."""
     try:
         from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
     except ImportError:

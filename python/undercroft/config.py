@@ -27,7 +27,7 @@ class PromotionWait:
 
     ``planned``: as long as loading takes less time than computing, by measurement. Otherwise ``base_ms`` None means
     until all are in host memory, else the wait ends after ``base_ms`` +
-    ``per_1k_tokens_ms`` for each 1,000 tokens that are looked up; (0, 0) takes only what host memory holds at once.
+    ``per_1k_tokens_ms`` for each 1,000 tokens that are looked up; (0, 0) takes only the part in host memory.
     """
 
     base_ms: float | None = None
@@ -70,7 +70,7 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
         if not isinstance(value, str):
             raise ValueError(f"{type(value).__name__} instead of text")
         if value not in allowed:
-            raise ValueError(f"not one of the allowed words{_did_you_mean(value, allowed)}")
+            raise ValueError(f"not one of the allowed words{_did_you_mean(value.lower(), allowed)}")
         return value
 
     return parse
@@ -303,6 +303,12 @@ class UndercroftConfig:
         "Maximum host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
         _positive_amount, str, "engine",
     )]
+    pin_memory: Annotated[Amount, Option(
+        "size or share", "30%", _SHARE_FORMAT + " above 0%; 0 pins nothing",
+        "Maximum host memory that blocks may take which hints of requests have pinned. A percentage is taken of "
+        "host_memory.",
+        parse_amount, str, "engine",
+    )]
     early_prefetch: Annotated[bool, Option(
         "true or false", True, "true or false",
         "Start lookup and reads from disk when a request arrives, instead of when the scheduler first considers it.",
@@ -512,7 +518,7 @@ _FOREIGN = {
     "chunk_size": "is not needed here: the blocks are those of vLLM",
     "kv_load_failure_policy": "is a field of the KV transfer config; undercroft sets it to recompute",
 }
-"""Names that other connectors have for what an option here does, without a prefix such as ``lmcache.mp.``."""
+"""Names that other connectors have for an option here, without a prefix such as ``lmcache.mp.``."""
 
 
 def _hint(key: str, known: list[str]) -> str:

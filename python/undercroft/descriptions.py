@@ -1,4 +1,4 @@
-"""Descriptions of namespaces, for people: what they are of, and in what two of them differ. See docs/identity.md."""
+"""Descriptions of namespaces, for people: their subjects, and the differences of two of them. See docs/identity.md."""
 
 from __future__ import annotations
 

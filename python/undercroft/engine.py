@@ -1,4 +1,4 @@
-"""The engine that a process uses, and what is said of it at start."""
+"""The engine that a process uses, and its log line at start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: i
     """The options as `_core.Engine` takes them: by their names, but sizes in bytes. Raises ConfigError."""
     scopes = ("engine", "session") if socket is None else ("engine",)
     given = {option.name: getattr(config, option.name) for option in OPTIONS if option.scope in scopes}
-    for name in ("host_memory", "promotion_memory", "disk_path", "disk_capacity"):
+    for name in ("host_memory", "promotion_memory", "pin_memory", "disk_path", "disk_capacity"):
         # They become bytes below; of a server's engine, the server's own options tell the sizes.
         del given[name]
     if given.get("server"):
@@ -38,13 +38,14 @@ def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: i
     return given | {
         "host_memory": sizes.host_memory,
         "promotion_memory": sizes.promotion_memory,
+        "pin_memory": sizes.pin_memory,
         "disks": disks(config),
         **({"share": True} if socket is None else {"socket": socket}),
     }
 
 
 def disks(config: UndercroftConfig) -> list[dict[str, Any]]:
-    """The directories as `_core.Engine` takes them: a share is taken of what the directory's filesystem has."""
+    """The directories as `_core.Engine` takes them: a share is taken of the directory's filesystem."""
     amount = config.disk_capacity
     capacity = {"share": amount.share} if amount.size is None else amount.size
     return [{"path": path, "capacity": capacity} for path in config.disk_path]
@@ -62,7 +63,7 @@ def start_line(
     tokens_in: Callable[[int], int] | None = None,
     index_bytes: Callable[[int], int] | None = None,
 ) -> str:
-    """One line on what was configured and found; ``info`` is that of `_core.Engine.info`.
+    """One line on configuration and findings; ``info`` is that of `_core.Engine.info`.
 
     ``where``: whose engine it is, if it is not this process's. ``tokens_in``: the tokens of the model that a tier of so
     many bytes holds. ``index_bytes``: the memory of the index of so many tokens.

@@ -1,4 +1,4 @@
-"""Every error that undercroft raises on purpose. Messages name what was found, what is allowed, and what to do.
+"""Every error that undercroft raises on purpose. Messages name the finding, the allowed values and the remedy.
 
 Pure Python, so that both extension modules raise the same classes, and configuration is read without either.
 """

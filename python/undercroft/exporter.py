@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from undercroft.engine import io_engine
 from undercroft.log import logger
-from undercroft.metrics import IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX, SERVER_METRICS
+from undercroft.metrics import BUILD_HELP, IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX, SERVER_METRICS
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -56,6 +56,9 @@ class EngineCollector(Collector):
         for name in IO_ENGINES:
             info.add_metric([name], int(name == used))
         yield info
+        build = GaugeMetricFamily(PREFIX + "build_info", BUILD_HELP, labels=["version"])
+        build.add_metric([status["version"]], 1)
+        yield build
 
 
 class _Handler(MetricsHandler):
@@ -64,7 +67,7 @@ class _Handler(MetricsHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def log_error(self, format: str, *args: object) -> None:
-        """Say nothing: anybody may connect and send what he likes."""
+        """Say nothing: anyone may connect and send anything."""
 
 
 class _MetricsServer(ThreadingMixIn, HTTPServer):

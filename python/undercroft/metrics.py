@@ -14,6 +14,8 @@ PREFIX = "vllm:undercroft_"
 IO_ENGINES = ("io_uring", "thread_pool")
 IO_ENGINE_HELP = "The IO engine of the disk tier: 1 for the one in use. Without a disk tier, 0 for each."
 """The gauge io_engine_info, which has a series for each of `IO_ENGINES`."""
+BUILD_HELP = "The version of undercroft, as a label; always 1."
+"""The gauge build_info."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,23 @@ METRICS: tuple[Metric, ...] = (
            ("size",), {f"shadow_hit_tokens_{number}": (str(number),) for number in SHADOWS}),
     Metric("shadow_capacity_bytes", "gauge", "That size, by its place in the option.",
            ("size",), {f"shadow_capacity_bytes_{number}": (str(number),) for number in SHADOWS}),
+    Metric(
+        "hints", "counter", "Hints of requests about their prompts, by verb and answer.", ("verb", "answer"),
+        {
+            **{
+                f"hints_{verb}_{answer}": (verb, answer)
+                for verb in ("prefetch", "pin", "demote", "release")
+                for answer in ("accepted", "clipped", "rejected")
+                if (verb, answer) != ("release", "clipped")
+            },
+            "hints_unknown": ("unknown", "ignored"), "hints_unserved": ("any", "unserved"),
+        },
+    ),
+    _one("pins", "gauge", "Pins."),
+    _one("pin_bytes", "gauge", "Host memory that the pinned chains take, or would take."),
+    _one("pin_capacity_bytes", "gauge", "Budget of pins."),
+    Metric("pins_ended", "counter", "Pins that ended without being released, by the reason.", ("reason",),
+           {f"pins_{reason}": (reason,) for reason in ("expired", "over_budget", "gave_way", "lost")}),
     Metric("rejected_requests", "counter", "Requests rejected by the hit threshold, by the source of the threshold.",
            ("source",), {"rejected_request": ("request",), "rejected_global": ("global",)}),
     _one("hook_errors", "counter", "Errors caught in the connector's hooks."),

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from undercroft.errors import StoreError
+
+if TYPE_CHECKING:
+    from undercroft.config import UndercroftConfig
 
 CONNECTOR = "UndercroftConnector"
 MODULE = "undercroft.connector.connector"
@@ -25,9 +30,10 @@ def ours_in(connector: Any) -> list[Any]:
 
 
 def check_options(kv_transfer_config: Any, local: bool) -> None:
-    """Check undercroft's options in vLLM's configuration, alone or inside MultiConnector. Raises ConfigError.
+    """Check undercroft's options in vLLM's configuration, alone or inside MultiConnector.
 
-    ``local``: whether the engine is to run on this machine, so that sizes are checked against its memory.
+    Raises ConfigError, or StoreError for a directory that the engine would refuse. ``local``: whether the engine is to
+    run on this machine, so that its memory and its directories are looked at. Nothing is changed.
     """
 
     def read(name: str) -> Any:
@@ -41,8 +47,16 @@ def check_options(kv_transfer_config: Any, local: bool) -> None:
             check_options(child, local)
         return
     from undercroft.config import UndercroftConfig
-    from undercroft.sizing import resolve_sizes
 
     config = UndercroftConfig.parse(extra)
     if local and not config.server:
-        resolve_sizes(config)
+        _look_at_directories(config)
+
+
+def _look_at_directories(config: UndercroftConfig) -> None:
+    from undercroft import _core
+    from undercroft.engine import engine_options
+
+    for disk in _core.examine(engine_options(config)):
+        if not disk["starts"]:
+            raise StoreError(disk["error"])

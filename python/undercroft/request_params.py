@@ -21,7 +21,7 @@ _OPTIONS = {option.name: option for option in OPTIONS if option.name in NAMES}
 
 
 class InvalidParameterError(ValueError):
-    """A parameter that cannot be used. The message names it, its value and what is allowed."""
+    """A parameter that cannot be used. The message names it, its value and the allowed ones."""
 
     def __init__(self, name: str, value: Any, reason: str) -> None:
         allowed = "true or false" if name == EXPLAIN else _OPTIONS[name].allowed
@@ -40,11 +40,16 @@ class LookupParams:
     wait_ms: tuple[float, float] | None
     """Longest wait for the disk: a base and an addition for every 1,000 tokens; None: no limit of time."""
     planned: bool = False
-    """Without a limit of time: load what takes less time to load than to compute, and wait no longer."""
+    """Without a limit of time: load prefixes that take less time to load than to compute, and wait no longer."""
 
     def at_once(self) -> LookupParams:
         """The same without any wait: the hit ends with the part in host memory."""
         return replace(self, blocking=False, wait_ms=(0.0, 0.0))
+
+
+def is_brought(kv_transfer_params: Any) -> bool:
+    """Whether a prefill instance holds the request's blocks, which a P/D connector brings; it clears the parameter."""
+    return bool(kv_transfer_params and kv_transfer_params.get("do_remote_prefill"))
 
 
 def check(kv_transfer_params: Any) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from undercroft.config import UndercroftConfig
 from undercroft.errors import ConfigError
-from undercroft.units import format_size
+from undercroft.units import Amount, format_size
 
 _MIN_HOST_MEMORY = 16 << 20
 
@@ -17,6 +17,7 @@ class Sizes:
 
     host_memory: int
     promotion_memory: int
+    pin_memory: int
 
 
 def resolve_sizes(config: UndercroftConfig, ranks: int = 1) -> Sizes:
@@ -42,10 +43,19 @@ def resolve_sizes(config: UndercroftConfig, ranks: int = 1) -> Sizes:
             f"undercroft: host_memory = {config.host_memory} is {format_size(host)}{each}; "
             f"at least {format_size(_MIN_HOST_MEMORY)} are needed."
         )
-    promotion = config.promotion_memory.of(host * parts) // parts
-    if promotion > host:
+    return Sizes(
+        host,
+        _part_of(host, "promotion_memory", config.promotion_memory, parts),
+        _part_of(host, "pin_memory", config.pin_memory, parts),
+    )
+
+
+def _part_of(host: int, name: str, amount: Amount, parts: int) -> int:
+    """The bytes of an option that is a part of the engine's host memory."""
+    size = amount.of(host * parts) // parts
+    if size > host:
         raise ConfigError(
-            f"undercroft: promotion_memory = {config.promotion_memory} is more than host_memory "
-            f"({format_size(host)}). Choose at most that, or a percentage of it."
+            f"undercroft: {name} = {amount} is more than host_memory ({format_size(host)}). "
+            "Choose at most that, or a percentage of it."
         )
-    return Sizes(host, promotion)
+    return size

@@ -20,7 +20,7 @@ _UNITS = {
 }
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*", re.ASCII)
 SIZE_FORMAT = "bytes as a number, or with a unit (KiB, MiB, GiB, TiB, KB, MB, GB, TB)"
-"""What `parse_size` takes, for messages."""
+"""The input of `parse_size`, for messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ import fake_cuda
 TOOLS = Path(__file__).parents[2] / "tools"
 # Python reads it at start, in the processes of the ranks, too.
 SITE = """
-import atexit, os, pathlib
+import atexit, os, pathlib, sys
+sys.modules["vllm"] = None  # the check needs none
 import torch
 import fake_cuda
 torch.cuda.init()
@@ -45,3 +46,9 @@ def test_the_check_finds_everything_right(tmp_path: Path) -> None:
     rows = {row["name"]: row["value"] for section in result["sections"] for row in section["rows"]}
     assert rows["rank 1: contexts on its own device only"] == "right"
     assert rows["the whole arena is pinned"] == "8 of 8 MiB"
+    assert [section["name"] for section in result["sections"] if section["skipped"]] == []
+    table = ran.stdout.splitlines()
+    for section in result["sections"]:
+        assert f"{section['name']} ({section['seconds']:.1f} s)" in table
+        assert section["rows"]
+    assert sum(section["seconds"] for section in result["sections"]) < 180

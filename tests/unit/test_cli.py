@@ -451,3 +451,29 @@ def test_the_version_is_told_without_a_core(
     with pytest.raises(SystemExit):
         main.main(["--version"])
     assert "the core cannot be loaded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["bench", "disk", "--block-bytes", "0"], "above 0"),
+        (["bench", "disk", "--block-bytes", "1XB"], "Allowed: bytes as a number, or with a unit"),
+        (["bench", "lookup", "--keys", "abc"], "abc is not a whole number from 1 to"),
+        (["bench", "copy", "--block-bytes", "4"], "less than a byte for each of 32 layers; give more"),
+        (["check-config", '{"eviction_policy": "LRU"}'], "did you mean 'lru'?"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_allowed_ones(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main.main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_inspect_says_that_a_directory_holds_no_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.main(["inspect", str(tmp_path)]) == 1
+    assert "holds no undercroft cache" in capsys.readouterr().err

@@ -104,6 +104,7 @@ BAD = {
     "lookup_timeout_ms": [-1, "5", True, float("inf"), float("nan"), 10**400, 60_001],
     "promotion_wait": ["never", 5, None, {"base": 1}, {"base_ms": -1}, {"base_ms": "1"}, {"per_1k_tokens_ms": True}],
     "promotion_memory": ["some", 0],
+    "pin_memory": ["some", -1, "0%", "101%"],
     "early_prefetch": [1, "true", None],
     "cache_hit_threshold": [-0.1, 1.1, float("nan"), "0.5", True],
     "eviction_policy": ["fifo", None],
@@ -172,7 +173,13 @@ def test_the_options_in_hints_exist():
 
 @pytest.mark.parametrize("name", [option.name for option in OPTIONS if option.scope == "engine"])
 def test_an_option_of_the_engine_is_refused_beside_a_server(name):
-    given = {"host_memory": "1GiB", "promotion_memory": "1GiB", "disk_path": ["/c"], "disk_capacity": "1GiB"}
+    given = {
+        "host_memory": "1GiB",
+        "promotion_memory": "1GiB",
+        "pin_memory": "1GiB",
+        "disk_path": ["/c"],
+        "disk_capacity": "1GiB",
+    }
     option = next(option for option in OPTIONS if option.name == name)
     extra = {"server": "unix:///run/x.sock", name: given.get(name, option.default)}
     if name == "disk_capacity":

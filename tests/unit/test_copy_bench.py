@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from undercroft.errors import ConfigError
 from undercroft_bench.copy_cpu import run_copy_bench
 
 
@@ -17,5 +18,5 @@ def test_fields(layout: str) -> None:
 
 
 def test_a_block_smaller_than_its_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="less than a byte for each of 8 layers"):
+    with pytest.raises(ConfigError, match="less than a byte for each of 8 layers"):
         run_copy_bench(block_bytes=4, layers=8)

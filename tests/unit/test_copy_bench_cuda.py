@@ -42,12 +42,13 @@ class AtOnce(ManualStreams):
         self.settle()
 
 
-def bench(streams: ManualStreams) -> Bench:
+def bench(streams: ManualStreams, cache_bytes: int = 0) -> Bench:
     return Bench(
         Lanes.make(streams, thread=lambda name: AtOnceExecutor()),
         torch.device("cpu"),
         Arena.create(16 << 20),
         lambda size: torch.empty(size, dtype=torch.uint8),
+        cache_bytes,
         rounds=2,
         raw_bytes=1 << 20,
         matmul_size=32,
@@ -69,6 +70,25 @@ def test_fields() -> None:
         assert case["python_us_per_job"] > 0
         assert case["matmul_covered"] is False, "nothing ran beside the matrix products, and the result must say so"
     json.dumps(result)
+
+
+def test_the_copies_are_spread_over_a_cache_of_the_size_that_is_asked_for() -> None:
+    """vLLM's cache takes most of the device, and kernels and address translation are slower on a large one."""
+    case, size = Case("LBHNC", 4, 32 << 10), 64 << 20
+    touched: list[int] = []
+
+    class Watched(AtOnce):
+        def copy(self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+            begin = one.arena.address
+            touched.extend(at for at in sources.tolist() if not begin <= at < begin + one.arena.size)
+            super().copy(stream, destinations, sources, sizes)
+
+    one = bench(Watched(), size)
+    one.strategy = "direct"
+    [result] = one.run([case])["cases"]
+    assert result["cache_bytes"] == size
+    assert max(touched) - min(touched) > size / 2
+    assert bench(AtOnce()).run([case])["cases"][0]["cache_bytes"] < size / 2
 
 
 def test_every_block_is_copied_once_each_way() -> None:

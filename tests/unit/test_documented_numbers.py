@@ -60,6 +60,11 @@ def lane_bytes() -> int:
     return 2 * lane.STAGING_BYTES + lane.UNPINNED_STAGING_BYTES + lanes * lane.ROW_NUMBERS * 8
 
 
+def gpu_check_seconds() -> float:
+    [value] = re.findall(r"^LONGEST_S = (.+)$", (ROOT / "tools/gpu_check/__main__.py").read_text(), re.MULTILINE)
+    return float(value)
+
+
 def option(name: str) -> str:
     [default] = [one.default for one in OPTIONS if one.name == name]
     return str(default)
@@ -110,6 +115,7 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/gpu.md", "| {} MiB at a time, more above", lambda: pinning.PIN_CHUNK >> 20),
     ("docs/gpu.md", "more above {} GiB", lambda: pinning.PIN_CHUNK * pinning.MAX_CHUNKS >> 30),
     ("docs/gpu.md", "at most {} registrations for each worker", lambda: f"{pinning.MAX_CHUNKS:,}"),
+    ("docs/gpu.md", "the check ends after {} seconds", lambda: f"{gpu_check_seconds():g}"),
     ("benches/RESULTS.md", "plain copy of pinned memory | at least {}", lambda: speed.SHARE),
     ("benches/RESULTS.md", "over one | at least {}", lambda: speed.BOTH),
     ("benches/RESULTS.md", "by loads | at most {} %", lambda: f"{interference.SLOWDOWN_PERCENT:g}"),

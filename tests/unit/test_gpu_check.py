@@ -85,10 +85,34 @@ def test_all_parts_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     result = json.loads(target.read_text())
     assert (result["wrong"], result["errors"]) == ([], [])
     assert len(result["sections"]) == 6
+    assert result["complete"] is True
     assert all(section["rows"] for section in result["sections"]), "a part found nothing"
     out, err = capsys.readouterr()
     assert "correctness" in out and str(target) in out
     assert "correctness: LBHNC" in err, "progress goes to the other stream"
+
+
+def test_a_part_that_ends_the_process_leaves_what_was_found_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def hang(_: rig.Rig) -> list[report.Row]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(speed, "check", hang)
+    target = tmp_path / "found.json"
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["--device", "cpu", "--small", "--json", str(target)])
+    result = json.loads(target.read_text())
+    assert [section["name"] for section in result["sections"]] == ["correctness"]
+    assert result["complete"] is False
+
+
+def test_a_device_that_is_slow_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = rig.Rig(torch.device("cpu"))
+    assert len(list(patient.rounds(20, 3))) == 20
+    monkeypatch.setattr(rig, "TOTAL_S", -1.0)
+    assert len(list(patient.rounds(20, 3))) == rig.FEWEST_ROUNDS
+    assert len(list(patient.rounds(1, 1))) == 1
 
 
 class Mistaken:

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.v1.metrics import ray_wrappers
 
+import undercroft
 from undercroft.connector.prometheus import UndercroftPromMetrics
 from undercroft.metrics import METRICS, PREFIX
 
@@ -55,8 +56,9 @@ def test_every_series_exists_with_zero_before_anything_is_counted(registry):
                 expected.add((name, tuple(sorted(labels.items()))))
         for name in ("io_uring", "thread_pool"):
             expected.add((PREFIX + "io_engine_info", tuple(sorted((own | {"io_engine": name}).items()))))
+        expected.add((PREFIX + "build_info", tuple(sorted((own | {"version": undercroft.__version__}).items()))))
     assert expected <= start.keys()
-    assert set(start.values()) == {0.0}
+    assert {name for (name, _), value in start.items() if value} == {PREFIX + "build_info"}
     counters = {key: 1 for metric in METRICS if metric.kind == "counter" for key in metric.sources}
     gauges = {key: 1 for metric in METRICS if metric.kind == "gauge" for key in metric.sources}
     metrics.observe({"counters": counters, "gauges": gauges, "samples": {"wait_seconds": [1]}, "io_engine": "io_uring"})
@@ -108,6 +110,7 @@ API_SERVER = """
 import sys
 from types import SimpleNamespace
 from prometheus_client import Counter, Gauge, Histogram
+import undercroft
 from undercroft.connector.prometheus import UndercroftPromMetrics
 
 types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
@@ -184,4 +187,4 @@ def test_the_wrappers_for_ray_take_the_metrics(monkeypatch):
     metrics = UndercroftPromMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
     metrics.observe({"gauges": {"host_used_bytes": 5}, "counters": {"saves_done": 2}, "samples": {"wait_seconds": [1]}})
     recorded = [value for metric in made for value, _ in metric.values if value]
-    assert sorted(recorded) == [1, 2, 5]
+    assert sorted(recorded) == [1, 1, 2, 5]

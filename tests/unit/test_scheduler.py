@@ -122,6 +122,23 @@ def test_rejected_drafts_are_not_saved():
     assert not meta.saves
 
 
+def test_tokens_that_draft_layers_compute_again_are_not_saved_yet():
+    world = World()
+    manager = SimpleNamespace(coordinator=SimpleNamespace(num_reprefillable_tokens=2))
+    world.connector.bind_kv_cache_manager(manager)
+    request = Request("a", tokens(2 * BLOCK + 1))
+    world.prefill(request)
+    assert len(world.session.host) == 1, "the second block ends a token before the last one"
+    request.append(1)
+    world.answer(world.step([(request, 1)]))
+    assert len(world.session.host) == 2
+    for token in range(BLOCK - 2):
+        request.append(token)
+        world.answer(world.step([(request, 1)]))
+    world.finish(request)
+    assert world.step().saves == [], "vLLM never caches the last ones"
+
+
 def test_blocks_whose_hash_came_after_the_last_step_are_saved_at_the_end():
     world = World()
     request = Request("a", tokens(BLOCK - 1))

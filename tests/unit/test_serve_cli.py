@@ -374,6 +374,7 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
         "vllm:undercroft_saved_blocks_total 40.0",
         'vllm:undercroft_io_engine_info{io_engine="io_uring"} 1.0',
         'vllm:undercroft_io_engine_info{io_engine="thread_pool"} 0.0',
+        'vllm:undercroft_build_info{version="1.2.3"} 1.0',
         "vllm:undercroft_active_lookups 3.0",
         "vllm:undercroft_connections 4.0",
         "vllm:undercroft_served_lookups_total 500.0",

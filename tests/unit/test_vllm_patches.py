@@ -39,7 +39,7 @@ from test_imports import run_time_nodes
 from undercroft import log, plugin, registration, vllm_patches
 from undercroft.compat import KVConnectorRole
 from undercroft.connector.connector import UndercroftConnector
-from undercroft.errors import ConfigError
+from undercroft.errors import ConfigError, StoreError
 from undercroft.vllm_patches import PATCHES, exempt, table
 
 PACKAGE = Path(undercroft.__file__).parent
@@ -382,6 +382,22 @@ def test_options_are_checked_before_vllm_makes_its_configuration(
         transfer = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     with pytest.raises(ConfigError, match=next(iter(options))):
         made_with(monkeypatch, transfer)
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_a_directory_that_the_engine_would_refuse_ends_the_start_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "letters.txt").touch()
+    extra = {"host_memory": "64MiB", "disk_path": str(tmp_path), "disk_capacity": "64MiB"}
+    transfer = KVTransferConfig(kv_connector=OURS, kv_role="kv_both", kv_connector_extra_config=extra)
+    with pytest.raises(StoreError, match=r"letters\.txt"):
+        made_with(monkeypatch, transfer)
+    assert made_with(monkeypatch, transfer, data_parallel_size_local=0) == "made", "the engines are on other machines"
+    (tmp_path / "letters.txt").unlink()
+    assert made_with(monkeypatch, transfer) == "made"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("unpatched")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,34 +166,75 @@ def disk(path: Path, capacity: str = "36MiB") -> dict[str, Any]:
     return {"host_memory": "32MiB", "disk_path": str(path / "cache"), "disk_capacity": capacity}
 
 
+OPERATIONS = int(os.environ.get("EVENT_OPERATIONS", "80"))
+"""Operations of each seed; `make soak` has more."""
+
+
+def operate(running: Engine, chance: random.Random) -> str:
+    """Do something at random; its name."""
+    family, length = chance.randrange(12), chance.randrange(1, 8)
+    ids = prompt(length * BLOCK + 1, seed=family) + prompt(chance.choice([0, BLOCK]), seed=40 + family)
+    kind = chance.random()
+    if kind < 0.03:
+        running.idle_steps()
+        assert running.reset_device_cache()
+        return "device reset"
+    if kind < 0.05:
+        running.idle_steps()
+        assert running.reset_device_cache(connector=True)
+        return "reset"
+    if kind < 0.2:
+        verb = chance.choice(["prefetch", "pin", "demote", "release"])
+        hints = {verb: True, "compute": chance.random() < 0.5}
+        running.generate(ids, 1, params={"kv_hints": hints})
+        return verb
+    running.generate(ids, 1)
+    return "prompt"
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_router_knows_what_the_engine_has_after_random_operations(
     route: Callable[..., tuple[Engine, Router]], llama: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Prompts that share prefixes, tiers that are too small for them, and restarts."""
+    """Prompts that share prefixes, tiers that are too small for them, hints, resets and restarts."""
     chance = random.Random(seed)
-    told = evictions = compared = 0
-    for _ in range(3):
+    done: Counter[str] = Counter()
+    for life in range(3):
         running, router = route(llama, disk(tmp_path), blocks=48)
         running.idle_steps()
         assert router.follow() == content(running)
-        for _ in range(40):
-            family, length = chance.randrange(12), chance.randrange(1, 8)
-            ids = prompt(length * BLOCK + 1, seed=family) + prompt(chance.choice([0, BLOCK]), seed=40 + family)
-            running.generate(ids, 1)
-            if chance.random() < 0.3:
+        for _ in range(OPERATIONS * (life + 1) // 3 - OPERATIONS * life // 3):
+            kind = operate(running, chance)
+            done[kind] += 1
+            if chance.random() < 0.2 or "reset" in kind:
                 running.idle_steps()
                 flush(running)
                 publish(running)
-                assert router.follow() == content(running)
-                compared += 1
+                assert router.follow() == content(running), f"after {done.total()} operations, the last one {kind}"
+                done["compared"] += 1
         nothing_left(running, reset=False)
         publish(running)
         assert router.follow() == content(running)
-        evictions += stats(running)["host_evictions"] + stats(running)["disk_evictions"]
-        told += router.told
+        done["evictions"] += stats(running)["host_evictions"] + stats(running)["disk_evictions"]
+        done["told"] += router.told
         running.close()
-    assert (evictions > 50, told > 500, compared > 10) == (True, True, True), (evictions, told, compared)
+    print(dict(done))
+    enough = (done["evictions"] > 30, done["told"] > 300, done["compared"] > 10, done["device reset"] > 0)
+    assert enough == (True, True, True, True), done
+
+
+def test_after_a_reset_of_the_device_alone_the_tiers_are_told_again(
+    route: Callable[..., tuple[Engine, Router]], llama: Path
+) -> None:
+    running, router = route(llama, {"host_memory": "64MiB"}, blocks=64)
+    running.generate(prompt(897), 1)
+    nothing_left(running, reset=False)
+    publish(running)
+    before = set(router.follow())
+    assert len(before) == 7
+    assert running.reset_device_cache()
+    assert running.idle_steps() > 0, "an idle vLLM steps until all is told"
+    assert (router.follow(), router.cleared) == (before, 1)
 
 
 def test_a_restart_announces_what_the_disk_holds(

@@ -63,7 +63,7 @@ def _beside(rig: Rig, one: Copying, model: Decode, many: int, *, to_arena: bool)
     beside: list[float] = []
     for _ in range(3):
         model.step()
-    for _ in range(rig.pick(20, 2)):
+    for _ in rig.rounds(20, 2):
         alone += [model.step() for _ in range(rig.pick(20, 3))]
         for _ in range(rig.pick(20, 3)):
             # Copies are under way in each step: those submitted in the step before, and new ones.

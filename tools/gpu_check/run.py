@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from gpu_check.report import Row, Section
     from gpu_check.rig import Rig
 
-TOTAL_S = 180.0
-"""After this time no further part begins."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: right. 1: something is wrong, or could not be measured. 2: this machine has nothing to check."""
@@ -72,11 +69,12 @@ def check(kind: str, small: bool, target: Path) -> int:
     from gpu_check import correctness, interference, ranks, speed
     from gpu_check.facts import facts
     from gpu_check.report import Section, as_json, as_table, exit_code
-    from gpu_check.rig import Rig
+    from gpu_check.rig import TOTAL_S, Rig
 
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     rig = Rig(device, small)
     known = facts(device)
+    target.parent.mkdir(parents=True, exist_ok=True)
     parts: list[tuple[str, Callable[[Rig], list[Row]]]] = [
         ("correctness", correctness.check),
         ("speed", speed.check),
@@ -90,14 +88,14 @@ def check(kind: str, small: bool, target: Path) -> int:
         skipped = ""
         if sections and exit_code(sections[:1]):
             skipped = "bytes come first: see correctness"
-        elif time.monotonic() - rig.started > TOTAL_S:
+        elif rig.is_over():
             skipped = f"{TOTAL_S:g} s are over"
         elif part is ranks.check and kind == "cuda" and torch.cuda.device_count() < ranks.RANKS:
             skipped = "there is one device"
         sections.append(Section(name, 0.0, skipped=skipped) if skipped else run_part(rig, name, part))
-    result = as_json(known, sections)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        # After each part: a driver that hangs in the next one ends the process.
+        result = as_json(known, sections) | {"complete": len(sections) == len(parts)}
+        target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(as_table(known, sections))
     counts = {"wrong": "wrong", "not measured": "errors", "goals missed": "goals_missed"}
     print("\n" + ", ".join(f"{len(result[field])} {word}" for word, field in counts.items()))

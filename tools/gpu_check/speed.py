@@ -72,7 +72,7 @@ def _case(rig: Rig, one: Copying, name: str, many: int, blocks: int, size: int) 
     shares: dict[str, list[float]] = {way: [] for way in ways}
     speeds: dict[str, list[float]] = {way: [] for way in ways}
     both = []
-    for _ in range(rig.pick(7, 2)):
+    for _ in rig.rounds(7, 2):
         alone = []
         for way, (measure, raw) in ways.items():
             bare, took = size / raw(), measure()

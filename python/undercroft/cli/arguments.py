@@ -1,4 +1,4 @@
-"""Types of arguments that several subcommands take; each refuses a wrong value with what is allowed."""
+"""Types of arguments that several subcommands take; each refuses a wrong value and names the allowed ones."""
 
 from __future__ import annotations
 

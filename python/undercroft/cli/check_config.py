@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the configuration comes to. Raises ConfigError where vLLM would refuse to start."""
+    """Print the effect of the configuration. Raises ConfigError where vLLM would refuse to start."""
     extra = {} if args.env else read_extra_config(args.config)
     config = UndercroftConfig.parse(extra)
     found = report(config, extra)
@@ -79,7 +79,7 @@ def read_extra_config(text: str) -> dict[str, Any]:
 
 
 def report(config: UndercroftConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What the configuration comes to on this machine. Raises ConfigError for impossible sizes."""
+    """The effect of the configuration on this machine. Raises ConfigError for impossible sizes."""
     from undercroft import _core
 
     warnings = unknown_environment()
@@ -100,6 +100,7 @@ def report(config: UndercroftConfig, extra: Mapping[str, Any]) -> dict[str, Any]
         "ok": all(disk["starts"] for disk in disks),
         "host_memory": options["host_memory"],
         "promotion_memory": options["promotion_memory"],
+        "pin_memory": options["pin_memory"],
         "disks": disks,
     }
 

@@ -16,7 +16,7 @@ TIMEOUT_S = 2.0
 
 
 def ask(socket: str) -> dict[str, Any]:
-    """What the engine at a socket says of itself. Raises ServerError."""
+    """The status of the engine at a socket. Raises ServerError."""
     from undercroft import _core
 
     return _core.server_status(socket, TIMEOUT_S)
@@ -55,7 +55,7 @@ def of_directory(path: str) -> str:
 
 
 def all_of_user() -> list[dict[str, Any]]:
-    """What each engine in the usual directory for sockets says of itself; those that do not answer are left out."""
+    """The status of each engine in the usual directory for sockets; those that do not answer are left out."""
     from undercroft import _core
 
     directory = Path(_core.default_server_socket()).parent

@@ -1,4 +1,4 @@
-"""``undercroft estimate``: what a cache of some size would have saved on a trace."""
+"""``undercroft estimate``: the savings of a cache of some size on a trace."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay the trace for each pair of sizes, and print what came of it."""
+    """Replay the trace for each pair of sizes, and print the results."""
     trace = read(Path(args.trace), args.trace_block)
     model = read_model(args.model, args)
     pairs = list(itertools.product(args.host_memory, [0, *args.disk]))

@@ -1,11 +1,12 @@
-"""``undercroft inspect DIR``: what a cache directory holds; ``--verify`` reads and checks every payload, ``--diff``
-compares two namespaces, ``--drop`` removes one."""
+"""``undercroft inspect DIR``: the contents of a cache directory; ``--verify`` reads and checks every payload,
+``--diff`` compares two namespaces, ``--drop`` removes one."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import sys
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary, and the result of the verification."""
     from undercroft import _core
 
+    if not (Path(args.directory) / "super").exists():
+        raise output.CommandError(f"{args.directory} holds no undercroft cache; give the disk_path of an engine")
     found: dict[str, Any] = _core.inspect(args.directory)
     for space in found["namespaces"]:
         # As it is stored, where it is no object.
@@ -122,7 +125,7 @@ def _diff(found: dict[str, Any], one: str, other: str, *, digests: Digests, as_j
 
 
 def _drop(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Remove a namespace, after a question on a terminal; what is left."""
+    """Remove a namespace, after a question on a terminal; the remaining contents."""
     from undercroft import _core
 
     if len(args.drop) >= _DIGITS_MIN:

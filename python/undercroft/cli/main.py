@@ -17,7 +17,19 @@ from types import ModuleType
 import undercroft
 from undercroft.errors import ConfigError, StoreError, UndercroftError
 
-COMMANDS = ("serve", "status", "explain", "clear", "doctor", "check-config", "inspect", "size", "estimate")
+COMMANDS = (
+    "serve",
+    "status",
+    "explain",
+    "clear",
+    "doctor",
+    "check-config",
+    "inspect",
+    "size",
+    "estimate",
+    "pin",
+    "unpin",
+)
 """Subcommands; the module of each has its name."""
 
 

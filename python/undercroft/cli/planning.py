@@ -1,4 +1,4 @@
-"""What the planner has learned, as a person reads it: from how many tokens on the disk is worth its wait."""
+"""The planner's estimates, as a person reads them: from how many tokens on the disk is worth its wait."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _check_socket(path: Path) -> None:
-    """The socket replaces what a dead server left behind, but nothing else. Raises ConfigError."""
+    """The socket replaces that of a dead server, but nothing else. Raises ConfigError."""
     if path.exists() and not path.is_socket():
         raise ConfigError(f"--socket {path}: there is something that is no socket; choose another path")
     directory = path.parent

@@ -1,4 +1,4 @@
-"""``undercroft status``: what a running engine holds and does: a server's, or one inside a vLLM."""
+"""``undercroft status``: contents and activity of a running engine: a server's, or one inside a vLLM."""
 
 from __future__ import annotations
 

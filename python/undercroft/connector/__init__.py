@@ -1,1 +1,1 @@
-"""The KV connector: the scheduler's half, the workers' halves, and what goes between them."""
+"""The KV connector: the scheduler's half, the workers' halves, and the messages between them."""

@@ -52,7 +52,7 @@ class Announcement:
             new.unlink(missing_ok=True)
 
     def read(self) -> Announced | None:
-        """What this user's scheduler has told; None if nothing."""
+        """The announcement of this user's scheduler; None if nothing."""
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:

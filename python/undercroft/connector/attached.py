@@ -39,7 +39,7 @@ class AttachedArena:
         self._held = attachment
 
     def let_go(self) -> None:
-        """Tell the engine that the session's copies are over. What the session keeps for them is given to others."""
+        """Tell the engine that the session's copies are over. The slots that the session keeps for them are reused."""
         self._held.let_go()
 
     def discard(self) -> threading.Thread:

@@ -29,7 +29,7 @@ class AttachAttempt:
             self._ended.set()
 
     def arena(self, timeout_s: float) -> Arena | None:
-        """The arena; None if the engine has not answered within the timeout. Raises what the attempt raised."""
+        """The arena; None if the engine has not answered within the timeout. Raises the attempt's error."""
         if not self._ended.wait(timeout_s):
             return None
         if self._error is not None:

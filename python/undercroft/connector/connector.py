@@ -31,6 +31,7 @@ from undercroft.connector.differences import ignored_options
 from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
 from undercroft.connector.explanations import Explanations
 from undercroft.connector.groups import Groups, why_unsupported
+from undercroft.connector.hints import NO_HINTS, HintsOnly, NoHints, RequestHints
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
 from undercroft.connector.recording import Recorder
@@ -90,6 +91,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     is_undercroft = True
     """Marks the class for `undercroft.registration.ours_in`."""
+    _events: Events | NoEvents = NO_EVENTS
+    _hints: RequestHints | NoHints = NO_HINTS
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -100,7 +103,6 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._resets: Resets | None = None
-        self._events: Events | NoEvents = NO_EVENTS
         self._recorder: Recorder | None = None
         self._explanations: Explanations | None = None
         self._shadow: Shadow | None = None
@@ -172,6 +174,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._explanations = Explanations(
                 session, config.log_requests, self._counts, is_served=engine.is_shared or bool(config.server)
             )
+            may_end = vllm_patches.problem(vllm_patches.HIT_THRESHOLD) is None
+            self._hints = RequestHints(session, groups, self._counts, self._scheduler.complete_hashes, may_end)
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
             if config.record:
@@ -315,6 +319,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
         self._events.arrived(request)
+        self._hints.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and
@@ -323,6 +328,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         answer: tuple[int | None, bool] = 0, False
         unread_tokens = 0
         try:
+            if self._hints.holds_back(request):
+                return None, False
             if self._scheduler is not None:
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
                 if answer[0] == 0:
@@ -372,14 +379,16 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self._scheduler is None else self._scheduler.loading(request_ids)
 
     @_fail_open(list)
-    def take_threshold_rejects(self) -> list[Rejection]:
-        """Requests that the hit threshold has rejected since the last call; the caller finishes them."""
+    def take_threshold_rejects(self) -> list[Rejection | HintsOnly]:
+        """Requests that the hit threshold has rejected since the last call, and those that were there for their hints
+        alone; the caller finishes them."""
+        only = self._hints.collect()
         if self._threshold is None:
-            return []
+            return [*only]
         rejections = self._threshold.collect()
         for rejection in rejections:
             self._counts.add(f"rejected_{rejection.source}")
-        return rejections
+        return [*rejections, *only]
 
     @_fail_open(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -447,7 +456,11 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         self._events.finished(request)
-        return False, None if self._explanations is None else self._explanations.finished(request.request_id)
+        answers = self._hints.finished(request)
+        if self._explanations is not None and (told := self._explanations.finished(request.request_id)):
+            answers = {**(answers or {}), **told}
+        # MultiConnector takes the parameters of one connector at most, and P/D connectors have some.
+        return False, None if self._is_child else answers
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -21,7 +21,7 @@ def _spread(reasons: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What becomes of each field of one of vLLM's configuration classes."""
+    """The treatment of each field of one of vLLM's configuration classes."""
 
     described: Mapping[str, Any] = field(default_factory=dict)
     """Fields that go into the description, each with the value that is left out. That value is fixed here: a default

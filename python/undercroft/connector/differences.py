@@ -10,7 +10,7 @@ from undercroft.engine import engine_options
 if TYPE_CHECKING:
     from undercroft.config import UndercroftConfig
 
-_MEMORY = ("host_memory", "promotion_memory")
+_MEMORY = ("host_memory", "promotion_memory", "pin_memory")
 
 
 def ignored_options(config: UndercroftConfig, info: dict[str, Any], ranks: int = 1) -> list[str]:

@@ -1,4 +1,4 @@
-"""vLLM's KV events for host memory and disk: what routers are told of the tiers.
+"""vLLM's KV events for host memory and disk: events of the tiers for routers.
 
 The engine says which block hashes came to a tier or left it. Their tokens it does not know: the scheduler's requests
 do. So the tokens of blocks that recent requests had are remembered, and blocks that nobody has asked for since the
@@ -54,7 +54,7 @@ _NOWHERE: _Place = (None, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What events say of a KV cache group."""
+    """The fields of events about a KV cache group."""
 
     index: int
     kind: str | None

@@ -53,7 +53,7 @@ class GroupRegistration:
     """A group as `_core.Engine.register` takes it."""
 
     kind: str
-    """What a hit needs of it: "full", "sliding_window", "chunked_local", "state" or "ignored"."""
+    """The needs of a hit: "full", "sliding_window", "chunked_local", "state" or "ignored"."""
     block_tokens: int
     """Tokens of one block; 0 if it is ignored."""
     payload_bytes: int
@@ -71,13 +71,13 @@ class Groups:
     alignment: int
     """Every hit is a multiple of this."""
     kinds: tuple[str, ...]
-    """Per group, the engine's word for what a hit needs."""
+    """Per group, the engine's word for the needs of a hit."""
     block_tokens: tuple[int, ...]
     """Per group, tokens in a block; 0 for a group that is neither saved nor loaded."""
     windows: tuple[int, ...]
     """Per group, tokens of its window or chunk; 0 where there is none."""
     dropped_tokens: int
-    """How far a hit must end before the end of what is cached: a draft layer's KV depends on the token after."""
+    """How far a hit must end before the end of the cached prefix: a draft layer's KV depends on the token after."""
     engine_block_size: int = field(init=False)
     """Tokens per block hash that the engine is given, a multiple of ``hash_block_size``: a block of every group ends
     with each, so that every node of the index has all that its chain needs to be found again after a restart."""
@@ -226,7 +226,7 @@ def _why_device_is_unsupported(vllm_config: VllmConfig) -> str | None:
 
 
 def _why_prefixes_are_not_reusable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """vLLM's own word, where it says that a prefix's KV depends on what follows, or cannot be told by its hash."""
+    """vLLM's own word, where it says that a prefix's KV depends on later tokens, or cannot be told by its hash."""
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in compat.layer_specs(group.kv_cache_spec)]
     if any(getattr(spec, "non_causal", False) for spec in specs):
         return "the model has non-causal attention: the KV of a prefix depends on the tokens after it"

@@ -20,7 +20,7 @@ _MEANING = {
 
 
 class DiskHealth:
-    """Logs each change of a directory's health once, and at start what there is to know of how each was opened.
+    """Logs each change of a directory's health once, and at start the notes about the opening of each.
 
     Asks the engine nothing afterwards while all are healthy.
     """

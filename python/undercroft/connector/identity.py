@@ -1,4 +1,4 @@
-"""What is said at start about the identity of the cache: why it is cold, and what tells weights apart too weakly."""
+"""Log lines at start about the identity of the cache: why it is cold, and what tells weights apart too weakly."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from undercroft.connector.weights import Digests
 
 _SERVER_TIMEOUT_S = 1.0
-"""A server that does not answer by then is not asked what it holds."""
+"""A server that does not answer by then is not asked for its namespaces."""
 
 
 def why_not_reused(description: str, config: UndercroftConfig, digests: Digests) -> str | None:
-    """In what the same model's cache on disk differs, if it is not found. Asked before the description is registered:
-    the directory holds it afterwards."""
+    """The differences to the same model's cache on disk, if it is not found. Asked before the description is
+    registered: the directory holds it afterwards."""
     from undercroft import _core
 
     held: list[str] = []
     for path in _directories(config):
-        # A directory that is new, or cannot be read: the engine says what is wrong.
+        # A directory that is new, or cannot be read: the engine reports the error.
         with contextlib.suppress(StoreError):
             held += _core.descriptions(path)
     return _why_not_reused(description, held, digests.differing_files)

@@ -50,7 +50,7 @@ _READS_RUN_SETTINGS = ("Llama4",)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Naming:
-    """What the operator says about the identity: the options of these names."""
+    """The operator's options about the identity: the options of these names."""
 
     salt: str = ""
     weights: str = SAMPLED
@@ -119,7 +119,7 @@ def known_by_name(description: str) -> list[str]:
 
 
 def random_seed(vllm_config: VllmConfig) -> str | None:
-    """Why no other process finds what this one saves, if block hashes have a random seed; None if they have none."""
+    """Why no other process finds the blocks of this one, if block hashes have a random seed; None if they have none."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if compat.hash_seed(algorithm) is not None:
         return None
@@ -135,7 +135,7 @@ def _part(vllm_config: Any, name: str) -> Any:
 
 def _model(model_config: Any, load_config: Any, naming: Naming) -> dict[str, Any]:
     hf_config = model_config.hf_config
-    # vLLM sets it for Llama 4, only in the worker's process, from what is described as "generation".
+    # vLLM sets it for Llama 4, only in the worker's process, from the field described as "generation".
     set_by_vllm = ("attn_temperature_tuning",) if _is_tuned(hf_config) else ()
     values = _content(hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config), set_by_vllm)
     brings_code = "auto_map" in values and bool(getattr(model_config, "trust_remote_code", False))
@@ -167,7 +167,8 @@ def _content(values: Any, left_out: tuple[str, ...] = ()) -> Any:
 
 
 def _weights(model_config: Any, load_config: Any, naming: Naming, *, brings_code: bool) -> dict[str, Any]:
-    """The weights: what the operator vouches for, else their digest, else the names by which they are fetched."""
+    """The weights: the id that the operator vouches for, else their digest, else the names by which they are
+    fetched."""
     load_format = plain(getattr(load_config, "load_format", None))
     if load_format in _SAFETENSORS_FORMATS:
         load_format = "auto"
@@ -215,7 +216,8 @@ def _rope_types(values: Any, inside: bool = False) -> list[str]:
 
 
 def _lengths(model_config: Any) -> list[Any]:
-    # With -1 vLLM shortens max_model_len to what fits after it has loaded the model, which keeps the first one.
+    # With -1 vLLM shortens max_model_len to the fitting length after it has loaded the model, which keeps the first
+    # one.
     return [
         plain(getattr(model_config, name, None))
         for name in ("max_model_len", "original_max_model_len", "spec_target_max_model_len")

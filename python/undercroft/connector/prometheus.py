@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import undercroft
 from undercroft.compat import KVConnectorPromMetrics
 from undercroft.connector.idle_gauges import IdleGauges
 from undercroft.connector.stats import GAUGES
 from undercroft.log import LogOnce
-from undercroft.metrics import IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX
+from undercroft.metrics import BUILD_HELP, IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +44,9 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
                 for key, labels in metric.sources.items():
                     self._series[engine, key] = family.labels(*values, *labels)
         self._idle = IdleGauges(self._show)
+        family = self._family("gauge", "build_info", BUILD_HELP, ("version",))
+        for values in per_engine_labelvalues.values():
+            family.labels(*values, undercroft.__version__).set(1)
         family = self._family("gauge", "io_engine_info", IO_ENGINE_HELP, ("io_engine",))
         for engine, values in per_engine_labelvalues.items():
             for name in IO_ENGINES:

@@ -35,7 +35,7 @@ _HASHES_AT_ONCE = 128
 
 
 class Recorder:
-    """Appends to a file what is looked up. No method raises or waits, but for `close`."""
+    """Appends each lookup to a file. No method raises or waits, but for `close`."""
 
     def __init__(self, path: Path, groups: Groups) -> None:
         """Raises nothing: a file that cannot be written is told in the log."""
@@ -56,7 +56,8 @@ class Recorder:
             self._cached[request_id] = cached
 
     def admitted(self, request_id: str) -> None:
-        """The request runs with what was found. After a preemption it is looked up again, which does not count."""
+        """The request runs with the tokens that were found. After a preemption it is looked up again, which does not
+        count."""
         self._admitted.add(request_id)
 
     def finished(self, request: Request) -> None:
@@ -82,7 +83,7 @@ class Recorder:
         )
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is pending, and end."""
+        """Write the pending lines, and end."""
         self._pending.put(None)
         self._thread.join(timeout_s)
 

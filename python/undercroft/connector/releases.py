@@ -1,4 +1,4 @@
-"""What releases of vLLM stand for in the description, without an import of vLLM."""
+"""The schemes that releases of vLLM stand for in the description, without an import of vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Schemes(NamedTuple):
     """Numbers of our own: releases with the same number do the same."""
 
     block_hash: int | str
-    """What goes into a block's hash, and in which form. `tests/unit/test_schemes.py` has a sample of each."""
+    """The inputs of a block's hash, and their form. `tests/unit/test_schemes.py` has a sample of each."""
     page: int | str
     """How backends that pack nothing lay out a page of unquantized keys and values."""
 

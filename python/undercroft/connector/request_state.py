@@ -1,4 +1,4 @@
-"""What the scheduler's half remembers of each request."""
+"""The state that the scheduler's half keeps of each request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RequestState:
     windows_kept: int = 0
     """Tokens up to which the windows before boundaries have been offered."""
     shared_boundary: int = 0
-    """Tokens of a prefix that others share, beyond what can be loaded of it; 0 if there is none."""
+    """Tokens of a prefix that others share, beyond the part that can be loaded; 0 if there is none."""
     partial_tails: list[BoundaryState] = field(default_factory=list)
     """States that vLLM offered as the request ended."""
     tails: list[int] = field(default_factory=list)

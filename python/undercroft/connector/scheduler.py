@@ -92,6 +92,8 @@ class SchedulerConnector:
         """Whether a local hit of full attention alone is welcome: the state at the loaded boundary completes it."""
         self.has_siblings = False
         """Whether other connectors may bring the tokens that a request needs."""
+        self._provisional_tokens = 0
+        """The last tokens of a step, whose KV in draft layers the next step may compute again."""
         self._step = 0
         self._refused = 0
         self._epoch = 0
@@ -104,6 +106,7 @@ class SchedulerConnector:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Called once, when vLLM has built its own prefix cache."""
+        self._provisional_tokens = compat.provisional_tokens(manager)
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
             self.completes_local_hits = vllm_patches.reconcile_local_hits(manager, self._completes)
             self._single_flight.any_part = self.completes_local_hits
@@ -118,7 +121,7 @@ class SchedulerConnector:
         state = self._state(request)
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
-        if _is_brought(request):
+        if request_params.is_brought(request.kv_transfer_params):
             return
         limit = self._groups.align(request.num_tokens - 1)
         if not limit and not self._tails.limit(request):
@@ -150,7 +153,7 @@ class SchedulerConnector:
         state.unread_tokens = 0
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
-        if self.has_siblings and _is_brought(request):
+        if self.has_siblings and request_params.is_brought(request.kv_transfer_params):
             return 0, False
         if state.asked_at is None:
             limit = self._groups.align(request.num_tokens - 1)
@@ -259,7 +262,7 @@ class SchedulerConnector:
             state.ran |= request_id in scheduled
             states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
-            num_hashes = self._complete_hashes(state.request, computed)
+            num_hashes = self.complete_hashes(state.request, computed)
             # To ask again costs as much as the request is long, also for a block more.
             due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
             if not due and not states:
@@ -311,7 +314,7 @@ class SchedulerConnector:
             # The last blocks: with asynchronous scheduling their hashes appear after the step that filled them. A
             # request aborted while it loads counts its tokens as computed although they are not there yet.
             if state is not None and state.epoch == self._epoch and state.ran:
-                num_hashes = self._complete_hashes(request, request.num_computed_tokens)
+                num_hashes = self.complete_hashes(request, request.num_computed_tokens)
                 worth_it = num_hashes > state.saved_hashes or state.save_refused or self._groups.has_windows
                 if (num_hashes and worth_it) or state.partial_tails:
                     self._save(state, num_hashes, tables, self._metadata, states=state.partial_tails, finished=True)
@@ -533,12 +536,12 @@ class SchedulerConnector:
         kept = {boundary for boundary in ends if begin < boundary <= end}
         return kept | {align(end)} if finished and align(end) else kept
 
-    def _complete_hashes(self, request: Request, computed_tokens: int) -> int:
+    def complete_hashes(self, request: Request, computed_tokens: int) -> int:
         """Number of the engine's blocks whose tokens all have their KV on the device after ``computed_tokens``.
 
         Drafts that were not accepted lie beyond ``num_tokens``; hashes that look ahead appear late.
         """
-        tokens: int = min(computed_tokens, request.num_tokens)
+        tokens: int = max(0, min(computed_tokens - self._provisional_tokens, request.num_tokens))
         if self._config.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)
         whole: int = len(request.block_hashes) * self._groups.hash_block_size
@@ -592,9 +595,3 @@ class SchedulerConnector:
                 state.refusals = 0
                 state.saved_tokens = max(state.saved_tokens, result.num_tokens)
                 state.windows_kept = max(state.windows_kept, result.num_tokens)
-
-
-def _is_brought(request: Request) -> bool:
-    """Whether a prefill instance holds the request's blocks, which a P/D connector brings; it clears the parameter."""
-    params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_prefill"))

@@ -1,5 +1,5 @@
-"""What a version of vLLM, of Python and a machine stand for in the description: how hashes are made, how pages are
-laid out, which attention backend writes them.
+"""The properties that versions of vLLM and Python, and a machine, stand for in the description: how hashes are made,
+how pages are laid out, which attention backend writes them.
 
 A version that changes neither keeps the cache warm. A version that nobody has looked at stands for itself.
 """
@@ -52,7 +52,8 @@ def _is_plain(spec: Any) -> bool:
 
 
 def serialized_sample(algorithm: str) -> str:
-    """The start of the hash of a fixed value: stands for what Python's pickle, or the CBOR library, makes of one."""
+    """The start of the hash of a fixed value: stands for the output of Python's pickle, or of the CBOR library, for
+    one."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
     return str(get_hash_fn_by_name(algorithm)(_SAMPLE).hex()[:16])
@@ -99,7 +100,7 @@ def _resolve(vllm_config: VllmConfig, spec: Any) -> str:
 
 
 def instruction_set(vllm_config: VllmConfig, spec: Any) -> str:
-    """What packs the pages of vLLM's attention on CPUs: "amx" pages are not "vec" pages."""
+    """The code that packs the pages of vLLM's attention on CPUs: "amx" pages are not "vec" pages."""
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

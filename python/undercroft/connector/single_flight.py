@@ -45,7 +45,7 @@ class SingleFlight:
             self._filled_by[block_hash] = request_id
 
     def end(self, request_id: str) -> None:
-        """That load has ended, or nobody will use what it loads. Idempotent."""
+        """That load has ended, or its blocks will not be used. Idempotent."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return

@@ -104,6 +104,19 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plan_copy_latency_seconds": ("gauge", "learned time of a load beside its bytes"),
     "plan_prefill_tokens_per_s": ("gauge", "learned rate of computing at a prompt's start; 0 before enough steps"),
     "plan_prefill_tokens_per_s_32k": ("gauge", "the same at 32,768 tokens"),
+    **{
+        f"hints_{verb}_{answer}": ("counter", f"hints to {verb} that were {answer}")
+        for verb in ("prefetch", "pin", "demote", "release")
+        for answer in ("accepted", "clipped", "rejected")
+        if (verb, answer) != ("release", "clipped")
+    },
+    "pins": ("gauge", "pins"),
+    "pin_bytes": ("gauge", "bytes of host memory that the pinned chains take, or would take"),
+    "pin_capacity_bytes": ("gauge", "budget of pins"),
+    "pins_expired": ("counter", "pins that ended after their time to live"),
+    "pins_over_budget": ("counter", "pins that ended because others needed their part of the budget"),
+    "pins_gave_way": ("counter", "pins that ended because a running request found no host memory"),
+    "pins_lost": ("counter", "pins that ended because their blocks were dropped"),
     "plan_bytes_per_token": ("gauge", "bytes of a token in the tiers, of the model that reported last"),
 }
 """Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""
@@ -138,6 +151,8 @@ SCHEDULER_KEYS: dict[str, str] = {
     "rejected_global": "requests rejected by the configured hit threshold",
     "shadow_prompt_tokens": "prompt tokens that the caches of the option shadow were asked for",
     **{f"shadow_hit_tokens_{number}": f"tokens that the cache of size {number} would have had" for number in SHADOWS},
+    "hints_unknown": "hints of unknown kinds, which were ignored",
+    "hints_unserved": "hints that no engine could take: the server was away",
     "hook_errors": "errors caught in the connector's hooks; each kind is logged once",
 }
 """Counters that the connector itself keeps."""

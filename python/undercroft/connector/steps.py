@@ -1,4 +1,4 @@
-"""What the planner is told of vLLM: the tokens and times of its steps, and the tokens that wait to be computed."""
+"""Reports to the planner about vLLM: the tokens and times of its steps, and the tokens that wait to be computed."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Tails:
         state.tails = [found] if found else state.tails[1:]
 
     def _question(self, state: RequestState, end: int) -> tuple[Any, ...]:
-        """What the engine is asked about a tail."""
+        """The lookup of a tail."""
         block_hash = state.request.block_hashes[end // self._groups.hash_block_size - 1]
         name = tail_name(state.request.request_id, end)
         lookup = state.lookup

@@ -1,7 +1,8 @@
 """Digests of a model's weights by content: two copies of a model have the same one, wherever they are.
 
 By default a digest is sampled: it holds each file's name, size and header (all of a safetensors header, so each
-tensor's name, type, shape and place), pieces of its tensors, and its end. See docs/identity.md for what that can miss.
+tensor's name, type, shape and place), pieces of its tensors, and its end. docs/identity.md names the changes that it
+can miss.
 Digests are kept in a small file, by path, size, times and inode, so that a restart reads no weights.
 """
 
@@ -196,7 +197,7 @@ def weights_digest(place: Path, digests: Digests, how: str, *, code: bool = Fals
     lines = [[name, found[path]] for name, path in sorted(files.items())]
     digest = hashlib.sha256(json.dumps([how, lines]).encode()).hexdigest()
     if how == FULL:
-        # Another digest of the same bytes: what reads it must not take it for a sampled one.
+        # Another digest of the same bytes: readers must not take it for a sampled one.
         digest = f"{FULL}:{digest}"
     digests.note_model(digest, {name: found[path] for name, path in files.items()})
     return digest
@@ -217,7 +218,7 @@ def _is_whole(files: dict[str, Path]) -> bool:
 
 def _weight_files(place: Path) -> dict[str, Path]:
     if place.is_file():
-        # Its name is the path's last part, which says nothing about what it holds.
+        # Its name is the path's last part, which says nothing about its content.
         return {place.suffix: place}
     if not place.is_dir():
         return {}

@@ -28,7 +28,7 @@ class Ended(NamedTuple):
 class DeviceCopier(Protocol):
     """Copies the shards of one rank, in the background. Used by one thread, the model runner's.
 
-    A save reads what the device's work submitted so far writes: a copier with streams records an event of the compute
+    A save reads the output of the device's work submitted so far: a copier with streams records an event of the compute
     stream in `submit` and lets the save wait for it. A load writes only after that work too, since it may still zero or
     read the destination. `submit` never waits itself.
     """

@@ -1,4 +1,4 @@
-"""Chooses what copies for the device that the KV cache is on."""
+"""Chooses the copier for the device of the KV cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def make_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None = None) -> DeviceCopier:
-    """The copier for the device that the KV cache is on. ``pinner``: what `pin_arena` gave for it.
+    """The copier for the device that the KV cache is on. ``pinner``: the result of `pin_arena` for it.
 
-    Raises ValueError if there is none for this kind of device, RuntimeError if the device's driver lacks what it needs.
+    Raises ValueError if there is none for this kind of device, RuntimeError if the device's driver lacks a needed
+    function.
     """
     if layout.device.type == "cpu":
         return CpuCopier(layout, arena, rank)

@@ -1,7 +1,7 @@
 """Where the pages of the KV cache lie in device memory, and how one block's pages make up a shard.
 
 vLLM places every layer in one backing allocation: block ``b`` of the ``l``-th layer of a ``KVCacheTensor`` begins at
-``offset + l * layer_stride + b * block_stride``. A shard is what one rank holds of a payload: the page of each layer of
+``offset + l * layer_stride + b * block_stride``. A shard is one rank's part of a payload: the page of each layer of
 the group, in the group's layer order, without gaps. Its size follows from the specs alone, so that the scheduler, which
 sees no tensors, and every worker agree on it; the worker checks the specs against the tensors.
 """
@@ -236,7 +236,7 @@ def _checked_address(
     page: int,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> int:
-    """Address of the layer's page in block 0, after comparing what vLLM computed with the tensor it handed over."""
+    """Address of the layer's page in block 0, after comparing vLLM's figures with the tensor that it handed over."""
     view = kv_caches.get(name)
     if view is None:
         raise LayoutError(f"layer {name} is in the KV cache configuration, but was not registered")

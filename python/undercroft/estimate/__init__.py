@@ -1,1 +1,1 @@
-"""What a cache of some size would have saved: traces, and their replay on the engine without payloads."""
+"""The savings of a cache of some size: traces, and their replay on the engine without payloads."""

@@ -13,7 +13,7 @@ _ENGINE_BLOCKS_MIN = 64
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Prompt tokens that a cache would have had, and what it would have written."""
+    """Prompt tokens that a cache would have had, and the bytes that it would have written."""
 
     tokens: int
     """Of all prompts."""

@@ -13,7 +13,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """A KV cache group: what the engine is told of it (`undercroft.connector.groups.GroupRegistration`), and more."""
+    """A KV cache group: the engine's view of it (`undercroft.connector.groups.GroupRegistration`), and more."""
 
     kind: str
     block_tokens: int

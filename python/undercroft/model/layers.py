@@ -40,7 +40,7 @@ _NOT_KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer keeps, all ranks together; equal layers are in one group."""
+    """Bytes that one layer keeps, all ranks together; equal layers are in one group."""
 
     kind: str
     """The engine's word: "full", "sliding_window", "chunked_local" or "state"."""
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Types of what is kept, by the names in `DTYPE_BYTES`; "auto": as the model's configuration says."""
+    """Types of the kept values, by the names in `DTYPE_BYTES`; "auto": as the model's configuration says."""
 
     dtype: str = "auto"
     kv_cache: str = "auto"

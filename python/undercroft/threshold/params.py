@@ -10,7 +10,7 @@ ALLOWED = "a number from 0 (never reject) to 1"
 
 
 class InvalidThresholdError(ValueError):
-    """A threshold that cannot be used. The message names the parameter, its value and what is allowed."""
+    """A threshold that cannot be used. The message names the parameter, its value and the allowed ones."""
 
 
 def parse(value: Any, where: str = NAME) -> float:

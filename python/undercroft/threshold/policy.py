@@ -42,6 +42,9 @@ class Rejection:
     external_tokens: int
     required_tokens: int
 
+    reason = "cache_threshold"
+    """The finish reason."""
+
     @property
     def hit_rate(self) -> float:
         """Share of the required tokens that is cached."""

@@ -38,7 +38,7 @@ _exempt: ContextVar[bool] = ContextVar("undercroft_exempt", default=False)
 
 
 def is_exempt() -> bool:
-    """Whether what runs now is on behalf of a request that must not be rejected."""
+    """Whether the current code runs on behalf of a request that must not be rejected."""
     return _exempt.get()
 
 

@@ -7,13 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from undercroft import request_params
+from undercroft import hints, request_params
 from undercroft.log import LogOnce
 from undercroft.threshold.params import NAME, InvalidThresholdError, of_request
-from undercroft.vllm_patches.rejections import STOP_REASON
+from undercroft.vllm_patches.rejections import REASONS
 from undercroft.vllm_patches.table import HIT_THRESHOLD, failed
-
-FINISH_REASON = "cache_threshold"
 
 _OURS = "_undercroft_threshold"
 _log_once = LogOnce()
@@ -62,6 +60,7 @@ def wrap_process_inputs(
 
     def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if processor.__dict__.get(_OURS):
+            _check_hints(None, kwargs.get(hints.NAME), validation_error)
             extra_args = getattr(params, "extra_args", None)
             own = _checked(extra_args, validation_error) if extra_args else None
             if hasattr(params, "extra_args") and is_exempt():
@@ -72,7 +71,7 @@ def wrap_process_inputs(
                     )
                     _log_once(logging.WARNING, "ignored", message, NAME, request_id)
                 params = copy.copy(params)
-                params.extra_args = {**(extra_args or {}), NAME: 0}
+                params.extra_args = {**_computed(extra_args or {}), NAME: 0}
         return original(processor, request_id, prompt, params, *args, **kwargs)
 
     return process_inputs
@@ -115,7 +114,7 @@ def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> 
         **kwargs: Any,
     ) -> Any:
         for output in engine_core_outputs:
-            if output.stop_reason == STOP_REASON:
+            if output.stop_reason in REASONS:
                 break
         else:
             return original(processor, engine_core_outputs, engine_core_timestamp, iteration_stats, *args, **kwargs)
@@ -123,7 +122,7 @@ def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> 
         unserved: list[Any] = []
         for output in engine_core_outputs:
             state = processor.request_states.get(output.request_id)
-            if state is None or output.stop_reason != STOP_REASON:
+            if state is None or output.stop_reason not in REASONS:
                 served.append(output)
                 continue
             state.__class__ = rejected_state
@@ -149,7 +148,7 @@ def make_rejected_state(request_state: Any) -> type:
 
         def _new_completion_output(self, token_ids: list[int], finish_reason: Any, stop_reason: Any) -> Any:
             output = super()._new_completion_output(token_ids, finish_reason, None)
-            output.finish_reason = FINISH_REASON
+            output.finish_reason = stop_reason
             if not output.token_ids:
                 output.token_ids = EmptyDelta()
             return output
@@ -161,8 +160,27 @@ def _checked(extra_args: dict[str, Any], validation_error: Callable[..., Excepti
     """The threshold of a request, None if it has none."""
     try:
         request_params.check(extra_args.get("kv_transfer_params"))
+        _check_hints(extra_args.get("kv_transfer_params"), None, validation_error)
         return of_request(extra_args)
     except InvalidThresholdError as error:
         raise validation_error(str(error), parameter=NAME) from None
     except request_params.InvalidParameterError as error:
         raise validation_error(str(error), parameter=error.name) from None
+
+
+def _check_hints(kv_transfer_params: Any, kv_hints: Any, validation_error: Callable[..., Exception]) -> None:
+    try:
+        hints.of_request(kv_transfer_params, kv_hints)
+    except hints.InvalidHintError as error:
+        raise validation_error(str(error), parameter=error.name) from None
+
+
+def _computed(extra_args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a request that is computed in any case: its answer cannot say that it was not."""
+    params = extra_args.get("kv_transfer_params")
+    if not isinstance(params, dict):
+        return extra_args
+    given = params.get(hints.NAME)
+    if not given or given.get(hints.COMPUTE) is not False:
+        return extra_args
+    return {**extra_args, "kv_transfer_params": {**params, hints.NAME: {**given, hints.COMPUTE: True}}}

@@ -11,12 +11,13 @@ from undercroft.vllm_patches.table import MULTI_CONNECTOR_HITS, MULTI_CONNECTOR_
 _JUDGE = "_undercroft_judge"
 
 Answer = tuple[int | None, bool]
-"""What a connector can load: tokens (None: not known yet), and whether it does so asynchronously."""
+"""The tokens that a connector can load: tokens (None: not known yet), and whether it does so asynchronously."""
 
 
 @guarded(MULTI_CONNECTOR_POLICY)
 def recompute_own_failed_loads(ours_in: Callable[[Any], Iterable[Any]]) -> None:
-    """Let schedulers recompute what undercroft failed to load; what others fail to load keeps the configured policy.
+    """Let schedulers recompute blocks that undercroft failed to load; failed loads of others keep the configured
+    policy.
 
     ``ours_in`` finds undercroft's connectors in the scheduler's; each tells which of some failed loads are its own.
     """
@@ -49,7 +50,7 @@ def recompute_own_failed_loads(ours_in: Callable[[Any], Iterable[Any]]) -> None:
 
 @guarded(MULTI_CONNECTOR_HITS)
 def judge_all_hits(ours_in: Callable[[Any], Iterable[Any]]) -> None:
-    """Let undercroft's hit threshold judge what MultiConnector answers, not what undercroft alone can load.
+    """Let undercroft's hit threshold judge MultiConnector's answer, not that of undercroft alone.
 
     ``ours_in`` finds undercroft's connectors in a MultiConnector. The first of them judges.
     """

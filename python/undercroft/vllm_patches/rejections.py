@@ -9,6 +9,10 @@ STOP_REASON = "cache_threshold"
 """Marks a rejected request between engine and frontend. The engine itself only gives token ids as stop reasons, and the
 frontend alone finds the stop strings of users."""
 
+HINT_REASON = "kv_hint"
+"""Marks a request in the same way that was there for its hints alone."""
+REASONS = frozenset({STOP_REASON, HINT_REASON})
+
 _TAKE = "_undercroft_take_threshold_rejects"
 
 
@@ -42,7 +46,7 @@ def wrap_update_from_output(
                     request_id=request.request_id,
                     new_token_ids=[],
                     finish_reason=request.get_finished_reason(),
-                    stop_reason=STOP_REASON,
+                    stop_reason=by_id[request.request_id].reason,
                     events=request.take_events(),
                     kv_transfer_params=by_id[request.request_id].response_params(),
                     trace_headers=request.trace_headers,

@@ -1,4 +1,5 @@
-//! What a decision of the planner costs: to go on waiting, beside the same answer without a plan, and not to start.
+//! What a decision of the planner costs: to go on waiting, and to load from host memory, each beside the same answer
+//! without a plan; and not to start.
 
 use std::hint::black_box;
 
@@ -28,9 +29,9 @@ fn hashes(salt: u8) -> Vec<BlockHash> {
 }
 
 /// An engine that has prompts on disk, knows its disk and how fast vLLM computes, and whose clock stands still.
-fn engine(read_ns: u64) -> (Engine, SessionId) {
+fn engine(read_ns: u64, min_load_tokens: Option<u32>) -> (Engine, SessionId) {
     let mut config = EngineConfig::new(u64::from(HOST) * u64::from(PAYLOAD));
-    config.min_load_tokens = None;
+    config.min_load_tokens = min_load_tokens;
     let mut engine = Engine::new(config);
     let page_bytes = page_bytes_for(DISK);
     let superblock = Superblock {
@@ -74,6 +75,14 @@ fn engine(read_ns: u64) -> (Engine, SessionId) {
     while engine.lookup(session, &request).is_pending() {
         turn(&mut engine, 1_000_000, read_ns);
     }
+    for i in 0..8 {
+        engine.set_now(2_000_000_000 + i * 1_000_000);
+        let hit = engine.lookup(session, &request);
+        let tokens = hit.tokens().expect("it is in host memory");
+        let load = engine.begin_load(session, "learn", Tokens(0), tokens);
+        engine.set_now(2_000_000_000 + i * 1_000_000 + 500_000);
+        engine.end_transfer(load.expect("there is a hit").id, true);
+    }
     engine.finish_request(session, "learn");
     (engine, session)
 }
@@ -107,7 +116,7 @@ fn benchmarks(c: &mut Criterion) {
         ("go on waiting", PromotionWait::Planned),
         ("wait without a plan", PromotionWait::Complete),
     ] {
-        let (mut engine, session) = engine(1000);
+        let (mut engine, session) = engine(1000, None);
         let prompt = hashes(1);
         let request = LookupRequest::new("r", &prompt).wait(Some(wait));
         assert!(engine.lookup(session, &request).is_pending());
@@ -119,12 +128,34 @@ fn benchmarks(c: &mut Criterion) {
             });
         });
     }
-    let (mut engine, session) = engine(100_000_000);
+    let (mut engine, session) = engine(100_000_000, None);
     let prompt = hashes(1);
     let request = LookupRequest::new("r", &prompt).wait(Some(PromotionWait::Planned));
     group.bench_function("lookup that computes", |b| {
         b.iter(|| assert!(!black_box(engine.lookup(session, &request)).is_pending()));
     });
+    for (name, wait, least) in [
+        ("lookup that hits", PromotionWait::Planned, None),
+        (
+            "lookup that hits without a plan",
+            PromotionWait::Complete,
+            Some(1),
+        ),
+    ] {
+        let (mut engine, session) = self::engine(1000, least);
+        // The one that was learned from.
+        let prompt = hashes(0);
+        let request = LookupRequest::new("r", &prompt).wait(Some(wait));
+        let all = Tokens(BLOCKS * TOKENS);
+        group.bench_function(name, |b| {
+            b.iter(|| {
+                assert_eq!(
+                    black_box(engine.lookup(session, &request)).tokens(),
+                    Some(all)
+                )
+            });
+        });
+    }
     let unknown = hashes(99);
     let request = LookupRequest::new("u", &unknown);
     group.bench_function("lookup that finds nothing", |b| {

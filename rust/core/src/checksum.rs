@@ -21,8 +21,9 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::crc64_nvme(bytes)
 }
 
-/// The same, part by part, for bytes that this processor has no further use for: they pass its caches by,
-/// which hold what the engine's process works on, and where a device that writes from memory would meet them.
+/// The same, part by part, for bytes that this processor has no further use for: they pass its
+/// caches by, which hold the working set of the engine's process, and where a device that writes
+/// from memory would meet them.
 #[derive(Clone, Copy, Debug)]
 pub struct RunningChecksum(Digest);
 
@@ -34,7 +35,7 @@ impl Default for RunningChecksum {
 }
 
 impl RunningChecksum {
-    /// Adds what follows.
+    /// Adds the bytes that follow.
     pub fn update(&mut self, bytes: &[u8]) {
         for (index, chunk) in bytes.chunks(CHUNK).enumerate() {
             let ahead = index * CHUNK + AHEAD;

@@ -376,7 +376,8 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         timeout = match stopping {
             _ if !checksums.is_empty() => Some(Duration::ZERO),
             None if has_rest => Some(REST_PAUSE),
-            // What could not be started is looked at again; what waits for a device waits for a completion.
+            // Requests that could not be started are looked at again; requests that wait for a
+            // device wait for a completion.
             None if !waits => has_operations.then_some(LOOK),
             _ => Some(RETRY),
         };

@@ -73,6 +73,20 @@ pub enum HintRefusal {
     Unavailable,
 }
 
+impl HintRefusal {
+    /// As responses have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NotCached => "not_cached",
+            Self::OverBudget => "over_budget",
+            Self::Off => "off",
+            Self::Busy => "busy",
+            Self::NotPinned => "not_pinned",
+            Self::Unavailable => "unavailable",
+        }
+    }
+}
+
 impl HintAnswer {
     /// The answer for `tokens` of those that the hint was about.
     pub(crate) fn of(tokens: Tokens, wanted: Tokens) -> Self {

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-/// Bytes that can be allocated without swapping: the machine's `MemAvailable`, or what the memory
-/// limit of the control group (a container's) leaves, whichever is less. `None` if the kernel does
+/// Bytes that can be allocated without swapping: the machine's `MemAvailable`, or the rest of the
+/// memory limit of the control group (a container's), whichever is less. `None` if the kernel does
 /// not tell.
 pub fn available() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo")
@@ -45,7 +45,7 @@ fn field(text: &str, name: &str) -> Option<u64> {
         .ok()
 }
 
-/// What the group's limit leaves. File cache that the kernel can drop does not count as used.
+/// The rest of the group's limit. File cache that the kernel can drop does not count as used.
 fn cgroup_available(root: &Path) -> Option<u64> {
     let number = |path: &str| {
         fs::read_to_string(root.join(path))

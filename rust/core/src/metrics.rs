@@ -1,9 +1,8 @@
-//! What the engine counts. Plain numbers, since one thread at a time owns them.
+//! The engine's counters and gauges. Plain numbers, since one thread at a time owns them.
 
 use serde::Serialize;
 
 use crate::explain::Reason;
-use crate::hint::{Hint, HintAnswer};
 
 /// Counters since the start. Bytes are payload bytes; `_ns` are sums of durations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -115,42 +114,9 @@ impl Counters {
         };
         *counter += 1;
     }
-
-    /// Counts a hint and what became of it.
-    pub(crate) fn count_hint(&mut self, hint: &Hint, answer: HintAnswer) {
-        let [accepted, clipped, rejected] = match hint {
-            Hint::Prefetch => [
-                &mut self.hints_prefetch_accepted,
-                &mut self.hints_prefetch_clipped,
-                &mut self.hints_prefetch_rejected,
-            ],
-            Hint::Pin { .. } => [
-                &mut self.hints_pin_accepted,
-                &mut self.hints_pin_clipped,
-                &mut self.hints_pin_rejected,
-            ],
-            Hint::Demote => [
-                &mut self.hints_demote_accepted,
-                &mut self.hints_demote_clipped,
-                &mut self.hints_demote_rejected,
-            ],
-            Hint::Release { .. } => {
-                let is_rejected = matches!(answer, HintAnswer::Rejected(_));
-                self.hints_release_rejected += u64::from(is_rejected);
-                self.hints_release_accepted += u64::from(!is_rejected);
-                return;
-            }
-        };
-        match answer {
-            HintAnswer::Accepted(_) => *accepted += 1,
-            HintAnswer::Clipped(_) => *clipped += 1,
-            HintAnswer::Rejected(_) => *rejected += 1,
-            HintAnswer::Pending => {}
-        }
-    }
 }
 
-/// What there is now.
+/// The gauges: values of the present.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
     missing_docs,

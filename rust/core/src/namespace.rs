@@ -1,5 +1,5 @@
-//! Namespaces: what must be equal for payloads to be interchangeable, and what each group of KV
-//! cache needs for a hit.
+//! Namespaces: the properties that must be equal for payloads to be interchangeable, and the needs
+//! of a hit from each KV cache group.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,8 @@ use crate::key::NamespaceDigest;
 /// Groups a namespace may have; a node keeps one bit for each.
 pub const GROUPS_MAX: usize = 32;
 
-/// What a group needs at a boundary of L tokens (vLLM's `find_longest_cache_hit` per manager).
+/// The blocks that a hit of L tokens needs from a group (vLLM's `find_longest_cache_hit` per
+/// manager).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupKind {
@@ -34,7 +35,7 @@ pub enum GroupKind {
 /// One KV cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupSpec {
-    /// What a hit needs of it.
+    /// The needs of a hit from it.
     pub kind: GroupKind,
     /// Tokens of one block; a multiple of `hash_block_size`.
     pub block_tokens: u32,
@@ -64,7 +65,7 @@ impl NamespaceSpec {
     /// Whether the numbers make sense.
     ///
     /// # Errors
-    /// Names the value that does not, and what is allowed.
+    /// Names the value that does not, and the allowed ones.
     pub fn validate(&self) -> Result<(), RegisterError> {
         let hash_block_size = self.hash_block_size;
         if hash_block_size == 0 {

@@ -2,10 +2,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What `work` returns; `None` if it panics, which the panic hook has reported then.
+/// The result of `work`; `None` if it panics, which the panic hook has reported then.
 ///
-/// Unwind-safe because of what it is for: `work` takes a lock, a panic poisons it, and nobody gets to
-/// see again what the lock protects. In vLLM's scheduler a panic that went on would end the engine.
+/// Unwind-safe because of its purpose: `work` takes a lock, a panic poisons it, and the protected
+/// state is never seen again. In vLLM's scheduler a panic that went on would end the engine.
 pub fn contained<R>(work: impl FnOnce() -> Option<R>) -> Option<R> {
     catch_unwind(AssertUnwindSafe(work)).ok().flatten()
 }

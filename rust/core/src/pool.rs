@@ -1,4 +1,4 @@
-//! A list that grows in steps: no element moves, and no growth copies what is there.
+//! A list that grows in steps: no element moves, and growth copies no element.
 
 const CHUNK_BITS: u32 = 12;
 const CHUNK: usize = 1 << CHUNK_BITS;

@@ -1,4 +1,5 @@
-//! Where a hit may end: the deepest boundary at which every group has what its kind needs.
+//! Where a hit may end: the deepest boundary at which every group has the blocks that its kind
+//! needs.
 //!
 //! Pure: it sees a chain only through a function. Its oracle is vLLM's `find_longest_cache_hit`.
 

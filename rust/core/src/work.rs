@@ -41,7 +41,7 @@ impl Work {
         self.nodes + self.index + self.candidates + self.evictions + self.slots + self.queued
     }
 
-    /// What this thread has done since it asked last.
+    /// The units of this thread since the last call.
     #[cfg(feature = "check")]
     pub fn take() -> Self {
         DONE.take()

@@ -86,6 +86,8 @@ pub struct HostConfig {
     pub socket: PathBuf,
     /// Most bytes of the arena that reads from disk hold at once; by default half of the arena.
     pub promotion_memory: Option<u64>,
+    /// Most bytes of the arena that pins take; by default three tenths of the arena.
+    pub pin_memory: Option<u64>,
     /// A hit that gains fewer tokens is not worth a load; by default the planner decides.
     pub min_load_tokens: Option<u32>,
     /// The part of the time of computing that a planned wait may take although nothing comes; by default 0.25.
@@ -166,6 +168,7 @@ impl HostConfig {
         EngineConfig {
             policy: self.eviction_policy,
             promotion_bytes: self.promotion_memory.unwrap_or(defaults.promotion_bytes),
+            pin_bytes: self.pin_memory.unwrap_or(defaults.pin_bytes),
             min_load_tokens: self.min_load_tokens,
             load_margin: self.load_margin.unwrap_or(defaults.load_margin),
             second_touch: self.disk_admission == DiskAdmission::SecondTouch,
@@ -222,6 +225,7 @@ mod tests {
         assert_eq!(config, expected);
         assert_eq!(config.engine().host_bytes, 4096);
         assert_eq!(config.engine().promotion_bytes, 2048);
+        assert_eq!(config.engine().pin_bytes, 1227);
         assert!(config.engine().second_touch && config.engine().verify_host);
     }
 

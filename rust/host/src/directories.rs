@@ -13,13 +13,13 @@ use crate::config::{DiskCapacity, HostConfig, OnDiskError};
 use crate::error::HostError;
 use crate::running::random;
 
-/// What is told of an open directory, and what keeps it locked.
+/// The report on an open directory, and its lock.
 #[derive(Debug)]
 pub(crate) struct OpenDirectory {
     pub(crate) capacity: u64,
     o_direct: bool,
     pub(crate) blocks_recovered: u64,
-    /// What an operator should know of the way that it was opened.
+    /// Notes for the operator about the opening.
     notes: Vec<String>,
     pub(crate) lock: DirectoryLock,
 }
@@ -151,7 +151,7 @@ impl OpenDirectory {
 }
 
 impl DirectoryState {
-    /// What is told of a directory. `health` is the engine's view of it.
+    /// The report on a directory. `health` is the engine's view of it.
     pub(crate) fn info(&self, health: Health, fault: Option<IoFault>) -> Value {
         match self {
             Self::Open(directory) => directory.info(health, fault),

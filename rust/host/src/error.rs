@@ -48,7 +48,7 @@ pub enum HostError {
     Owner {
         /// Which directory, and by whom.
         in_use: String,
-        /// What came of the attempt.
+        /// The outcome of the attempt.
         reason: String,
     },
     /// The namespace cannot be registered.
@@ -72,7 +72,7 @@ pub enum HostError {
     /// A worker cannot get the arena.
     #[error(transparent)]
     Attach(#[from] AttachError),
-    /// A server's report is not what it should be.
+    /// A server's report cannot be read.
     #[error("the server's report is damaged: {0}")]
     Report(#[from] serde_json::Error),
 }

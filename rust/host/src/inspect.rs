@@ -26,7 +26,7 @@ const SETTLES: Duration = Duration::from_secs(5);
 /// Fewer digits could name a namespace that was not meant.
 const DIGITS_MIN: usize = 8;
 
-/// What a directory holds.
+/// The contents of a directory.
 #[derive(Clone, Debug, Serialize)]
 pub struct Inspection {
     /// Version of its format.
@@ -45,7 +45,7 @@ pub struct Inspection {
     pub namespaces: Vec<NamespaceReport>,
 }
 
-/// What a directory holds of one namespace.
+/// The contents of one namespace in a directory.
 #[derive(Clone, Debug, Serialize)]
 pub struct NamespaceReport {
     /// Digest of the description, hexadecimal.
@@ -64,7 +64,7 @@ pub struct NamespaceReport {
     pub last_use_s: Option<u64>,
 }
 
-/// What came of [`verify`].
+/// The result of [`verify`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Verification {
     /// Payloads read.
@@ -90,7 +90,7 @@ pub struct CorruptBlock {
     pub bytes: u32,
 }
 
-/// What opening a directory with these options would come to.
+/// The effect of opening a directory with these options.
 #[derive(Clone, Debug, Serialize)]
 pub struct DiskExamination {
     /// The directory.
@@ -103,11 +103,11 @@ pub struct DiskExamination {
     pub capacity: u64,
     /// Whether a store is there that is kept.
     pub is_kept: bool,
-    /// What an operator should know.
+    /// Notes for the operator.
     pub notes: Vec<String>,
 }
 
-/// What opening the directories of `config` would come to now. Changes nothing.
+/// The effect of opening the directories of `config` now. Changes nothing.
 pub fn examine(config: &HostConfig) -> Vec<DiskExamination> {
     let disks = config.disks.iter().zip(store_options(config));
     disks
@@ -136,7 +136,7 @@ pub fn examine(config: &HostConfig) -> Vec<DiskExamination> {
         .collect()
 }
 
-/// Reads what a directory holds. Changes nothing.
+/// Reads the contents of a directory. Changes nothing.
 ///
 /// # Errors
 /// If it is no directory of a disk tier, or cannot be read.
@@ -229,8 +229,8 @@ fn check(directory: &Path, record: &Record, contents: &Contents) -> Result<bool,
     Ok(intact?)
 }
 
-/// Those of the records that the table goes on telling, and whose payloads go on being others. An engine writes what
-/// has become of a slot into the table soon after the slot is used again.
+/// Those of the records that the table goes on telling, and whose payloads go on being others. An
+/// engine writes the new state of a slot into the table soon after the slot is used again.
 fn confirm(directory: &Path, mut suspects: Vec<Record>) -> Result<Vec<Record>, HostError> {
     let end = Instant::now() + SETTLES;
     while !suspects.is_empty() {

@@ -58,7 +58,8 @@ impl Connection {
 
 /// An engine that sessions can be opened on, whoever runs it.
 pub trait EngineHost: Debug + Send + Sync {
-    /// Opens a session, every hit of which ends `dropped_tokens` before the end of what is cached. An engine
+    /// Opens a session, every hit of which ends `dropped_tokens` before the end of the cached
+    /// prefix. An engine
     /// of another process takes one session, which is opened when its server answers.
     ///
     /// # Errors
@@ -76,13 +77,13 @@ pub trait EngineHost: Debug + Send + Sync {
     /// a server are about a second old.
     fn stats(&self) -> Value;
 
-    /// What was configured and found; an empty object before there was a session with a server.
+    /// The configuration and findings; an empty object before there was a session with a server.
     fn info(&self) -> Value;
 
     /// Whether the engine can be used.
     fn connection(&self) -> Connection;
 
-    /// What `undercroft status` shows.
+    /// The status, for `undercroft status`.
     ///
     /// # Errors
     /// If the engine's server does not answer.
@@ -136,7 +137,7 @@ pub fn operate(socket: &Path, operation: Value, timeout: Duration) -> Result<Val
     Ok(serde_json::from_str(&json)?)
 }
 
-/// What goes on in the server at `socket`; waits at most `timeout`.
+/// The status of the server at `socket`; waits at most `timeout`.
 ///
 /// # Errors
 /// If nobody answers there.

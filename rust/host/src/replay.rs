@@ -25,7 +25,7 @@ const REQUEST_NS: u64 = 1_000_000;
 /// Requests between two batches of metadata writes.
 const METADATA_REQUESTS: u64 = 256;
 
-/// What engine to replay on.
+/// The engine to replay on.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Capacity of the host tier, in blocks.
@@ -34,7 +34,7 @@ pub struct Options {
     pub disk_blocks: usize,
     /// Eviction policy of both.
     pub policy: PolicyKind,
-    /// Write to disk only what was seen before.
+    /// Write blocks to disk from their second use on.
     pub second_touch: bool,
     /// Fixes the random choices.
     pub seed: u64,
@@ -49,7 +49,7 @@ pub struct ReplayEngine {
     io: Vec<IoRequest>,
     requests: u64,
     /// Metadata writes in flight. They end in batches, so that a block of records is encoded once for
-    /// many changes: what is measured is the index.
+    /// many changes: the index is measured.
     metadata: Vec<u64>,
 }
 
@@ -143,7 +143,7 @@ impl ReplayEngine {
         }
     }
 
-    /// What the engine has counted.
+    /// The engine's counters.
     pub fn counters(&self) -> &Counters {
         self.engine.counters()
     }

@@ -40,7 +40,7 @@ pub(crate) fn random() -> u64 {
 }
 
 impl RunningEngine {
-    /// Recovers what the directories hold, and starts the engine over `arena`.
+    /// Recovers the contents of the directories, and starts the engine over `arena`.
     ///
     /// # Errors
     /// If the IO engine cannot be used, or its thread cannot be started.
@@ -125,12 +125,12 @@ impl RunningEngine {
         &self.io
     }
 
-    /// What was found on the disks.
+    /// The findings on the disks.
     pub fn recovery(&self) -> Recovery {
         self.recovery
     }
 
-    /// Finishes what waits to be written, for at most `timeout`, stops the threads, and unlocks the
+    /// Finishes pending writes, for at most `timeout`, stops the threads, and unlocks the
     /// directories. Idempotent.
     pub fn stop(&self, timeout: Duration) {
         self.driver.stop(timeout);
@@ -171,7 +171,7 @@ impl RunningEngine {
         stats_json(&counters, &gauges)
     }
 
-    /// What was configured and found.
+    /// The configuration and findings.
     pub(crate) fn info(&self) -> Value {
         let health = self.driver.enter(|engine| engine.health());
         let state = self.directories.lock();

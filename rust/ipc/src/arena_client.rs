@@ -78,8 +78,8 @@ pub struct Attachment {
     pub connection: UnixStream,
 }
 
-/// Tells the server that this process copies no more from or to the arena, and never will: what the worker's
-/// session keeps for it is given to others.
+/// Tells the server that this process copies no more from or to the arena, and never will: the
+/// slots that the worker's session keeps for it are reused.
 pub fn let_go(mut connection: UnixStream) {
     // A server that cannot be told waits until the process is gone.
     if connection.set_nonblocking(true).is_ok() {

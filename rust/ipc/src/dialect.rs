@@ -1,7 +1,7 @@
 //! Older versions of the protocol that a server speaks, for clients that are upgraded after it.
 //!
-//! Server and sessions know [`VERSION`] alone. At the socket, what an older client says is put into the words
-//! of this version, and what it is told into its own.
+//! Server and sessions know [`VERSION`] alone. At the socket, messages of an older client are
+//! translated to this version, and answers to its own.
 //!
 //! From the first release on, [`OLDER`] has the version before [`VERSION`]. Whoever changes a message raises
 //! `VERSION` and writes the two functions that translate it; a version that is two behind goes.

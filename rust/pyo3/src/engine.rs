@@ -77,12 +77,12 @@ impl PyEngine {
         to_python(py, &self.host.stats())
     }
 
-    /// What was configured and found.
+    /// The configuration and findings.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         to_python(py, &self.host.info())
     }
 
-    /// What `undercroft status` shows. Raises ServerError.
+    /// The status, for `undercroft status`. Raises ServerError.
     fn status<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         let status = py.detach(|| self.host.status())?;
         Ok(to_python(py, &status)?)
@@ -112,7 +112,7 @@ impl PyEngine {
     }
 }
 
-/// What goes on in the server at a socket. Raises ServerError.
+/// The status of the server at a socket. Raises ServerError.
 #[pyfunction]
 #[pyo3(signature = (socket, timeout_s = 5.0))]
 pub(crate) fn server_status(

@@ -11,7 +11,7 @@ pyo3::import_exception!(undercroft.errors, ServerError);
 /// An exception to raise. `?` makes it of the core's errors.
 pub(crate) struct Raised(PyErr);
 
-/// What a function of the binding returns.
+/// The return type of the binding's functions.
 pub(crate) type Result<T> = std::result::Result<T, Raised>;
 
 impl From<HostError> for Raised {

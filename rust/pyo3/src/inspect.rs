@@ -9,7 +9,7 @@ use undercroft_host::{HostConfig, inspect};
 use crate::errors::Result;
 use crate::json::{to_json, to_python};
 
-/// What a cache directory holds. Changes nothing. Raises StoreError.
+/// The contents of a cache directory. Changes nothing. Raises StoreError.
 #[pyfunction]
 #[pyo3(name = "inspect")]
 pub(crate) fn inspect_directory(py: Python<'_>, directory: PathBuf) -> Result<Bound<'_, PyAny>> {
@@ -17,7 +17,8 @@ pub(crate) fn inspect_directory(py: Python<'_>, directory: PathBuf) -> Result<Bo
     Ok(to_python(py, &found)?)
 }
 
-/// What opening the directories of these options (as `Engine` takes them) would come to. Changes nothing. Raises
+/// The effect of opening the directories of these options (as `Engine` takes them). Changes
+/// nothing. Raises
 /// ConfigError.
 #[pyfunction]
 pub(crate) fn examine<'py>(

@@ -1,4 +1,4 @@
-//! What the core finds out about this machine, for sizing and `undercroft doctor`.
+//! Facts about this machine, for sizing and `undercroft doctor`.
 
 use pyo3::prelude::*;
 use undercroft_core::slots::{Owner, Slots, page_bytes_for};

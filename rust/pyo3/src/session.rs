@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 use undercroft_core::forest::Tier;
+use undercroft_core::hint::{Hint, HintAnswer, HintRequest};
 use undercroft_core::session::{
     BlockEvent, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step, Tokens, TransferId,
 };
@@ -151,6 +153,45 @@ impl PySession {
     /// The request has finished or was aborted.
     fn finish_request(&self, request_id: &str) {
         self.session.finish_request(request_id);
+    }
+
+    /// Tell of a prompt's future use: what was made of that, of how many tokens, and why nothing was.
+    #[pyo3(signature = (request_id, hashes, verb, max_tokens = None, ttl_s = 300.0, name = String::new()))]
+    fn hint(
+        &self,
+        request_id: &str,
+        hashes: &Bound<'_, PyList>,
+        verb: &str,
+        max_tokens: Option<u32>,
+        ttl_s: f64,
+        name: String,
+    ) -> PyResult<(&'static str, u32, &'static str)> {
+        let hint = match verb {
+            "prefetch" => Hint::Prefetch,
+            "pin" => Hint::Pin {
+                ttl_ns: timeout(ttl_s, 1e9).as_nanos() as u64,
+                name,
+            },
+            "demote" => Hint::Demote,
+            "release" => Hint::Release { name },
+            _ => {
+                let allowed = "\"prefetch\", \"pin\", \"demote\" or \"release\"";
+                let message = format!("verb is {verb:?}; allowed: {allowed}");
+                return Err(PyValueError::new_err(message));
+            }
+        };
+        let answer = self.session.hint(&HintRequest {
+            request: request_id,
+            hashes: &Hashes(hashes),
+            max: max_tokens.map_or(Tokens::MAX, Tokens),
+            hint: &hint,
+        });
+        Ok(match answer {
+            HintAnswer::Accepted(tokens) => ("accepted", tokens.0, ""),
+            HintAnswer::Clipped(tokens) => ("clipped", tokens.0, ""),
+            HintAnswer::Rejected(refusal) => ("rejected", 0, refusal.name()),
+            HintAnswer::Pending => ("pending", 0, ""),
+        })
     }
 
     /// What has come to the tiers or left them since the last call: whether all of before is void, the changes (stored,

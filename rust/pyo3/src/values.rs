@@ -1,4 +1,4 @@
-//! What sessions answer, as classes of Python.
+//! Answers of sessions, as classes of Python.
 
 use std::ffi::OsString;
 use std::time::Duration;

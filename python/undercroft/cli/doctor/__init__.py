@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checks(config: UndercroftConfig, role: str) -> Iterator[Check]:
-    """What takes longest comes last: torch takes seconds to load."""
+    """The longest check comes last: torch takes seconds to load."""
     from undercroft.cli.doctor import plans, system
 
     yield from system.checks(config, role)

@@ -172,7 +172,7 @@ def host_memory(config: UndercroftConfig) -> Check:
 
 
 def stores(config: UndercroftConfig, role: str) -> Iterator[Check]:
-    """What opening the directories as vLLM or `undercroft serve` does would come to. Changes nothing."""
+    """The result of opening the directories as vLLM or `undercroft serve` does. Changes nothing."""
     from undercroft import _core
 
     options = {"disks": disks(config), "on_disk_error": config.on_disk_error, "share": role == "vllm"}
@@ -210,7 +210,7 @@ def _refused_advice(path: str, error: str) -> str:
 
 
 def device(path: Path) -> Iterator[Check]:
-    """What the directory's filesystem lies on, where that is not a local disk of its own."""
+    """The device below the directory's filesystem, where that is not a local disk of its own."""
     place = _existing(path)
     mount, kind = _mount(place)
     if kind in MEMORY_FILESYSTEMS:

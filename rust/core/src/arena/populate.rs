@@ -25,8 +25,9 @@ impl Arena {
     }
 
     /// Asks for transparent huge pages behind the range at once. Shared memory has them otherwise only
-    /// where the system's `shmem_enabled` allows it, and contiguous memory is what keeps a transfer one
-    /// piece for the device. A wish: what the kernel (6.1 or newer) refuses stays on plain pages.
+    /// where the system's `shmem_enabled` allows it, and contiguous memory keeps a transfer one
+    /// piece for the device. A wish: ranges that the kernel (6.1 or newer) refuses stay on plain
+    /// pages.
     fn gather(&self, offset: u64, len: u64) {
         let first = offset.next_multiple_of(HUGE_PAGE);
         let end = (offset + len) / HUGE_PAGE * HUGE_PAGE;

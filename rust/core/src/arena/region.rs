@@ -56,7 +56,7 @@ pub enum ArenaError {
     Memory {
         /// What was asked for.
         size: u64,
-        /// What the machine or the container's limit leaves.
+        /// The memory that the machine or the container's limit leaves.
         available: u64,
     },
     /// A descriptor that was handed over is not an arena of the size that was announced.
@@ -76,7 +76,7 @@ pub enum ArenaError {
     Os {
         /// Size in bytes.
         size: u64,
-        /// What was tried.
+        /// The operation that failed.
         step: &'static str,
         /// The kernel's answer.
         source: Errno,
@@ -338,15 +338,15 @@ impl Arena {
 
     pub(super) fn advise(&self, offset: u64, len: u64, advice: Advice) -> Result<(), Errno> {
         let start = self.pointer(offset, len).map_err(|_| Errno::INVAL)?;
-        // SAFETY: the range lies inside the mapping, and none of the advices used here changes what
-        // memory reads as.
+        // SAFETY: the range lies inside the mapping, and none of the advices used here changes the
+        // content of memory.
         unsafe { rustix::mm::madvise(start.cast(), len as usize, advice) }
     }
 
     /// Has the kernel put huge pages behind the range now, with what is there copied to them.
     pub(super) fn collapse(&self, offset: u64, len: u64) -> std::io::Result<()> {
         let start = self.pointer(offset, len).map_err(std::io::Error::other)?;
-        // SAFETY: the range lies inside the mapping, and its bytes stay what they are.
+        // SAFETY: the range lies inside the mapping, and its bytes stay the same.
         match unsafe { libc::madvise(start.cast(), len as usize, libc::MADV_COLLAPSE) } {
             0 => Ok(()),
             _ => Err(std::io::Error::last_os_error()),
@@ -394,7 +394,7 @@ fn reserve(len: usize) -> Result<*mut c_void, Errno> {
     let before = start.addr().next_multiple_of(spare) - start.addr();
     let place = start.wrapping_byte_add(before);
     // Parts of no use. That they stay reserved would be harmless.
-    // SAFETY: the beginning of what was mapped above.
+    // SAFETY: the beginning of the mapping above.
     let _ = unsafe { rustix::mm::munmap(start, before) };
     // SAFETY: its end.
     let _ = unsafe { rustix::mm::munmap(place.wrapping_byte_add(len), spare - before) };
@@ -403,7 +403,8 @@ fn reserve(len: usize) -> Result<*mut c_void, Errno> {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: maps exactly what `map` mapped; whoever holds a pointer holds the arena too.
+        // SAFETY: maps exactly the range that `map` mapped; whoever holds a pointer holds the arena
+        // too.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.size as usize) };
     }
 }

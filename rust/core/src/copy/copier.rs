@@ -68,7 +68,7 @@ struct CopierState {
     closing: bool,
 }
 
-/// What a thread copies in one go.
+/// Bytes that a thread copies in one go.
 struct Slice {
     direction: Direction,
     job: u64,
@@ -188,8 +188,8 @@ impl CopierShared {
     }
 }
 
-/// Carries out copy jobs in the order of their submission, loads first. On drop it finishes what
-/// was submitted.
+/// Carries out copy jobs in the order of their submission, loads first. On drop it finishes the
+/// submitted jobs.
 #[derive(Debug)]
 pub struct Copier {
     shared: Arc<CopierShared>,

@@ -1,8 +1,8 @@
 //! A memory copy that goes around the caches.
 //!
-//! What the copier moves is far larger than any cache and is not read again soon. Storing it past
-//! the caches saves reading each line before it is overwritten, and leaves what the model's
-//! computation has cached in place.
+//! A job is far larger than any cache, and its bytes are not read again soon. Storing it past
+//! the caches saves reading each line before it is overwritten, and leaves the cache lines of the
+//! model's computation in place.
 
 #![expect(unsafe_code, reason = "copies between raw addresses")]
 

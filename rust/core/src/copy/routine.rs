@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::nontemporal::copy_slice;
 
-/// What is copied to measure a routine, in bytes: with its copy more than a core's share of the caches.
+/// Bytes copied to measure a routine: with its copy more than a core's share of the caches.
 const MEASURED: usize = 32 << 20;
 
 /// In pieces of this many bytes, as pages of a KV cache are.
@@ -30,7 +30,8 @@ pub enum Routine {
 }
 
 impl Routine {
-    /// All routines. Of two that are as fast, the earlier one is chosen: it leaves the caches alone.
+    /// All routines. Between two equally fast ones, the earlier one is chosen: it leaves the caches
+    /// alone.
     pub const ALL: [Self; 3] = [Self::StreamNear, Self::StreamFar, Self::Memcpy];
 
     /// Its name, for benchmarks and logs.

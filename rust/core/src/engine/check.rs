@@ -1,4 +1,4 @@
-//! The engine's invariants, checked in full: what the simulator calls after every few steps.
+//! The engine's invariants, checked in full: the simulator calls them after every few steps.
 
 use std::collections::{HashMap, HashSet};
 

@@ -116,7 +116,8 @@ impl Checksums {
     }
 }
 
-/// A payload in the arena is not what was saved: takes its node out of the index, with all that stands on it.
+/// A payload in the arena differs from the saved one: takes its node out of the index, with all
+/// that stands on it.
 /// Workers may still copy it.
 pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &mut Counters) {
     if !residency.node(node).is_detached() {

@@ -17,7 +17,8 @@ pub struct EngineConfig {
     pub pin_bytes: u64,
     /// A hit that gains fewer tokens than this is not worth a load; `None` leaves that to the planner.
     pub min_load_tokens: Option<u32>,
-    /// A promotion that sees no read end for this long, by the last look, is answered with what is there.
+    /// A promotion that sees no read end for this long, by the last look, is answered with the
+    /// present part.
     pub stall_ns: u64,
     /// How long a request that the scheduler has asked for may wait for its promotion.
     pub promotion_wait: PromotionWait,
@@ -25,7 +26,7 @@ pub struct EngineConfig {
     pub load_margin: f64,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub write_rate: u64,
-    /// Write only what has been hit before (endurance mode).
+    /// Write only blocks that have been hit before (endurance mode).
     pub second_touch: bool,
     /// Writes that may be in flight while a read is.
     pub writes_beside_reads: usize,
@@ -35,7 +36,8 @@ pub struct EngineConfig {
     /// Nodes that one entry looks at, in search of the end of a hit; and half as many, in each region, in search of
     /// pages for another size class. At least 2.
     pub visits: u32,
-    /// Compare the checksums of what a hit needs in the arena before each hit. Payloads that are written to disk
+    /// Compare the checksums of a hit's payloads in the arena before each hit. Payloads that are
+    /// written to disk
     /// are always compared.
     pub verify_host: bool,
     /// Shared namespaces that the engine has at once.

@@ -1,4 +1,4 @@
-//! The engine's fields, sessions, and what it reports.
+//! The engine's fields, sessions and reports.
 
 use crate::disk::{Disk, Health};
 use crate::error::RegisterError;
@@ -186,7 +186,8 @@ impl Engine {
         self.sessions.forget_removed(session);
     }
 
-    /// Frees what a request holds, and forgets its state. Its session forgets the name.
+    /// Frees the leases and memory of a request, and forgets its state. Its session forgets the
+    /// name.
     pub(super) fn drop_request(&mut self, id: RequestId) {
         self.release_hit(id);
         self.sessions.requests.remove(id);
@@ -208,7 +209,8 @@ impl Engine {
         Some(self.namespaces.digest(ns).to_hex())
     }
 
-    /// The shared namespaces, and whether each directory keeps it: a restart finds what was saved of it. It does
+    /// The shared namespaces, and whether each directory keeps it: a restart finds its saved
+    /// blocks. It does
     /// not while sessions use all those that the directory's table has room for, and while a reset is not durable.
     pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
         self.namespaces.shared_namespaces(&self.residency)
@@ -219,7 +221,7 @@ impl Engine {
         &self.counters
     }
 
-    /// Pages that went from one size class to another, and what that did to the chains through them.
+    /// Pages that went from one size class to another, and the effect on the chains through them.
     pub fn moves(&self) -> Moves {
         self.residency.moves()
     }

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
 use crate::key::HashSource;
+use crate::metrics::Counters;
 use crate::session::{Lookup, LookupRequest, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
@@ -98,7 +99,7 @@ impl Engine {
                 }
             }
         };
-        self.counters.count_hint(request.hint, answer);
+        count(request.hint, answer, &mut self.counters);
         Some(answer)
     }
 
@@ -271,5 +272,38 @@ impl Engine {
                 self.hints.demoted.push_back((above, epoch));
             }
         }
+    }
+}
+
+/// Counts a hint and what became of it.
+fn count(hint: &Hint, answer: HintAnswer, counters: &mut Counters) {
+    let [accepted, clipped, rejected] = match hint {
+        Hint::Prefetch => [
+            &mut counters.hints_prefetch_accepted,
+            &mut counters.hints_prefetch_clipped,
+            &mut counters.hints_prefetch_rejected,
+        ],
+        Hint::Pin { .. } => [
+            &mut counters.hints_pin_accepted,
+            &mut counters.hints_pin_clipped,
+            &mut counters.hints_pin_rejected,
+        ],
+        Hint::Demote => [
+            &mut counters.hints_demote_accepted,
+            &mut counters.hints_demote_clipped,
+            &mut counters.hints_demote_rejected,
+        ],
+        Hint::Release { .. } => {
+            let is_rejected = matches!(answer, HintAnswer::Rejected(_));
+            counters.hints_release_rejected += u64::from(is_rejected);
+            counters.hints_release_accepted += u64::from(!is_rejected);
+            return;
+        }
+    };
+    match answer {
+        HintAnswer::Accepted(_) => *accepted += 1,
+        HintAnswer::Clipped(_) => *clipped += 1,
+        HintAnswer::Rejected(_) => *rejected += 1,
+        HintAnswer::Pending => {}
     }
 }

@@ -1,4 +1,4 @@
-//! What the device is asked to do, and what follows when it has done it.
+//! Requests to the device, and the effects of their completions.
 
 use crate::disk::Disk;
 use crate::forest::{DeviceIndex, NodeId};
@@ -212,7 +212,7 @@ impl Engine {
             residency.drop_unreadable(node, group);
         }
         residency.reconcile(node);
-        // Bytes that are not what they were do not make a device useless; errors do.
+        // Changed bytes do not make a device useless; errors do.
         if matches!(fault, IoFault::Os(_)) {
             let health = &mut residency.disk_mut(device).health;
             if health.read_failed(fault, self.now_ns) {

@@ -108,7 +108,7 @@ impl Engine {
         (all_here && is_verified).then_some((target, payloads))
     }
 
-    /// Whether the payloads of a load of what comes after `local` hash blocks, up to `target`, were compared with
+    /// Whether the payloads of a load after `local` hash blocks, up to `target`, were compared with
     /// their checksums for the request's hit.
     fn is_verified(&self, id: RequestId, target: NodeId, local: u32) -> bool {
         let Some(verified) = self.sessions.requests[id].promotions.verified else {

@@ -7,7 +7,7 @@ use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
-use super::plans::Reading;
+use super::plans::Reads;
 use super::promotions::PromotionEnd;
 use super::requests::{RequestId, RequestState};
 use super::residency::Residency;
@@ -27,7 +27,7 @@ struct Span {
     hash_block_size: u32,
     /// A hit that gains fewer tokens is not worth a load.
     least: u32,
-    /// Whether the planner judges what is worth a load.
+    /// Whether the planner judges which loads are worth it.
     is_planned: bool,
 }
 
@@ -422,19 +422,20 @@ impl Engine {
         }
     }
 
-    /// Whether to read what a hit at `top` needs from disk. If the end of the arena's part is far to seek, that
+    /// Whether to read the payloads of a hit at `top` from disk. If the end of the arena's part is
+    /// far to seek, that
     /// part counts as read, too.
     fn plans_reads(&mut self, id: RequestId, top: NodeId, span: &Span, priority: Priority) -> bool {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
         let in_host = residency.boundary_within(top, span.local, true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
         match self.plans_promotion(id, ends, priority == Priority::Prefetch) {
-            Reading::All => true,
-            Reading::Some => {
+            Reads::All => true,
+            Reads::Some => {
                 self.promotions.probe(top, span.local, &self.residency);
                 false
             }
-            Reading::None => false,
+            Reads::None => false,
         }
     }
 
@@ -497,7 +498,8 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote what a hit at `target` needs beyond `local`. False if nothing of it can be held, or
+    /// Starts to promote the payloads that a hit at `target` needs beyond `local`. False if nothing
+    /// of it can be held, or
     /// too little for a hit of `min` hash blocks, or it was tried too often.
     fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32, min: u32) -> bool {
         let state = &mut self.sessions.requests[id];
@@ -547,8 +549,8 @@ impl Engine {
         if std::mem::replace(&mut state.touched, true) {
             return hit;
         }
-        // Requests that came since have their own ticks, and what two requests touch in one tick would
-        // count once.
+        // Requests that came since have their own ticks, and a node that two requests touch in one
+        // tick would count once.
         if state.tick != self.residency.tick() {
             self.residency.next_tick();
         }

@@ -6,16 +6,16 @@
 //!
 //! [`Engine`] coordinates parts that own their fields:
 //!
-//! - `residency`: which payload is in which tier, and what may be evicted;
+//! - `residency`: which payload is in which tier, and which may be evicted;
 //! - `promotions`: disk to arena, for the requests that wait;
 //! - `writeback`: arena to disk, payloads and their records;
 //! - `checksums`: which payloads in the arena are to be summed, behind saves and before hits;
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
-//! - `events`: what has changed in the tiers, for sessions that ask;
+//! - `events`: the changes in the tiers, for sessions that ask;
 //! - `pins`: leases that hints ask for, with their budget; `hints` carries these and the other hints out;
 //! - `planner`: whether loading or computing takes less time, by measurement;
-//! - `operations`: what each IO operation in flight is for.
+//! - `operations`: the purpose of each IO operation in flight.
 //!
 //! A part never calls another but residency, which calls none: an effect on others is returned, and the
 //! engine passes it on. `lookup`, `load`, `save`, `io`, `reset` and `recover` do so for one kind of

@@ -53,7 +53,7 @@ impl Flow {
     }
 }
 
-/// What one device has in flight.
+/// The operations of one device in flight.
 #[derive(Clone, Copy, Debug, Default)]
 struct DeviceOperations {
     reads: Flow,

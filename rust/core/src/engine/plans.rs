@@ -4,7 +4,7 @@ use crate::forest::DeviceIndex;
 use crate::session::{PromotionWait, Step, Tokens};
 
 use super::coordinator::Engine;
-use super::planner::{Prompt, Reason, Stop};
+use super::planner::{Prompt, Reading, Reason, Stop};
 use super::promotions::front;
 use super::requests::{Promotion, RequestId, RequestState};
 use super::sessions::{LoadPromise, SessionId};
@@ -30,7 +30,7 @@ pub(super) struct Planned {
 
 /// What to read of that which a hit needs from disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reading {
+pub(super) enum Reads {
     All,
     /// A few payloads that nobody waits for, to measure the device.
     Some,
@@ -68,7 +68,6 @@ impl Engine {
             end: state.planned.end,
             queued: state.planned.queued,
             bytes_per_token: self.residency.spec(ns).bytes_per_token(),
-            needs_all: !self.residency.spec(ns).has_full_only(),
         }
     }
 
@@ -103,14 +102,16 @@ impl Engine {
         id: RequestId,
         (host, disk): (u32, u32),
         is_prefetch: bool,
-    ) -> Reading {
+    ) -> Reads {
         let state = &self.sessions.requests[id];
         // What is in the arena already is only compared with its checksums.
         if !self.is_planned(state) || host == disk {
-            return Reading::All;
+            return Reads::All;
         }
         let prompt = self.prompt(state);
         let size = self.hash_block_size_of(state);
+        let session = self.sessions.get(state.session);
+        let ns = session.expect("a request belongs to a session").ns;
         let (host, disk) = ((host * size).max(prompt.computed), disk * size);
         let bytes = f64::from(disk - host) * prompt.bytes_per_token;
         let priority = state.promotions.priority();
@@ -119,30 +120,40 @@ impl Engine {
             let devices = self.residency.devices();
             devices.filter(|device| disks[device.index()].health.answers_reads())
         };
-        let rates = &self.planner.rates;
-        let wait_ns = rates.wait_ns(bytes as u64, priority, answering, |device| {
-            self.silent_ns(device)
-        });
-        let wait = (wait_ns, is_prefetch);
+        let wait_ns = |bytes: f64| {
+            let silent = |device| self.silent_ns(device);
+            let rates = &self.planner.rates;
+            rates.wait_ns(bytes as u64, priority, answering, silent)
+        };
+        let all_ns = wait_ns(bytes);
+        let reading = Reading {
+            // Of windows or states no part is of use.
+            first_ns: match self.residency.spec(ns).has_full_only() {
+                true => wait_ns(f64::from(size) * prompt.bytes_per_token),
+                false => all_ns,
+            },
+            all_ns,
+            is_prefetch,
+        };
         let may_measure = !self.promotions.has_probes();
         let ends = (host, disk);
         let start = self
             .planner
-            .start(&prompt, ends, wait, may_measure, self.now_ns);
+            .start(&prompt, ends, reading, may_measure, self.now_ns);
         let planned = &mut self.sessions.requests[id].planned;
-        planned.predicted_ns = (start.reason != Reason::Unknown).then_some(wait_ns as u64);
+        planned.predicted_ns = (start.reason != Reason::Unknown).then_some(all_ns as u64);
         planned.ignores_prediction = start.reason == Reason::OtherWay;
-        // A prefetch that is not made is decided again when the scheduler asks.
-        let is_final = !is_prefetch || start.promotes;
-        if is_final && !std::mem::replace(&mut planned.is_counted, start.promotes || !is_prefetch) {
+        // A prefetch that is not made is decided again when the scheduler asks, but what it has measured is new then.
+        let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
+        if is_final && !std::mem::replace(&mut planned.is_counted, true) {
             start
                 .reason
                 .count(start.promotes, disk - host, &mut self.counters);
         }
         match (start.promotes, start.reason) {
-            (true, _) => Reading::All,
-            (false, Reason::Measure) => Reading::Some,
-            (false, _) => Reading::None,
+            (true, _) => Reads::All,
+            (false, Reason::Measure) => Reads::Some,
+            (false, _) => Reads::None,
         }
     }
 

@@ -1,4 +1,4 @@
-//! Requests: what the engine remembers of each lookup, and of its promotions.
+//! Requests: the engine's state of each lookup, and of its promotions.
 
 use slotmap::SlotMap;
 
@@ -93,7 +93,7 @@ pub(super) struct Promotion {
     pub(super) reached: NodeId,
     /// The boundary, in hash blocks, if all goes well.
     pub(super) boundary: u32,
-    /// What it brings if all goes well.
+    /// The tokens that it brings if all reads succeed.
     pub(super) goal: Verified,
     /// It was given up before its end.
     pub(super) is_cut: bool,
@@ -145,7 +145,8 @@ impl Promotion {
     }
 }
 
-/// What a load of the tokens after `local` hash blocks, up to a node, needs in the arena: its checksums were
+/// The payloads that a load of the tokens after `local` hash blocks, up to a node, needs in the
+/// arena: its checksums were
 /// compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Verified {
@@ -162,7 +163,7 @@ pub(super) struct RequestPromotions {
     pub(super) started: u32,
     /// How many were started since the last answer.
     pub(super) tries: u32,
-    /// What the last promotion brought. The request's lease is that of the node.
+    /// The tokens that the last promotion brought. The request's lease is that of the node.
     pub(super) verified: Option<Verified>,
     /// Arena bytes held until they are loaded, and reserved.
     pub(super) bytes: u64,

@@ -18,7 +18,7 @@ use super::residency::Region;
 use super::save_cursor::{Gaps, Offers, SaveCursor};
 use super::sessions::{SaveTransfer, SessionId, TransferKey, TransferKind, TransferState};
 
-/// What a worker is to copy to.
+/// The slots that a worker copies to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// Ends it: [`Engine::end_transfer`].
@@ -41,7 +41,7 @@ pub struct Granted {
 pub struct SaveLimit {
     /// Blocks that it looks at.
     pub blocks: u32,
-    /// Bytes of slots that it reserves; what does not fit is left out for want of memory.
+    /// Bytes of slots that it reserves; blocks that do not fit are left out.
     pub bytes: u64,
 }
 
@@ -53,7 +53,7 @@ impl SaveLimit {
     };
 }
 
-/// What a step of a save has come to.
+/// The result of a step of a save.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SaveProgress {
     /// Slots that it has reserved; there is more to do.
@@ -133,7 +133,7 @@ impl Engine {
         let tokens = save.tokens.0 / self.residency.hash_block_size(ns);
         let hash_blocks = (tokens as usize).min(save.hashes.len()) as u32;
         let hashes = Limited::new(save.hashes, hash_blocks);
-        // What is being removed makes room first.
+        // Nodes that are being removed make room first.
         self.residency.continue_removals(self.config.removals);
         let found = self.residency.deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
@@ -213,7 +213,7 @@ impl Engine {
         self.keep_step(key, session, save.request, plan, ended)
     }
 
-    /// Whether the namespace, and what the save has built of it, is still what it was.
+    /// Whether the namespace, and the nodes that the save has added to it, are unchanged.
     fn may_go_on(&self, session: SessionId, plan: &SavePlan<'_>) -> bool {
         let ns = self.sessions.get(session).map(|state| state.ns);
         let tail = plan.tail.0;
@@ -253,7 +253,7 @@ impl Engine {
         ended
     }
 
-    /// Notes what a step has reserved, and how far the save is.
+    /// Notes the slots that a step has reserved, and the progress of the save.
     fn keep_step(
         &mut self,
         key: TransferKey,

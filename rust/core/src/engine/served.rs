@@ -1,5 +1,5 @@
-//! Entries for a server, whose clients may ask for as much as they like: each does a bounded part of what
-//! [`Session`](crate::session::Session)'s verbs do at once.
+//! Entries for a server, whose clients may ask for as much as they like: each does a bounded part
+//! of a verb of [`Session`](crate::session::Session).
 
 use crate::forest::{NONE, NodeId};
 use crate::namespace::GroupKind;

@@ -3,7 +3,7 @@
 use super::node::{FEW_ACTIVE, FEW_CHILDREN, NONE, Node, Uses};
 use super::slab::{Linked, Slab};
 
-/// What refers to a node.
+/// The counts of references to a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     /// Its uses.

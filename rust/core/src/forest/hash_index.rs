@@ -8,8 +8,8 @@ use crate::work;
 
 use super::node::{NodeId, NsId};
 
-/// A segment with more nodes is split. A table of 1,024 buckets takes 896; the rest is for what removals
-/// leave behind.
+/// A segment with more nodes is split. A table of 1,024 buckets takes 896; the rest is for the
+/// marks that removals leave behind.
 const SEGMENT_MAX: usize = 832;
 /// Nodes that a segment's table takes.
 const SEGMENT_CAPACITY: usize = 896;
@@ -31,7 +31,7 @@ pub(super) struct HashIndex {
     keys: Keys,
 }
 
-/// What makes positions unpredictable, also for those who choose the hashes.
+/// The seed that makes positions unpredictable, even for clients that choose the hashes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Keys([u64; WORDS + 1]);
 
@@ -152,7 +152,7 @@ impl HashIndex {
         }
         let segment = &mut self.segments[at];
         if segment.nodes.len() == segment.nodes.capacity() && segment.bits < BITS_MAX {
-            // Full of what removals left behind: a table would double.
+            // Full of marks of removals: a table would double.
             let nodes = std::mem::replace(segment, Segment::new(segment.bits)).nodes;
             for id in nodes {
                 work::index();

@@ -172,7 +172,7 @@ pub(super) struct Links {
 }
 
 /// One hash block of one prefix chain, as it lies in memory: there is one for each block of a store, so its bytes
-/// count. What few nodes have lies elsewhere: see [`super::NodeRef`].
+/// count. Fields that few nodes have lie elsewhere: see [`super::NodeRef`].
 #[derive(Clone, Debug)]
 pub struct Node {
     /// Its block hash.

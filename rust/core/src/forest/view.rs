@@ -1,4 +1,4 @@
-//! A node with what lies elsewhere of it.
+//! A node with its fields that lie elsewhere.
 
 use std::ops::{Deref, DerefMut};
 
@@ -7,7 +7,7 @@ use super::node::{Node, Payload, Tier, Uses};
 use super::payloads::{Entry, Payloads};
 use super::slab::Slab;
 
-/// What few nodes have, or nodes with several groups only.
+/// Fields that few nodes have, or nodes with several groups only.
 #[derive(Debug)]
 pub(super) struct Side {
     pub(super) counts: Slab<Counts>,
@@ -105,7 +105,7 @@ impl NodeMut<'_> {
         self.change_counts(|counts| change(&mut counts.uses));
     }
 
-    /// Changes the payload of one group; returns what the change returns.
+    /// Changes the payload of one group; returns the result of the change.
     pub fn change_payload<R>(&mut self, group: u8, change: impl FnOnce(&mut Payload) -> R) -> R {
         let mut payload = self.node.payload_of(&self.side.entries, group);
         let result = change(&mut payload);

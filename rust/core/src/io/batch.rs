@@ -67,7 +67,8 @@ impl Batch {
             })
     }
 
-    /// Moves what waits to `ready`, as far as the device may have it, if it is many or the device has too
+    /// Moves waiting writes to `ready`, as far as the device may have it, if it is many or the
+    /// device has too
     /// little to do.
     pub(super) fn release(&mut self, ready: &mut VecDeque<(u16, u16)>) {
         if self.is_full() || self.moving_bytes < BATCH_BYTES {
@@ -75,7 +76,7 @@ impl Batch {
         }
     }
 
-    /// Moves what waits to `ready`.
+    /// Moves waiting writes to `ready`.
     pub(super) fn release_all(&mut self, ready: &mut VecDeque<(u16, u16)>) {
         self.let_go(self.held.len(), ready);
     }

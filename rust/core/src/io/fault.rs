@@ -81,7 +81,7 @@ pub struct Rates {
     pub read_error: u32,
     /// EIO, ENOSPC or EROFS on a write or sync.
     pub write_error: u32,
-    /// A flipped bit in what was read.
+    /// A flipped bit in the bytes of a read.
     pub flip: u32,
 }
 
@@ -235,7 +235,7 @@ impl FaultControl {
         self.control.lock().held_devices.insert(device);
     }
 
-    /// What was held back completes, and all that follows.
+    /// Operations held back complete, and all that follow.
     pub fn release(&self) {
         let mut faults = self.control.lock();
         faults.hold = false;
@@ -318,7 +318,7 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
                 // The completion is there for the next wait.
                 self.inner.waker().wake();
             }
-            // What is held back counts, as it would in a real device.
+            // Operations held back count, as they would in a real device.
             None if is_full => {
                 let result = Err(IoFault::Os(Errno::BUSY.raw_os_error()));
                 self.held.push(IoCompletion { token, result });

@@ -9,7 +9,7 @@ use super::{FileKind, IO_ALIGN};
 /// A system call (or ring entry) about to be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// What it does.
+    /// Its effect.
     pub kind: CallKind,
     /// Index of the device.
     pub device: u16,
@@ -21,7 +21,7 @@ pub struct Call {
     pub len: u32,
 }
 
-/// What a call does.
+/// The kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CallKind {
     /// File to memory.
@@ -32,7 +32,7 @@ pub enum CallKind {
     Sync,
 }
 
-/// What becomes of a call.
+/// The fate of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It is made.
@@ -41,7 +41,7 @@ pub enum Verdict {
     Short(u32),
     /// It is not made, and fails with this error number.
     Fail(i32),
-    /// It is made; then the bits of `mask` are flipped in the byte `at` of what was read.
+    /// It is made; then the bits of `mask` are flipped in the byte `at` of the result.
     Flip {
         /// Which of the bytes read, from 0.
         at: u32,

@@ -1,4 +1,4 @@
-//! Choosing an IO engine, and saying what came of it.
+//! The choice of an IO engine, and a report on it.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -26,7 +26,7 @@ pub enum IoEngineChoice {
     ThreadPool,
 }
 
-/// What an engine was granted; shown to the operator.
+/// The features that an engine was granted; shown to the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IoFeatures {
     /// As [`IoEngine::name`].
@@ -40,7 +40,8 @@ pub struct IoFeatures {
 }
 
 /// Opens an engine over the files of `devices`, which requests name by their index, that gives the device
-/// up to `depth` reads, or as many writes, at a time. The error of [`IoEngineChoice::IoUring`] says what to do.
+/// up to `depth` reads, or as many writes, at a time. The error of [`IoEngineChoice::IoUring`]
+/// names the remedy.
 pub fn open_io_engine(
     choice: IoEngineChoice,
     depth: usize,

@@ -69,11 +69,11 @@ pub fn open_file(path: &Path, create: bool) -> io::Result<(OwnedFd, bool)> {
     Ok((fd, direct))
 }
 
-/// Whether an open file is a regular one of this user without a second name: what is written to it
-/// reaches nobody else.
+/// Whether an open file is a regular one of this user without a second name: no other name or user
+/// sees the bytes written to it.
 ///
 /// # Errors
-/// Says what the file is instead. The error has no number of the operating system.
+/// Names the kind of the file. The error has no number of the operating system.
 pub fn check_own_file(fd: impl AsFd) -> io::Result<()> {
     let found = rustix::fs::fstat(fd)?;
     let uid = rustix::process::geteuid().as_raw();

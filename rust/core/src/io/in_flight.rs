@@ -1,4 +1,4 @@
-//! What the io_uring engine has in flight, and what waits for a device.
+//! Operations of the io_uring engine in flight, and those that wait for a device.
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,7 @@ use super::fault_hook::Verdict;
 use super::operation::{Operation, Progress, Summing};
 use super::{IoCompletion, IoFault, device_depth};
 
-/// What one device has, and what waits for it.
+/// The operations of one device, and those that wait for it.
 #[derive(Debug)]
 pub(super) struct Lane {
     /// Pieces that wait for room in the ring.
@@ -34,7 +34,7 @@ impl Lane {
     }
 }
 
-/// What operations in flight wait for.
+/// The events that operations in flight wait for.
 #[derive(Debug)]
 pub(super) struct Queues {
     /// Writes whose checksums are to be computed, with the epochs of their slots, and how far that of

@@ -1,5 +1,5 @@
-//! What both IO engines share: requests checked and made ready, and what to do after each system
-//! call.
+//! The common part of both IO engines: requests checked and made ready, and the next action after
+//! each system call.
 
 use std::sync::Arc;
 
@@ -224,10 +224,10 @@ pub(super) struct Progress {
     retries: u32,
 }
 
-/// What follows after a call.
+/// The next action after a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Call again, for what remains.
+    /// Call again, for the rest.
     Again,
     Done,
     Failed(IoFault),
@@ -253,7 +253,7 @@ impl Progress {
     /// Takes the outcome of a call for `remaining()` bytes.
     ///
     /// A short transfer goes on behind its last whole unit of [`IO_ALIGN`], as O_DIRECT asks for:
-    /// what came after that unit is transferred again.
+    /// the bytes after that unit are transferred again.
     pub(super) fn advance(&mut self, outcome: Result<u32, Errno>, reading: bool) -> Next {
         let limit = match outcome {
             Ok(moved) if moved >= self.remaining() => {

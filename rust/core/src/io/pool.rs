@@ -39,7 +39,7 @@ struct PoolShared<I> {
 #[derive(Debug, Default)]
 struct PoolState {
     queues: Vec<DeviceQueue>,
-    /// What has ended, and the device; `None` for one that is not there.
+    /// Ended operations, and the device; `None` for one that is not there.
     completions: Vec<(Option<usize>, IoCompletion)>,
     woken: bool,
     stop: bool,

@@ -15,7 +15,7 @@ use super::operation::{Next, Progress};
 use super::ring::{Buffer, Ring, RingTransfer};
 use crate::arena::Arena;
 
-/// What to move.
+/// The bytes to move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawLoop {
     /// File to memory, or memory to file.
@@ -38,7 +38,7 @@ pub struct RawLoop {
     pub seed: u64,
 }
 
-/// What it took.
+/// The time that it took.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RawResult {
     /// Wall-clock time.

@@ -283,7 +283,7 @@ impl Ring {
         unsafe { self.ring.submission().push(&entry) }.is_ok()
     }
 
-    /// Gives what is queued to the kernel, and waits until a completion is there or the time is up
+    /// Submits the queued entries, and waits until a completion is there or the time is up
     /// (`None`: no limit). An interruption counts as the time being up.
     pub(super) fn enter(&mut self, timeout: Option<Duration>) -> Result<(), Errno> {
         self.enable()?;
@@ -299,7 +299,7 @@ impl Ring {
         pass(self.ring.submitter().submit_with_args(1, &args))
     }
 
-    /// Gives what is queued to the kernel, and takes in what has ended there. Without either, no call: and no
+    /// Submits the queued entries, and takes the completions. Without either, no call: and no
     /// wait of zero seconds either, which sets a timer and takes 28 us on a virtual machine.
     pub(super) fn submit(&mut self) -> Result<(), Errno> {
         self.enable()?;
@@ -334,7 +334,7 @@ impl Ring {
 }
 
 impl Drop for Ring {
-    /// Waits for everything that the kernel may still read or write. What it does not finish within
+    /// Waits for everything that the kernel may still read or write. Operations not finished within
     /// [`DRAIN_LIMIT`] (a device that hangs, a thread that is not the ring's) leaves its memory behind
     /// for good: closing a ring does not wait for its transfers, so freeing it would be a write to
     /// somebody else's memory later.

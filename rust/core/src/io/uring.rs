@@ -30,8 +30,8 @@ const ENTRIES_PER_OPERATION: usize = 4;
 /// meanwhile.
 const VERIFY_BYTES: u64 = 512 << 10;
 
-/// How many bytes of a write are added to its checksum before the ring is looked at again: what has ended
-/// meanwhile leaves the device with less to do.
+/// How many bytes of a write are added to its checksum before the ring is looked at again:
+/// completions meanwhile leave the device with less to do.
 const SUM_BYTES: u32 = 128 << 10;
 
 /// The ring counts as broken when the kernel has refused it this often in a row.
@@ -52,14 +52,15 @@ const KINDS: [FileKind; 3] = [FileKind::Super, FileKind::Table, FileKind::Data];
 /// The io_uring engine.
 #[derive(Debug)]
 pub struct Uring<I: FaultHook = Direct> {
-    /// Dropped first: it waits for what is in the kernel.
+    /// Dropped first: it waits for the operations in the kernel.
     ring: Ring,
     arena: Arc<Arena>,
     devices: Vec<DeviceFiles>,
     fault_hook: I,
     depth: usize,
     in_flight: usize,
-    /// Twice the depth for each device: what waits to be verified must not keep a device waiting.
+    /// Twice the depth for each device: reads that wait for verification must not keep a device
+    /// waiting.
     slots: Vec<Slot>,
     free: Vec<u16>,
     /// By index of the device: one that hangs holds up no other.
@@ -76,7 +77,7 @@ struct ArmedWake {
     armed: bool,
 }
 
-/// What the kernel may refuse.
+/// Features that the kernel may refuse.
 #[derive(Debug)]
 pub(super) struct UringParts {
     ring: Ring,
@@ -130,7 +131,7 @@ impl<I: FaultHook> Uring<I> {
         Ok(Self::over(parts, arena, devices, fault_hook))
     }
 
-    /// An engine over what was opened for the same arena and devices.
+    /// An engine over a ring opened for the same arena and devices.
     pub(super) fn over(
         parts: UringParts,
         arena: Arc<Arena>,
@@ -165,7 +166,7 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    /// What the kernel granted.
+    /// The features that the kernel granted.
     pub fn features(&self) -> IoFeatures {
         IoFeatures {
             engine: self.name(),
@@ -313,7 +314,7 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    /// What follows from the outcome of one call.
+    /// The effect of the outcome of one call.
     fn advance(&mut self, index: u16, number: u16, outcome: Result<u32, Errno>) {
         let Some(active) = &mut self.slots[usize::from(index)].active else {
             return;
@@ -388,7 +389,7 @@ impl<I: FaultHook> Uring<I> {
         self.queues.summing = Summing::default();
     }
 
-    /// Hands over what has ended, verifying no more than [`VERIFY_BYTES`] or one payload.
+    /// Hands over ended operations, verifying no more than [`VERIFY_BYTES`] or one payload.
     fn deliver(&mut self, out: &mut Vec<IoCompletion>) {
         let before = out.len();
         out.append(&mut self.queues.refused);
@@ -425,7 +426,7 @@ impl<I: FaultHook> Uring<I> {
             });
         }
         self.in_flight -= out.len() - before;
-        // What was delivered before its turn came.
+        // Completions delivered before their turn.
         while let Some(&(epoch, index)) = self.queues.unsummed.front()
             && self.slots[usize::from(index)].epoch != epoch
         {
@@ -433,7 +434,7 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    /// Gives the kernel what is queued, and takes in what has ended, without waiting.
+    /// Submits the queued entries and takes the completions, without waiting.
     fn submit_queued(&mut self) {
         let outcome = self.ring.submit();
         self.note(outcome);

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
-/// What an IO engine provides so that its `wait` can be ended from other threads.
+/// The handle by which other threads end an IO engine's `wait`.
 pub trait Wake: Send + Sync + Debug {
     /// Ends the present `wait`, or the next one if none is going on.
     fn wake(&self);

@@ -8,7 +8,7 @@ use super::leaf::class_index;
 pub(super) const BUCKETS: usize = 48;
 const CLASSES: usize = HIT_CLASSES as usize;
 
-/// What a relearning keeps of earlier observations.
+/// The share of earlier observations that a relearning keeps.
 const KEEP: f64 = 0.95;
 /// Weight of the prior in a hazard estimate, in block-ticks.
 const PRIOR: f64 = 0.1;

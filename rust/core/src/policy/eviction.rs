@@ -67,7 +67,8 @@ impl Policy {
         }
     }
 
-    /// Takes a node out of the candidates of size class `class`; `last` is what it was inserted with.
+    /// Takes a node out of the candidates of size class `class`; `last` is its value at the
+    /// insertion.
     /// Returns whether it was there.
     pub fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
         work::candidate();
@@ -144,7 +145,7 @@ impl Policy {
         }
     }
 
-    /// A resident block was evicted for space: what it was worth stays remembered for a while.
+    /// A resident block was evicted for space: its worth is remembered for a while.
     pub fn on_evict(&mut self, fingerprint: u64, last: u64, hit_class: u8) {
         if let Learner::LeafHd(leafhd) = &mut self.engine {
             leafhd.on_evict(fingerprint, last, hit_class);

@@ -8,7 +8,7 @@ const TICK_MASK: u32 = (1 << TICK_BITS) - 1;
 const EMPTY: u32 = 0;
 const VACANT: u64 = 0;
 
-/// What is remembered of a block.
+/// The remembered facts of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Remembered {
     pub(super) last: u64,
@@ -63,7 +63,7 @@ impl GhostList {
         dropped
     }
 
-    /// Takes out what is remembered of a block.
+    /// Removes the remembered facts of a block.
     pub(super) fn take(&mut self, fingerprint: u64, now: u64) -> Option<Remembered> {
         let tag = tag_of(fingerprint);
         let mut at = self.home(tag);

@@ -1,4 +1,4 @@
-//! LeafHD: evict the leaf with the lowest learned hit density, keep out what is worth less.
+//! LeafHD: evict the leaf with the lowest learned hit density, keep out blocks of lower density.
 
 use super::cohorts::Cohorts;
 use super::density::Density;
@@ -9,7 +9,7 @@ use super::leaf::{Leaf, next_class};
 const SAMPLES: usize = 64;
 /// Ticks between two relearnings.
 const RELEARN_TICKS: u64 = 50;
-/// Remembered blocks for each block of capacity. A short memory is what breaks the estimate: ages
+/// Remembered blocks for each block of capacity. A short memory breaks the estimate: ages
 /// beyond the residence time are seen in it only.
 const GHOSTS_PER_BLOCK: usize = 8;
 const GHOSTS_MIN: usize = 1000;
@@ -27,7 +27,8 @@ pub(super) struct LeafHd {
     ghosts: GhostList,
     relearned: u64,
     random: SplitMix,
-    /// The victim last drawn, with its size class and the tick: what was weighed is what goes.
+    /// The victim last drawn, with its size class and the tick: the weighed leaf is the one that is
+    /// evicted.
     drawn: Option<(u16, u64, Leaf)>,
 }
 

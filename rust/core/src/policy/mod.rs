@@ -1,8 +1,8 @@
 //! Eviction: which leaf goes when a tier is full, and whether a new block is worth its place.
 //!
 //! A [`Policy`] serves one tier. It knows leaves, ages and hit classes, never keys' bytes, payloads
-//! or trees: the forest tells it which nodes are evictable and what happened to blocks, and asks for
-//! a victim. Ages are counted in ticks, one per request.
+//! or trees: the forest tells it which nodes are evictable and of events of blocks, and asks for a
+//! victim. Ages are counted in ticks, one per request.
 //!
 //! The contract with the forest, for each tier:
 //! - *Evictable leaves* are handed in with [`Policy::insert_leaf`] and taken out with

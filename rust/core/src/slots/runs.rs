@@ -90,7 +90,8 @@ impl Slots {
         run.holds(self.unit_of(offset))
     }
 
-    /// Keeps what is free of a run, or becomes free, for a page of `class`, until [`Slots::open_run`] or a slot of that
+    /// Keeps the free cells of a run, and those that become free, for a page of `class`, until
+    /// [`Slots::open_run`] or a slot of that
     /// class is taken. One run at a time.
     pub(crate) fn close_run(&mut self, run: Run, class: Class) {
         assert!(self.closed.is_none(), "one run is closed at a time");
@@ -116,7 +117,7 @@ impl Slots {
         empty.map(|closed| closed.class)
     }
 
-    /// What is free of the closed run may be taken by every class.
+    /// Free cells of the closed run may be taken by every class.
     pub(crate) fn open_run(&mut self) {
         let Some(ClosedRun { run, .. }) = self.closed.take() else {
             return;

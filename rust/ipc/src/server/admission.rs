@@ -1,4 +1,4 @@
-//! Who may connect, and what a connection is told at once: the arena, and the server's status.
+//! Who may connect, and the first message to a connection: the arena, and the server's status.
 
 use std::io::{ErrorKind, IoSlice};
 use std::mem::MaybeUninit;
@@ -81,7 +81,7 @@ impl Service {
     }
 }
 
-/// What `undercroft status` shows.
+/// The status, for `undercroft status`.
 pub(super) fn describe(
     path: &std::path::Path,
     started: Instant,

@@ -31,7 +31,7 @@ pub(super) enum Role {
     Client(SessionToken),
 }
 
-/// What reading has come to.
+/// The result of reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Filled {
     /// There may be more to read.
@@ -101,7 +101,7 @@ impl Peer {
         self.outbox.len() - self.sent
     }
 
-    /// Sends some of what is to be sent. `Err` if the peer is gone.
+    /// Sends a part of the pending bytes. `Err` if the peer is gone.
     pub(super) fn send(&mut self) -> Result<(), End> {
         self.translate();
         let end = self.outbox.len().min(self.sent + SEND_MAX);
@@ -147,7 +147,7 @@ impl Peer {
         }
     }
 
-    /// Reads some of what has come.
+    /// Reads a part of the bytes that have arrived.
     pub(super) fn fill(&mut self, budget: &mut Budget, scratch: &mut [u8]) -> Result<Filled, End> {
         self.inbox.drain(..self.done);
         self.done = 0;
@@ -263,7 +263,7 @@ impl Peer {
             .is_some_and(|since| now.saturating_duration_since(since) > timeout)
     }
 
-    /// Gives back what the inbox takes of the budget.
+    /// Returns the inbox's share of the budget.
     pub(super) fn release(&mut self, budget: &mut Budget) {
         budget.give_back(std::mem::take(&mut self.charged));
     }

@@ -254,7 +254,7 @@ impl Service {
         (!self.control.stop.load(Ordering::Acquire)).then_some(accept)
     }
 
-    /// Carries out what a connection asks, for one slice. Whether there is more to do.
+    /// Serves the requests of a connection, for one slice. Whether there is more to do.
     fn serve(&mut self, id: ConnectionId) -> Result<bool, End> {
         let start = Instant::now();
         self.connections[id].send()?;

@@ -9,7 +9,7 @@ use undercroft_core::session::{Lookup, LookupRequest, Priority, PromotionWait, T
 use super::job::{FoundHit, HIT_STEP};
 use crate::protocol::LookupAnswer;
 
-/// What a request takes of a server's memory beside its hashes, in bytes.
+/// Bytes of a server's memory for a request, beside its hashes.
 pub(super) const REQUEST_BYTES: u64 = 512;
 
 const HASH_BYTES: u64 = size_of::<BlockHash>() as u64;
@@ -38,7 +38,7 @@ pub(super) struct ServedRequest {
     pub(super) priority: Priority,
 }
 
-/// What a lookup has come to.
+/// The state of a lookup.
 pub(super) enum Looked {
     Answer(LookupAnswer, Option<Rest>),
     Hit(FoundHit),

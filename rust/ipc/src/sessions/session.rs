@@ -220,8 +220,8 @@ impl ServedSession {
         }
     }
 
-    /// Takes over the hashes of a message step by step, from the frame that it came in, and then does what
-    /// it asks.
+    /// Takes over the hashes of a message step by step, from the frame that it came in, and then
+    /// carries it out.
     pub(super) fn take_hashes_later(
         &mut self,
         (request, hashes): (u64, HashRun<'_>),
@@ -241,7 +241,7 @@ impl ServedSession {
         Ok(())
     }
 
-    /// Notes what a lookup asks.
+    /// Notes the parameters of a lookup.
     fn ask(&mut self, message: &LookupMessage<'_>) {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from undercroft.cli import output, planning
+from undercroft.cli import arguments, output, planning
 from undercroft.device.layout import SUPPORTED_LAYOUTS
 from undercroft.errors import ConfigError
-from undercroft.units import parse_size
+
+_positive = arguments.whole(1, 1 << 40)
+_not_negative = arguments.whole(0, 1 << 40)
 
 
 def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> None:
@@ -44,7 +46,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
 
     disk = _add(kinds, shared, "disk", "the disk tier through the whole engine, against a bare O_DIRECT loop", _disk)
     disk.add_argument("--path", metavar="DIR", help="directory on the device to measure (default: a temporary one)")
-    disk.add_argument("--block-bytes", type=_size, default=2 << 20, metavar="B", help="payload size (2MiB)")
+    disk.add_argument("--block-bytes", type=arguments.size, default=2 << 20, metavar="B", help="payload size (2MiB)")
     disk.add_argument(
         "--blocks", type=_positive, metavar="K", help="payloads written and read (as many as 2 GiB hold, at least 1024)"
     )
@@ -57,7 +59,10 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against one plain copy", _copy)
     copy.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the KV cache is (%(default)s)")
     copy.add_argument(
-        "--block-bytes", type=_size, metavar="B", help="bytes of a block (cpu: 2MiB, cuda: 32KiB to 4MiB in turn)"
+        "--block-bytes",
+        type=arguments.size,
+        metavar="B",
+        help="bytes of a block (cpu: 2MiB, cuda: 32KiB to 4MiB in turn)",
     )
     copy.add_argument(
         "--layers", type=_positive, metavar="L", help="layers of a block (cpu: 32, cuda: 4 to 80 in turn)"
@@ -136,24 +141,6 @@ def _print_cases(cases: list[dict[str, Any]]) -> None:
     """A table of what was measured several times over."""
     if cases:
         output.print_table(list(cases[0]), ([*case.values()] for case in cases))
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return number
-
-
-def _not_negative(value: str) -> int:
-    number = int(value)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return number
-
-
-def _size(value: str) -> int:
-    return parse_size(value)
 
 
 def _lookup(args: argparse.Namespace) -> dict[str, Any]:

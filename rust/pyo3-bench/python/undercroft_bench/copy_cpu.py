@@ -15,6 +15,7 @@ from undercroft.device.api import DeviceCopier, Job
 from undercroft.device.cpu import CpuCopier
 from undercroft.device.layout import GroupCopy
 from undercroft.device.synthetic import synthetic_cache
+from undercroft.errors import ConfigError
 from undercroft_bench import _bench
 
 PAGE_ALIGN = 4096
@@ -31,7 +32,7 @@ def run_copy_bench(
     """
     page = block_bytes // layers
     if page == 0:
-        raise ValueError(f"block_bytes {block_bytes} is less than a byte for each of {layers} layers")
+        raise ConfigError(f"block_bytes {block_bytes} is less than a byte for each of {layers} layers; give more")
     device = synthetic_cache(page, blocks + 1, layers, layout).layout
     slot = -(-page * layers // PAGE_ALIGN) * PAGE_ALIGN
     arena = Arena.create(blocks * slot)

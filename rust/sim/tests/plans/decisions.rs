@@ -30,6 +30,7 @@ fn learned(factor: f64, prompts: usize) -> (Life, Vec<Vec<BlockHash>>) {
     (life, stored)
 }
 
+#[expect(clippy::ptr_arg, reason = "a source of hashes is sized")]
 fn request(hashes: &Vec<BlockHash>) -> LookupRequest<'_> {
     LookupRequest::new("r", hashes).max(Tokens(BLOCKS * BLOCK))
 }
@@ -75,7 +76,7 @@ fn a_slow_disk_is_measured_with_blocks_for_which_nobody_waits() {
     let measured = |life: &Life| life.engine.counters().plans_compute_measure;
     let (before, began) = (measured(&life), reads(&life));
     pass(&mut life, SECOND);
-    let mut ask = |life: &mut Life, hashes| {
+    let ask = |life: &mut Life, hashes| {
         let answer = life.engine.lookup(life.session, &request(hashes));
         assert_eq!(answer.tokens(), Some(Tokens(0)));
         life.engine.finish_request(life.session, "r");

@@ -330,7 +330,7 @@ impl Namespaces {
     }
 
     /// Enters a namespace into the table of each directory that lacks it. Where sessions use all that are in a
-    /// table, it is volatile: a restart does not find what that directory has of it.
+    /// table, it is volatile: a restart does not find its blocks in that directory.
     pub(super) fn enter(&mut self, ns: NsId, residency: &mut Residency) {
         let (instance, is_volatile) = (self.instance(ns), self.state(ns).volatile);
         let entry = NamespaceEntry {
@@ -393,7 +393,7 @@ impl Namespaces {
         state.private = is_private;
         state.last_use = last_use;
         if !is_private {
-            // What lies on an absent directory from before cannot be ended now.
+            // Older blocks in an absent directory cannot be ended now.
             self.reset_beyond_reach |= residency.disks().iter().any(Disk::is_absent);
             self.enter_again(residency);
         }

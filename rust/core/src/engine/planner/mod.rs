@@ -61,8 +61,15 @@ pub(super) struct Prompt {
     pub(super) queued: u32,
     /// Bytes that a load copies for each token, about.
     pub(super) bytes_per_token: f64,
-    /// A part of a promotion is of no use, as it has windows or states.
-    pub(super) needs_all: bool,
+}
+
+/// How long a promotion's reads take, in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reading {
+    /// Until the first part has come that is of use by itself.
+    pub(super) first_ns: f64,
+    pub(super) all_ns: f64,
+    pub(super) is_prefetch: bool,
 }
 
 /// A decision about a promotion.
@@ -153,13 +160,13 @@ impl Planner {
         })
     }
 
-    /// Whether to read what a load up to `disk` needs beyond one up to `host`, which takes `wait_ns`. `may_measure`: no
-    /// reads are asked for yet that nobody waits for.
+    /// Whether to read what a load up to `disk` needs beyond one up to `host`. `may_measure`: no reads are asked for
+    /// yet that nobody waits for.
     pub(super) fn start(
         &mut self,
         prompt: &Prompt,
         (host, disk): (u32, u32),
-        (wait_ns, is_prefetch): (f64, bool),
+        reading: Reading,
         may_measure: bool,
         now_ns: u64,
     ) -> Start {
@@ -168,17 +175,18 @@ impl Planner {
         let ways = self.with_model(prompt.session, |model| {
             let mut more = model.way(prompt, disk);
             // While vLLM computes what comes before, waiting costs nothing.
-            let free_ns = if is_prefetch {
+            let free_ns = if reading.is_prefetch {
                 model.steps.queue_ns(prompt.queued)
             } else {
                 0.0
             };
-            let wait_ns = model.until_asked_ns((wait_ns - free_ns).max(0.0));
-            more.cost_ns += wait_ns;
-            if prompt.needs_all && wait_ns > self.margin * more.saved_ns {
+            let waits = [reading.first_ns, reading.all_ns].map(|ns| (ns - free_ns).max(0.0));
+            let [first_ns, all_ns] = waits;
+            if first_ns > self.margin * more.saved_ns {
                 // The guarantee would end the wait before anything has come.
                 more.cost_ns = f64::INFINITY;
             }
+            more.cost_ns += model.until_asked_ns(all_ns);
             let less = if host > prompt.computed {
                 model.way(prompt, host)
             } else {
@@ -360,12 +368,15 @@ mod tests {
                 end: 1001,
                 queued: 0,
                 bytes_per_token: 1.0,
-                needs_all,
             };
-            let wait = (wait_ms * 1e6, false);
-            planner
-                .start(&prompt, (0, 1000), wait, false, 2000)
-                .promotes
+            let all_ns = wait_ms * 1e6;
+            let reading = Reading {
+                first_ns: if needs_all { all_ns } else { all_ns / 10.0 },
+                all_ns,
+                is_prefetch: false,
+            };
+            let ends = (0, 1000);
+            planner.start(&prompt, ends, reading, false, 2000).promotes
         };
         // Computing takes 100 ms.
         assert_eq!(

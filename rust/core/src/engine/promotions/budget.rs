@@ -114,7 +114,7 @@ impl PromotionBudget {
         self.prefetched = left.expect("`prefetched` counts every prefetch");
     }
 
-    /// A promotion has ended: what it has not read is free.
+    /// A promotion has ended: the part that it has not read is free.
     pub(super) fn ended(
         &mut self,
         id: RequestId,

@@ -57,7 +57,7 @@ impl PromotionEnd {
 /// The promotions of all requests.
 ///
 /// Invariants:
-/// - the budget counts what requests hold;
+/// - the budget counts the bytes that requests hold;
 /// - a promotion that is not issued in full has one place in the read queues, of its priority and of the
 ///   device that it waits for;
 /// - a payload with waiters is being read, and a promotion's `waiting` counts its entries among them;

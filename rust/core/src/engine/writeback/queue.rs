@@ -1,4 +1,4 @@
-//! The write queue: what is offered to the disks, and in which order it is written.
+//! The write queue: the payloads offered to the disks, and their order.
 
 use std::collections::VecDeque;
 

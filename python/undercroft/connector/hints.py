@@ -1,0 +1,163 @@
+"""Hints: which of a request's hints the engine is given, when, and what the response says of them.
+
+A prefetch begins when the request arrives. The others are about all that the request leaves in the cache, so they
+follow its last save. A request that is there for its hints alone is given back before anything of it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from undercroft import hints as forms
+from undercroft.vllm_patches.rejections import HINT_REASON
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from undercroft._core import Session
+    from undercroft.connector.groups import Groups
+    from undercroft.connector.stats import Counts
+    from undercroft.hints import Hint, Hints
+
+MAX_ASKS = 256
+"""Times a scheduler may ask about a request that is not to be computed, before it is computed all the same."""
+_SUFFIX = "\0hint"
+"""Makes a name of its own for the hints of a request: vLLM's request may have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintsOnly:
+    """A request that has given its hints, and that the scheduler ends."""
+
+    request_id: str
+    answers: dict[str, Any]
+
+    reason = HINT_REASON
+    """The finish reason."""
+
+    def response_params(self) -> dict[str, Any]:
+        """The ``kv_transfer_params`` of the response."""
+        return {forms.NAME: self.answers}
+
+
+class RequestHints:
+    """The hints of one scheduler's requests.
+
+    ``complete``: the engine's blocks of a request that are complete after so many computed tokens. ``may_end``: whether
+    vLLM can end a request that is there for its hints alone.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        groups: Groups,
+        counts: Counts,
+        complete: Callable[[Request, int], int],
+        may_end: bool,
+    ) -> None:
+        self._session = session
+        self._groups = groups
+        self._counts = counts
+        self._complete = complete
+        self._may_end = may_end
+        self._hints: dict[str, Hints] = {}
+        """Of the requests that have some and are computed."""
+        self._only: dict[str, int] = {}
+        """Requests that are not computed, and how often the scheduler has asked for each."""
+        self._ended: list[HintsOnly] = []
+        self._answers: dict[str, dict[str, Any]] = {}
+
+    def arrived(self, request: Request) -> None:
+        """A request has arrived."""
+        params, typed = request.kv_transfer_params, getattr(request, "kv_hints", None)
+        if not params and typed is None:
+            return
+        hints = forms.of_request(params, typed)
+        self._counts.add("hints_unknown", hints.unknown)
+        if not hints.hints:
+            return
+        if not hints.computes and self._may_end and request.sampling_params is not None and not request.resumable:
+            answers = self._give(request, hints.hints, request.num_tokens)
+            self._only[request.request_id] = 0
+            self._ended.append(HintsOnly(request.request_id, answers))
+            return
+        self._hints[request.request_id] = hints
+        early = tuple(hint for hint in hints.hints if hint.verb == "prefetch")
+        if early:
+            self._answers[request.request_id] = self._give(request, early, request.num_tokens)
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether a request is not to be computed: the scheduler is told "later" until it ends the request."""
+        asks = self._only.get(request.request_id)
+        if asks is None:
+            return False
+        if asks >= MAX_ASKS:
+            del self._only[request.request_id]
+            return False
+        self._only[request.request_id] = asks + 1
+        return True
+
+    def collect(self) -> list[HintsOnly]:
+        """The requests that have given their hints since the last call. The caller ends them."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """A request has finished, and what is left of it is being saved: its answers, for the response."""
+        self._only.pop(request.request_id, None)
+        answers = self._answers.pop(request.request_id, {})
+        hints = self._hints.pop(request.request_id, None)
+        if hints is None:
+            return None
+        late = tuple(hint for hint in hints.hints if hint.verb != "prefetch")
+        saved = self._complete(request, request.num_computed_tokens) * self._groups.engine_block_size
+        return {forms.NAME: answers | self._give(request, late, saved)}
+
+    def _give(self, request: Request, hints: tuple[Hint, ...], tokens: int) -> dict[str, Any]:
+        """Give hints about the first ``tokens`` tokens of a request; the answer to each by its key."""
+        answers: dict[str, Any] = {}
+        if not hints:
+            return answers
+        name = request.request_id + _SUFFIX
+        hashes = self._groups.hashes(request.block_hashes)
+        try:
+            for hint in hints:
+                chain, most = hashes, tokens
+                if hint.hashes is not None:
+                    chain, most = list(hint.hashes), len(hint.hashes) * self._groups.engine_block_size
+                most = most if hint.tokens is None else min(most, hint.tokens)
+                answers[hint.key] = self._answer(
+                    *self._session.hint(name, chain, hint.verb, most, hint.ttl_s, hint.name)
+                )
+        finally:
+            self._session.finish_request(name)
+        return answers
+
+    def _answer(self, state: str, tokens: int, reason: str) -> dict[str, Any]:
+        if reason == "unavailable":
+            self._counts.add("hints_unserved")
+        return {"answer": state, "tokens": tokens, **({"reason": reason} if reason else {})}
+
+
+class NoHints:
+    """There is no engine that hints could be given to."""
+
+    def arrived(self, request: Request) -> None:
+        """See `RequestHints.arrived`."""
+
+    def holds_back(self, request: Request) -> bool:
+        """See `RequestHints.holds_back`."""
+        return False
+
+    def collect(self) -> list[HintsOnly]:
+        """See `RequestHints.collect`."""
+        return []
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """See `RequestHints.finished`."""
+        return None
+
+
+NO_HINTS = NoHints()

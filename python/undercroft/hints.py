@@ -1,0 +1,161 @@
+"""Hints of a request about its prompt's future use: their form, in ``kv_transfer_params`` and as vLLM's ``kv_hints``.
+
+Nothing here knows an engine: the frontend checks hints by it, and the scheduler's half carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NAME = "kv_hints"
+"""Key of the hints in ``kv_transfer_params``, and vLLM's field of a request."""
+COMPUTE = "compute"
+"""Beside the hints: false for a request that is there for its hints alone."""
+DEFAULT_TTL_S = 300.0
+TTL_MAX_S = 86_400.0
+PIN_NAME_MAX = 64
+VERBS = {"prefetch": "prefetch", "pin": "pin", "retain": "pin", "demote": "demote", "release": "release"}
+"""What a hint may ask for, and what that is called here."""
+VERSIONS = frozenset({"1", "1.0"})
+"""Versions of vLLM's typed actions that are understood."""
+_ORDER = ("prefetch", "pin", "demote", "release")
+_FIELDS = {
+    "prefetch": {"tokens", "hashes"},
+    "pin": {"tokens", "hashes", "ttl_s", "id"},
+    "demote": {"tokens", "hashes"},
+    "release": {"tokens", "hashes", "id"},
+}
+HASHES_MAX = 1 << 16
+HASHES_ALLOWED = f"a list of up to {HASHES_MAX} block hashes, each of 1 to 32 bytes in hexadecimal"
+
+
+class InvalidHintError(ValueError):
+    """A hint that cannot be used. The message names it, its value and what is allowed."""
+
+    def __init__(self, where: str, value: Any, allowed: str) -> None:
+        super().__init__(f"{where} = {value!r}: allowed is {allowed}.")
+        self.name = where
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """One hint."""
+
+    verb: str
+    key: str
+    """Under which it is answered: as the client has written the verb, or the id of vLLM's action."""
+    tokens: int | None = None
+    """It is about these first tokens; None: about all."""
+    ttl_s: float = DEFAULT_TTL_S
+    name: str = ""
+    """Of a pin."""
+    hashes: tuple[bytes, ...] | None = None
+    """It is about the chain of these blocks, instead of the request's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """The hints of one request, in the order in which they are carried out."""
+
+    hints: tuple[Hint, ...] = ()
+    computes: bool = True
+    """Whether the request is computed, too."""
+    unknown: int = 0
+    """Hints of unknown kinds, which are ignored."""
+
+
+NONE = Hints()
+
+
+def of_request(kv_transfer_params: Any, kv_hints: Any = None) -> Hints:
+    """The hints of a request, from its parameters and from vLLM's typed hints. Raises InvalidHintError."""
+    given = kv_transfer_params.get(NAME) if isinstance(kv_transfer_params, Mapping) else None
+    if given is None and kv_hints is None:
+        return NONE
+    found: list[Hint] = []
+    computes, unknown = True, 0
+    for key, value, where, is_known in _each(given, kv_hints):
+        if not is_known:
+            unknown += 1
+            continue
+        if key == COMPUTE:
+            computes = _checked(value, where, lambda one: isinstance(one, bool), "true or false")
+            continue
+        hint, also_computes = _parse(key, value, where)
+        computes &= also_computes
+        found.append(hint)
+    found.sort(key=lambda hint: _ORDER.index(hint.verb))
+    return Hints(tuple(found), computes, unknown)
+
+
+def _each(given: Any, kv_hints: Any) -> Iterable[tuple[str, Any, str, bool]]:
+    """Verb (with the key of its answer after a colon), value, where it stands, and whether it is known."""
+    if given is not None:
+        where = f"kv_transfer_params.{NAME}"
+        _checked(given, where, lambda one: isinstance(one, Mapping), f"an object with {_words(VERBS)} or {COMPUTE}")
+        for key, value in given.items():
+            yield str(key), value, f"{where}.{key}", key in VERBS or key == COMPUTE
+    for action in getattr(kv_hints, "actions", None) or ():
+        verb = str(action.action_type).removeprefix("kv.")
+        is_known = verb in VERBS and str(action.action_version) in VERSIONS
+        yield f"{verb}:{action.action_id}", action.payload, f"{NAME}.{verb}", is_known
+
+
+def _parse(key: str, value: Any, where: str) -> tuple[Hint, bool]:
+    written, _, action_id = key.partition(":")
+    verb = VERBS[written]
+    fields = _FIELDS[verb] | ({COMPUTE} if action_id else set())
+    if value is True:
+        value = {}
+    allowed = f"true, or an object with {_words(sorted(fields))}"
+    _checked(value, where, lambda one: isinstance(one, Mapping) and set(one) <= fields, allowed)
+    tokens = value.get("tokens")
+    if tokens is not None:
+        _checked(tokens, f"{where}.tokens", lambda one: _is_number(one, int) and one >= 1, "a whole number from 1 on")
+    ttl_s = value.get("ttl_s", DEFAULT_TTL_S)
+    in_range = f"a number of seconds from 1 to {TTL_MAX_S:g}"
+    _checked(ttl_s, f"{where}.ttl_s", lambda one: _is_number(one, (int, float)) and 1 <= one <= TTL_MAX_S, in_range)
+    name = value.get("id", "")
+    is_name = f"text of 1 to {PIN_NAME_MAX} bytes"
+    if "id" in value:
+        _checked(name, f"{where}.id", lambda one: isinstance(one, str) and 0 < len(_utf8(one)) <= PIN_NAME_MAX, is_name)
+    computes = value.get(COMPUTE, True)
+    _checked(computes, f"{where}.{COMPUTE}", lambda one: isinstance(one, bool), "true or false")
+    hashes = None
+    if "hashes" in value:
+        hashes = parse_hashes(value["hashes"])
+        _checked(value["hashes"], f"{where}.hashes", lambda _: hashes is not None, HASHES_ALLOWED)
+    return Hint(verb, action_id or written, tokens, float(ttl_s), name, hashes), computes
+
+
+def parse_hashes(given: Any) -> tuple[bytes, ...] | None:
+    """The hashes that a list of text means; None if it means none."""
+    if not isinstance(given, (list, tuple)) or not 0 < len(given) <= HASHES_MAX:
+        return None
+    try:
+        hashes = tuple(bytes.fromhex(one) for one in given)
+    except (TypeError, ValueError):
+        return None
+    lengths = {len(one) for one in hashes}
+    return hashes if len(lengths) == 1 and 0 < lengths.pop() <= 32 else None
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _is_number(value: Any, kinds: Any) -> bool:
+    # A boolean is an int to Python, but a mistake here.
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _checked(value: Any, where: str, holds: Callable[[Any], bool], allowed: str) -> Any:
+    if not holds(value):
+        raise InvalidHintError(where, value, allowed)
+    return value
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,165 @@
+"""Hints of requests: their forms, and when the engine is given them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from undercroft import hints
+from undercroft.connector.groups import Groups
+from undercroft.connector.hints import MAX_ASKS, RequestHints
+from undercroft.connector.stats import Counts
+
+BLOCK = 16
+HASHES = [bytes([index]) * 32 for index in range(4)]
+
+
+def parsed(**verbs: Any) -> hints.Hints:
+    return hints.of_request({hints.NAME: verbs})
+
+
+def action(verb: str, payload: Any, version: str = "1.0") -> Any:
+    return SimpleNamespace(action_id=f"id of {verb}", action_type=verb, action_version=version, payload=payload)
+
+
+def test_a_request_without_hints_has_none() -> None:
+    for params in (None, {}, {"do_remote_prefill": True}, "text"):
+        assert hints.of_request(params) is hints.NONE
+
+
+def test_hints_are_carried_out_in_one_order_and_answered_as_they_were_written() -> None:
+    found = parsed(release={"id": "a"}, retain={"ttl_s": 5, "tokens": 32}, prefetch=True)
+    assert [(hint.verb, hint.key) for hint in found.hints] == [
+        ("prefetch", "prefetch"),
+        ("pin", "retain"),
+        ("release", "release"),
+    ]
+    assert (found.hints[1].ttl_s, found.hints[1].tokens, found.hints[2].name) == (5.0, 32, "a")
+    assert found.computes
+
+
+def test_unknown_verbs_and_versions_are_counted_and_ignored() -> None:
+    assert (parsed(share={"with": "all"}, pin={}).unknown, len(parsed(share={}, pin={}).hints)) == (1, 1)
+    typed = SimpleNamespace(
+        actions=[action("kv.pin", {"compute": False}), action("pin", {}, "9"), action("kv.fetch", {})]
+    )
+    found = hints.of_request(None, typed)
+    assert (found.unknown, found.computes, [hint.key for hint in found.hints]) == (2, False, ["id of kv.pin"])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("all", "kv_transfer_params.kv_hints = 'all'"),
+        ({"pin": 5}, "kv_hints.pin = 5"),
+        ({"pin": {"ttl": 5}}, "hashes, id, tokens, ttl_s"),
+        ({"pin": {"ttl_s": 0.5}}, "kv_hints.pin.ttl_s = 0.5"),
+        ({"pin": {"ttl_s": float("nan")}}, "1 to 86400"),
+        ({"pin": {"ttl_s": True}}, "ttl_s = True"),
+        ({"pin": {"id": "x" * 65}}, "1 to 64 bytes"),
+        ({"release": {"id": 7}}, "kv_hints.release.id = 7"),
+        ({"demote": {"tokens": 0}}, "kv_hints.demote.tokens = 0"),
+        ({"pin": {"hashes": []}}, "block hashes"),
+        ({"pin": {"hashes": ["xy"]}}, "hashes = ['xy']"),
+        ({"pin": {"hashes": ["00", "0000"]}}, "hexadecimal"),
+        ({"prefetch": {"tokens": 1.5}}, "a whole number"),
+        ({"compute": 1}, "kv_hints.compute = 1"),
+    ],
+)
+def test_a_hint_that_cannot_be_used_is_named_with_what_is_allowed(given: Any, named: str) -> None:
+    with pytest.raises(hints.InvalidHintError) as error:
+        hints.of_request({hints.NAME: given})
+    assert named in str(error.value)
+    assert "allowed is" in str(error.value)
+
+
+class Session:
+    """Accepts every hint, unless it is to say otherwise."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, int, float, str]] = []
+        self.finished: list[str] = []
+        self.hashes: list[bytes] = []
+        self.answer: tuple[str, int, str] | None = None
+
+    def hint(
+        self, request_id: str, hashes: Any, verb: str, tokens: int, ttl_s: float, name: str
+    ) -> tuple[str, int, str]:
+        self.hashes = list(hashes)
+        self.given.append((verb, tokens, ttl_s, name))
+        return self.answer or ("accepted", tokens, "")
+
+    def finish_request(self, request_id: str) -> None:
+        self.finished.append(request_id)
+
+
+def made(may_end: bool = True) -> tuple[RequestHints, Session, Counts]:
+    session, counts = Session(), Counts()
+    groups = Groups(BLOCK, BLOCK, ("full",), (BLOCK,), (0,), 0)
+    found = RequestHints(session, groups, counts, lambda request, computed: computed // BLOCK, may_end)  # type: ignore[arg-type]
+    return found, session, counts
+
+
+def request(**verbs: Any) -> Any:
+    return SimpleNamespace(
+        request_id="r", kv_transfer_params={hints.NAME: verbs} if verbs else None, sampling_params=object(),
+        resumable=False, num_tokens=70, num_computed_tokens=50, block_hashes=HASHES,
+    )  # fmt: skip
+
+
+def test_prefetches_are_given_at_the_arrival_and_the_others_at_the_end() -> None:
+    of, session, _ = made()
+    one = request(prefetch={"tokens": 20}, pin={"id": "chat", "ttl_s": 9}, demote={})
+    of.arrived(one)
+    assert session.given == [("prefetch", 20, 300.0, "")]
+    assert not of.holds_back(one)
+    told = of.finished(one)
+    assert session.hashes == HASHES
+    # The last tokens have no whole block.
+    assert session.given[1:] == [("pin", 48, 9.0, "chat"), ("demote", 48, 300.0, "")]
+    accepted = {"answer": "accepted", "tokens": 48}
+    assert told == {"kv_hints": {"prefetch": accepted | {"tokens": 20}, "pin": accepted, "demote": accepted}}
+    assert session.finished == ["r\0hint"] * 2
+    assert of.finished(one) is None
+    assert of.collect() == []
+
+
+def test_a_hint_may_name_other_blocks() -> None:
+    of, session, _ = made()
+    one = request(pin={"hashes": ["ab" * 32, "cd" * 32]}, compute=False)
+    of.arrived(one)
+    assert session.hashes == [b"\xab" * 32, b"\xcd" * 32]
+    assert session.given == [("pin", 2 * BLOCK, 300.0, "")]
+
+
+def test_a_request_for_its_hints_alone_is_held_back_until_it_is_ended() -> None:
+    of, session, counts = made()
+    one = request(prefetch={}, pin={}, compute=False)
+    session.answer = ("rejected", 0, "unavailable")
+    of.arrived(one)
+    [ended] = of.collect()
+    rejected = {"answer": "rejected", "tokens": 0, "reason": "unavailable"}
+    assert (ended.request_id, ended.reason) == ("r", "kv_hint")
+    assert ended.response_params() == {"kv_hints": {"prefetch": rejected, "pin": rejected}}
+    assert counts.collect()["counters"] == {"hints_unserved": 2}
+    # A scheduler that never ends it does not starve it.
+    assert [of.holds_back(one) for _ in range(MAX_ASKS + 1)] == [True] * MAX_ASKS + [False]
+    assert of.finished(one) is None
+    assert len(session.given) == 2
+
+
+def test_where_vllm_cannot_end_a_request_it_is_computed() -> None:
+    of, _, _ = made(may_end=False)
+    one = request(pin={}, compute=False)
+    of.arrived(one)
+    assert (of.collect(), of.holds_back(one)) == ([], False)
+    assert of.finished(one) is not None
+
+
+def test_a_request_without_hints_costs_nothing() -> None:
+    of, session, _ = made()
+    one = request()
+    of.arrived(one)
+    assert (of.holds_back(one), of.finished(one), session.given) == (False, None, [])
