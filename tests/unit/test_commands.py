@@ -21,10 +21,6 @@ BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("explain", "--socket", "/a", "--disk-path", "/b"), "--disk-path", "not allowed with argument --socket"),
     (("status", "--watch", "soon"), "--watch", "from 0.1 to 86400"),
     (("status", "--watch", "0"), "--watch", "from 0.1 to 86400"),
-    (("clear",), "--namespace", "--all"),
-    (("clear", "--namespace", "xyz"), "--namespace", "hexadecimal"),
-    (("clear", "--namespace", "abcd", "--all"), "--all", "not allowed with argument --namespace"),
-    (("clear", "--all", "--timeout", "-1"), "--timeout", "from 0.1 to 86400"),
     (("doctor", "--role", "nurse"), "--role", "vllm"),
     (("doctor", "--host-memory", "lots"), "--host-memory", "GiB"),
     (("serve", "--host-memory", "lots"), "--host-memory", "GiB"),
@@ -81,7 +77,7 @@ def test_no_command_writes_colours_into_a_pipe_or_dies_of_its_end(tmp_path: Path
         '"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4}'
     )
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "NO_COLOR": "1", "COLUMNS": "80"}
-    for arguments in (["doctor", "--role", "serve"], ["size", str(config)], ["explain"], ["clear", "--all"]):
+    for arguments in (["doctor", "--role", "serve"], ["size", str(config)], ["explain"]):
         ran = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, env=environment, timeout=60)
         assert "\033[" not in ran.stdout + ran.stderr and "Traceback" not in ran.stderr
     reader, writer = os.pipe()

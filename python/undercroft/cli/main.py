@@ -21,7 +21,6 @@ COMMANDS = (
     "serve",
     "status",
     "explain",
-    "clear",
     "doctor",
     "check-config",
     "inspect",

@@ -13,13 +13,6 @@ pub enum Operation {
     ///
     /// [`Explained`]: undercroft_core::explain::Explained
     Explain(ExplainQuery),
-    /// Drops everything of the namespaces whose digests begin so, of a few at a time: `cleared` says of how many, and
-    /// the order is to be repeated until that is 0. `pending`: the directories do not say so yet. `failed`: they cannot
-    /// be made to.
-    Clear {
-        /// The beginning of a digest, hexadecimal; empty for all namespaces.
-        namespace: String,
-    },
 }
 
 impl Operation {
@@ -29,14 +22,6 @@ impl Operation {
             Self::Explain(query) => {
                 let (lookups, before) = engine.explain(query);
                 json!({"lookups": lookups, "before": before})
-            }
-            Self::Clear { namespace } => {
-                let cleared = engine.clear(namespace);
-                json!({
-                    "cleared": cleared,
-                    "pending": engine.reset_pending() || engine.has_rest(),
-                    "failed": engine.reset_failed(),
-                })
             }
         }
     }

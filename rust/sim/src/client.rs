@@ -89,10 +89,6 @@ impl World {
                 self.make_private(session);
                 Ok(())
             }
-            9 if self.random.chance(200) => {
-                self.clear();
-                Ok(())
-            }
             9..=29 => self.repeat_acknowledgement(),
             30..=399 => self.transfer_step(session),
             _ => self.request_step(session),
@@ -466,21 +462,6 @@ impl World {
             self.history.stale.extend(away);
             self.part(session);
         }
-    }
-
-    /// An operator drops everything. The weights are those of before, but what is found has been saved since.
-    fn clear(&mut self) {
-        while self.engine.with(|engine| engine.clear("")) > 0 {}
-        for model in &mut self.models {
-            model.advance();
-        }
-        let shared = (0..self.models.len()).filter(|&of| !self.models[of].private);
-        self.history.undurable.extend(shared);
-        let attached = &self.disks.attached;
-        let away = (0..self.disks.devices.len()).filter(|at| !attached.contains(at));
-        self.history.stale.extend(away);
-        self.log.stats.resets += 1;
-        self.note(|| "clear".to_owned());
     }
 
     /// What a session does that had its namespace reset at another engine.

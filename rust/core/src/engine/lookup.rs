@@ -146,7 +146,9 @@ impl Engine {
             }
             Priority::Demand => {}
         }
-        if !answer.is_pending() && (request.priority == Priority::Demand || leases) {
+        // A hint's own lookup is no request's.
+        let is_final = request.priority == Priority::Demand || leases;
+        if is_final && !answer.is_pending() && !request.request.starts_with('\0') {
             self.note_answer(id, ns, request, answer);
         }
         Some(answer)

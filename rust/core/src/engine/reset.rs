@@ -4,9 +4,6 @@ use super::coordinator::Engine;
 use super::sessions::SessionId;
 use crate::forest::NsId;
 
-/// Namespaces that an entry clears at most.
-const CLEARED: usize = 4;
-
 impl Engine {
     /// Drops everything of a session's namespace. No lookup finds any of it when this returns; none does
     /// after a restart either once [`Engine::reset_pending`] and [`Engine::reset_failed`] are false.
@@ -32,32 +29,6 @@ impl Engine {
             self.separate(session, new);
         }
         true
-    }
-
-    /// Drops everything of a few of the namespaces whose digests begin with `prefix`, and returns of how many: to be
-    /// called until that is 0. Then no lookup finds any of it; after a restart none does once
-    /// [`Engine::reset_pending`] and [`Engine::reset_failed`] are false.
-    ///
-    /// Unlike after [`Engine::reset`], the weights are those of before: sessions go on sharing, and keep the hits that
-    /// they were told of.
-    pub fn clear(&mut self, prefix: &str) -> usize {
-        let forest = self.residency.forest();
-        let is_meant = |&ns: &NsId| {
-            // One that has ended has nodes until they are removed.
-            let is_open = !self.namespaces.is_private(ns) || self.sessions.uses(ns);
-            is_open
-                && forest.has_nodes(ns)
-                && self.namespaces.digest(ns).to_hex().starts_with(prefix)
-        };
-        let some: Vec<NsId> = forest.namespaces().filter(is_meant).take(CLEARED).collect();
-        for &ns in &some {
-            let is_unused = |ns| !self.sessions.uses(ns);
-            let new = self
-                .namespaces
-                .begin_new_life(ns, &mut self.residency, is_unused);
-            self.sessions.move_all(ns, new);
-        }
-        some.len()
     }
 
     /// From now on a session finds what it has saved itself, and nobody else finds that, nor does a
