@@ -125,8 +125,14 @@ def test_a_worker_that_lets_go_says_so_once(serve: Any) -> None:
     ("settings", "message"),
     [
         ({"answer": b"HTTP/1.1 400 Bad Request....."}, "not an undercroft socket"),
-        ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", VERSION + 2, 2, 0, 16, SIZE, 1)}, f"protocol version {VERSION + 2}"),
-        ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", VERSION, 2, 0, 16, 2 * SIZE, 1)}, "expected a memfd of 2097152 bytes"),
+        (
+            {"answer": struct.pack("<4sHBBIQQ", b"UCFT", VERSION + 2, 2, 0, 16, SIZE, 1)},
+            f"protocol version {VERSION + 2}",
+        ),
+        (
+            {"answer": struct.pack("<4sHBBIQQ", b"UCFT", VERSION, 2, 0, 16, 2 * SIZE, 1)},
+            "expected a memfd of 2097152 bytes",
+        ),
         ({"seals": 0}, "sealed: false"),
     ],
     ids=["magic", "version", "size", "seals"],
