@@ -369,4 +369,9 @@ fn a_prefetch_is_no_answer_unless_its_client_takes_it_for_one() {
     engine.lookup(served, &request);
     let told = engine.explained(served, "r").unwrap();
     assert_eq!(told.rest.reason, Reason::NeverSeen);
+    // The lookup of a hint is no request's.
+    let of_hint = LookupRequest::new("\0hint 1", &unknown).prefetch();
+    engine.lookup(served, &of_hint);
+    assert_eq!(engine.explained(served, "\0hint 1"), None);
+    assert_eq!(engine.counters().misses_never_seen, 1);
 }
