@@ -70,7 +70,7 @@ class Router:
             self.payloads.clear()
             self.cleared += 1
         elif event.medium != "GPU":
-            assert (event.locality, event.ownership) == ("LOCAL", "undercroft")
+            assert (event.locality, event.ownership) == ("LOCAL", None)
             of_event = {(block, event.group_idx, event.medium) for block in event.block_hashes}
             self.told += len(of_event)
             if kind == "BlockStored":
