@@ -4,18 +4,19 @@
 
 Two real vLLM engines on the CPU platform, one with undercroft and its planner and one without, take turns with the same
 prompt: one that the device's own prefix cache holds, one that nobody holds, and one that host memory holds (and the
-engine without undercroft computes). In the last line the engine beside it has undercroft without the planner. "noise"
+engine without undercroft computes). In two lines the engine beside it has undercroft without the planner. "noise"
 is the difference between two halves of the rounds of the other engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 from pathlib import Path
 
-from engines import Ask, Runner, compare
+from engines import Ask, FirstToken, Runner, compare
 
 from real_engine import prompt, set_environment
 
@@ -31,13 +32,16 @@ def main() -> None:
     from tiny_models import make_llama
 
     known = prompt(arguments.tokens + 1)
+    seeds = itertools.count(10)
+
+    def cold(one: Runner, _turn: int) -> FirstToken:
+        return one.first_token(prompt(arguments.tokens + 1, seed=next(seeds)), forget=True)
+
     in_host: Ask = lambda one, turn: one.first_token(known, forget=True)  # noqa: E731
     cases: dict[str, tuple[str, Ask]] = {
         "on the device": ("off", lambda one, turn: one.first_token(known)),
-        "nowhere": (
-            "off",
-            lambda one, turn: one.first_token(prompt(arguments.tokens + 1, seed=turn + 10), forget=True),
-        ),
+        "nowhere": ("off", cold),
+        "nowhere, beside no planner": ("unplanned", cold),
         "in host memory": ("off", in_host),
         "in host memory, beside no planner": ("unplanned", in_host),
     }

@@ -68,7 +68,7 @@ class Side:
     """One engine and the prompts on its disk, which are asked for in turn: until one is asked for again, the others
     have driven it out of host memory."""
 
-    def __init__(self, way: str, model: Path, disk: Path, lengths: list[int]) -> None:
+    def __init__(self, way: str, model: Path, disk: Path, lengths: list[int], least: int) -> None:
         self.way = way
         self.cgroup: BlockCgroup | None = None
         options: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ class Side:
         self.stored = {}
         if self.core is not None:
             for tokens in lengths:
-                seeds = [next(self.new) for _ in range(3 * HOST_TOKENS // tokens)]
+                seeds = [next(self.new) for _ in range(max(least, 3 * HOST_TOKENS // tokens))]
                 self.stored[tokens] = itertools.cycle(seeds)
                 for seed in seeds:
                     self.runner.first_token(new_prompt(seed, tokens), forget=True)
@@ -190,13 +190,16 @@ def summary(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def lie(planned: Side, compute: Side, tokens: int, requests: int) -> None:
+def lie(planned: Side, compute: Side, tokens: int, requests: int, log: IO[str]) -> None:
     """A disk that is fast, hangs, and is slow."""
     alone = statistics.mean(compute.ask(tokens, False) for _ in range(8))
     even = planned.core.stats()["plan_bytes_per_token"] * tokens / (alone / 1e3)
     for name, rate in (("fast", FAST), ("hung", 0.0), ("slow", even / 4), ("fast again", FAST)):
         planned.limit(rate)
-        taken = [planned.ask(tokens, False) for _ in range(requests)]
+        taken = []
+        for turn in range(requests):
+            taken.append(planned.ask(tokens, False))
+            log.write(json.dumps([tokens, False, name, turn, "planned", round(taken[-1], 1), planned.last]) + "\n")
         now = statistics.mean(compute.ask(tokens, False) for _ in range(5))
         ratios = ", ".join(f"{ms / now:.2f}" for ms in taken)
         print(f"| {name} | {now:.0f} | {ratios} |", flush=True)
@@ -223,15 +226,16 @@ def main() -> None:
     loads = [load == "busy" for load in ("idle", "busy") if arguments.only in (None, load)]
     with tempfile.TemporaryDirectory() as root, Path(arguments.log or os.devnull).open("w") as log:
         model = make_llama(Path(root) / "llama")
+        least = 4 * arguments.requests if arguments.lies else 0
         ways = ("planned", "compute") if arguments.lies else WAYS
-        sides = [Side(way, model, Path(root) / way, lengths) for way in ways]
+        sides = [Side(way, model, Path(root) / way, lengths, least) for way in ways]
         cgroup = BlockCgroup(Path(root)) if arguments.cgroup else None
         for side in sides:
             side.cgroup = cgroup
         try:
             if arguments.lies:
                 print("| disk | computing, ms | each request, times computing |\n| --- | --- | --- |")
-                lie(sides[0], sides[1], lengths[-1], arguments.requests)
+                lie(sides[0], sides[1], lengths[-1], arguments.requests, log)
                 return
             sides[0].limit(FAST)
             for turn in range(LEARN):

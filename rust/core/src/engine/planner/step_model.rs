@@ -262,17 +262,24 @@ mod tests {
 
     #[test]
     fn short_steps_do_not_hide_that_later_tokens_take_longer() {
-        // Of loads, steps with one token are left, twice for each prompt that is computed.
+        // Of loads, steps with one token are left, twice for each prompt that is computed. 65 ns a position: half of the
+        // time of the longest.
         let of = |i: usize| match i % 6 {
-            0 => step(2049, 0, 0),
-            3 => step(513, 0, 0),
-            _ => step(1, 2048, 0),
+            0 => (2049, 4_000_000 + 57_000 * 2049 + 65 * 2049 * 2049 / 2),
+            3 => (513, 4_000_000 + 57_000 * 513 + 65 * 513 * 513 / 2),
+            _ => (1, 4_000_000),
         };
-        let model = learned((0..120).map(of));
+        let step = |(tokens, duration_ns): (u32, u64)| Step {
+            tokens,
+            positions: u64::from(tokens) * u64::from(tokens) / 2,
+            decodes: 0,
+            duration_ns,
+        };
+        let model = learned((0..120).map(|i| step(of(i))));
         assert_near(
             &model,
             (0, 2048, 2049),
-            2048.0 * 0.04 + 2048.0 * 2048.0 / 2.0 * 1e-5,
+            2048.0 * 0.057 + 2048.0 * 2048.0 / 2.0 * 65e-6,
         );
     }
 
