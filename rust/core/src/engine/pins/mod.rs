@@ -21,6 +21,8 @@ use tree::{PinTree, Shared, SpanKey};
 const PINS_MAX: usize = 4096;
 /// Pins that one entry ends to make room.
 const ENDED_MAX: usize = 16;
+/// Pins of one chain that one entry renews or releases.
+const ON_CHAIN_MAX: usize = 128;
 /// Pins that one entry looks at, in search of those that have lost their blocks.
 const LOOKS: usize = 32;
 
@@ -266,7 +268,7 @@ impl Pins {
             return;
         }
         let shared = self.shared(ns, hashes, depth, residency);
-        let used: Vec<PinKey> = self.tree.pins_on(&shared).collect();
+        let used: Vec<PinKey> = self.tree.pins_on(&shared).take(ON_CHAIN_MAX).collect();
         for key in used {
             crate::work::queued();
             let pin = &mut self.pins[key];
@@ -291,6 +293,7 @@ impl Pins {
             let shared = self.shared(ns, hashes, depth, residency);
             let on_chain = self.tree.pins_on(&shared);
             on_chain
+                .take(ON_CHAIN_MAX)
                 .filter(|&key| self.pins[key].name.is_empty())
                 .collect()
         } else {
