@@ -242,6 +242,13 @@ class Engine:
         """End the session with a server; finish writes under way (bounded), stop the threads and release the
         directories of an engine of this process. Idempotent."""
 
+def operate(socket: str, operation: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
+    """Have the engine at ``socket`` carry out an operation, and return what it says. Raises ServerError.
+
+    ``{"explain": {"request": PREFIX, "misses": bool, "before": int | None}}``: ``lookups``, the latest first, and
+    ``before``, with which to ask for more.
+    """
+
 def server_status(socket: str, timeout_s: float = 5.0) -> dict[str, Any]:
     """What goes on in the server at ``socket``. Raises ServerError if nobody answers there.
 
@@ -309,6 +316,10 @@ class Session:
 
         Returns whether it is; the answer is that of the next `lookup`.
         """
+
+    def rest(self, request_id: str) -> tuple[str, int | None] | None:
+        """Why the last answer of a request has no more tokens: a name of `undercroft.reasons.REASONS`, and how many
+        seconds before the missing block was evicted or lost. None before there was an answer."""
 
     def end_lookup(self, request_id: str) -> None:
         """The request's lookup is not needed any more: it was admitted without a load, or given up."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -249,3 +250,21 @@ def hosts(parallel_config: Any) -> int:
         return max(spread, len(set(bundles.values())))
     except Exception:  # whatever another version of Ray may raise: workers that cannot attach only never hit
         return spread
+
+
+def may_trace() -> bool:
+    """Whether vLLM can make spans of OpenTelemetry."""
+    try:
+        from vllm.tracing import extract_trace_context, instrument_manual, is_tracing_available
+    except ImportError:
+        return False
+    return callable(extract_trace_context) and callable(instrument_manual) and bool(is_tracing_available())
+
+
+def trace(span: str, since_s: float, headers: Any, attributes: dict[str, Any]) -> None:
+    """Make a span from ``since_s`` (seconds since 1970) until now, beside vLLM's span of the request."""
+    from vllm.tracing import extract_trace_context, instrument_manual
+
+    instrument_manual(
+        span, int(since_s * 1e9), time.time_ns(), attributes=attributes, context=extract_trace_context(headers)
+    )

@@ -128,6 +128,24 @@ def _positive_amount(value: Any) -> Amount:
     return amount
 
 
+SHADOWS_MAX = 4
+"""Sizes of the option ``shadow``: each has labels of metrics of its own."""
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    sizes = value if isinstance(value, list | tuple) else (value,)
+    if len(sizes) > SHADOWS_MAX:
+        raise ValueError(f"{len(sizes)} sizes")
+    found = tuple(parse_size(size) for size in sizes)
+    if 0 in found:
+        raise ValueError("zero")
+    return found
+
+
+def _text_sizes(text: str) -> Any:
+    return [part for part in text.split(",") if part]
+
+
 def _paths(value: Any) -> tuple[str, ...]:
     paths = (value,) if isinstance(value, str) else value
     if not isinstance(paths, (list, tuple)):
@@ -357,11 +375,23 @@ class UndercroftConfig:
         "Identifies the weights instead of their content, which is not read then. You vouch that it changes with them.",
         _text, str,
     )]
+    log_requests: Annotated[str, Option(
+        "text", "off", '"off", "misses" or "all"',
+        "Log a line for each request when it is admitted: what was on the device, what is loaded, and why no more; "
+        "for those with something missing, or for all. `undercroft explain` shows the last ones in any case.",
+        _choice("off", "misses", "all"), str,
+    )]
     record: Annotated[str, Option(
         "path", "", "a file, which is appended to up to 1 GiB",
         "Write a line for each request (time, numbers of tokens, renumbered block hashes, no text), for "
         "`undercroft estimate`. Each data-parallel rank appends its number to the name.",
         _directory, str,
+    )]
+    shadow: Annotated[tuple[int, ...], Option(
+        "size or list of sizes", [], SIZE_FORMAT + f" above 0; at most {SHADOWS_MAX} sizes",
+        "Count the hits that a cache of each of these sizes would have had, without storing anything "
+        "(metrics shadow_hit_tokens, shadow_prompt_tokens). In the environment, separated by commas.",
+        _sizes, _text_sizes,
     )]
     server: Annotated[str, Option(
         "text", "", '"unix:///path" of a running `undercroft serve`',

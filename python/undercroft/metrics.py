@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from undercroft.reasons import MISSES
+
 PREFIX = "vllm:undercroft_"
 IO_ENGINES = ("io_uring", "thread_pool")
 IO_ENGINE_HELP = "The IO engine of the disk tier: 1 for the one in use. Without a disk tier, 0 for each."
@@ -34,6 +36,8 @@ def _one(name: str, kind: str, help_text: str, key: str | None = None) -> Metric
 
 
 _TIERS = ("host", "disk")
+SHADOWS = range(1, 5)
+"""Places of the sizes of the option ``shadow``."""
 
 # fmt: off
 METRICS: tuple[Metric, ...] = (
@@ -41,6 +45,8 @@ METRICS: tuple[Metric, ...] = (
         "lookups", "counter", "Lookups by outcome.", ("outcome",),
         {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "device", "miss", "timed_out")},
     ),
+    Metric("misses", "counter", "Requests that found nothing to load, by reason.", ("reason",),
+           {f"misses_{reason}": (reason,) for reason in MISSES}),
     _one("lookup_seconds", "histogram", "Time from the scheduler's first call for a request to the final answer."),
     _one("wait_seconds", "histogram", "The same time, only of lookups that waited for the disk."),
     Metric(
@@ -138,6 +144,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("learned_prefill_tokens_per_second", "gauge", "Learned rate of computing, by the position in the prompt.",
            ("position",), {"plan_prefill_tokens_per_s": ("0",), "plan_prefill_tokens_per_s_32k": ("32768",)}),
     _one("bytes_per_token", "gauge", "Bytes of a token in the tiers.", "plan_bytes_per_token"),
+    _one("shadow_prompt_tokens", "counter", "Prompt tokens that the caches of the option shadow were asked for."),
+    Metric("shadow_hit_tokens", "counter", "Tokens that the cache of a size of the option shadow would have had.",
+           ("size",), {f"shadow_hit_tokens_{number}": (str(number),) for number in SHADOWS}),
+    Metric("shadow_capacity_bytes", "gauge", "That size, by its place in the option.",
+           ("size",), {f"shadow_capacity_bytes_{number}": (str(number),) for number in SHADOWS}),
     Metric(
         "hints", "counter", "Hints of requests about their prompts, by verb and answer.", ("verb", "answer"),
         {

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 NAMES = ("lookup", "lookup_timeout_ms", "promotion_wait")
 """Options of the configuration that a request may override."""
 
+EXPLAIN = "explain"
+"""Asks for `Explanations` in the response's ``kv_transfer_params``. Not an option of the configuration."""
+
 _OPTIONS = {option.name: option for option in OPTIONS if option.name in NAMES}
 
 
@@ -21,7 +24,8 @@ class InvalidParameterError(ValueError):
     """A parameter that cannot be used. The message names it, its value and the allowed ones."""
 
     def __init__(self, name: str, value: Any, reason: str) -> None:
-        super().__init__(f"kv_transfer_params.{name} = {value!r}: {reason}. Allowed: {_OPTIONS[name].allowed}.")
+        allowed = "true or false" if name == EXPLAIN else _OPTIONS[name].allowed
+        super().__init__(f"kv_transfer_params.{name} = {value!r}: {reason}. Allowed: {allowed}.")
         self.name = name
 
 
@@ -51,6 +55,15 @@ def is_brought(kv_transfer_params: Any) -> bool:
 def check(kv_transfer_params: Any) -> None:
     """Raise InvalidParameterError if one of ours cannot be used; other connectors' parameters are left alone."""
     _given(kv_transfer_params)
+    if isinstance(kv_transfer_params, Mapping):
+        value = kv_transfer_params.get(EXPLAIN)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidParameterError(EXPLAIN, value, f"{type(value).__name__} instead of true or false")
+
+
+def wants_explanation(kv_transfer_params: Any) -> bool:
+    """Whether the response is to say how the request was loaded."""
+    return isinstance(kv_transfer_params, Mapping) and kv_transfer_params.get(EXPLAIN) is True
 
 
 def of_request(kv_transfer_params: Any, config: UndercroftConfig) -> LookupParams:

@@ -61,6 +61,7 @@ class FakeSession:
         self.reserved: dict[tuple[int, bytes], int] = {}  # payload -> save job
         self.lookups: dict[str, list[bytes]] = {}
         self.failed: set[str] = set()
+        self.reasons: dict[str, tuple[str, int | None]] = {}
         self.loads: dict[int, str] = {}
         self.saves: dict[int, list[tuple[tuple[int, bytes], int]]] = {}
         self.jobs = itertools.count(1)
@@ -216,6 +217,9 @@ class FakeSession:
             if ok:
                 self.host[payload] = slot
                 self.engine.counters["saved_blocks"] += 1
+
+    def rest(self, request_id):
+        return self.reasons.get(request_id)
 
     def end_lookup(self, request_id):
         self.calls.append(("end_lookup", request_id))

@@ -113,6 +113,8 @@ BAD = {
     "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
     "reset_with_prefix_cache": [1, "no", None],
+    "shadow": ["lots", 0, ["1GiB", "0"], ["1GiB"] * 5, None],
+    "log_requests": ["yes", True, 1, None],
     "verify_host": [1, "yes", None],
     "io_engine": ["uring", None],
     "io_depth": [0, 1025, 3.0, "32", True],

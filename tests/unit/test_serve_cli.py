@@ -65,6 +65,10 @@ STATUS = {
             "load_bytes": 1 << 20,
             "save_bytes": 3 << 20,
             "request_bytes": 5 << 20,
+            "answered": 70,
+            "hits": 30,
+            "loaded_bytes": 7 << 20,
+            "saved_bytes": 9 << 20,
         }
     ],
     "server": {"connections": 4, "workers": 2, "refused": 0, "malformed": 0, "lookups": 500, "descriptors": 21},
@@ -239,8 +243,8 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
         "/a 1 TiB good",
         "/b 1 TiB no_writes No space left on device",
         "",
-        "session connected workers lookups pending loads saves loading saving requests",
-        "abababababab yes 2 3 1 1 2 1 MiB 3 MiB 5 MiB",
+        "session connected workers answered hits lookups pending loads saves loaded saved requests",
+        "abababababab yes 2 70 30 3 1 1 2 7 MiB 9 MiB 5 MiB",
         "",
         "rates: 50.0 lookups/s, 0.0 blocks saved/s, disk 4 MiB/s read, 0 B/s written",
     ]

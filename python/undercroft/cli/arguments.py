@@ -47,6 +47,15 @@ def seconds(text: str) -> float:
     return found
 
 
+def add_engine(parser: argparse.ArgumentParser, path: Callable[[str], str]) -> None:
+    """The arguments that say which running engine is meant."""
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument(
+        "--socket", type=path, metavar="PATH", help="where the engine listens (the only engine of this user)"
+    )
+    place.add_argument("--disk-path", metavar="DIR", help="the engine that has this directory open")
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments that say how vLLM keeps a model's KV cache."""
     types = ("auto", *DTYPE_BYTES)

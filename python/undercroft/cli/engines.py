@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from pathlib import Path
 from typing import Any
 
 from undercroft.cli.output import CommandError
-from undercroft.errors import UndercroftError
+from undercroft.cli.serve import default_socket
+from undercroft.errors import ConfigError, UndercroftError
 
 # An engine answers within milliseconds; one that does not is frozen.
 TIMEOUT_S = 2.0
@@ -18,6 +20,26 @@ def ask(socket: str) -> dict[str, Any]:
     from undercroft import _core
 
     return _core.server_status(socket, TIMEOUT_S)
+
+
+def operate(socket: str, operation: dict[str, Any], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Have the engine at a socket carry out an operation. Raises ServerError."""
+    from undercroft import _core
+
+    return _core.operate(socket, operation, timeout_s)
+
+
+def socket_of(args: argparse.Namespace) -> str:
+    """The socket of the one engine that a command is for. Raises CommandError."""
+    if args.disk_path is not None:
+        return of_directory(args.disk_path)
+    if args.socket is not None:
+        return str(args.socket)
+    found = all_of_user()
+    if len(found) > 1:
+        places = ", ".join(f"--socket {one['socket']} (pid {one['pid']})" for one in found)
+        raise ConfigError(f"{len(found)} engines run; say which: {places}")
+    return str(found[0]["socket"]) if found else default_socket()
 
 
 def of_directory(path: str) -> str:

@@ -29,6 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="list the contents of a cache directory",
         description="Shows namespaces, blocks, bytes and age of a cache directory. Changes nothing "
         "without --drop. Exit code 1 if --verify finds a corrupt payload.",
+        epilog="example: undercroft inspect /mnt/nvme0/undercroft --verify",
     )
     parser.add_argument("directory", metavar="DIR", help="the disk_path of an engine")
     parser.add_argument("--verify", action="store_true", help="read every payload and compare its checksum")

@@ -17,7 +17,18 @@ from types import ModuleType
 import undercroft
 from undercroft.errors import ConfigError, StoreError, UndercroftError
 
-COMMANDS = ("serve", "status", "doctor", "check-config", "inspect", "size", "estimate", "pin", "unpin")
+COMMANDS = (
+    "serve",
+    "status",
+    "explain",
+    "doctor",
+    "check-config",
+    "inspect",
+    "size",
+    "estimate",
+    "pin",
+    "unpin",
+)
 """Subcommands; the module of each has its name."""
 
 

@@ -12,7 +12,10 @@ from undercroft.cli.arguments import seconds
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
-        "pin", parents=[shared], help="keep the blocks of prompts in host memory or on disk for a time"
+        "pin",
+        parents=[shared],
+        help="keep the blocks of prompts in host memory or on disk for a time",
+        epilog="example: undercroft pin --url http://127.0.0.1:8000 prompts.jsonl",
     )
     pins.add_arguments(parser)
     parser.add_argument(

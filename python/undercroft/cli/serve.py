@@ -38,6 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         description="Runs in the foreground until SIGTERM or SIGINT; a second signal ends it at once. Each option may "
         "also be given in the environment, as UNDERCROFT_<NAME>. Exit code 0 after a signal, 1 if the engine fails, "
         "2 if an option or a directory cannot be used.",
+        epilog="example: undercroft serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft --metrics 9400",
     )
     parser.add_argument(
         "--socket",

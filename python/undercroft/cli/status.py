@@ -137,10 +137,10 @@ def print_status(status: dict[str, Any]) -> None:
         output.print_table(planning.HEADER, planning.table(stats))
     if status["sessions"]:
         print()
-        columns = ("connected", "workers", "lookups", "pending", "loads", "saves")
-        sizes = ("load_bytes", "save_bytes", "request_bytes")
+        columns = ("connected", "workers", "answered", "hits", "lookups", "pending", "loads", "saves")
+        sizes = ("loaded_bytes", "saved_bytes", "request_bytes")
         output.print_table(
-            ("session", *columns, "loading", "saving", "requests"),
+            ("session", *columns, "loaded", "saved", "requests"),
             [
                 (
                     session["namespace"][:12],

@@ -9,7 +9,12 @@ from undercroft.cli import pins
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("unpin", parents=[shared], help="end the pins of prompts")
+    parser = commands.add_parser(
+        "unpin",
+        parents=[shared],
+        help="end the pins of prompts",
+        epilog="example: undercroft unpin --url http://127.0.0.1:8000 prompts.jsonl",
+    )
     pins.add_arguments(parser)
     parser.set_defaults(run=run)
 

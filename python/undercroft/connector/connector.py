@@ -29,6 +29,7 @@ from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.announcement import Announcement
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
+from undercroft.connector.explanations import Explanations
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.hints import NO_HINTS, HintsOnly, NoHints, RequestHints
 from undercroft.connector.metadata import UndercroftMetadata
@@ -36,6 +37,7 @@ from undercroft.connector.namespace import Naming, describe, random_seed
 from undercroft.connector.recording import Recorder
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler import SchedulerConnector
+from undercroft.connector.shadow import Shadow
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.connector.weights import Digests, digests_file
 from undercroft.device.layout import group_shard_bytes, kv_replicas
@@ -102,6 +104,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
         self._resets: Resets | None = None
         self._recorder: Recorder | None = None
+        self._explanations: Explanations | None = None
+        self._shadow: Shadow | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
         """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
@@ -167,6 +171,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._threshold.needed_tokens,
             )
             self._events = events_of(self._vllm_config, session, groups, self._kv_cache_config)
+            self._explanations = Explanations(
+                session, config.log_requests, self._counts, is_served=engine.is_shared or bool(config.server)
+            )
             may_end = vllm_patches.problem(vllm_patches.HIT_THRESHOLD) is None
             self._hints = RequestHints(session, groups, self._counts, self._scheduler.complete_hashes, may_end)
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
@@ -177,6 +184,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._recorder = Recorder(Path(config.record + suffix), groups)
             tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
             self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
+            if config.shadow:
+                self._shadow = Shadow(config.shadow, groups, tokens_in)
             index_bytes = partial(capacity.index_bytes, groups=registration)
             whose = _whose(engine, config)
             logger.info(start_line(engine.info(), session.namespace, whose, tokens_in, index_bytes))
@@ -262,6 +271,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             stats.data = self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle())
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             stats = stats.aggregate(UndercroftStats({"counters": counters}))
+        if self._shadow is not None:
+            stats = stats.aggregate(UndercroftStats(self._shadow.collect()))
         # Last, since they are forgotten once taken.
         stats = stats.aggregate(UndercroftStats(self._counts.collect()))
         return None if stats.is_empty() else stats
@@ -280,6 +291,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 closing.callback(self._scheduler.close)
             if self._recorder is not None:
                 closing.callback(self._recorder.close)
+            if self._shadow is not None:
+                closing.callback(self._shadow.close)
             if self._worker is not None:
                 closing.callback(self._worker.shutdown)
 
@@ -323,6 +336,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                     unread_tokens = self._scheduler.unread_tokens(request)
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
+        if self._explanations is not None:
+            self._explanations.asked(request, num_computed_tokens)
         if self._recorder is not None and answer[0] is not None:
             self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         if answer[0] is None or self._threshold is None or self._is_child:
@@ -380,6 +395,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.update_state_after_alloc`."""
         if self._recorder is not None:
             self._recorder.admitted(request.request_id)
+        if self._explanations is not None:
+            self._explanations.admitted(request, num_external_tokens)
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -434,10 +451,14 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._threshold.discard(request.request_id)
         if self._recorder is not None:
             self._recorder.finished(request)
+        if self._shadow is not None:
+            self._shadow.finished(request)
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
         self._events.finished(request)
         answers = self._hints.finished(request)
+        if self._explanations is not None and (told := self._explanations.finished(request.request_id)):
+            answers = {**(answers or {}), **told}
         # MultiConnector takes the parameters of one connector at most, and P/D connectors have some.
         return False, None if self._is_child else answers
 

@@ -13,6 +13,8 @@ from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
+from undercroft.metrics import SHADOWS
+from undercroft.reasons import REASONS
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -90,6 +92,11 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plan_predicted_host_seconds": ("counter", "predicted time of loads from host memory, summed"),
     "plan_actual_host_seconds": ("counter", "actual time of the same loads, summed"),
     "plan_error_host_seconds": ("counter", "difference of the two, without its sign, summed"),
+    **{
+        f"misses_{reason}": ("counter", f"lookups that found nothing to load: {text}")
+        for reason, text in REASONS.items()
+        if reason not in ("complete", "no_server")
+    },
     "plan_saved_seconds": ("counter", "predicted time of computing less the actual time of loads, summed"),
     "plan_disk_bytes_per_s": ("gauge", "learned rate of all disks together; 0 before enough was read"),
     "plan_disk_latency_seconds": ("gauge", "learned latency of the slowest disk"),
@@ -114,6 +121,9 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
 }
 """Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""
 
+SHADOW_KEYS = tuple(f"shadow_capacity_bytes_{number}" for number in SHADOWS)
+"""Gauges of the option ``shadow``: the sizes."""
+
 CAPACITY_KEYS = ("host_capacity_tokens", "disk_capacity_tokens")
 """Gauges that the connector computes: tokens of its model that a tier of the capacity in bytes holds."""
 
@@ -132,12 +142,15 @@ SCHEDULER_KEYS: dict[str, str] = {
     "lookups_disk": "lookups that waited for the disk and hit",
     "lookups_device": "lookups that waited for another request's load, and hit on the device",
     "lookups_miss": "lookups without a hit",
+    "misses_no_server": "lookups that a server did not answer in time, or that had no connection to it",
     "lookups_timed_out": "lookups that reached their limit: the hit, if any, ended with the part in host memory",
     "hit_tokens_host": "tokens loaded from host memory",
     "hit_tokens_disk": "tokens loaded that were read from disk",
     "failed_loads": "loads the workers reported as failed",
     "rejected_request": "requests rejected by their own hit threshold",
     "rejected_global": "requests rejected by the configured hit threshold",
+    "shadow_prompt_tokens": "prompt tokens that the caches of the option shadow were asked for",
+    **{f"shadow_hit_tokens_{number}": f"tokens that the cache of size {number} would have had" for number in SHADOWS},
     "hints_unknown": "hints of unknown kinds, which were ignored",
     "hints_unserved": "hints that no engine could take: the server was away",
     "hook_errors": "errors caught in the connector's hooks; each kind is logged once",
@@ -151,7 +164,9 @@ def _counters() -> frozenset[str]:
 
 
 COUNTERS = _counters()
-GAUGES = frozenset({name for name, (kind, _) in STATS_KEYS.items() if kind == "gauge"}.union(CAPACITY_KEYS))
+GAUGES = frozenset(
+    {name for name, (kind, _) in STATS_KEYS.items() if kind == "gauge"}.union(CAPACITY_KEYS, SHADOW_KEYS)
+)
 SAMPLES = ("lookup_seconds", "wait_seconds")
 """Single observations, for histograms: from first question to answer, of all lookups and of those that waited."""
 

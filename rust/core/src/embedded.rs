@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::driver::{Driver, EngineAccess};
 use crate::engine::{Engine, Granted, HintCursor, LookupCursor, SessionId};
 use crate::error::RegisterError;
+use crate::explain::{Reason, Rest};
 use crate::hint::{HintAnswer, HintRefusal, HintRequest};
 use crate::session::{
     BlockEvents, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session,
@@ -83,6 +84,12 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     fn wait(&self, request: &str, timeout: Duration) -> bool {
         self.engine
             .wait_until(timeout, |engine| !engine.is_promoting(self.id, request))
+    }
+
+    fn rest(&self, request: &str) -> Option<Rest> {
+        self.engine
+            .read(|engine| engine.rest(self.id, request))
+            .unwrap_or(Some(Reason::NoServer.into()))
     }
 
     fn end_lookup(&self, request: &str) {

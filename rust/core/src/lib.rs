@@ -10,6 +10,7 @@ pub mod driver;
 pub mod embedded;
 pub mod engine;
 pub mod error;
+pub mod explain;
 pub mod forest;
 pub mod hint;
 pub mod io;

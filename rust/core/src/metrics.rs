@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::explain::Reason;
+
 /// Counters since the start. Bytes are payload bytes; `_ns` are sums of durations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
@@ -56,6 +58,21 @@ pub struct Counters {
     pub plan_actual_host_ns: u64,
     pub plan_error_host_ns: u64,
     pub plan_saved_ns: u64,
+    pub misses_never_seen: u64,
+    pub misses_evicted_host: u64,
+    pub misses_evicted_disk: u64,
+    pub misses_lost: u64,
+    pub misses_incomplete: u64,
+    pub misses_other_identity: u64,
+    pub misses_no_boundary: u64,
+    pub misses_too_few: u64,
+    pub misses_planned: u64,
+    pub misses_timed_out: u64,
+    pub misses_disk_silent: u64,
+    pub misses_budget: u64,
+    pub misses_repeated: u64,
+    pub misses_threshold: u64,
+    pub misses_load_failed: u64,
     pub hints_prefetch_accepted: u64,
     pub hints_prefetch_clipped: u64,
     pub hints_prefetch_rejected: u64,
@@ -71,6 +88,32 @@ pub struct Counters {
     pub pins_over_budget: u64,
     pub pins_gave_way: u64,
     pub pins_lost: u64,
+}
+
+impl Counters {
+    /// A request has found nothing to load, for this reason.
+    pub(crate) fn count_miss(&mut self, reason: Reason) {
+        let counter = match reason {
+            // Both are no miss of the engine.
+            Reason::Complete | Reason::NoServer => return,
+            Reason::NeverSeen => &mut self.misses_never_seen,
+            Reason::EvictedHost => &mut self.misses_evicted_host,
+            Reason::EvictedDisk => &mut self.misses_evicted_disk,
+            Reason::Lost => &mut self.misses_lost,
+            Reason::Incomplete => &mut self.misses_incomplete,
+            Reason::OtherIdentity => &mut self.misses_other_identity,
+            Reason::NoBoundary => &mut self.misses_no_boundary,
+            Reason::TooFew => &mut self.misses_too_few,
+            Reason::Planned => &mut self.misses_planned,
+            Reason::TimedOut => &mut self.misses_timed_out,
+            Reason::DiskSilent => &mut self.misses_disk_silent,
+            Reason::Budget => &mut self.misses_budget,
+            Reason::Repeated => &mut self.misses_repeated,
+            Reason::Threshold => &mut self.misses_threshold,
+            Reason::LoadFailed => &mut self.misses_load_failed,
+        };
+        *counter += 1;
+    }
 }
 
 /// The gauges: values of the present.

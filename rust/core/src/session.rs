@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::explain::Rest;
 use crate::forest::Tier;
 use crate::hint::{HintAnswer, HintRequest};
 use crate::key::{BlockHash, HashSource};
@@ -147,6 +148,8 @@ pub enum Priority {
 pub struct LookupRequest<'a> {
     /// vLLM's id of the request.
     pub request: &'a str,
+    /// The same as people know it; empty if that is `request`.
+    pub label: &'a str,
     /// Block hashes of the prompt.
     pub hashes: &'a dyn HashSource,
     /// Tokens that the device holds: payloads before them are not fetched.
@@ -168,6 +171,7 @@ impl<'a> LookupRequest<'a> {
     pub fn new(request: &'a str, hashes: &'a dyn HashSource) -> Self {
         Self {
             request,
+            label: "",
             hashes,
             computed: Tokens(0),
             max: Tokens::MAX,
@@ -176,6 +180,12 @@ impl<'a> LookupRequest<'a> {
             queued: Tokens(0),
             priority: Priority::Demand,
         }
+    }
+
+    /// With another name for people.
+    #[must_use]
+    pub fn label(self, label: &'a str) -> Self {
+        Self { label, ..self }
     }
 
     /// With other computed tokens.
@@ -445,6 +455,9 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// Waits until [`Session::lookup`] no longer answers [`Lookup::Pending`], at most for `timeout`.
     /// Whether that is so.
     fn wait(&self, request: &str, timeout: Duration) -> bool;
+
+    /// Why the last answer of a request's lookup has no more tokens; `None` before there was one.
+    fn rest(&self, request: &str) -> Option<Rest>;
 
     /// The request's lookup is not needed any more: ends its lease and its promotion.
     fn end_lookup(&self, request: &str);

@@ -25,7 +25,7 @@ use std::time::Duration;
 use serde_json::Value;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, Tokens};
-use undercroft_ipc::SessionAddress;
+use undercroft_ipc::{Operation, SessionAddress};
 
 pub use config::{DiskAdmission, DiskCapacity, DiskConfig, HostConfig, OnDiskError};
 pub use directories::Directories;
@@ -125,6 +125,16 @@ pub fn open(config: HostConfig) -> Result<Box<dyn EngineHost>, HostError> {
         None if config.share => shared::open(config),
         None => Ok(Box::new(EmbeddedHost::open(&config)?)),
     }
+}
+
+/// Has the engine at `socket` carry out an operation, and returns what it says; waits at most `timeout`.
+///
+/// # Errors
+/// If `operation` is none, or nobody answers there.
+pub fn operate(socket: &Path, operation: Value, timeout: Duration) -> Result<Value, HostError> {
+    let operation: Operation = serde_json::from_value(operation)?;
+    let json = undercroft_ipc::operate(socket, operation, timeout)?;
+    Ok(serde_json::from_str(&json)?)
 }
 
 /// The status of the server at `socket`; waits at most `timeout`.

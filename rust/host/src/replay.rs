@@ -80,6 +80,9 @@ impl ReplayEngine {
             policy,
             second_touch,
             seed,
+            // Nobody asks it why.
+            departures: 0,
+            explained_lookups: 1,
             ..EngineConfig::new(bytes(host_blocks))
         });
         if disk_blocks > 0 {

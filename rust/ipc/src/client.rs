@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use undercroft_core::explain::Rest;
 use undercroft_core::hint::{HintAnswer, HintRefusal, HintRequest};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::panics::contained;
@@ -222,6 +223,10 @@ impl Session for Client {
 
     fn wait(&self, request: &str, timeout: Duration) -> bool {
         self.wait_until(Instant::now() + timeout, |state| state.is_answered(request))
+    }
+
+    fn rest(&self, request: &str) -> Option<Rest> {
+        self.read(|state| state.rest(request, Instant::now()))
     }
 
     fn end_lookup(&self, request: &str) {

@@ -9,6 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::frame::{self, FrameError, FrameKind};
+use crate::operation::Operation;
 use crate::peer::peer_uid;
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::socket_dir::connect_at_once;
@@ -224,6 +225,26 @@ pub fn server_status(path: &Path, timeout: Duration) -> Result<String, ConnectEr
     let mut connection = ServerConnection::open(path)?;
     match connection.ask(&ClientMessage::Status, Instant::now() + timeout, || false)? {
         ServerMessage::Status { json } => Ok(json),
+        _ => Err(ConnectError::Frame {
+            path: path.into(),
+            source: FrameError::Malformed,
+        }),
+    }
+}
+
+/// Has the server at `path` carry out an operation: what it says of it, as JSON. Waits at most `timeout`.
+///
+/// # Errors
+/// If nobody answers there.
+pub fn operate(
+    path: &Path,
+    operation: Operation,
+    timeout: Duration,
+) -> Result<String, ConnectError> {
+    let mut connection = ServerConnection::open(path)?;
+    let message = ClientMessage::Operate(operation);
+    match connection.ask(&message, Instant::now() + timeout, || false)? {
+        ServerMessage::Operated { json } => Ok(json),
         _ => Err(ConnectError::Frame {
             path: path.into(),
             source: FrameError::Malformed,

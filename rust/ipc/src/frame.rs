@@ -16,7 +16,7 @@ use undercroft_core::session::SessionToken;
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
 /// Version of the protocol. A server speaks those in `dialect.rs`, too.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 12;
@@ -228,7 +228,7 @@ mod tests {
         let bytes = attach_request(SessionToken(1));
         assert_eq!(
             bytes[..16],
-            *b"UCFT\x07\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
+            *b"UCFT\x09\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
         );
     }
 
@@ -240,7 +240,7 @@ mod tests {
             first(&bytes).map(drop)
         };
         assert!(matches!(change(0, b'X'), Err(FrameError::Magic(_))));
-        assert_eq!(change(4, 9), Err(FrameError::Version(9)));
+        assert_eq!(change(4, 77), Err(FrameError::Version(77)));
         assert_eq!(change(6, 77), Err(FrameError::Kind(77)));
         assert_eq!(change(11, 1), Err(FrameError::Body((1 << 24) + 16)));
     }

@@ -12,6 +12,7 @@ mod connection;
 mod dialect;
 mod events;
 pub mod frame;
+mod operation;
 mod parker;
 mod peer;
 pub mod protocol;
@@ -28,7 +29,8 @@ mod atomic {
 pub use arena_client::{AttachError, Attachment, attach, let_go};
 pub use client::{Client, ClientConfig, ConnectionState, Resolve};
 pub use client_state::SessionAddress;
-pub use connection::{ConnectError, is_served, server_status};
+pub use connection::{ConnectError, is_served, operate, server_status};
+pub use operation::Operation;
 pub use server::{Served, Server, ServerCounters, SocketLocation};
 pub use sessions::new_token;
 pub use socket_dir::{SOCKET_PATH_MAX, SocketError};

@@ -6,6 +6,7 @@
 //! connections: no client can read or end the lookups, loads and saves of another.
 
 use serde::{Deserialize, Serialize, Serializer};
+use undercroft_core::explain::Rest;
 use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
@@ -14,12 +15,16 @@ use undercroft_core::session::{
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
+use crate::operation::Operation;
 
 /// Most block hashes that a server keeps of one request: as many as the longest frame holds.
 pub const HASHES_MAX: usize = 1 << 19;
 
 /// Most offers of a save.
 pub const OFFERS_MAX: usize = 4096;
+
+/// Bytes of a request's id that a client tells, at most.
+pub const LABEL_BYTES_MAX: usize = 80;
 
 /// Most steps of a report.
 pub const STEPS_MAX: usize = 256;
@@ -148,6 +153,8 @@ pub enum ClientMessage<'a> {
     /// Tells of a prompt's future use. The server replies with `Hinted` when it has done so.
     #[serde(borrow)]
     Hint(HintMessage<'a>),
+    /// An operator asks. The server replies with `Operated`. Allowed before `Register` only.
+    Operate(Operation),
 }
 
 /// See [`HintRequest`](undercroft_core::hint::HintRequest).
@@ -173,6 +180,8 @@ pub struct LookupMessage<'a> {
     pub request: u64,
     /// Counts the lookups of a request: answers to older lookups are void.
     pub version: u32,
+    /// vLLM's id of the request, for people; empty if it was told before.
+    pub label: &'a str,
     /// Tokens that the device holds.
     pub computed: Tokens,
     /// The deepest boundary of use.
@@ -268,6 +277,8 @@ pub enum ServerMessage {
         direct: bool,
         /// The answer.
         answer: LookupAnswer,
+        /// Why it has no more tokens.
+        rest: Option<Rest>,
     },
     /// Slots for a save.
     Granted {
@@ -294,6 +305,11 @@ pub enum ServerMessage {
     /// The reply to `Status`.
     Status {
         /// See the documentation of `undercroft status --json`.
+        json: String,
+    },
+    /// The reply to `Operate`.
+    Operated {
+        /// See [`Operation`].
         json: String,
     },
     /// What was made of a hint.

@@ -8,6 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
+use undercroft_core::explain::{ExplainQuery, Reason};
 use undercroft_core::forest::Tier;
 use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::BlockHash;
@@ -15,6 +16,7 @@ use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
     ArenaOffset, BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
 };
+use undercroft_ipc::Operation;
 use undercroft_ipc::frame::{self, FrameKind};
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, HintMessage, LeasedHit, LookupAnswer, LookupMessage, SaveMessage,
@@ -70,6 +72,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         ClientMessage::Lookup(LookupMessage {
             request: u64::MAX,
             version: 1,
+            label: "",
             computed: Tokens(16),
             max: Tokens::MAX,
             min: Tokens(0),
@@ -133,6 +136,11 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             },
             hashes,
         }),
+        ClientMessage::Operate(Operation::Explain(ExplainQuery {
+            request: "cmpl-1".to_owned(),
+            misses: true,
+            before: Some(3),
+        })),
     ];
     let last = ArenaOffset::new(i64::MAX as u64);
     let extent = Extent {
@@ -151,6 +159,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         version: 1,
         direct: true,
         answer,
+        rest: Some(Reason::EvictedDisk.into()),
     };
     let replies = [
         ServerMessage::Registered {
@@ -181,6 +190,9 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             events: vec![event(true), event(false)],
         },
         ServerMessage::Status {
+            json: "{}".to_owned(),
+        },
+        ServerMessage::Operated {
             json: "{}".to_owned(),
         },
     ];

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::Tokens;
-use undercroft_host::{EngineHost, HostConfig, open};
+use undercroft_host::{EngineHost, HostConfig, HostError, open};
 
 use crate::errors::Result;
 use crate::json::{to_json, to_python};
@@ -123,6 +123,21 @@ pub(crate) fn server_status(
     let status =
         py.detach(|| undercroft_host::server_status(&socket, timeout(timeout_s, 3600.0)))?;
     Ok(to_python(py, &status)?)
+}
+
+/// Have the engine at a socket carry out an operation. Raises ServerError.
+#[pyfunction]
+#[pyo3(signature = (socket, operation, timeout_s = 5.0))]
+pub(crate) fn operate<'py>(
+    py: Python<'py>,
+    socket: PathBuf,
+    operation: &Bound<'py, PyDict>,
+    timeout_s: f64,
+) -> Result<Bound<'py, PyAny>> {
+    let operation = serde_json::from_str(&to_json(operation)?).map_err(HostError::from)?;
+    let timeout = timeout(timeout_s, 3600.0);
+    let said = py.detach(|| undercroft_host::operate(&socket, operation, timeout))?;
+    Ok(to_python(py, &said)?)
 }
 
 /// Where `undercroft serve` listens, and `undercroft status` asks, unless told otherwise.

@@ -24,7 +24,7 @@ mod _core {
     #[pymodule_export]
     use crate::copier::PyCopier;
     #[pymodule_export]
-    use crate::engine::{PyEngine, default_server_socket, server_status};
+    use crate::engine::{PyEngine, default_server_socket, operate, server_status};
     #[pymodule_export]
     use crate::inspect::{descriptions, drop_namespace, examine, inspect_directory, verify};
     #[pymodule_export]

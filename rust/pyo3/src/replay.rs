@@ -45,10 +45,12 @@ impl PyReplay {
 
     /// Serve a request: look up the first `prompt` blocks, save all. Returns the blocks found in host memory and those
     /// found on disk.
-    fn request(&self, prompt: usize, blocks: Vec<u64>) -> (usize, usize) {
-        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
-        let hit = engine.request(prompt.min(blocks.len()), &blocks);
-        (hit.host, hit.disk)
+    fn request(&self, py: Python<'_>, prompt: usize, blocks: Vec<u64>) -> (usize, usize) {
+        py.detach(|| {
+            let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+            let hit = engine.request(prompt.min(blocks.len()), &blocks);
+            (hit.host, hit.disk)
+        })
     }
 
     /// Blocks written to disk so far.

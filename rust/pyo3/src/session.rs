@@ -95,6 +95,12 @@ impl PySession {
         py.detach(|| self.session.wait(request_id, timeout(timeout_s, 3600.0)))
     }
 
+    /// Why a request's last answer has no more tokens, and how many seconds before the missing block was evicted.
+    fn rest(&self, request_id: &str) -> Option<(&'static str, Option<u32>)> {
+        let rest = self.session.rest(request_id)?;
+        Some((rest.reason.name(), rest.ago_s))
+    }
+
     /// The lookup of a request is not needed any more.
     fn end_lookup(&self, request_id: &str) {
         self.session.end_lookup(request_id);
@@ -151,7 +157,6 @@ impl PySession {
 
     /// Tell of a prompt's future use: what was made of that, of how many tokens, and why nothing was.
     #[pyo3(signature = (request_id, hashes, verb, max_tokens = None, ttl_s = 300.0, name = String::new()))]
-    #[expect(clippy::too_many_arguments, reason = "Python's keyword arguments")]
     fn hint(
         &self,
         request_id: &str,

@@ -76,6 +76,7 @@ impl World {
             5 => self.check_routers()?,
             6..=11 if self.settings.hints => self.hint(session),
             12..=17 if self.settings.hints => self.check_pins()?,
+            18 => self.explain()?,
             _ => {}
         }
         match self.random.below(1000) {
@@ -296,6 +297,7 @@ impl World {
             }
             Some(Tokens(tokens)) => {
                 state.asked_ns = None;
+                self.check_explained(session, request, tokens)?;
                 self.answered(session, request, local, most, tokens)?;
                 self.sessions[session].requests[request].promotions = 0;
                 Ok(())

@@ -30,6 +30,7 @@ mod content;
 mod device;
 mod disks;
 mod events;
+mod explain;
 mod hints;
 mod model;
 mod namespaces;
@@ -65,6 +66,8 @@ pub struct Stats {
     pub moved_runs: u64,
     /// Evicted payloads that were saved again below others that had stayed.
     pub filled_gaps: u64,
+    /// Answers that were said to end before a block that was never seen.
+    pub explained: u64,
     /// Payloads found on disk by an engine that starts.
     pub recovered: u64,
     /// Stops after which all that was saved had to be on disk.
@@ -115,6 +118,7 @@ impl Stats {
         self.evictions += other.evictions;
         self.moved_runs += other.moved_runs;
         self.filled_gaps += other.filled_gaps;
+        self.explained += other.explained;
         self.recovered += other.recovered;
         self.complete_stops += other.complete_stops;
         self.resets += other.resets;

@@ -9,6 +9,8 @@ use crate::model::Model;
 use crate::random::Random;
 
 const PAGE: u64 = 256 << 10;
+/// With so many, no block of a life is forgotten.
+pub(crate) const DEPARTURES: usize = 4096;
 const MILLISECOND: u64 = 1_000_000;
 
 #[derive(Debug)]
@@ -87,6 +89,9 @@ impl Settings {
         engine.removals = random.pick(&[1, 3, 16]);
         engine.event_ring = random.pick(&[1, 8, 64, 1 << 16]);
         engine.visits = random.pick(&[2, 3, 20, 1000]);
+        engine.departures =
+            [0, 16, DEPARTURES, DEPARTURES][engine.host_bytes as usize / PAGE as usize % 4];
+        engine.explained_lookups = [1, 7, 4096][engine.promotion_bytes as usize % 3];
         let mut devices: Vec<(u64, u64)> = (0..random.pick(&[0, 1, 1, 1, 2, 2, 3]))
             .map(|_| (random.range(1, 10) * PAGE, PAGE))
             .collect();

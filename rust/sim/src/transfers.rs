@@ -475,6 +475,8 @@ impl World {
                 let model = &mut self.models[payload.namespace];
                 if payload.epoch == model.epoch && !save.lost {
                     model.stored.insert(*payload);
+                    let of = (payload.namespace, payload.epoch, payload.key);
+                    self.history.saved.insert(of);
                 }
             }
         }

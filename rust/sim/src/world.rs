@@ -10,6 +10,7 @@ use undercroft_core::session::TransferId;
 
 use crate::Stats;
 use crate::arena::SimArena;
+use crate::content::PrefixKey;
 use crate::device::SimDevice;
 use crate::disks::Disks;
 use crate::hints::SimPins;
@@ -50,6 +51,8 @@ pub(crate) struct History {
     pub(crate) stale: BTreeSet<usize>,
     /// Bits that have flipped in the arena in this life.
     pub(crate) changes: u64,
+    /// Blocks that were saved in this life: namespace, weights, block.
+    pub(crate) saved: HashSet<(usize, u64, PrefixKey)>,
     /// Sessions that were opened or closed so far.
     pub(crate) uses: u64,
     /// Payloads on disk at the last orderly stop, if nothing may be missing at the start.
@@ -168,6 +171,7 @@ impl World {
         self.pins = SimPins::default();
         self.history.ended.clear();
         self.history.changes = 0;
+        self.history.saved.clear();
         self.checksums.clear();
         self.arena.abandon();
         self.leave_and_come_back();

@@ -49,6 +49,7 @@ fn lives() {
     assert!(stats.corruptions > 100, "too few faults: {stats:?}");
     assert!(stats.moved_runs > 1000, "too few moved pages: {stats:?}");
     assert!(stats.filled_gaps > 0, "too few gaps: {stats:?}");
+    assert!(stats.explained > 0, "no answer was explained: {stats:?}");
     assert!(stats.changes_found > 400, "too few changes: {stats:?}");
     assert!(stats.changes_loaded > 100, "too few changes: {stats:?}");
     assert!(stats.routers_checked > 10_000, "too few routers: {stats:?}");

@@ -46,6 +46,10 @@ pub struct EngineConfig {
     pub namespace_entries_max: usize,
     /// Events that are kept for each session that asks for them.
     pub event_ring: usize,
+    /// Lookups that are kept for [`Engine::explain`](super::Engine::explain), about 160 bytes each.
+    pub explained_lookups: usize,
+    /// Blocks that are remembered when they have left the tiers, 8 bytes each.
+    pub departures: usize,
     /// Source of every random choice.
     pub seed: u64,
     /// Seconds since 1970 when the engine's clock was at zero.
@@ -74,6 +78,8 @@ impl EngineConfig {
             namespaces_max: 1024,
             namespace_entries_max: NAMESPACES_MAX,
             event_ring: 1 << 16,
+            explained_lookups: 4096,
+            departures: 1 << 19,
             seed: 0,
             unix_at_zero_s: 0,
         }

@@ -10,6 +10,7 @@ use crate::session::SessionSpec;
 
 use super::checksums::Checksums;
 use super::config::EngineConfig;
+use super::explain::LastLookups;
 use super::hints::Hints;
 use super::load::id_of;
 use super::namespaces::Namespaces;
@@ -38,6 +39,7 @@ pub struct Engine {
     pub(super) sessions: Sessions,
     pub(super) operations: Operations,
     pub(super) planner: Planner,
+    pub(super) lookups: LastLookups,
     pub(super) pins: Pins,
     pub(super) hints: Hints,
     pub(super) counters: Counters,
@@ -73,6 +75,7 @@ impl Engine {
                 config.policy,
                 config.seed,
                 config.event_ring,
+                config.departures,
             ),
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
@@ -81,6 +84,7 @@ impl Engine {
             sessions: Sessions::default(),
             operations: Operations::default(),
             planner: Planner::new(config.load_margin, config.seed),
+            lookups: LastLookups::new(config.explained_lookups),
             pins: Pins::new(config.pin_bytes),
             hints: Hints::default(),
             counters: Counters::default(),
@@ -92,6 +96,7 @@ impl Engine {
     /// Tells the time, in nanoseconds since the engine's start; never goes back.
     pub fn set_now(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
+        self.residency.departures.set_now(self.now_ns);
     }
 
     /// Tells how many IO operations each device can have in flight ([`IoEngine::depth`]). Reads and writes each take a

@@ -55,6 +55,7 @@ impl Engine {
         let extents = self.residency.extents(&payloads);
         let bytes = self.residency.slot_bytes_of(&payloads);
         let promise = self.promise(id, computed, external);
+        self.note_load(id);
         // The load's lease first: the request's, which a promotion's may stand on, ends now.
         self.residency.pin_hit(target);
         self.release_hit(id);
@@ -146,11 +147,11 @@ impl Engine {
             }
             if is_last {
                 self.counters.save_failures += u64::from(!ok);
-                self.sessions.end_transfer(key);
+                self.sessions.end_transfer(key, ok);
             }
             return is_last;
         }
-        let Some(transfer) = self.sessions.end_transfer(key) else {
+        let Some(transfer) = self.sessions.end_transfer(key, ok) else {
             return true;
         };
         let TransferKind::Load {

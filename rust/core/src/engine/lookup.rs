@@ -1,22 +1,20 @@
 //! Lookup: a hit in the arena and a miss are answered at once; a hit on disk is pending until its
 //! payloads are in the arena.
 
+use crate::explain::Reason;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
 use super::plans::Reads;
-use super::promotions::{PromotionEnd, QueuePlace};
-use super::requests::{Promotion, RequestId, RequestState};
+use super::promotions::PromotionEnd;
+use super::requests::{RequestId, RequestState};
 use super::residency::Residency;
 use super::sessions::SessionId;
 
 /// Promotions that one lookup may start before it is answered: payloads that are evicted or lost again and again are left alone.
 const PROMOTIONS_MAX: u32 = 3;
-
-/// A device that nobody polled for this many times the limit is held to be stalled.
-const NO_POLL_STALLS: u64 = 5;
 
 /// A lookup's question in hash blocks.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +23,8 @@ struct Span {
     computed: u32,
     /// Whole hash blocks among them.
     local: u32,
+    /// The session's hits end at multiples of so many.
+    align: u32,
     /// Tokens of a hash block.
     hash_block_size: u32,
     /// A hit that gains fewer tokens is not worth a load.
@@ -34,6 +34,11 @@ struct Span {
 }
 
 impl Span {
+    /// Where a hit begins, and what its end is a multiple of.
+    fn bounds(&self) -> (u32, u32) {
+        (self.local, self.align)
+    }
+
     /// Whether a hit at `boundary` is worth a load.
     fn is_worth(&self, boundary: u32) -> bool {
         boundary > self.local && boundary * self.hash_block_size - self.computed >= self.least
@@ -54,6 +59,8 @@ pub struct LookupCursor {
     /// A hit may end there, if it is read from disk, which it will not be: the search goes on for one that is in the
     /// arena.
     host_only: bool,
+    /// Why it will not be.
+    unread: Reason,
 }
 
 impl LookupCursor {
@@ -112,6 +119,8 @@ impl Engine {
         let ns = self.sessions.get(session).map(|session| session.ns);
         let ns = ns.expect("a request belongs to a session");
         if self.sessions.requests[id].failed {
+            self.sessions.requests[id].answered.reason = Reason::LoadFailed;
+            self.note_answer(id, ns, request, Lookup::NOTHING);
             return Some(Lookup::NOTHING);
         }
         if !std::mem::replace(&mut cursor.has_begun, true) {
@@ -119,10 +128,11 @@ impl Engine {
                 Priority::Demand => self.begin_demanded(id, ns, request),
                 Priority::Prefetch => self.begin_prefetch(id),
             };
-            let Some(may_promote) = begun else {
+            let Some(unread) = begun else {
                 return Some(self.pending(id));
             };
-            cursor.may_promote = may_promote;
+            cursor.unread = unread;
+            cursor.may_promote = unread == Reason::Complete;
         }
         let was_touched = self.sessions.requests[id].touched;
         let answer = self.look_up_now(id, ns, request, cursor)?;
@@ -143,28 +153,33 @@ impl Engine {
             }
             Priority::Demand => {}
         }
+        // A hint's own lookup is no request's.
+        let is_final = request.priority == Priority::Demand || leases;
+        if is_final && !answer.is_pending() && !request.request.starts_with('\0') {
+            self.note_answer(id, ns, request, answer);
+        }
         Some(answer)
     }
 
-    /// A prefetch begins: whether it may start a promotion. `None` if one is under way.
-    fn begin_prefetch(&mut self, id: RequestId) -> Option<bool> {
+    /// A prefetch begins: why it may not start a promotion, [`Reason::Complete`] if it may. `None` if one is under way.
+    fn begin_prefetch(&mut self, id: RequestId) -> Option<Reason> {
         let promotions = &mut self.sessions.requests[id].promotions;
         if promotions.active.is_some() {
             return None;
         }
         // The last answer is void while the question is asked again.
         promotions.reserved = false;
-        Some(true)
+        Some(Reason::Complete)
     }
 
-    /// The scheduler asks: its wait for a promotion has an end. Whether another one may start; `None` if it waits for
-    /// the one under way.
+    /// The scheduler asks: its wait for a promotion has an end. Why no other one may start, [`Reason::Complete`] if one
+    /// may; `None` if it waits for the one under way.
     fn begin_demanded(
         &mut self,
         id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
-    ) -> Option<bool> {
+    ) -> Option<Reason> {
         let now_ns = self.now_ns;
         let state = &mut self.sessions.requests[id];
         let (of_request, rates) = (&mut state.promotions, &mut self.planner.rates);
@@ -185,6 +200,8 @@ impl Engine {
             .saturating_sub(request.computed.0);
         let late = self.is_late(state, gain);
         let stop = if late { self.plan_stops(state) } else { None };
+        let promotion = state.promotions.active.as_ref();
+        let is_stalled = late && promotion.is_some_and(|promotion| self.is_stalled(promotion));
         if state.promotions.active.is_some() && gain > 0 && !late {
             return None;
         }
@@ -199,7 +216,12 @@ impl Engine {
             stop.count(tokens, &mut self.counters);
         }
         // Of one that is late the answer is what is there now.
-        Some(!late)
+        Some(match stop {
+            _ if !late => Reason::Complete,
+            _ if is_stalled => Reason::DiskSilent,
+            Some(_) => Reason::Planned,
+            None => Reason::TimedOut,
+        })
     }
 
     fn pending(&self, id: RequestId) -> Lookup {
@@ -247,46 +269,6 @@ impl Engine {
             let gain = self.promised(state, ns, 0);
             state.promotions.active.is_some() && !state.failed && !self.is_late(state, gain)
         })
-    }
-
-    /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
-    fn is_late(&self, state: &RequestState, gain: u32) -> bool {
-        let demanded_ns = state.demanded_ns.unwrap_or(self.now_ns);
-        let waited = match state.wait.unwrap_or(self.config.promotion_wait) {
-            PromotionWait::Complete => false,
-            PromotionWait::Planned => self.plan_stops(state).is_some(),
-            PromotionWait::Limit {
-                base_ns,
-                per_1k_tokens_ns,
-            } => {
-                let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
-                let since = self.now_ns - demanded_ns;
-                u128::from(since) >= u128::from(base_ns) + part
-            }
-        };
-        let promotion = state.promotions.active.as_ref();
-        waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
-    }
-
-    /// Whether a promotion waits in vain. One that waits for its turn does not, however long that takes.
-    fn is_stalled(&self, promotion: &Promotion) -> bool {
-        // A process that was held up itself has reads that ended meanwhile. But whoever polls may be held
-        // up for good, by a device.
-        let polled_ns = self.last_poll_ns.max(promotion.started_ns);
-        let stall_ns = self.config.stall_ns;
-        let after =
-            |since_ns: u64, stalls: u64| since_ns.saturating_add(stall_ns.saturating_mul(stalls));
-        if self.now_ns >= after(polled_ns, NO_POLL_STALLS) {
-            return true;
-        }
-        // Reads in flight end, or their device is known not to answer. A read that cannot start although
-        // its promotion has waits for memory: as long as others are read from its device.
-        let device = promotion.place.and_then(QueuePlace::device);
-        let (Some(device), Some(admitted_ns)) = (device, promotion.admitted_ns) else {
-            return false;
-        };
-        let since_ns = self.operations.read_progress_ns(device).max(admitted_ns);
-        self.last_poll_ns >= after(since_ns, 1)
     }
 
     /// The request's lookup is not needed any more. Idempotent.
@@ -354,6 +336,7 @@ impl Engine {
         let span = Span {
             computed: request.computed.0,
             local: request.computed.0 / hash_block_size,
+            align: self.sessions.alignment_of(id) / hash_block_size,
             hash_block_size,
             least: match needs_hit(request) {
                 true => self.config.min_load_tokens.unwrap_or(1).max(1),
@@ -377,20 +360,21 @@ impl Engine {
             .saturating_sub(dropped)
             .min(request.max.0 / hash_block_size);
         if limit <= span.local {
-            return Some(self.miss(id));
+            return Some(self.miss(id, Reason::Complete));
         }
         let mut top = cursor.top(ns, request.hashes, (deepest, limit), &self.residency);
         if !cursor.host_only {
             let min = request.min.0;
             let Some(anywhere) = self.next_end(top, &span, cursor) else {
                 self.cap_shared(id, span.computed, min);
-                return Some(self.miss(id));
+                let why = self.why_no_end(top, &span);
+                return Some(self.miss(id, why));
             };
             top = anywhere?;
             let reach = self.residency.node(top).depth * hash_block_size;
             if reach < min {
                 self.cap_shared(id, reach, min);
-                return Some(self.miss(id));
+                return Some(self.miss(id, Reason::Threshold));
             }
             let is_ready = self.residency.is_hit_in_host(top, span.local)
                 && self.verified_end(id, top, span.local) == Some(top);
@@ -398,33 +382,54 @@ impl Engine {
                 let is_worth =
                     !span.is_planned || self.is_copy_worth(id, self.residency.node(top).depth);
                 return Some(if is_worth {
-                    self.hit(id, top, span.local)
+                    self.hit(id, top, span.local, Reason::Complete)
                 } else {
-                    self.miss(id)
+                    self.miss(id, Reason::Planned)
                 });
             }
-            if cursor.may_promote
-                && self.plans_reads(id, top, &span, request.priority)
-                && self.start_promotion(id, top, span.local, min.div_ceil(hash_block_size))
-            {
-                return Some(self.pending(id));
+            if cursor.may_promote {
+                let least = min.div_ceil(hash_block_size);
+                match self.try_promotion(id, top, &span, (request.priority, least)) {
+                    None => return Some(self.pending(id)),
+                    Some(unread) => cursor.unread = unread,
+                }
             }
             cursor.host_only = true;
             cursor.set(top, &self.residency);
         }
+        let unread = cursor.unread;
         let Some(in_host) = self.next_end(top, &span, cursor) else {
-            return Some(self.miss(id));
+            return Some(self.miss(id, unread));
         };
         let in_host = in_host?;
         if span.is_planned && !self.is_copy_worth(id, self.residency.node(in_host).depth) {
-            return Some(self.miss(id));
+            return Some(self.miss(id, Reason::Planned));
         }
         Some(match self.verified_end(id, in_host, span.local) {
             Some(end) if span.is_worth(self.residency.node(end).depth) => {
-                self.hit(id, end, span.local)
+                self.hit(id, end, span.local, unread)
             }
-            _ => self.miss(id),
+            _ => self.miss(id, unread),
         })
+    }
+
+    /// Starts to promote what a hit at `top` needs, for a hit of `least` hash blocks. Why that is not done, if not.
+    fn try_promotion(
+        &mut self,
+        id: RequestId,
+        top: NodeId,
+        span: &Span,
+        (priority, least): (Priority, u32),
+    ) -> Option<Reason> {
+        if !self.plans_reads(id, top, span, priority) {
+            return Some(Reason::Planned);
+        }
+        let is_tried = self.sessions.requests[id].promotions.tries >= PROMOTIONS_MAX;
+        match self.start_promotion(id, top, span.bounds(), least) {
+            true => None,
+            false if is_tried => Some(Reason::Repeated),
+            false => Some(Reason::Budget),
+        }
     }
 
     /// Whether to read the payloads of a hit at `top` from disk. If the end of the arena's part is
@@ -432,7 +437,7 @@ impl Engine {
     /// part counts as read, too.
     fn plans_reads(&mut self, id: RequestId, top: NodeId, span: &Span, priority: Priority) -> bool {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
-        let in_host = residency.boundary_within(top, span.local, true, nodes_max);
+        let in_host = residency.boundary_within(top, span.bounds(), true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
         match self.plans_promotion(id, ends, priority == Priority::Prefetch) {
             Reads::All => true,
@@ -441,6 +446,19 @@ impl Engine {
                 false
             }
             Reads::None => false,
+        }
+    }
+
+    /// Why no hit ends at or above `top`, not even one that would be read from disk.
+    fn why_no_end(&self, top: NodeId, span: &Span) -> Reason {
+        if !span.is_worth(self.residency.node(top).depth) {
+            return Reason::TooFew;
+        }
+        let mut disks = self.residency.disks().iter();
+        if disks.any(|disk| !disk.health.answers_reads()) {
+            Reason::DiskSilent
+        } else {
+            Reason::NoBoundary
         }
     }
 
@@ -461,7 +479,7 @@ impl Engine {
         cursor: &mut LookupCursor,
     ) -> Option<Option<NodeId>> {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
-        match residency.boundary_within(top, span.local, cursor.host_only, nodes_max) {
+        match residency.boundary_within(top, span.bounds(), cursor.host_only, nodes_max) {
             Ok(boundary) if span.is_worth(boundary) => {
                 Some(Some(residency.forest().ancestor(top, boundary)))
             }
@@ -490,10 +508,15 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote the payloads that a hit at `target` needs beyond `local`. False if nothing
-    /// of it can be held, or
+    /// Starts to promote the payloads that a hit at `target` needs ([`Span::bounds`]). False if nothing of it can be held, or
     /// too little for a hit of `min` hash blocks, or it was tried too often.
-    fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32, min: u32) -> bool {
+    fn start_promotion(
+        &mut self,
+        id: RequestId,
+        target: NodeId,
+        bounds: (u32, u32),
+        min: u32,
+    ) -> bool {
         let state = &mut self.sessions.requests[id];
         if state.promotions.tries >= PROMOTIONS_MAX {
             return false;
@@ -501,7 +524,7 @@ impl Engine {
         state.promotions.tries += 1;
         state.promotions.started += 1;
         let budget = self.promotions.budget_of(&state.promotions);
-        let plan = self.residency.plan_promotion(target, local, budget);
+        let plan = self.residency.plan_promotion(target, bounds, budget);
         let Some(plan) = plan.filter(|plan| self.residency.node(plan.target).depth >= min) else {
             return false;
         };
@@ -516,8 +539,9 @@ impl Engine {
     }
 
     /// The answer that there is no hit: the payloads that were promoted for it may be evicted.
-    fn miss(&mut self, id: RequestId) -> Lookup {
+    fn miss(&mut self, id: RequestId, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
+        state.answered.reason = reason;
         state.move_lease(NONE, &mut self.residency);
         self.promotions.release(&mut state.promotions);
         Lookup::Miss {
@@ -525,9 +549,11 @@ impl Engine {
         }
     }
 
-    /// The answer that there is a hit that ends at `node`: leases it, and counts the request's hit once.
-    fn hit(&mut self, id: RequestId, node: NodeId, local: u32) -> Lookup {
+    /// The answer that there is a hit that ends at `node`: leases it, and counts the request's hit once. It ends there
+    /// for a reason.
+    fn hit(&mut self, id: RequestId, node: NodeId, local: u32, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
+        state.answered.reason = reason;
         state.move_lease(node, &mut self.residency);
         state.hit_after = Some(local);
         let hash_block_size = self.residency.spec_of(node).hash_block_size;

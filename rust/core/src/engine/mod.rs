@@ -26,9 +26,11 @@ mod check;
 mod checksums;
 mod config;
 mod coordinator;
+mod departures;
 #[cfg(feature = "check")]
 mod ensure;
 mod events;
+mod explain;
 mod hints;
 mod io;
 mod late_disk;
@@ -49,6 +51,7 @@ mod save;
 mod save_cursor;
 mod served;
 mod sessions;
+mod waits;
 mod writeback;
 
 pub use config::EngineConfig;

@@ -5,6 +5,7 @@ use slotmap::SlotMap;
 use crate::forest::{NONE, NodeId};
 use crate::session::{Priority, PromotionWait, Tokens};
 
+use super::explain::Answered;
 use super::planner::ReadShare;
 use super::plans::Planned;
 use super::promotions::QueuePlace;
@@ -44,6 +45,8 @@ pub(super) struct RequestState {
     /// Tokens of the chain that the last lookup found, whether a hit may end there or not.
     pub(super) shared: Tokens,
     pub(super) offers: BlockOffers,
+    /// Why the last answer has no more tokens.
+    pub(super) answered: Answered,
 }
 
 /// Which blocks of a request the policies have weighed for a save.

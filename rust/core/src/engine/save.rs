@@ -277,7 +277,7 @@ impl Engine {
         }
         let is_empty = save.payloads.is_empty();
         if is_empty {
-            self.sessions.end_transfer(key);
+            self.sessions.end_transfer(key, false);
         }
         if let Some(id) = self.sessions.request_id(session, request) {
             self.sessions.requests[id].offers = blocks;

@@ -150,6 +150,7 @@ impl Engine {
         let bytes = self.residency.bytes_of(ns, boundary, &after);
         let target = self.residency.forest().ancestor(hit, boundary);
         let promise = self.promise(id, computed, external);
+        self.note_load(id);
         // The load's lease first: the request's ends now.
         self.residency.pin_hit(target);
         self.release_hit(id);
@@ -204,6 +205,10 @@ impl Engine {
             saves: transfers.saves,
             load_bytes: transfers.load_bytes,
             save_bytes: transfers.save_bytes,
+            answered: state.totals.answered,
+            hits: state.totals.hits,
+            loaded_bytes: state.totals.loaded_bytes,
+            saved_bytes: state.totals.saved_bytes,
         }
     }
 }
@@ -223,4 +228,12 @@ pub struct SessionUsage {
     pub load_bytes: u64,
     /// Bytes of slots that the saves copy to.
     pub save_bytes: u64,
+    /// Requests whose lookup was answered since the session was opened.
+    pub answered: u64,
+    /// Those of them with a hit.
+    pub hits: u64,
+    /// Bytes of the loads that have succeeded since.
+    pub loaded_bytes: u64,
+    /// Bytes of the saves that have succeeded since.
+    pub saved_bytes: u64,
 }

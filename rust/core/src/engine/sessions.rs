@@ -7,6 +7,7 @@ use slotmap::SlotMap;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::session::{SessionSpec, Tokens};
 
+use super::explain::Answered;
 use super::plans::Planned;
 use super::requests::{BlockOffers, RequestId, RequestPromotions, RequestState, Requests};
 use super::save_cursor::SaveCursor;
@@ -27,10 +28,24 @@ pub(super) struct SessionState {
     pub(super) saved: HashMap<Box<str>, u32>,
     /// See [`SessionSpec::dropped_tokens`].
     dropped_tokens: u32,
+    /// See [`NamespaceSpec::alignment_tokens`](crate::namespace::NamespaceSpec::alignment_tokens).
+    alignment_tokens: u32,
     /// See [`SessionSpec::leases_prefetches`].
     pub(super) leases_prefetches: bool,
     /// Its loads and saves under way.
     transfers: TransferSums,
+    pub(super) totals: SessionTotals,
+}
+
+/// What a session has done since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct SessionTotals {
+    /// Requests that were answered, and those of them with a hit.
+    pub(super) answered: u64,
+    pub(super) hits: u64,
+    /// Bytes of loads and saves that have succeeded.
+    pub(super) loaded_bytes: u64,
+    pub(super) saved_bytes: u64,
 }
 
 /// Loads and saves under way, and the slot bytes that they copy from or to.
@@ -130,8 +145,10 @@ impl Sessions {
             requests: HashMap::new(),
             saved: HashMap::new(),
             dropped_tokens: spec.dropped_tokens.0,
+            alignment_tokens: spec.namespace.alignment_tokens,
             leases_prefetches: spec.leases_prefetches,
             transfers: TransferSums::default(),
+            totals: SessionTotals::default(),
         })
     }
 
@@ -204,9 +221,15 @@ impl Sessions {
                 dropped_tokens: state.dropped_tokens,
                 shared: Tokens(0),
                 offers: BlockOffers::default(),
+                answered: Answered::default(),
             })),
         };
         Some(id)
+    }
+
+    /// The hits of a request end at multiples of so many tokens.
+    pub(super) fn alignment_of(&self, id: RequestId) -> u32 {
+        self.sessions[self.requests[id].session].alignment_tokens
     }
 
     /// Requests of a session, in the order of their arrival.
@@ -240,10 +263,16 @@ impl Sessions {
         self.transfers.insert(transfer)
     }
 
-    pub(super) fn end_transfer(&mut self, key: TransferKey) -> Option<TransferState> {
+    pub(super) fn end_transfer(&mut self, key: TransferKey, ok: bool) -> Option<TransferState> {
         let transfer = self.transfers.remove(key)?;
         if let Some(session) = self.sessions.get_mut(transfer.session) {
             session.transfers.remove(&transfer);
+            let bytes = if ok { transfer.bytes } else { 0 };
+            if transfer.is_load() {
+                session.totals.loaded_bytes += bytes;
+            } else {
+                session.totals.saved_bytes += bytes;
+            }
         }
         self.sums.remove(&transfer);
         Some(transfer)

@@ -2,11 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use undercroft_core::explain::{Reason, Rest};
 use undercroft_core::key::HashSource;
 use undercroft_core::session::{Hit, Lookup, LookupRequest, Priority, Step, Tokens};
 
 use super::{ClientRequest, ClientState, Polled, Stage};
-use crate::protocol::{ClientMessage, LookupMessage, REQUESTS_MAX, STEPS_MAX, append_with_hashes};
+use crate::protocol::{
+    ClientMessage, LABEL_BYTES_MAX, LookupMessage, REQUESTS_MAX, STEPS_MAX, append_with_hashes,
+};
 
 /// A miss is asked for again when it is older than this: other sessions save all the time.
 const MISS_FRESH: Duration = Duration::from_millis(5);
@@ -70,6 +73,17 @@ impl ClientState {
     pub(crate) fn waited(&mut self, name: &str) {
         if let Some(request) = self.requests.get_mut(name) {
             request.waited = true;
+        }
+    }
+
+    /// Why a request's last answer has no more tokens. The server, where the answer did not come from it.
+    pub(crate) fn rest(&self, name: &str, now: Instant) -> Option<Rest> {
+        let of_server = self.requests.get(name);
+        let is_answered = |request: &&ClientRequest| matches!(request.stage, Stage::Answered(..));
+        match of_server.filter(is_answered) {
+            Some(request) => request.rest,
+            None if self.open.is_some() && !self.is_late(now) && of_server.is_none() => None,
+            None => Some(Reason::NoServer.into()),
         }
     }
 
@@ -159,6 +173,7 @@ impl ClientState {
             waited: false,
             is_retry: false,
             shared: Tokens(0),
+            rest: None,
         };
         self.requests.insert(name.into(), request);
         Some((id, 0))
@@ -187,6 +202,7 @@ impl ClientState {
             ClientMessage::Lookup(LookupMessage {
                 request: id,
                 version,
+                label: if known == 0 { label_of(name) } else { "" },
                 computed: question.computed,
                 max: question.max,
                 min: question.min,
@@ -211,6 +227,13 @@ impl ClientState {
         }
         true
     }
+}
+
+/// The part of a request's id that a server is told.
+fn label_of(name: &str) -> &str {
+    let end = name.len().min(LABEL_BYTES_MAX);
+    let end = (0..=end).rev().find(|&end| name.is_char_boundary(end));
+    &name[..end.unwrap_or(0)]
 }
 
 /// The server's reply is on its way: the scheduler waits for it once, a prefetch does not.

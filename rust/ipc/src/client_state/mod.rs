@@ -5,6 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use undercroft_core::explain::Rest;
 use undercroft_core::hint::HintAnswer;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
@@ -92,6 +93,7 @@ struct ClientRequest {
     is_retry: bool,
     /// Of the last answer.
     shared: Tokens,
+    rest: Option<Rest>,
 }
 
 /// How far a load or a save is.
@@ -231,8 +233,9 @@ impl ClientState {
                 request,
                 version,
                 answer,
+                rest,
                 ..
-            } => self.take_answer(request, version, answer, now),
+            } => self.take_answer((request, version), answer, rest, now),
             ServerMessage::Granted {
                 transfer,
                 refused,
@@ -259,12 +262,19 @@ impl ClientState {
             ServerMessage::Pong { stats } => self.stats = stats,
             ServerMessage::Registered { .. }
             | ServerMessage::Refused { .. }
-            | ServerMessage::Status { .. } => return false,
+            | ServerMessage::Status { .. }
+            | ServerMessage::Operated { .. } => return false,
         }
         true
     }
 
-    fn take_answer(&mut self, request: u64, version: u32, answer: LookupAnswer, now: Instant) {
+    fn take_answer(
+        &mut self,
+        (request, version): (u64, u32),
+        answer: LookupAnswer,
+        rest: Option<Rest>,
+        now: Instant,
+    ) {
         let state = self
             .names
             .get(&request)
@@ -275,6 +285,7 @@ impl ClientState {
         let Some(state) = state.filter(expected) else {
             return;
         };
+        state.rest = rest;
         (state.stage, state.shared) = match answer {
             LookupAnswer::Pending { shared } => (Stage::Pending, shared),
             LookupAnswer::Miss { shared } => (Stage::Answered(None, now), shared),

@@ -402,6 +402,14 @@ impl Service {
                 let json = self.status();
                 (Role::New, ServerMessage::Status { json })
             }
+            ClientMessage::Operate(operation) => {
+                let done = self
+                    .served
+                    .driver
+                    .enter(|engine| operation.carry_out(engine));
+                let json = done.unwrap_or_default().to_string();
+                (Role::New, ServerMessage::Operated { json })
+            }
             _ => return Err(End::Malformed),
         };
         let peer = self.connections.get_mut(id).ok_or(End::Closed)?;

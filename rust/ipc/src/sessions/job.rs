@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use undercroft_core::engine::HitExtents;
+use undercroft_core::explain::Rest;
 use undercroft_core::hint::Hint;
 use undercroft_core::session::{Extent, Offer, Tokens, TransferId, append_extents};
 
@@ -89,6 +90,7 @@ pub(super) struct HitJob {
 pub(super) struct FoundHit {
     pub(super) tokens: Tokens,
     pub(super) shared: Tokens,
+    pub(super) rest: Option<Rest>,
     pub(super) from_disk: Option<(Tokens, Tokens)>,
     pub(super) left: HitExtents,
     /// From the end to the beginning.

@@ -198,7 +198,9 @@ impl ServedSessions {
                 let stats = self.report.take(|| self.stats.take());
                 ServerMessage::Pong { stats }.append_to(out);
             }
-            ClientMessage::Register { .. } | ClientMessage::Status => return Err(Violation),
+            ClientMessage::Register { .. } | ClientMessage::Status | ClientMessage::Operate(_) => {
+                return Err(Violation);
+            }
         }
         Ok(())
     }
@@ -285,6 +287,8 @@ impl ServedSessions {
                 "workers": session.workers, "lookups": usage.lookups, "pending": usage.pending,
                 "loads": usage.loads, "saves": usage.saves, "load_bytes": usage.load_bytes,
                 "save_bytes": usage.save_bytes, "request_bytes": session.bytes(),
+                "answered": usage.answered, "hits": usage.hits,
+                "loaded_bytes": usage.loaded_bytes, "saved_bytes": usage.saved_bytes,
             })
         };
         self.sessions.values().map(one).collect()

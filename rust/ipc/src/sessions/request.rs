@@ -2,6 +2,7 @@
 
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, LookupCursor, SessionId};
+use undercroft_core::explain::Rest;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
@@ -18,6 +19,8 @@ const HASH_BYTES: u64 = size_of::<BlockHash>() as u64;
 pub(super) struct ServedRequest {
     /// The engine's name for the request.
     pub(super) name: String,
+    /// vLLM's.
+    pub(super) label: String,
     pub(super) hashes: Vec<BlockHash>,
     /// Its hashes were too many for the server: it gets neither hits nor slots.
     pub(super) over: bool,
@@ -37,7 +40,7 @@ pub(super) struct ServedRequest {
 
 /// The state of a lookup.
 pub(super) enum Looked {
-    Answer(LookupAnswer),
+    Answer(LookupAnswer, Option<Rest>),
     Hit(FoundHit),
 }
 
@@ -68,31 +71,37 @@ impl ServedRequest {
         cursor: &mut LookupCursor,
     ) -> Option<Looked> {
         if self.over {
-            return Some(Looked::Answer(LookupAnswer::NOTHING));
+            return Some(Looked::Answer(LookupAnswer::NOTHING, None));
         }
         let question = LookupRequest::new(&self.name, &self.hashes)
+            .label(&self.label)
             .computed(self.computed)
             .max(self.max)
             .min(self.min)
             .wait(self.wait)
             .queued(self.queued)
             .priority(self.priority);
-        let hit = match engine.step_lookup(id, &question, cursor)? {
+        let answer = engine.step_lookup(id, &question, cursor)?;
+        let rest = engine.rest(id, &self.name);
+        let hit = match answer {
             Lookup::Pending { shared } => {
-                return Some(Looked::Answer(LookupAnswer::Pending { shared }));
+                return Some(Looked::Answer(LookupAnswer::Pending { shared }, rest));
             }
-            Lookup::Miss { shared } => return Some(Looked::Answer(LookupAnswer::Miss { shared })),
+            Lookup::Miss { shared } => {
+                return Some(Looked::Answer(LookupAnswer::Miss { shared }, rest));
+            }
             Lookup::Hit(hit) => hit,
         };
         let left = engine.start_hit_extents(id, &self.name, self.computed);
         let Some(mut left) = left else {
             let shared = hit.shared;
-            return Some(Looked::Answer(LookupAnswer::Miss { shared }));
+            return Some(Looked::Answer(LookupAnswer::Miss { shared }, rest));
         };
         let part = engine.step_hit_extents(&mut left, HIT_STEP);
         Some(Looked::Hit(FoundHit {
             tokens: hit.tokens,
             shared: hit.shared,
+            rest,
             from_disk: engine.from_disk(id, &self.name),
             left,
             parts: part.into_iter().collect(),

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, SessionId};
+use undercroft_core::explain::Rest;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{BlockEvents, Priority, Tokens, TransferId};
 
@@ -18,7 +19,8 @@ use super::request::{Looked, REQUEST_BYTES, ServedRequest, bytes_of, growth};
 use super::transfers::end_some;
 use crate::budget::Budget;
 use crate::protocol::{
-    HASHES_MAX, HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, ServerMessage,
+    HASHES_MAX, HashRun, LABEL_BYTES_MAX, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX,
+    ServerMessage,
 };
 
 /// With more bytes of answers queued than this, a client gets no further ones until it has read these.
@@ -166,6 +168,7 @@ impl ServedSession {
             .entry(request)
             .or_insert_with(|| ServedRequest {
                 name: request.to_string(),
+                label: String::new(),
                 hashes: Vec::new(),
                 over: false,
                 pending: false,
@@ -242,6 +245,10 @@ impl ServedSession {
     fn ask(&mut self, message: &LookupMessage<'_>) {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
+            if !message.label.is_empty() {
+                let label = message.label.chars().take(LABEL_BYTES_MAX);
+                state.label = label.collect();
+            }
             (state.computed, state.max) = (message.computed, message.max);
             (state.min, state.wait, state.queued) = (message.min, message.wait, message.queued);
             if message.priority == Priority::Demand {
@@ -296,7 +303,7 @@ impl ServedSession {
             return;
         };
         let looked = state.lookup(driver, id);
-        let looked = looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING));
+        let looked = looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING, None));
         self.answer(driver, budgets, request, true, looked, out);
     }
 
@@ -315,12 +322,12 @@ impl ServedSession {
         };
         let version = state.version;
         let hit = match looked {
-            Looked::Answer(answer) => {
+            Looked::Answer(answer, rest) => {
                 state.pending = answer.is_pending();
                 if state.pending {
                     self.pending.push_back(request);
                 }
-                return append_answer(request, version, direct, answer, out);
+                return append_answer((request, version, direct), answer, rest, out);
             }
             Looked::Hit(hit) => hit,
         };
@@ -328,7 +335,8 @@ impl ServedSession {
         if !budgets.answers.allows(self.answer_bytes, bytes) {
             // The lease ends with the request's next lookup, or with the request.
             let shared = hit.shared;
-            return append_answer(request, version, direct, LookupAnswer::Miss { shared }, out);
+            let answer = LookupAnswer::Miss { shared };
+            return append_answer((request, version, direct), answer, hit.rest, out);
         }
         self.answer_bytes += bytes;
         budgets.answers.take(bytes);
@@ -380,7 +388,12 @@ impl ServedSession {
                 extents: job.hit.extents(),
             })
         };
-        append_answer(job.request, job.version, job.direct, answer, out);
+        append_answer(
+            (job.request, job.version, job.direct),
+            answer,
+            job.hit.rest,
+            out,
+        );
     }
 
     pub(super) fn demand(&mut self, request: u64, queued: Tokens) {
@@ -513,8 +526,8 @@ impl ServedSession {
                 continue;
             };
             let looked = state.lookup(driver, id);
-            match looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING)) {
-                Looked::Answer(answer) if answer.is_pending() => self.pending.push_back(request),
+            match looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING, None)) {
+                Looked::Answer(answer, _) if answer.is_pending() => self.pending.push_back(request),
                 looked => {
                     state.pending = false;
                     self.answer(driver, budgets, request, false, looked, out);
@@ -538,10 +551,9 @@ impl ServedSession {
 }
 
 fn append_answer(
-    request: u64,
-    version: u32,
-    direct: bool,
+    (request, version, direct): (u64, u32, bool),
     answer: LookupAnswer,
+    rest: Option<Rest>,
     out: &mut Vec<u8>,
 ) {
     let shared = match &answer {
@@ -553,6 +565,7 @@ fn append_answer(
         version,
         direct,
         answer,
+        rest,
     };
     if !message(answer).append_to(out) {
         // A hit with too many extents for one frame is not worth a load.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use undercroft_core::driver::EngineAccess;
+use undercroft_core::explain::Reason;
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 use undercroft_core::session::{
     Lookup, LookupRequest, Offer, Save, SaveRequest, SessionSpec, Tokens,
@@ -19,6 +20,24 @@ pub(crate) fn a_prompt_that_was_never_saved_is_a_miss(of: Implementation) {
     assert_eq!(look_up(&*session, "r", &hashes(1, 8)), miss(0));
     assert_eq!(look_up(&*session, "no hashes", &hashes(1, 0)), miss(0));
     assert_eq!(session.begin_load("r", tokens(0), tokens(1)), None);
+}
+
+pub(crate) fn an_answer_says_why_it_has_no_more(of: Implementation) {
+    let rig = SessionRig::new(of);
+    let session = rig.open(full());
+    assert_eq!(session.rest("r"), None);
+    let reason = |name| session.rest(name).map(|rest| rest.reason);
+    look_up(&*session, "r", &hashes(1, 8));
+    assert_eq!(reason("r"), Some(Reason::NeverSeen));
+    rig.save(&*session, 1, 8);
+    look_up(&*session, "whole", &hashes(1, 8));
+    assert_eq!(reason("whole"), Some(Reason::Complete));
+    session.finish_request("whole");
+    rig.evict_all();
+    until("it is told as evicted", || {
+        look_up(&*session, "r", &hashes(1, 8));
+        reason("r") == Some(Reason::EvictedHost)
+    });
 }
 
 pub(crate) fn a_saved_prompt_is_a_hit_in_every_session_of_the_namespace(of: Implementation) {

@@ -41,6 +41,7 @@ macro_rules! conformance_of_all {
 conformance_of_all! {
     lookups {
         a_prompt_that_was_never_saved_is_a_miss,
+        an_answer_says_why_it_has_no_more,
         a_saved_prompt_is_a_hit_in_every_session_of_the_namespace,
         another_namespace_shares_nothing,
         a_hit_ends_at_the_limit_and_at_the_alignment,

@@ -42,6 +42,7 @@ fn lookup(version: u32, hashes: HashRun<'_>) -> ClientMessage<'_> {
     ClientMessage::Lookup(LookupMessage {
         request: 1,
         version,
+        label: "",
         computed: Tokens(0),
         max: Tokens::MAX,
         min: Tokens(0),
@@ -171,6 +172,7 @@ fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
         greedy.say(&ClientMessage::Lookup(LookupMessage {
             request,
             version: 1,
+            label: "",
             computed: Tokens(0),
             max: Tokens::MAX,
             min: Tokens(0),

@@ -13,6 +13,7 @@ fn lookup(hashes: HashRun<'_>) -> ClientMessage<'_> {
     ClientMessage::Lookup(LookupMessage {
         request: 1,
         version: 1,
+        label: "",
         computed: Tokens(0),
         max: Tokens(64),
         min: Tokens(0),

@@ -110,6 +110,7 @@ impl Raw {
         self.say(&ClientMessage::Lookup(LookupMessage {
             request,
             version: 1,
+            label: "",
             computed: Tokens(0),
             max: tokens_of(hashes),
             min: Tokens(0),

@@ -1,8 +1,9 @@
 //! Lookups, loads and saves through a server.
 
 use undercroft_core::driver::EngineAccess;
+use undercroft_core::explain::ExplainQuery;
 use undercroft_core::session::{Load, LookupRequest, Save, SaveRequest, Session, Sources, Tokens};
-use undercroft_ipc::ConnectionState;
+use undercroft_ipc::{ConnectionState, Operation, operate};
 
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};
 
@@ -106,4 +107,37 @@ fn a_server_that_comes_late_or_again_is_found() {
             Save::Unavailable
         );
     }
+}
+
+#[test]
+fn an_operator_is_told_of_the_last_lookups_by_their_requests_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/serve.sock");
+    let rig = Rig::start(&socket, None, 1);
+    let client = client(&socket);
+    assert_eq!(client.wait_for_connection(PATIENCE), ConnectionState::Up);
+    let prompt = hashes(1, 8);
+    assert_eq!(lookup(&client, "chatcmpl-one", &prompt), Some(0));
+    save(&rig, &client, "w", &prompt);
+    until("the save is visible", || {
+        lookup(&client, "chatcmpl-two", &prompt) == Some(8 * TOKENS)
+    });
+    let explain = |query| {
+        let json = operate(&socket, Operation::Explain(query), PATIENCE).unwrap();
+        let told: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert!(told["before"].is_null());
+        told["lookups"].as_array().unwrap().clone()
+    };
+    let misses = explain(ExplainQuery {
+        misses: true,
+        request: "chatcmpl-one".to_owned(),
+        before: None,
+    });
+    assert_eq!(misses.len(), 1);
+    assert_eq!(misses[0]["reason"], "never_seen");
+    assert_eq!(misses[0]["asked_tokens"], 8 * TOKENS);
+    let all = explain(ExplainQuery::default());
+    let names: Vec<&str> = all.iter().filter_map(|of| of["request"].as_str()).collect();
+    assert!(names.contains(&"chatcmpl-two"), "{names:?}");
+    drop((client, rig));
 }

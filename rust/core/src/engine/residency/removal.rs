@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId};
+use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier};
 use crate::key::HashSource;
 use crate::work;
 
@@ -126,6 +126,12 @@ impl Residency {
     fn detach(&mut self, id: NodeId) {
         self.withdraw(id);
         self.note_detached(id);
+        let node = self.node(id);
+        if !node.has_no_slots() {
+            // Of what was evicted the eviction is remembered.
+            let (ns, hash) = (node.ns, node.hash);
+            self.departures.note(ns, &hash, Tier::Host, false);
+        }
         self.forest.unindex(id);
         for group in self.node(id).groups() {
             if self.node(id).payload(group).disk == DiskState::Queued {

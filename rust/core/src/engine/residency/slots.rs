@@ -285,7 +285,9 @@ impl Residency {
             .unwrap_or_else(|| panic!("node {id} has no slot in {tier:?}"));
         node.set_slots(tier, slots);
         if slots == 0 {
-            let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
+            let (touch, ns, hash) = (node.touch(), node.ns, node.hash);
+            let fingerprint = hash.fingerprint();
+            self.departures.note(ns, &hash, tier, loss == Loss::Evicted);
             let region = self.region(id, tier);
             let policy = &mut self.policies(region).leaves;
             match loss {

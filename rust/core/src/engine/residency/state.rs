@@ -8,6 +8,7 @@ use crate::namespace::NamespaceSpec;
 use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
+use super::super::departures::Departures;
 use super::super::events::Feeds;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
@@ -60,6 +61,8 @@ pub(in crate::engine) struct Residency {
     pub(super) disk_gaps: bool,
     /// Who is told of changes.
     pub(in crate::engine) feeds: Feeds,
+    /// Blocks that have left the tiers.
+    pub(in crate::engine) departures: Departures,
 }
 
 impl Residency {
@@ -68,6 +71,7 @@ impl Residency {
         policy: PolicyKind,
         seed: u64,
         event_ring: usize,
+        departures: usize,
     ) -> Self {
         Self {
             forest: Forest::new(seed),
@@ -85,6 +89,7 @@ impl Residency {
             moves: Moves::default(),
             disk_gaps: false,
             feeds: Feeds::new(event_ring),
+            departures: Departures::new(departures),
         }
     }
 

@@ -170,6 +170,7 @@ impl StateRig {
             version,
             direct,
             answer,
+            rest: None,
         };
         self.state.take(message, self.now)
     }

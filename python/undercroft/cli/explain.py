@@ -1,0 +1,110 @@
+"""``undercroft explain``: what the last requests found in the cache, and why no more."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from undercroft import reasons
+from undercroft.cli import arguments, engines, output
+from undercroft.cli.serve import absolute_path
+
+LOOKUPS_MAX = 4096
+"""As many as an engine keeps."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "explain",
+        parents=[shared],
+        help="show what the last requests found, and why no more",
+        description="Asks `undercroft serve`, or the engine inside a vLLM, for the last lookups that it answered: "
+        "tokens of the prompt, on the device, found in the cache and loaded, and why the rest was not. An engine "
+        f"keeps the last {LOOKUPS_MAX}. Exit code 1 if no engine answers, or it knows no such request.",
+        epilog="example: undercroft explain --misses --last 50",
+    )
+    arguments.add_engine(parser, absolute_path)
+    parser.add_argument("--request", metavar="ID", default="", help="requests whose id begins so (as in vLLM's log)")
+    parser.add_argument("--misses", action="store_true", help="those with something missing only")
+    parser.add_argument(
+        "--last",
+        type=arguments.whole(1, LOOKUPS_MAX),
+        default=20,
+        metavar="N",
+        help="so many, the latest last (%(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the lookups."""
+    socket = engines.socket_of(args)
+    lookups = _ask(socket, args.request, args.misses, args.last)
+    if not lookups and args.request:
+        raise output.CommandError(
+            f"--request {args.request}: not among the last {LOOKUPS_MAX} lookups of unix://{socket}"
+        )
+    if args.json:
+        output.print_json({"socket": socket, "lookups": lookups})
+    elif args.request:
+        for one in lookups:
+            _print_one(one)
+    else:
+        _print_table(lookups)
+    return 0
+
+
+def _ask(socket: str, request: str, misses: bool, last: int) -> list[dict[str, Any]]:
+    """The last lookups, the oldest first."""
+    found: list[dict[str, Any]] = []
+    before = None
+    while len(found) < last:
+        query = {"request": request, "misses": misses, "before": before}
+        said = engines.operate(socket, {"explain": query})
+        found += said["lookups"]
+        before = said["before"]
+        if before is None:
+            break
+    return found[:last][::-1]
+
+
+def _print_table(lookups: list[dict[str, Any]]) -> None:
+    if not lookups:
+        print("no lookups yet")
+        return
+    columns = ("request", "ago", "prompt", "device", "found", "hit", "disk", "waited", "missing because")
+    rows = [
+        (
+            one["request"],
+            output.age_text(one["age_s"]),
+            one["asked_tokens"],
+            one["device_tokens"],
+            one["found_tokens"],
+            one["hit_tokens"] or "-",
+            one["disk_tokens"] or "-",
+            f"{one['waited_ms']} ms",
+            "-" if one["reason"] == "complete" else _short(one),
+        )
+        for one in lookups
+    ]
+    output.print_table(columns, rows)
+
+
+def _short(one: dict[str, Any]) -> str:
+    reason = str(one["reason"]).replace("_", " ")
+    return reason if one["ago_s"] is None else f"{reason}, {output.age_text(one['ago_s'])} before"
+
+
+def _print_one(one: dict[str, Any]) -> None:
+    print(f"{one['request']}, answered {output.age_text(one['age_s'])} ago")
+    hit = one["hit_tokens"]
+    loaded = "" if not hit else ", loaded" if one["loaded"] else ", not loaded (yet)"
+    print(f"  {one['asked_tokens']} tokens could be loaded at most, {one['device_tokens']} were on the device")
+    print(f"  {one['found_tokens']} tokens were found in the cache")
+    print(f"  the hit ended at {hit} tokens, {one['disk_tokens']} of them from disk{loaded}")
+    print(f"  waited {one['waited_ms']} ms")
+    print(f"  {one['reason']}: {reasons.sentence(one['reason'], one['ago_s'])}")
+    if one["missing_block"]:
+        print(f"  first missing block: hash {one['missing_block']}...")
+    print(f"  namespace {one['namespace'][:12]}")

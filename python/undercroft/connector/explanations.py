@@ -1,0 +1,98 @@
+"""Why requests were loaded as they were: the option ``log_requests``, the request parameter ``explain``, and spans.
+
+A request is explained when vLLM admits it: the answer of its last lookup is what counts. What nobody asks for costs a
+comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from undercroft import compat, reasons, request_params
+from undercroft.log import logger
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from undercroft._core import Session
+    from undercroft.connector.stats import Counts
+
+SPAN = "undercroft.lookup"
+_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+"""vLLM sets it for its processes where tracing is on."""
+
+
+class Explanations:
+    """Explains the requests of one scheduler."""
+
+    def __init__(self, session: Session, log_requests: str, counts: Counts, is_served: bool = False) -> None:
+        """``log_requests``: the option. ``is_served``: another process has the engine, and may be away."""
+        self._session = session
+        self._log_requests = log_requests
+        self._counts = counts
+        self._is_served = is_served
+        self._traces = bool(os.environ.get(_TRACES_ENDPOINT)) and compat.may_trace()
+        self._asked: dict[str, tuple[int, float]] = {}
+        """Tokens that the device held when the scheduler asked, and when it asked first, by request."""
+        self._admitted: dict[str, dict[str, Any] | None] = {}
+        """What the response is to say, by request; None if it did not ask."""
+
+    def asked(self, request: Request, device_tokens: int) -> None:
+        """The scheduler asks for a request: the device holds so many of its tokens."""
+        if request.request_id in self._admitted or not self._is_wanted(request):
+            return
+        first = self._asked.get(request.request_id)
+        self._asked[request.request_id] = (device_tokens, time.time() if first is None else first[1])
+
+    def admitted(self, request: Request, loaded_tokens: int) -> None:
+        """The request got its blocks, and so many tokens are loaded. To be called before its lookup ends."""
+        asked = self._asked.pop(request.request_id, None)
+        if asked is None:
+            return
+        device_tokens, since = asked
+        reason, ago_s = self._session.rest(request.request_id) or ("complete", None)
+        if reason == "no_server" and not loaded_tokens:
+            self._counts.add("misses_no_server")
+        told = {
+            "prompt_tokens": request.num_prompt_tokens,
+            "device_tokens": device_tokens,
+            "loaded_tokens": loaded_tokens,
+            "waited_ms": round(1e3 * (time.time() - since), 1),
+            "reason": reason,
+            "reason_age_s": ago_s,
+        }
+        if self._log_requests == "all" or (self._log_requests == "misses" and reason != "complete"):
+            _log(request.request_id, told)
+        if self._traces and (headers := getattr(request, "trace_headers", None)):
+            attributes = {f"{SPAN}.{name}": value for name, value in told.items() if value is not None}
+            compat.trace(SPAN, since, headers, attributes)
+        wants = request_params.wants_explanation(request.kv_transfer_params)
+        self._admitted[request.request_id] = told if wants else None
+
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """What the response's ``kv_transfer_params`` say of a request that has ended."""
+        self._asked.pop(request_id, None)
+        told = self._admitted.pop(request_id, None)
+        return None if told is None else {request_params.EXPLAIN: told}
+
+    def _is_wanted(self, request: Request) -> bool:
+        return (
+            self._log_requests != "off"
+            or self._is_served
+            or self._traces
+            or request_params.wants_explanation(request.kv_transfer_params)
+        )
+
+
+def _log(request_id: str, told: dict[str, Any]) -> None:
+    logger.info(
+        "undercroft: request %s: %d prompt tokens, %d on the device, %d loaded after %.0f ms: %s",
+        request_id,
+        told["prompt_tokens"],
+        told["device_tokens"],
+        told["loaded_tokens"],
+        told["waited_ms"],
+        reasons.sentence(told["reason"], told["reason_age_s"]),
+    )

@@ -1,0 +1,37 @@
+"""Why tokens of a prompt were not loaded, in words: the reasons that the engine and the connector give."""
+
+from __future__ import annotations
+
+REASONS: dict[str, str] = {
+    "complete": "everything that could be loaded was cached",
+    "never_seen": "the next block was never saved, or so long ago that its eviction is forgotten",
+    "evicted_host": "the next block was evicted from host memory and was not on disk",
+    "evicted_disk": "the next block was evicted from disk",
+    "lost": "the next block was lost: unreadable, changed, reset, or after a block that is gone",
+    "incomplete": "the next block was being saved, or was saved without one before it",
+    "other_identity": "the next block is cached under another identity (undercroft inspect DIR --diff shows which)",
+    "no_boundary": "a sliding window or a state that a hit needs there is not cached",
+    "too_few": "a hit would gain too few tokens (min_load_tokens)",
+    "planned": "by prediction, computing took less time than loading (docs/planning.md)",
+    "timed_out": "the wait for the disk was over (promotion_wait, lookup_timeout_ms)",
+    "disk_silent": "the disk did not answer",
+    "budget": "reads from disk for other requests took all of promotion_memory",
+    "repeated": "the blocks were read from disk three times and evicted before the load",
+    "threshold": "no hit reaches the request's cache_hit_threshold",
+    "load_failed": "a load for this request failed before",
+    "no_server": "the server did not answer in time, or is not connected",
+}
+"""Name of a reason -> its meaning. The names are those of `undercroft_core::explain::Reason`."""
+
+MISSES = tuple(name for name in REASONS if name != "complete")
+"""Reasons for which a request finds nothing: labels of the metric ``misses``."""
+
+_WITH_AGE = ("evicted_host", "evicted_disk", "lost")
+
+
+def sentence(reason: str, ago_s: float | None = None) -> str:
+    """A reason in words, with how long ago a block went, if that is known."""
+    text = REASONS.get(reason, reason)
+    if ago_s is None or reason not in _WITH_AGE:
+        return text
+    return f"{text} ({ago_s:.0f} s before)"

@@ -1,0 +1,52 @@
+//! How long a request waits for its promotion.
+
+use crate::session::PromotionWait;
+
+use super::coordinator::Engine;
+use super::promotions::QueuePlace;
+use super::requests::{Promotion, RequestState};
+
+/// A device that nobody polled for this many times the limit is held to be stalled.
+const NO_POLL_STALLS: u64 = 5;
+
+impl Engine {
+    /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
+    pub(super) fn is_late(&self, state: &RequestState, gain: u32) -> bool {
+        let demanded_ns = state.demanded_ns.unwrap_or(self.now_ns);
+        let waited = match state.wait.unwrap_or(self.config.promotion_wait) {
+            PromotionWait::Complete => false,
+            PromotionWait::Planned => self.plan_stops(state).is_some(),
+            PromotionWait::Limit {
+                base_ns,
+                per_1k_tokens_ns,
+            } => {
+                let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
+                let since = self.now_ns - demanded_ns;
+                u128::from(since) >= u128::from(base_ns) + part
+            }
+        };
+        let promotion = state.promotions.active.as_ref();
+        waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
+    }
+
+    /// Whether a promotion waits in vain. One that waits for its turn does not, however long that takes.
+    pub(super) fn is_stalled(&self, promotion: &Promotion) -> bool {
+        // A process that was held up itself has reads that ended meanwhile. But whoever polls may be held
+        // up for good, by a device.
+        let polled_ns = self.last_poll_ns.max(promotion.started_ns);
+        let stall_ns = self.config.stall_ns;
+        let after =
+            |since_ns: u64, stalls: u64| since_ns.saturating_add(stall_ns.saturating_mul(stalls));
+        if self.now_ns >= after(polled_ns, NO_POLL_STALLS) {
+            return true;
+        }
+        // Reads in flight end, or their device is known not to answer. A read that cannot start although
+        // its promotion has waits for memory: as long as others are read from its device.
+        let device = promotion.place.and_then(QueuePlace::device);
+        let (Some(device), Some(admitted_ns)) = (device, promotion.admitted_ns) else {
+            return false;
+        };
+        let since_ns = self.operations.read_progress_ns(device).max(admitted_ns);
+        self.last_poll_ns >= after(since_ns, 1)
+    }
+}

@@ -1,0 +1,131 @@
+//! Why the tokens of a prompt were not loaded, as an engine tells it.
+
+use serde::{Deserialize, Serialize};
+
+/// Why a hit ends where it does, or why there is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// Nothing is missing: the hit reaches as far as the question, or the device has everything.
+    #[default]
+    Complete,
+    /// The first missing block is neither in the index nor among those that the engine remembers as evicted.
+    NeverSeen,
+    /// The first missing block was evicted from host memory, and was not on disk.
+    EvictedHost,
+    /// The first missing block was evicted from disk, and was not in host memory.
+    EvictedDisk,
+    /// The first missing block was lost: unreadable, on a directory that was given up, or below a block that is gone.
+    Lost,
+    /// The first missing block is being saved, or was saved without one that it stands on.
+    Incomplete,
+    /// The first missing block is in the cache under another identity: another model, weights or layout.
+    OtherIdentity,
+    /// The chain is known, and a window or a state that every hit there needs is missing.
+    NoBoundary,
+    /// A hit gains fewer tokens than are worth a load.
+    TooFew,
+    /// By prediction, computing takes less time than loading.
+    Planned,
+    /// The wait for the disk was over.
+    TimedOut,
+    /// The disk did not answer.
+    DiskSilent,
+    /// Reads from disk that others wait for take all of `promotion_memory`.
+    Budget,
+    /// The blocks were read from disk several times, and evicted or lost before the load.
+    Repeated,
+    /// No hit reaches the least boundary that the request asked for.
+    Threshold,
+    /// A load for this request failed before.
+    LoadFailed,
+    /// The server did not answer in time, or there is no connection to it.
+    NoServer,
+}
+
+impl Reason {
+    /// As programs know it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Complete => "complete",
+            Self::NeverSeen => "never_seen",
+            Self::EvictedHost => "evicted_host",
+            Self::EvictedDisk => "evicted_disk",
+            Self::Lost => "lost",
+            Self::Incomplete => "incomplete",
+            Self::OtherIdentity => "other_identity",
+            Self::NoBoundary => "no_boundary",
+            Self::TooFew => "too_few",
+            Self::Planned => "planned",
+            Self::TimedOut => "timed_out",
+            Self::DiskSilent => "disk_silent",
+            Self::Budget => "budget",
+            Self::Repeated => "repeated",
+            Self::Threshold => "threshold",
+            Self::LoadFailed => "load_failed",
+            Self::NoServer => "no_server",
+        }
+    }
+}
+
+/// What comes after a hit, or after the computed tokens where there is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rest {
+    /// Why it was not loaded.
+    pub reason: Reason,
+    /// For a block that was evicted or lost: how long before, in seconds.
+    pub ago_s: Option<u32>,
+}
+
+impl From<Reason> for Rest {
+    fn from(reason: Reason) -> Self {
+        Self {
+            reason,
+            ago_s: None,
+        }
+    }
+}
+
+/// One lookup that was answered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Explained {
+    /// Its place in the order of all lookups of the engine.
+    pub position: u64,
+    /// vLLM's id of the request; of a very long one the beginning.
+    pub request: String,
+    /// Digest of the namespace, hexadecimal.
+    pub namespace: String,
+    /// How long ago it was answered, in seconds.
+    pub age_s: u64,
+    /// Tokens that the question could have been answered with: of the prompt's whole hash blocks.
+    pub asked_tokens: u32,
+    /// Tokens that the device had.
+    pub device_tokens: u32,
+    /// Tokens of the deepest block of the prompt that was in the index.
+    pub found_tokens: u32,
+    /// Where the hit ended; 0 without one.
+    pub hit_tokens: u32,
+    /// Tokens of the hit that were read from disk for it.
+    pub disk_tokens: u32,
+    /// How long the scheduler waited for the answer, in milliseconds.
+    pub waited_ms: u64,
+    /// Whether a load of the hit began.
+    pub loaded: bool,
+    /// The beginning of the first block hash that was not found, hexadecimal; empty if all were.
+    pub missing_block: String,
+    /// What was not loaded.
+    #[serde(flatten)]
+    pub rest: Rest,
+}
+
+/// Which lookups to tell of.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ExplainQuery {
+    /// Those whose request's id begins so.
+    pub request: String,
+    /// Those that were not answered with all of the prompt.
+    pub misses: bool,
+    /// Those before this place in the order; all without one.
+    pub before: Option<u64>,
+}
