@@ -67,8 +67,6 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 @pytest.mark.parametrize("kind", ["one prefix", "two prefixes", "one prefix and own ones"])
 def test_a_burst_takes_no_more_device_blocks_or_steps_than_a_cold_vllm(model: Model, kind: str) -> None:
-    if kind == "one prefix and own ones" and model.name == "gemma2":
-        pytest.skip("the windows before the shared boundary are not part of a load that ends beyond it")
     prompts = prompts_of(model, kind)
     plain = model.start(max_num_batched_tokens=1024)
     try:
@@ -88,8 +86,10 @@ def test_a_burst_takes_no_more_device_blocks_or_steps_than_a_cold_vllm(model: Mo
             assert warm.most_blocks <= cold.most_blocks
             assert warm.loaded_tokens == model.block * {"one prefix": 3, "two prefixes": 5}.get(kind, 3 + REQUESTS)
         else:
-            # A load has a block more for its state, or for its window.
-            assert warm.most_blocks <= cold.most_blocks + REQUESTS
+            # A load has a block more for its state, or for its window. Prompts that part inside a load longer than the
+            # window load a copy of the prefix each: the window at the place where they part is not part of that load.
+            copies = 3 if (model.name, kind) == ("gemma2", "one prefix and own ones") else 1
+            assert warm.most_blocks <= cold.most_blocks + copies * REQUESTS
         # A request whose load ends a step later than another's ends a step later.
         assert warm.computing_steps <= cold.computing_steps + 2
         nothing_left(one)
