@@ -2,11 +2,10 @@
 
     python benches/event_cost.py [--rounds 40] [--json]
 
-Two real vLLM engines on the CPU platform do the same work in turn, one with vLLM's KV events and one without. The work:
-prompts of 16 blocks that are new, so that blocks come to host memory and leave it, and 16 tokens of answer. "added" is
-the difference of the medians of a step, and holds vLLM's own events of the device too; "ours" is the time inside
-undercroft's calls for events, as a part of the step. "noise": the same comparison between two halves of the rounds
-without events.
+Two real vLLM engines on the CPU platform do the same work in turn. Both publish vLLM's own events, and one those of the
+tiers, too. The work: prompts of 16 blocks that are new, so that blocks come to host memory and leave it, and 16 tokens
+of answer. "added" is the difference of the medians of a step; "ours" is the time inside undercroft's calls for events,
+as a part of the step. "noise": the comparison between two halves of the rounds without the tiers' events.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from engines import Runner
 
 from engine_checks import BLOCK
 from real_engine import prompt, set_environment
+from undercroft.connector.events import NO_EVENTS
 
 PROMPTS = 4
 BLOCKS = 16
@@ -33,19 +33,19 @@ ANSWER = 16
 class Side:
     """One engine."""
 
-    def __init__(self, model: Path, socket: str) -> None:
-        """``socket``: where its events are published; empty: nowhere."""
+    def __init__(self, model: Path, socket: str, tiers: bool) -> None:
+        """``socket``: where its events are published; ``tiers``: those of the tiers, too."""
         from vllm.config import KVEventsConfig
 
-        more: dict[str, Any] = {}
-        if socket:
-            more["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, endpoint=socket)
-        self.runner = Runner(model, {"host_memory": "96MiB"}, blocks=128, **more)
+        config = KVEventsConfig(enable_kv_cache_events=True, endpoint=socket)
+        self.runner = Runner(model, {"host_memory": "96MiB"}, blocks=128, kv_events_config=config)
+        if not tiers:
+            self.runner.engine.connector._events = NO_EVENTS
         self.ours = 0.0
         self.told = 0
         events = self.runner.engine.connector._events
-        for name in ("arrived", "finished", "take"):
-            setattr(events, name, self._timed(getattr(events, name))) if socket else None
+        for name in ("arrived", "finished", "take") if tiers else ():
+            setattr(events, name, self._timed(getattr(events, name)))
         self.round = 0
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_llama(Path(folder) / "model")
-        sides = {"on": Side(model, f"ipc://{folder}/events"), "off": Side(model, "")}
+        sides = {name: Side(model, f"ipc://{folder}/{name}", name == "on") for name in ("on", "off")}
         taken: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
         for turn in range(-4, rounds):
             for name in sorted(sides, reverse=bool(turn % 2)):
@@ -113,7 +113,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(found))
         return
-    print(f"step without events {found['step_off_us']:.0f} us, with events {found['step_on_us']:.0f} us")
+    print(f"step without the tiers' events {found['step_off_us']:.0f} us, with events {found['step_on_us']:.0f} us")
     print(f"added {found['added']:.2%} (noise {found['noise']:.2%}), {found['events']} events in all")
     print(f"undercroft's calls for events: {found['ours_us']:.1f} us a step, {found['ours']:.2%}")
 

@@ -69,7 +69,7 @@ def test_a_chain_is_one_event_with_its_tokens() -> None:
     assert isinstance(event, BlockStored)
     assert (event.block_hashes, event.parent_block_hash) == (HASHES[2:5], HASHES[1])
     assert (event.token_ids, event.block_size) == (list(range(2 * BLOCK, 5 * BLOCK)), BLOCK)
-    assert (event.medium, event.locality, event.ownership, event.group_idx) == ("CPU", "LOCAL", "undercroft", 0)
+    assert (event.medium, event.locality, event.ownership, event.group_idx) == ("CPU", "LOCAL", None, 0)
     assert (event.lora_id, event.lora_name, event.session_id) == (7, "adapter", "a session")
     assert event.kv_cache_spec_kind == "full_attention"
 

@@ -49,9 +49,9 @@ class Indexer:
         self.log = log
 
     def blocks(self, ids: list[int]) -> dict[int, int]:
-        """The first blocks of a prompt that each worker has, by the indexer."""
+        """The first blocks of a prompt that each worker has in any tier, by the indexer."""
         found = httpx.post(f"{self.url}/query", json={"token_ids": ids, "model_name": "default"}).json()
-        return {int(worker): max(ranks.values()) // BLOCK for worker, ranks in found["scores"].items()}
+        return {int(worker): tiers["longest_matched"] // BLOCK for worker, tiers in found["instances"].items()}
 
     def until(self, ids: list[int], expected: dict[int, int]) -> None:
         deadline = time.monotonic() + 60

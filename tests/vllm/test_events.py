@@ -17,11 +17,7 @@ import zmq
 from engine_checks import BLOCK, PAYLOAD, flush, nothing_left, stats
 from real_engine import Engine, prompt
 from undercroft.compat import event_hash
-from undercroft.config import UndercroftConfig
 from undercroft.connector.events import NO_EVENTS
-from undercroft.connector.namespace import Naming, describe
-from undercroft.connector.weights import Digests, digests_file
-from undercroft.device.layout import group_shard_bytes
 
 pytestmark = pytest.mark.vllm
 
@@ -70,7 +66,7 @@ class Router:
             self.payloads.clear()
             self.cleared += 1
         elif event.medium != "GPU":
-            assert (event.locality, event.ownership) == ("LOCAL", "undercroft")
+            assert (event.locality, event.ownership) == ("LOCAL", None)
             of_event = {(block, event.group_idx, event.medium) for block in event.block_hashes}
             self.told += len(of_event)
             if kind == "BlockStored":
@@ -122,31 +118,19 @@ def publish(running: Engine) -> None:
 
 
 def content(running: Engine) -> Payloads:
-    """What the engine has: another session of the same namespace is told all of it, node by node."""
-    connector = running.connector
-    config = UndercroftConfig.parse(connector._kv_transfer_config.kv_connector_extra_config)
-    naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
-    description = describe(connector._vllm_config, connector._kv_cache_config, naming)
-    groups = connector._scheduler._groups
-    payload_bytes = [group_shard_bytes(connector._kv_cache_config, group) for group in range(len(groups.kinds))]
-    session = connector._engine.register(
-        description,
-        groups.registration(payload_bytes),
-        groups.engine_block_size,
-        groups.alignment,
-        groups.dropped_tokens,
-    )
-    assert session.namespace == connector._scheduler._session.namespace
+    """What the engine has, node by node: its session, which may share with no other, begins again.
+
+    The router knows all of it then, if it is right, and hears of later changes.
+    """
+    session = running.connector._scheduler._session
     found: Payloads = set()
-    try:
-        more = True
-        while more:
-            _, changes, more = session.take_events() or (False, [], False)
-            for stored, on_disk, group, block, _ in changes:
-                assert stored
-                found.add((event_hash(block), group, "STORAGE" if on_disk else "CPU"))
-    finally:
-        session.close()
+    more = restart = True
+    while more:
+        _, changes, more = session.take_events(restart) or (False, [], False)
+        restart = False
+        for stored, on_disk, group, block, _ in changes:
+            payload = (event_hash(block), group, "STORAGE" if on_disk else "CPU")
+            found = found | {payload} if stored else found - {payload}
     return found
 
 

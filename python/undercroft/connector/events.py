@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from undercroft._core import Session
     from undercroft.connector.groups import Groups
 
-OWNERSHIP = "undercroft"
-"""The tiers' name in events."""
 BLOCKS_REMEMBERED = 1 << 18
 """Blocks whose tokens are remembered at most."""
 _FORGOTTEN = BLOCKS_REMEMBERED // 8
@@ -155,7 +153,7 @@ class Events:
             "medium": compat.MEDIUM_STORAGE if on_disk else compat.MEDIUM_CPU,
             "group_idx": group.index,
             "locality": "LOCAL",
-            "ownership": OWNERSHIP,
+            # No `ownership`: Dynamo's indexer ignores every event that names one.
         }
         names = [self._name(each) for each in hashes]
         if not stored:
