@@ -17,7 +17,7 @@ pub enum Operation {
 
 impl Operation {
     /// Carries it out.
-    pub(crate) fn carry_out(&self, engine: &mut Engine) -> Value {
+    pub(crate) fn carry_out(&self, engine: &Engine) -> Value {
         match self {
             Self::Explain(query) => {
                 let (lookups, before) = engine.explain(query);
