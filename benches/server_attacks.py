@@ -14,6 +14,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -27,7 +28,10 @@ from pathlib import Path
 HOST_MEMORY = 256 << 20
 PAYLOAD = 4096
 BLOCKS = 60_000
-VERSION = 4
+SOURCE = Path(__file__).resolve().parent.parent / "rust/ipc/src/frame.rs"
+VERSION = int(re.findall(r"VERSION: u16 = (\d+)", SOURCE.read_text())[0])
+REGISTERED, ANSWER = 0, 2
+"""Numbers of messages of the server."""
 NOTHING = b"\0\1\0"
 
 
@@ -58,7 +62,7 @@ def hashes(known: int, length: int, data: bytes) -> bytes:
 
 def lookup(request: int, run: bytes, version: int = 1) -> bytes:
     most = varint(2**32 - 1)
-    return frame(b"\1" + varint(request) + varint(version) + b"\0" + most + b"\0\0" + run)
+    return frame(b"\1" + varint(request) + varint(version) + b"\0" + most + b"\0\0\0\0" + run)
 
 
 def finish(request: int) -> bytes:
@@ -73,7 +77,7 @@ def end_transfer(transfer: int, ok: bool = True) -> bytes:
     return frame(b"\7" + varint(transfer) + bytes([ok]))
 
 
-RESET, PING, STATUS = frame(b"\10\1"), frame(b"\11"), frame(b"\12")
+RESET, PING, STATUS = frame(b"\x08\1"), frame(b"\x0a"), frame(b"\x0b")
 
 
 class Client:
@@ -108,7 +112,9 @@ class Client:
     @classmethod
     def registered(cls, path: str, model: bytes = b"a model", kind: int = 0) -> Client:
         client = cls(path)
-        client.call(register(model, kind))
+        reply = client.call(register(model, kind))
+        if reply[0] != REGISTERED:
+            raise RuntimeError(f"the server refuses to register: {reply!r}")
         return client
 
 
@@ -295,7 +301,8 @@ class GoodClient(threading.Thread):
             request += 1
             start = self.asked_at = time.perf_counter()
             try:
-                client.call(lookup(request, hashes(0, 32, prompt)))
+                if client.call(lookup(request, hashes(0, 32, prompt)))[0] != ANSWER:
+                    raise RuntimeError("the server gives no answer")
                 self.asked_at = None
                 self.waits.append(time.perf_counter() - start)
                 client.send(finish(request))

@@ -50,7 +50,8 @@ pub struct NamespaceSpec {
     pub description: String,
     /// Tokens of one hash block.
     pub hash_block_size: u32,
-    /// Every hit is a multiple of this many tokens.
+    /// Every hit is a multiple of this many tokens: each session says so for itself, and the description on disk is of
+    /// the first that used the namespace.
     pub alignment_tokens: u32,
     /// Groups, in vLLM's order.
     pub groups: Vec<GroupSpec>,

@@ -18,19 +18,20 @@ pub fn resolve(
     local: u32,
     has: impl FnMut(u32, usize) -> bool,
 ) -> u32 {
-    resolve_part(spec, limit, local, 0, has).unwrap_or(local)
+    let align = spec.alignment_tokens / spec.hash_block_size;
+    resolve_part(spec, align, limit, local, 0, has).unwrap_or(local)
 }
 
-/// As [`resolve`], but gives up at the first boundary at or below `bottom`, unless that is not above `local`. `Err`: that
+/// As [`resolve`] with an alignment of so many hash blocks, but gives up at the first boundary at or below `bottom`, unless that is not above `local`. `Err`: that
 /// boundary, which is to be looked at next; none above it will do.
 pub(crate) fn resolve_part(
     spec: &NamespaceSpec,
+    align: u32,
     limit: u32,
     local: u32,
     bottom: u32,
     mut has: impl FnMut(u32, usize) -> bool,
 ) -> Result<u32, u32> {
-    let align = spec.alignment_tokens / spec.hash_block_size;
     let mut boundary = limit / align * align;
     while boundary > local {
         if boundary <= bottom {

@@ -273,6 +273,9 @@ fn a_long_chain_of_nodes_without_payloads_goes_on_a_small_stack() {
             .unwrap();
         assert_eq!(engine.gauges().nodes, u64::from(depth));
         engine.end_transfer(job.id, false);
+        while engine.has_rest() {
+            engine.next_io(0, &mut Vec::new());
+        }
         assert_eq!(engine.gauges().nodes, 0);
     });
     thread.unwrap().join().unwrap();
@@ -312,5 +315,25 @@ fn hashes_that_are_no_chain_are_misses_and_save_nothing_twice() {
         // Twice.
         assert_eq!(save(&mut engine, &vec![z, z, z]), 1);
         assert_eq!(hit(&mut engine, session, &vec![z, z, z], 0), 1);
+    }
+}
+
+#[test]
+fn each_session_has_an_alignment_of_its_own() {
+    let mut engine = Engine::new(EngineConfig::new(64 << 20));
+    let aligned = |blocks: u32| NamespaceSpec {
+        alignment_tokens: blocks * HASH_BLOCK,
+        groups: spec(GroupKind::Full).groups[..1].to_vec(),
+        ..spec(GroupKind::Full)
+    };
+    let fine = engine.open_session(aligned(1)).unwrap();
+    let hashes = chain(1, 5);
+    assert_eq!(save(&mut engine, fine, &hashes, &[]), (5, 0));
+    let coarse = engine.open_session(aligned(2)).unwrap();
+    let coarser = engine.open_session(aligned(3)).unwrap();
+    for (session, blocks) in [(fine, 5), (coarse, 4), (coarser, 3), (fine, 5)] {
+        let answer = engine.lookup(session, &LookupRequest::new("request", &hashes));
+        assert_eq!(answer.tokens(), Some(Tokens(blocks * HASH_BLOCK)));
+        engine.finish_request(session, "request");
     }
 }

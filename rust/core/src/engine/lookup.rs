@@ -23,6 +23,8 @@ struct Span {
     computed: u32,
     /// Whole hash blocks among them.
     local: u32,
+    /// The session's hits end at multiples of so many.
+    align: u32,
     /// Tokens of a hash block.
     hash_block_size: u32,
     /// A hit that gains fewer tokens is not worth a load.
@@ -32,6 +34,11 @@ struct Span {
 }
 
 impl Span {
+    /// Where a hit begins, and what its end is a multiple of.
+    fn bounds(&self) -> (u32, u32) {
+        (self.local, self.align)
+    }
+
     /// Whether a hit at `boundary` is worth a load.
     fn is_worth(&self, boundary: u32) -> bool {
         boundary > self.local && boundary * self.hash_block_size - self.computed >= self.least
@@ -329,6 +336,7 @@ impl Engine {
         let span = Span {
             computed: request.computed.0,
             local: request.computed.0 / hash_block_size,
+            align: self.sessions.alignment_of(id) / hash_block_size,
             hash_block_size,
             least: match needs_hit(request) {
                 true => self.config.min_load_tokens.unwrap_or(1).max(1),
@@ -417,7 +425,7 @@ impl Engine {
             return Some(Reason::Planned);
         }
         let is_tried = self.sessions.requests[id].promotions.tries >= PROMOTIONS_MAX;
-        match self.start_promotion(id, top, span.local, least) {
+        match self.start_promotion(id, top, span.bounds(), least) {
             true => None,
             false if is_tried => Some(Reason::Repeated),
             false => Some(Reason::Budget),
@@ -429,7 +437,7 @@ impl Engine {
     /// part counts as read, too.
     fn plans_reads(&mut self, id: RequestId, top: NodeId, span: &Span, priority: Priority) -> bool {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
-        let in_host = residency.boundary_within(top, span.local, true, nodes_max);
+        let in_host = residency.boundary_within(top, span.bounds(), true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
         match self.plans_promotion(id, ends, priority == Priority::Prefetch) {
             Reads::All => true,
@@ -471,7 +479,7 @@ impl Engine {
         cursor: &mut LookupCursor,
     ) -> Option<Option<NodeId>> {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
-        match residency.boundary_within(top, span.local, cursor.host_only, nodes_max) {
+        match residency.boundary_within(top, span.bounds(), cursor.host_only, nodes_max) {
             Ok(boundary) if span.is_worth(boundary) => {
                 Some(Some(residency.forest().ancestor(top, boundary)))
             }
@@ -500,10 +508,15 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote the payloads that a hit at `target` needs beyond `local`. False if nothing
-    /// of it can be held, or
+    /// Starts to promote the payloads that a hit at `target` needs ([`Span::bounds`]). False if nothing of it can be held, or
     /// too little for a hit of `min` hash blocks, or it was tried too often.
-    fn start_promotion(&mut self, id: RequestId, target: NodeId, local: u32, min: u32) -> bool {
+    fn start_promotion(
+        &mut self,
+        id: RequestId,
+        target: NodeId,
+        bounds: (u32, u32),
+        min: u32,
+    ) -> bool {
         let state = &mut self.sessions.requests[id];
         if state.promotions.tries >= PROMOTIONS_MAX {
             return false;
@@ -511,7 +524,7 @@ impl Engine {
         state.promotions.tries += 1;
         state.promotions.started += 1;
         let budget = self.promotions.budget_of(&state.promotions);
-        let plan = self.residency.plan_promotion(target, local, budget);
+        let plan = self.residency.plan_promotion(target, bounds, budget);
         let Some(plan) = plan.filter(|plan| self.residency.node(plan.target).depth >= min) else {
             return false;
         };

@@ -28,6 +28,8 @@ pub(super) struct SessionState {
     pub(super) saved: HashMap<Box<str>, u32>,
     /// See [`SessionSpec::dropped_tokens`].
     dropped_tokens: u32,
+    /// See [`NamespaceSpec::alignment_tokens`](crate::namespace::NamespaceSpec::alignment_tokens).
+    alignment_tokens: u32,
     /// See [`SessionSpec::leases_prefetches`].
     pub(super) leases_prefetches: bool,
     /// Its loads and saves under way.
@@ -143,6 +145,7 @@ impl Sessions {
             requests: HashMap::new(),
             saved: HashMap::new(),
             dropped_tokens: spec.dropped_tokens.0,
+            alignment_tokens: spec.namespace.alignment_tokens,
             leases_prefetches: spec.leases_prefetches,
             transfers: TransferSums::default(),
             totals: SessionTotals::default(),
@@ -222,6 +225,11 @@ impl Sessions {
             })),
         };
         Some(id)
+    }
+
+    /// The hits of a request end at multiples of so many tokens.
+    pub(super) fn alignment_of(&self, id: RequestId) -> u32 {
+        self.sessions[self.requests[id].session].alignment_tokens
     }
 
     /// Requests of a session, in the order of their arrival.

@@ -157,7 +157,6 @@ impl Namespaces {
                     digest: digest.to_hex(),
                 });
             }
-            residency.set_alignment(ns, spec.alignment_tokens);
             self.used(ns, residency, used_s);
             if lacks_entry(self.state(ns), residency) {
                 // It is empty after a reset, or came when sessions used all that were in the tables.

@@ -109,11 +109,6 @@ impl Residency {
         self.geometry[usize::from(ns)] = geometry;
     }
 
-    /// The alignment is the client's way of looking, not a property of the payloads.
-    pub(in crate::engine) fn set_alignment(&mut self, ns: NsId, alignment_tokens: u32) {
-        self.geometry[usize::from(ns)].spec.alignment_tokens = alignment_tokens;
-    }
-
     /// Size class of a group's payloads on a directory; `None` for an ignored or unknown group.
     pub(super) fn class_on_disk(
         &self,

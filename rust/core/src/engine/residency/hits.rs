@@ -28,26 +28,13 @@ pub(in crate::engine) struct PromotionPlan {
 }
 
 impl Residency {
-    /// The deepest boundary at or below `limit` on the chain of `deepest`, counting payloads in the arena
-    /// only, or those on directories that answer, too.
-    pub(in crate::engine) fn boundary(
-        &self,
-        deepest: NodeId,
-        limit: u32,
-        local: u32,
-        host_only: bool,
-    ) -> u32 {
-        let top = self.forest.ancestor(deepest, limit);
-        let found = self.boundary_within(top, local, host_only, u32::MAX);
-        found.unwrap_or(local)
-    }
-
-    /// As [`Residency::boundary`] from `top` on, but looks at about `nodes_max` nodes only. `Err`: the node at the
-    /// boundary that is to be looked at next; none above it will do.
+    /// The deepest boundary at or above `top`, a multiple of `align` hash blocks, counting payloads in the arena only, or
+    /// those on directories that answer, too. Looks at about `nodes_max` nodes only. `Err`: the node at the boundary that
+    /// is to be looked at next; none above it will do.
     pub(in crate::engine) fn boundary_within(
         &self,
         top: NodeId,
-        local: u32,
+        (local, align): (u32, u32),
         host_only: bool,
         nodes_max: u32,
     ) -> Result<u32, NodeId> {
@@ -61,7 +48,8 @@ impl Residency {
         };
         let mut chain = self.chain(top, host_only);
         let bottom = depth.saturating_sub(nodes_max);
-        let found = resolve_part(self.spec_of(top), reach, local, bottom, |depth, group| {
+        let spec = self.spec_of(top);
+        let found = resolve_part(spec, align, reach, local, bottom, |depth, group| {
             chain.has(depth, group)
         });
         found.map_err(|boundary| self.forest.ancestor(top, boundary))
@@ -126,11 +114,11 @@ impl Residency {
     }
 
     /// Plans the promotion of what a hit at `target` needs beyond `local`, or of the longest part of it
-    /// that `budget` bytes suffice for. `None` if nothing of it fits.
+    /// that `budget` bytes suffice for and that ends at a multiple of `align` hash blocks. `None` if nothing of it fits.
     pub(in crate::engine) fn plan_promotion(
         &self,
         target: NodeId,
-        local: u32,
+        (local, align): (u32, u32),
         budget: u64,
     ) -> Option<PromotionPlan> {
         let mut boundary = self.node(target).depth;
@@ -142,7 +130,9 @@ impl Residency {
             if reach <= local {
                 return None;
             }
-            boundary = self.boundary(target, reach, local, false);
+            let top = self.forest.ancestor(target, reach);
+            let found = self.boundary_within(top, (local, align), false, u32::MAX);
+            boundary = found.unwrap_or(local);
             if boundary <= local {
                 return None;
             }
