@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import socket
 import struct
 import threading
@@ -24,8 +25,9 @@ from undercroft.connector.worker import WorkerConnector
 
 SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-VERSION = 8
-"""Of the protocol, as rust/ipc/src/frame.rs has it."""
+FRAMES = Path(__file__).parents[2] / "rust/ipc/src/frame.rs"
+VERSION = int(re.search(r"pub const VERSION: u16 = (\d+);", FRAMES.read_text())[1])  # type: ignore[index]
+"""Of the protocol."""
 
 REQUEST = struct.pack("<4sHBBI16x", b"UCFT", VERSION, 1, 0, 16)
 

@@ -80,7 +80,7 @@ fn read(records: &[Record], block: u8) -> Option<(u64, u64)> {
     }
     let mut requests = Vec::new();
     engine.next_io(8, &mut requests);
-    let reads = requests.iter().filter_map(|request| match request {
+    let mut reads = requests.iter().filter_map(|request| match request {
         IoRequest::ReadPayload {
             file_offset,
             checksum,
@@ -88,7 +88,7 @@ fn read(records: &[Record], block: u8) -> Option<(u64, u64)> {
         } => Some((*file_offset, *checksum)),
         _ => None,
     });
-    reads.last()
+    reads.next_back()
 }
 
 #[test]
