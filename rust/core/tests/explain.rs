@@ -43,7 +43,7 @@ fn spec(description: &str, kind: GroupKind) -> NamespaceSpec {
         block_tokens: SIZE,
         payload_bytes: u32::try_from(PAYLOAD).unwrap(),
     };
-    let mut groups = vec![full.clone()];
+    let mut groups = vec![full];
     if kind != GroupKind::Full {
         groups.push(GroupSpec { kind, ..full });
     }
@@ -103,8 +103,8 @@ fn ask(
     explained
 }
 
-fn reason(engine: &mut Engine, session: SessionId, prompt: &Vec<BlockHash>) -> Reason {
-    let request = LookupRequest::new("asks", prompt);
+fn reason(engine: &mut Engine, session: SessionId, prompt: &[BlockHash]) -> Reason {
+    let request = LookupRequest::new("asks", &prompt);
     ask(engine, session, &request, Ok(0)).rest.reason
 }
 
