@@ -156,7 +156,7 @@ impl PySession {
     }
 
     /// Tell of a prompt's future use: what was made of that, of how many tokens, and why nothing was.
-    #[pyo3(signature = (request_id, hashes, verb, max_tokens = None, ttl_s = 300.0, name = String::new()))]
+    #[pyo3(signature = (request_id, hashes, verb, max_tokens = None, ttl_s = 300.0, name = ""))]
     fn hint(
         &self,
         request_id: &str,
@@ -164,16 +164,18 @@ impl PySession {
         verb: &str,
         max_tokens: Option<u32>,
         ttl_s: f64,
-        name: String,
+        name: &str,
     ) -> PyResult<(&'static str, u32, &'static str)> {
         let hint = match verb {
             "prefetch" => Hint::Prefetch,
             "pin" => Hint::Pin {
                 ttl_ns: timeout(ttl_s, 1e9).as_nanos() as u64,
-                name,
+                name: name.to_owned(),
             },
             "demote" => Hint::Demote,
-            "release" => Hint::Release { name },
+            "release" => Hint::Release {
+                name: name.to_owned(),
+            },
             _ => {
                 let allowed = "\"prefetch\", \"pin\", \"demote\" or \"release\"";
                 let message = format!("verb is {verb:?}; allowed: {allowed}");
