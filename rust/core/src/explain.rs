@@ -17,7 +17,7 @@ pub enum Reason {
     EvictedDisk,
     /// The first missing block was lost: unreadable, on a directory that was given up, or below a block that is gone.
     Lost,
-    /// The first missing block is being saved, or was saved without one that it stands on.
+    /// The first missing block is being saved, or was saved without one of its ancestors.
     Incomplete,
     /// The first missing block is in the cache under another identity: another model, weights or layout.
     OtherIdentity,
@@ -68,7 +68,7 @@ impl Reason {
     }
 }
 
-/// What comes after a hit, or after the computed tokens where there is none.
+/// The blocks after a hit, or after the computed tokens where there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rest {
     /// Why it was not loaded.
@@ -113,7 +113,7 @@ pub struct Explained {
     pub loaded: bool,
     /// The beginning of the first block hash that was not found, hexadecimal; empty if all were.
     pub missing_block: String,
-    /// What was not loaded.
+    /// The blocks that were not loaded.
     #[serde(flatten)]
     pub rest: Rest,
 }

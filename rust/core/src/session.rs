@@ -386,7 +386,7 @@ pub struct SaveGrant {
     pub session: SessionToken,
     /// Where to copy to. Empty if there is nothing to copy: the save has ended.
     pub extents: Vec<Extent>,
-    /// Blocks were left out for want of memory: the save may be asked for again.
+    /// Blocks were left out because memory was short: the save may be asked for again.
     pub refused: bool,
 }
 

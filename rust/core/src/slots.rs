@@ -25,8 +25,7 @@ const PAGES_TARGET: u64 = 64;
 const UNITS_PER_PAGE: u64 = 64;
 /// Slots that a page has at least, unless it is one of the largest: a page has its share of bookkeeping.
 const PAGE_SLOTS_MIN: u64 = 8;
-/// A class has smaller pages if they waste no more than this part of the region beyond what the largest
-/// pages waste.
+/// A class has smaller pages if they waste no more than this part of the region beyond the waste of the largest pages.
 const WASTE_SHARE: u64 = 64;
 /// No page.
 const NO_PAGE: u32 = u32::MAX;
@@ -64,7 +63,7 @@ pub(crate) struct OwnerCell {
     group: u8,
 }
 
-/// No KV cache group: nobody uses it.
+/// No KV cache group: the slot is not in use.
 const NO_GROUP: u8 = u8::MAX - 1;
 
 impl OwnerCell {
@@ -80,7 +79,7 @@ impl OwnerCell {
         })
     }
 
-    /// A cell that nobody uses, with the number of another such slot of its page.
+    /// A cell that is not in use, with the number of the next such cell of its page.
     fn free_before(next: u32) -> Self {
         Self {
             node: next.to_ne_bytes(),
@@ -165,8 +164,8 @@ pub(crate) fn region_for(payload_bytes: u64) -> Option<u64> {
 }
 
 impl Slots {
-    /// A region of `capacity` bytes with pages of at most `page_bytes`; what does not fill such a page is
-    /// left out.
+    /// A region of `capacity` bytes with pages of at most `page_bytes`; bytes that do not fill such a page are left
+    /// out.
     pub fn new(capacity: u64, page_bytes: u64) -> Self {
         assert!(
             page_bytes.is_power_of_two() && page_bytes >= SLOT_ALIGN,
@@ -179,7 +178,7 @@ impl Slots {
         Self {
             page_bytes,
             unit_bytes,
-            // Of the address space only; it never moves.
+            // Reserves address space only; it never moves.
             pages: Vec::with_capacity(units as usize),
             cells: Cells::new(),
             free_numbers: Vec::new(),

@@ -44,7 +44,7 @@ pub enum ArenaError {
         Bytes(ARENA_ALIGN)
     )]
     Size {
-        /// What was asked for.
+        /// The requested size.
         size: u64,
     },
     /// The machine has not that much memory left.
@@ -54,7 +54,7 @@ pub enum ArenaError {
         Bytes(*available)
     )]
     Memory {
-        /// What was asked for.
+        /// The requested size.
         size: u64,
         /// The memory that the machine or the container's limit leaves.
         available: u64,
@@ -177,8 +177,8 @@ impl Arena {
         } else {
             (reserve(len).map_err(os("mmap"))?, MapFlags::FIXED)
         };
-        // SAFETY: a new mapping, at an address that the kernel chooses or over a reservation that nobody
-        // else knows of; no memory in use is touched.
+        // SAFETY: a new mapping, at an address that the kernel chooses or over a reservation that no other code uses;
+        // no memory in use is touched.
         let base = unsafe {
             rustix::mm::mmap(
                 place,
@@ -283,7 +283,8 @@ impl Arena {
         work: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, OutOfBounds> {
         let start = self.pointer(offset, len)?;
-        // SAFETY: valid for `len` bytes by the check; nobody writes the slot now (aliasing rule).
+        // SAFETY: valid for `len` bytes by the check; no thread writes the slot now (aliasing
+        // rule).
         Ok(work(unsafe {
             std::slice::from_raw_parts(start, len as usize)
         }))
@@ -301,7 +302,8 @@ impl Arena {
     /// Copies a range out of the arena.
     pub fn read(&self, offset: u64, len: u64) -> Result<Vec<u8>, OutOfBounds> {
         let start = self.pointer(offset, len)?;
-        // SAFETY: valid for `len` bytes by the check; nobody writes the slot now (aliasing rule).
+        // SAFETY: valid for `len` bytes by the check; no thread writes the slot now (aliasing
+        // rule).
         Ok(unsafe { std::slice::from_raw_parts(start, len as usize) }.to_vec())
     }
 
@@ -328,7 +330,8 @@ impl Arena {
         len: u64,
     ) -> Result<usize, Errno> {
         let start = self.pointer(offset, len).map_err(|_| Errno::INVAL)?;
-        // SAFETY: valid for `len` bytes by the check; nobody writes the slot now (aliasing rule).
+        // SAFETY: valid for `len` bytes by the check; no thread writes the slot now (aliasing
+        // rule).
         rustix::io::pwrite(
             file,
             unsafe { std::slice::from_raw_parts(start, len as usize) },
@@ -343,7 +346,7 @@ impl Arena {
         unsafe { rustix::mm::madvise(start.cast(), len as usize, advice) }
     }
 
-    /// Has the kernel put huge pages behind the range now, with what is there copied to them.
+    /// Asks the kernel to put huge pages behind the range now and to copy its bytes to them.
     pub(super) fn collapse(&self, offset: u64, len: u64) -> std::io::Result<()> {
         let start = self.pointer(offset, len).map_err(std::io::Error::other)?;
         // SAFETY: the range lies inside the mapping, and its bytes stay the same.

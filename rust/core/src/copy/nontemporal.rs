@@ -70,7 +70,7 @@ mod x86 {
             unsafe { line(from.wrapping_add(at), to.wrapping_add(at), ahead) };
         }
         let (from, to) = (from.wrapping_add(tail), to.wrapping_add(tail));
-        // SAFETY: what is left of both ranges from `tail <= len` on.
+        // SAFETY: the rest of both ranges, from `tail <= len` on.
         unsafe { std::ptr::copy_nonoverlapping(from, to, len - tail) };
     }
 

@@ -16,8 +16,8 @@ pub const INDEX_BYTES_PER_BLOCK: u64 = 112;
 /// Placeholder records that even the smallest directory may have.
 const PLACEHOLDERS_MIN: u64 = CAPACITY_MIN / SLOT_ALIGN / PLACEHOLDERS_SHARE;
 
-/// Longest time that a block of the table waits for others to be written with, in nanoseconds: so long, what the
-/// table says of a slot may be what was there before.
+/// Longest time that a block of the table waits for others to be written with, in nanoseconds: the record of a slot may
+/// be that old.
 const TABLE_DELAY_NS: u64 = 1_000_000_000;
 
 /// So many blocks of the table are written in each pause for nothing but the ticks of touches: 64 KiB/s.

@@ -19,11 +19,12 @@ pub const FORMAT_VERSION: u32 = 1;
 pub const RECORD_BYTES: usize = 128;
 /// Records in one block of the table.
 pub const RECORDS_PER_BLOCK: usize = 32;
-/// Block of the table: what one write covers.
+/// Bytes of a block of the table: each write of records covers whole blocks.
 pub const BLOCK_BYTES: usize = RECORD_BYTES * RECORDS_PER_BLOCK;
 /// Size of one entry of the namespace table.
 pub const NAMESPACE_BYTES: usize = 32 << 10;
-/// Of it, what the entry itself may take; the last block says when the namespace was used.
+/// Bytes of a namespace's entry that its description may take; the last block says when the
+/// namespace was used.
 pub const ENTRY_BYTES: usize = NAMESPACE_BYTES - BLOCK_BYTES;
 /// Entries of the namespace table.
 pub const NAMESPACES_MAX: usize = 128;

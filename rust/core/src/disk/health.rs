@@ -87,7 +87,8 @@ impl HealthMonitor {
         before != (reads, writes)
     }
 
-    /// An operation has ended: only what still does not end stays stalled. Whether that is news.
+    /// An operation has ended: only reads or writes that still hang stay stalled. Returns whether
+    /// that changed the state.
     pub(crate) fn answered(&mut self, reads: bool, writes: bool) -> bool {
         self.set_stalled(self.stalled_reads && reads, self.stalled_writes && writes)
     }

@@ -22,7 +22,7 @@ use crate::size::Bytes;
 
 pub use super::space::{CAPACITY_MAX, CAPACITY_MIN, Capacity};
 
-/// What becomes of a store of another format version, which cannot be read.
+/// The treatment of a store of another format version, which cannot be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnOtherVersion {
@@ -35,12 +35,12 @@ pub enum OnOtherVersion {
     Refuse,
 }
 
-/// What an engine asks of a directory.
+/// The options of opening a directory.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
     /// The most that its files may hold together.
     pub capacity: Capacity,
-    /// What becomes of a store of another format version.
+    /// The treatment of a store of another format version.
     pub on_other_version: OnOtherVersion,
 }
 
@@ -53,14 +53,14 @@ impl From<u64> for StoreOptions {
     }
 }
 
-/// What opening a directory would do.
+/// The effects that opening a directory would have.
 #[derive(Clone, Debug, Serialize)]
 pub struct Examination {
     /// Size of the data file, in bytes.
     pub capacity: u64,
     /// Whether a store is there that is kept.
     pub is_kept: bool,
-    /// What an operator should know.
+    /// Notes for the operator.
     pub notes: Vec<String>,
 }
 
@@ -73,7 +73,7 @@ pub struct Directory {
     pub files: DeviceFiles,
     /// For `Engine::attach_disks`.
     pub image: DeviceImage,
-    /// What an operator should know of the way that it was opened.
+    /// Notes for the operator about the way that it was opened.
     pub notes: Vec<String>,
     lock: File,
 }
@@ -93,7 +93,7 @@ impl Directory {
         Ok(self)
     }
 
-    /// Splits off what keeps the directory locked.
+    /// Splits off the lock that keeps the directory to this process.
     pub fn into_parts(self) -> (DeviceFiles, DeviceImage, DirectoryLock) {
         let files = [
             (SUPER, self.files.superblock.try_clone()),
@@ -136,7 +136,7 @@ impl DirectoryLock {
         files::write_owner(&self.lock, Some(socket))
     }
 
-    /// Says so if a file was deleted or replaced since it was opened: what is written now is lost when
+    /// Returns a message if a file was deleted or replaced since it was opened: bytes written from now on are lost when
     /// the engine ends. Asks for the open files, in memory, and never for their names on disk.
     pub fn missing_file(&self) -> Option<String> {
         let gone = |(_, file): &&(&str, OwnedFd)| {
@@ -209,7 +209,7 @@ pub fn open(
     let data_bytes = match size_data(path, sizing.data_bytes, superblock.page_bytes) {
         Ok(data_bytes) => data_bytes,
         Err(error) => {
-            // What was taken is given back: the directory may be tried again for as long as it is full.
+            // Frees the space of the new files: an engine may try the directory again for as long as it is full.
             if !matches!(found, Found::Store(_)) {
                 let _ = files::discard(path);
             }
@@ -246,7 +246,7 @@ pub fn open(
     })
 }
 
-/// What [`open`] would do now. Changes nothing.
+/// The effects that [`open`] would have now. Changes nothing.
 ///
 /// # Errors
 /// As [`open`].
@@ -274,7 +274,7 @@ pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreE
     })
 }
 
-/// How large the store will be, and what an operator should know.
+/// The size that the store will have, with notes for the operator.
 fn plan(
     path: &Path,
     found: Found,
@@ -353,8 +353,8 @@ fn superblock(
     }
 }
 
-/// Reads a store without changing it, for inspection. It may be in use: what is then read is a
-/// mixture of moments.
+/// Reads a store without changing it, for inspection. If the store is in use, its parts are read at
+/// different moments.
 ///
 /// # Errors
 /// As [`open`].

@@ -44,7 +44,7 @@ impl Engine {
         Ok(())
     }
 
-    /// What [`Engine::take_events`] has told a session that has been told all: the payloads that are there.
+    /// The payloads that are there: the events that [`Engine::take_events`] has told a session that has taken all.
     pub fn announced(&self, session: SessionId) -> Vec<BlockEvent> {
         let state = self.sessions.get(session);
         state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))

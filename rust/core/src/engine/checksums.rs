@@ -78,7 +78,7 @@ impl Checksums {
         });
     }
 
-    /// Starts the checksums of saved payloads that nobody has computed meanwhile.
+    /// Starts the checksums of saved payloads that no other operation has computed meanwhile.
     fn start_saved(&mut self, residency: &mut Residency, operations: &mut Operations) {
         for _ in 0..LOOKED_AT_MAX.min(self.saved.len()) {
             if !self.has_room() {
@@ -116,9 +116,8 @@ impl Checksums {
     }
 }
 
-/// A payload in the arena differs from the saved one: takes its node out of the index, with all
-/// that stands on it.
-/// Workers may still copy it.
+/// A payload in the arena differs from the saved one: takes its node and all its descendants out of
+/// the index. Workers may still copy the payload.
 pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &mut Counters) {
     if !residency.node(node).is_detached() {
         counters.host_checksum_failures += 1;

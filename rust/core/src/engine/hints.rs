@@ -1,7 +1,7 @@
 //! Hints: prefetches, pins, demotions and releases that clients ask for.
 //!
-//! Nothing that a hint asks for takes what a running request needs: prefetches have the part of the promotion budget
-//! that prefetches have, pins a budget of their own, and what is leased, in flight or shared stays.
+//! Hints never take resources that a running request needs: prefetches have a part of the promotion budget, pins a
+//! budget of their own, and blocks that are leased, in flight or shared stay.
 
 use std::collections::VecDeque;
 
@@ -24,7 +24,7 @@ const DEMOTIONS_MAX: usize = 64;
 /// Nodes that an entry demotes at most.
 const DEMOTED_MAX: usize = 128;
 
-/// What is left to be done for hints.
+/// The remaining work for hints.
 #[derive(Debug, Default)]
 pub(super) struct Hints {
     /// Lookups of prefetches, which end when their payloads have come.
@@ -154,7 +154,7 @@ impl Engine {
         HintAnswer::of(Tokens(reach.depth * reach.hash_block_size), reach.wanted)
     }
 
-    /// Starts to read what a prompt has on disk only.
+    /// Starts to read the payloads of a prompt that only a disk has.
     fn step_prefetch(
         &mut self,
         session: SessionId,
@@ -219,7 +219,7 @@ impl Engine {
         !self.hints.demoted.is_empty() || self.pins.is_due(self.now_ns)
     }
 
-    /// Goes on with what hints have asked for.
+    /// Continues the work for hints.
     pub(super) fn step_hints(&mut self) {
         self.pins
             .step(self.now_ns, &mut self.residency, &mut self.counters);
@@ -275,7 +275,7 @@ impl Engine {
     }
 }
 
-/// Counts a hint and what became of it.
+/// Counts a hint by its answer.
 fn count(hint: &Hint, answer: HintAnswer, counters: &mut Counters) {
     let [accepted, clipped, rejected] = match hint {
         Hint::Prefetch => [

@@ -87,7 +87,8 @@ impl Engine {
         self.next_writes(out);
     }
 
-    /// Notes whether a device answers. One that does not gets nothing new, and nobody waits for it.
+    /// Notes whether a device answers. A device that does not gets no new operations, and no
+    /// request waits for it.
     fn look_at_device(&mut self, device: DeviceIndex) {
         let limit_ns = self.config.stall_ns;
         let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);

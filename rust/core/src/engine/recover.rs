@@ -12,7 +12,7 @@ use crate::forest::{DeviceIndex, NsId};
 use super::coordinator::Engine;
 use super::residency::{Adoption, FoundRecord};
 
-/// What recovery found.
+/// The result of recovery.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recovery {
     /// Payloads that can be found again.
@@ -30,7 +30,7 @@ pub struct Recovery {
 type Entries = Vec<Option<NamespaceEntry>>;
 
 impl Engine {
-    /// Adds directories and what they hold. Called once, before the first session.
+    /// Adds directories and their payloads. Called once, before the first session.
     pub fn attach_disks(&mut self, images: Vec<DeviceImage>) -> Recovery {
         let mut recovery = Recovery::default();
         let mut entries = Vec::new();

@@ -103,7 +103,7 @@ pub(super) struct Promotion {
     pub(super) place: Option<QueuePlace>,
     /// Its reads by device, for the planner.
     pub(super) shares: Vec<ReadShare>,
-    /// The payloads before this one were there when it was looked at last.
+    /// The payloads before this one were there at the last look.
     pub(super) front: usize,
     /// How long it was to take, in nanoseconds, if that was predicted.
     pub(super) predicted_ns: Option<u64>,

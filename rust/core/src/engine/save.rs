@@ -32,7 +32,7 @@ pub struct Transfer {
 pub struct Granted {
     /// `None` if there is nothing to copy.
     pub transfer: Option<Transfer>,
-    /// Blocks were left out for want of memory: the save may be asked for again.
+    /// Blocks were left out because memory was short: the save may be asked for again.
     pub refused: bool,
 }
 

@@ -26,7 +26,7 @@ pub(super) struct SaveCursor {
     pub(super) tail: NodeId,
     /// Hash blocks of the chain that are here now.
     pub(super) here: u32,
-    /// A block was left out for want of memory.
+    /// A block was left out because memory was short.
     pub(super) refused: bool,
 }
 

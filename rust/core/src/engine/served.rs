@@ -188,7 +188,7 @@ impl Engine {
         self.residency.host().capacity()
     }
 
-    /// What a session holds. Costs a pass over its lookups.
+    /// A session's lookups and transfers under way, and its totals. Costs a pass over its lookups.
     pub fn session_usage(&self, session: SessionId) -> SessionUsage {
         let Some(state) = self.sessions.get(session) else {
             return SessionUsage::default();
@@ -213,7 +213,7 @@ impl Engine {
     }
 }
 
-/// What a session holds.
+/// A session's lookups and transfers under way, and its totals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SessionUsage {
     /// Requests with a lookup.

@@ -37,7 +37,7 @@ pub(super) struct SessionState {
     pub(super) totals: SessionTotals,
 }
 
-/// What a session has done since it was opened.
+/// Counts of a session's operations since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SessionTotals {
     /// Requests that were answered, and those of them with a hit.
@@ -83,7 +83,7 @@ impl TransferSums {
 #[derive(Debug)]
 pub(super) struct TransferState {
     pub(super) session: SessionId,
-    /// Of the slots that it copies from or to.
+    /// Bytes of the slots that it copies from or to.
     pub(super) bytes: u64,
     pub(super) kind: TransferKind,
 }

@@ -6,7 +6,7 @@ use super::coordinator::Engine;
 use super::promotions::QueuePlace;
 use super::requests::{Promotion, RequestState};
 
-/// A device that nobody polled for this many times the limit is held to be stalled.
+/// A device that was not polled for this many times the limit is held to be stalled.
 const NO_POLL_STALLS: u64 = 5;
 
 impl Engine {

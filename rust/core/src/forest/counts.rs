@@ -8,7 +8,7 @@ use super::slab::{Linked, Slab};
 pub(super) struct Counts {
     /// Its uses.
     pub(super) uses: Uses,
-    /// Its children, detached ones included. Of a free place, the next one.
+    /// Its children, detached ones included. In a free place: the next one.
     pub(super) children: u32,
     /// Children that are active, by tier (see [`super::Forest::is_active`]).
     pub(super) active: [u32; 2],

@@ -1,8 +1,8 @@
 //! Holding writes back until they are worth a call.
 //!
-//! Nobody waits for a write, and one at a time is the dearest way to do them. So while the device has
-//! enough to do, writes wait until they are many: those of adjacent slots then become one transfer to the
-//! device, and all of them one call to the kernel.
+//! No request waits for a write, and one write at a time costs most. So while the device has enough to do, writes wait
+//! until they are many: those of adjacent slots then become one transfer to the device, and all of them one call to the
+//! kernel.
 
 use std::collections::VecDeque;
 

@@ -166,7 +166,8 @@ pub trait IoEngine: Send + std::fmt::Debug {
     /// Starts an operation. The caller does so only while its device has `room()`.
     fn submit(&mut self, request: IoRequest);
     /// Pushes completions to `out`. Blocks until there is at least one, [`Waker::wake`] was called,
-    /// or `timeout` has passed (`None`: no limit; zero: only what is there already).
+    /// or `timeout` has passed (`None`: no limit; zero: only the completions that are there
+    /// already).
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
     /// A handle by which other threads end a `wait`.
     fn waker(&self) -> Waker;

@@ -126,7 +126,7 @@ impl Cells {
         self.cells.get(cell as usize)?.get()
     }
 
-    /// Cells that somebody uses.
+    /// Cells in use.
     #[cfg(feature = "check")]
     pub(super) fn used(&self) -> usize {
         let cells = (0..self.end()).filter(|&cell| self.owner(cell).is_some());

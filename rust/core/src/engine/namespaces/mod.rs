@@ -24,7 +24,7 @@ struct NamespaceState {
     digest: NamespaceDigest,
     /// Ties records on disk to one life of the namespace: a reset takes a new one.
     instance: u64,
-    /// Of one session alone, whose weights may be others than the description says.
+    /// It belongs to one session, whose weights may differ from the description's.
     private: bool,
     /// Not in the namespace table: its records end with the process.
     volatile: bool,
@@ -55,8 +55,8 @@ impl EntryWrite {
 ///
 /// Invariants:
 /// - an instance is never given to two lives, nor to one that any directory knows;
-/// - one entry is written once at a time, in the order of its changes: what was cleared is never followed
-///   by what it held;
+/// - one entry is written once at a time, in the order of its changes: an entry's old contents are never written after
+///   its clearing;
 /// - a shared namespace that was reset is entered again only when every clearing write has succeeded.
 #[derive(Debug)]
 pub(super) struct Namespaces {
@@ -371,8 +371,8 @@ impl Namespaces {
         }
     }
 
-    /// A namespace begins another life, at an index of its own: no block and no record of before belongs to
-    /// it. Lets the old life go, durably. The caller moves the sessions.
+    /// A namespace begins another life, at an index of its own: no earlier block or record belongs to it. Ends the old
+    /// life, durably. The caller moves the sessions.
     pub(super) fn begin_new_life(
         &mut self,
         ns: NsId,
@@ -422,8 +422,8 @@ impl Namespaces {
         });
     }
 
-    /// Enters namespaces that were reset once nothing of before can come back, for those who still have
-    /// the weights that the description says; and those for which there was no room.
+    /// Once no record from before a reset can return, enters the reset namespaces for the sessions that still have the
+    /// description's weights, and the namespaces for which there was no room.
     fn enter_again(&mut self, residency: &mut Residency) {
         if self.clearing().next().is_some() {
             return;

@@ -22,8 +22,8 @@ impl Namespaces {
         }
     }
 
-    /// The namespace that makes room, if any is in the way: of those that nobody uses the one that was used
-    /// least recently, and one without blocks before all others.
+    /// The namespace to forget, if room is short: the least recently used one of those without a session, and one
+    /// without blocks before all others.
     fn next_to_go(
         &self,
         shared_most: usize,
@@ -70,8 +70,8 @@ impl Namespaces {
         }
     }
 
-    /// Lets a namespace and its blocks go: from now on nobody finds them. Its index is free once they have
-    /// gone, which takes many entries of the engine, and nothing uses them.
+    /// Forgets a namespace and its blocks: from now on no lookup finds them. Its index is free once the blocks are
+    /// removed, which takes many entries of the engine, and nothing uses them.
     pub(super) fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
         residency.remove_namespace(ns);
         let old = self.instance(ns);

@@ -1,10 +1,10 @@
 //! A line through measured times: a latency, and a time for each byte.
 
-/// Samples after which a measured line counts for more than what was assumed.
+/// Samples after which a measured line outweighs the assumed one.
 const KNOWN: u32 = 8;
 /// Share of the old samples that stays when one comes: about the last 64 count.
 const KEEP: f64 = 1.0 - 1.0 / 64.0;
-/// Samples that what was measured long ago still counts for.
+/// Weight, in samples, that old measurements keep at least.
 const LEFT: f64 = 0.5;
 /// How much the latency is pulled to zero, so that samples of one size give a rate.
 const PULL: f64 = 0.02;
@@ -12,11 +12,11 @@ const PULL: f64 = 0.02;
 /// How samples count.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trust {
-    /// Time after which what was measured before counts half.
+    /// Time after which earlier samples count half.
     half_life_ns: f64,
-    /// A sample counts as at most so many times what was predicted: one that hung says little of those to come.
+    /// A sample counts as at most so many times its prediction: one read that hung says little of later reads.
     clip: f64,
-    /// What stays of the old samples when one comes that is several times what was predicted, or a part of that.
+    /// Part of the old samples that stays when a sample is several times its prediction, or a fraction of it.
     surprised: f64,
 }
 
@@ -42,7 +42,7 @@ pub(super) const COPIES: Trust = Trust {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Line {
     trust: Trust,
-    /// Of all samples, each by the square of its bytes: the weights, and with them the sums that least squares need.
+    /// Sum of the samples' weights, each the inverse square of its bytes; least squares need it and the next fields.
     weight: f64,
     bytes: f64,
     ns: f64,

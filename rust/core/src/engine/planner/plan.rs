@@ -1,10 +1,10 @@
-//! What is decided, of times alone.
+//! The planner's decisions, as functions of times alone.
 
-/// A load must gain this part of what it saves: a prediction is no better than that.
+/// A load must gain this part of the time that it saves: a prediction is no better than that.
 const SLACK: f64 = 0.1;
 /// Two ways whose times differ by no more than this part are near-even.
 const NEAR_EVEN: f64 = 0.25;
-/// Of so many near-even decisions one goes the other way, so that both ways stay measured.
+/// One in so many near-even decisions goes the other way, so that both ways stay measured.
 const OTHER_WAY: u64 = 100;
 
 /// Why a plan was made as it was.
@@ -14,8 +14,8 @@ pub(in crate::engine) enum Reason {
     Faster,
     /// Too little was measured for a prediction.
     Unknown,
-    /// It takes more time by the prediction. But nothing was read for long: reads that nobody waits for tell how fast the
-    /// device is now.
+    /// It takes more time by the prediction. But nothing was read for long: reads for which no request waits tell how
+    /// fast the device is now.
     Measure,
     /// A near-even decision that went the other way.
     OtherWay,
@@ -26,7 +26,7 @@ pub(in crate::engine) enum Reason {
 pub(in crate::engine) struct Way {
     /// Computing that it saves.
     pub(in crate::engine) saved_ns: f64,
-    /// What it takes instead.
+    /// Time that it takes instead.
     pub(in crate::engine) cost_ns: f64,
 }
 
@@ -79,7 +79,7 @@ pub(in crate::engine) struct Wait {
     pub(in crate::engine) block: f64,
     /// All that is waited for.
     pub(in crate::engine) all: Way,
-    /// What has come.
+    /// The payloads that have come.
     pub(in crate::engine) here: Way,
     /// Until all has come; `None` if nothing can be predicted, or shall not.
     pub(in crate::engine) rest_ns: Option<f64>,
@@ -89,7 +89,7 @@ pub(in crate::engine) struct Wait {
 /// comes.
 pub(in crate::engine) fn stop(wait: &Wait, margin: f64) -> Option<Stop> {
     let most_ns = margin * wait.compute_ns;
-    // What has come is still to be copied.
+    // The payloads that have come are still to be copied.
     let lost_ns = wait.waited_ns + wait.here.cost_ns - wait.arrived * wait.compute_ns;
     let is_late = wait.waited_ns >= most_ns;
     let lags = (wait.arrived + wait.block) * wait.compute_ns < wait.waited_ns;
@@ -120,7 +120,7 @@ mod tests {
             start(way(100.0, 200.0), Way::NONE, &mut count),
             (false, Reason::Faster)
         );
-        // What host memory has already counts.
+        // The tokens in host memory count already.
         assert_eq!(
             start(way(100.0, 60.0), way(80.0, 5.0), &mut count),
             (false, Reason::Faster)

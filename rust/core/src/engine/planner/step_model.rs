@@ -9,11 +9,11 @@ const PREFILL: u32 = 16;
 /// Share of the old steps that stays when one comes: about the last 32 count, of those with and without a
 /// prefill by themselves, since there are many of the latter between two of the former.
 const KEEP: f64 = 1.0 - 1.0 / 32.0;
-/// A step counts as at most so many times what was predicted: one in which the process was held up says nothing.
+/// A step counts as at most so many times its prediction: a step in which the process was held up says nothing.
 const CLIP: f64 = 3.0;
-/// What is assumed before anything was measured: 2 ms, and 20,000 tokens a second.
+/// The assumption before the first measurement: 2 ms, and 20,000 tokens a second.
 const PRIOR: [f64; TERMS] = [2e6, 50e6, 0.0, 0.0];
-/// The weight of the assumption about each term, as a part of what the steps say of it. Where they do not tell the terms
+/// The weight of the assumption about each term, as a part of the steps' weight in it. Where they do not tell the terms
 /// apart, most of the time is that of the tokens.
 const PRIOR_WEIGHTS: [f64; TERMS] = [0.03, 0.001, 0.01, 0.01];
 
@@ -112,8 +112,8 @@ impl StepModel {
                 *product = self.prefills.products[row][column] + self.decodes.products[row][column];
             }
         }
-        // Where the steps do not tell two terms apart, or have none of one, the assumption does. Of each term by itself:
-        // short steps say much of the time of a step, and nothing of positions.
+        // The assumption decides where the steps do not tell two terms apart, or have none of one. It does so for each
+        // term by itself: short steps say much of the time of a step, and nothing of positions.
         for term in 0..TERMS {
             let scale = (PRIOR_WEIGHTS[term] * products[term][term]).max(f64::MIN_POSITIVE);
             products[term][term] += scale;
@@ -163,7 +163,7 @@ impl StepModel {
     }
 }
 
-/// Least squares without negative factors: what would be negative is zero, and the others are fitted again.
+/// Least squares without negative factors: a factor that would be negative is zero, and the others are fitted again.
 fn not_negative(products: &[[f64; TERMS]; TERMS], times: &[f64; TERMS]) -> [f64; TERMS] {
     let mut counts = [true; TERMS];
     loop {
@@ -262,8 +262,8 @@ mod tests {
 
     #[test]
     fn short_steps_do_not_hide_that_later_tokens_take_longer() {
-        // Of loads, steps with one token are left, twice for each prompt that is computed. 65 ns a position: half of the
-        // time of the longest.
+        // Loads leave steps with one token, twice for each prompt that is computed. A position takes 65 ns: half of the
+        // time of the longest prompt.
         let of = |i: usize| match i % 6 {
             0 => (2049, 4_000_000 + 57_000 * 2049 + 65 * 2049 * 2049 / 2),
             3 => (513, 4_000_000 + 57_000 * 513 + 65 * 513 * 513 / 2),

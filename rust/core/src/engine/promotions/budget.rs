@@ -56,8 +56,8 @@ impl PromotionBudget {
         let promotion = request.active.as_ref();
         let (rest, continues) = promotion.map_or((0, false), |of| (of.unread, of.continues));
         let fits = if continues {
-            // Nobody waits for the budget while he holds a part of it: the plan is within the budget, but
-            // others may hold the rest.
+            // A promotion that holds a part of the budget does not wait for the rest: the plan is within the budget,
+            // but other promotions may hold the rest.
             true
         } else if request.demanded {
             !self.lacks(request, rest)

@@ -37,14 +37,14 @@ type Waiter = (RequestId, u32);
 pub(super) enum PromotionEnd {
     /// All of its reads have ended.
     Finished,
-    /// Nobody needs it any more.
+    /// No request needs it any more.
     Cancelled,
     /// The device did not answer, or the request may wait no longer.
     GivenUp,
 }
 
 impl PromotionEnd {
-    /// Of a promotion without reads to wait for; `silent`: a device did not answer.
+    /// The end of a promotion without reads to wait for; `silent`: a device did not answer.
     fn of_issued(silent: bool) -> Self {
         if silent {
             Self::GivenUp
@@ -70,7 +70,7 @@ pub(super) struct Promotions {
     waiters: HashMap<(NodeId, u8), Vec<Waiter>>,
     /// Prefetches that are done, latest last.
     prefetched: VecDeque<RequestId>,
-    /// Payloads to be read for nobody.
+    /// Payloads to be read only for measurement.
     probes: Vec<Probe>,
     /// A promotion has ended since this was asked last.
     ended: bool,
@@ -106,12 +106,12 @@ impl Promotions {
         self.budget.promoted_bytes()
     }
 
-    /// Whether any request has reads to start, or nobody's are to be started.
+    /// Whether there are reads to start, for a request or for measurement.
     pub(super) fn has_reads(&self) -> bool {
         !self.read_queues.is_empty() || self.has_probes()
     }
 
-    /// Whether reads are to be started that nobody waits for.
+    /// Whether there are reads to start for measurement.
     pub(super) fn has_probes(&self) -> bool {
         !self.probes.is_empty()
     }

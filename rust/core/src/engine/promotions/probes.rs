@@ -1,4 +1,4 @@
-//! Reads that nobody waits for, which tell how fast a device is now.
+//! Reads for which no request waits: they tell how fast a device is now.
 
 use crate::forest::{DeviceIndex, DiskState, HostState, NodeId};
 use crate::io::IoRequest;

@@ -7,7 +7,7 @@ use crate::session::Priority;
 
 use super::super::requests::RequestId;
 
-/// Where a request waits: as what, for which device or for checksums, and behind whom.
+/// The queue in which a request waits (by priority, device or checksums), and its place there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::engine) struct QueuePlace {
     priority: u8,
@@ -33,8 +33,8 @@ impl QueuePlace {
     }
 }
 
-/// One queue for each priority and device, so that a device that is full, or hangs, holds up nobody who
-/// waits for another one.
+/// One queue for each priority and device, so that a device that is full, or hangs, holds up no request that waits for
+/// another device.
 #[derive(Debug, Default)]
 pub(super) struct ReadQueues {
     waiting: BTreeMap<QueuePlace, RequestId>,

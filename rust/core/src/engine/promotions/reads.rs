@@ -177,8 +177,8 @@ impl Promotions {
         }
     }
 
-    /// Whether the budget lets a promotion start, or go on with a payload. Of those that it does not let
-    /// start, none overtakes another in a pass.
+    /// Whether the budget lets a promotion start, or go on with a payload. Promotions that may not start do not
+    /// overtake each other in a pass.
     fn admit(
         &mut self,
         id: RequestId,

@@ -32,7 +32,7 @@ pub(super) enum WriteRefusal {
 pub(super) struct Refusals {
     nodes: [FxHashMap<(NodeId, u32), WriteRefusal>; SHARDS],
     since_ns: u64,
-    /// Slots freed on disk when it was looked at last.
+    /// Slots freed on disk by the last look.
     freed: u64,
 }
 

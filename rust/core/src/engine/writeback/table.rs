@@ -111,7 +111,7 @@ impl BlockEncoder<'_> {
             (0, 0, 0)
         } else {
             let payload = state.payload(group);
-            // While it is written, its bytes on disk are nobody's.
+            // During its write, its bytes on disk have no owner.
             if payload.disk != DiskState::Present {
                 return None;
             }
