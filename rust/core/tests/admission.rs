@@ -1,4 +1,5 @@
-//! What the engine keeps and refuses when a tier is full: ages, admission, writes without room.
+//! Which payloads the engine keeps and refuses when a tier is full: ages, admission, writes without
+//! room.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -107,7 +108,7 @@ fn without_a_single_hit_the_oldest_prompts_go() {
     assert_eq!(kept, [17, 18, 19, 20]);
 }
 
-/// Carries out what the disk is asked.
+/// Carries out the operations that the engine asks of the disk.
 fn settle(engine: &mut Engine) {
     let mut io = Vec::new();
     loop {
@@ -128,7 +129,7 @@ fn settle(engine: &mut Engine) {
     }
 }
 
-/// Prompts that come back all the time, and others that come once: what is new is worth less.
+/// Prompts that come back all the time, and others that come once: new blocks are worth less.
 fn teach(engine: &mut Engine, session: SessionId) {
     for round in 0..200_u8 {
         for name in 1..=4 {

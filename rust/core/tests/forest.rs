@@ -36,9 +36,9 @@ enum Step {
         ns: NsId,
         run: usize,
     },
-    /// A node leaves the index with all that stands on it.
+    /// A node leaves the index with all its descendants.
     Detach { node: usize },
-    /// What was detached and has no children is freed.
+    /// Detached nodes without children are freed.
     Release,
 }
 

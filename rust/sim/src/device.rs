@@ -1,4 +1,4 @@
-//! One directory on a device that keeps, loses, tears and corrupts what is written to it.
+//! One directory on a device that keeps, loses, tears and corrupts the bytes written to it.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
@@ -113,7 +113,7 @@ pub(crate) struct SimDevice {
     pub(crate) capacity: u64,
     pub(crate) page_bytes: u64,
     now: Files,
-    /// What a loss of power leaves, before the writes that were not synced.
+    /// The files after a loss of power, before the writes that were not synced.
     stable: Files,
     unsynced: Vec<Write>,
 }
@@ -138,7 +138,7 @@ impl SimDevice {
         }
     }
 
-    /// What opening the directory reads.
+    /// The image that opening the directory reads.
     pub(crate) fn image(&self) -> DeviceImage {
         DeviceImage {
             capacity: self.capacity,
@@ -200,7 +200,7 @@ impl SimDevice {
         self.unsynced.retain(|write| write.file() != file);
     }
 
-    /// The process ends, and perhaps the power goes: of what was not synced, anything may be gone.
+    /// The process ends, and perhaps the power goes: any write that was not synced may be gone.
     pub(crate) fn crash(&mut self, power_loss: bool, random: &mut Random) {
         if power_loss {
             for write in &self.unsynced {

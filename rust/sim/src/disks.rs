@@ -96,7 +96,7 @@ impl Disks {
         !self.hung.remove(&device) && self.hung.insert(device)
     }
 
-    /// What the engine finds on the directories that it has.
+    /// The images of the directories that the engine has.
     pub(crate) fn images(&self) -> Vec<DeviceImage> {
         let attached = self.attached.iter();
         attached.map(|&at| self.devices[at].image()).collect()
@@ -300,7 +300,7 @@ impl Disks {
         }
     }
 
-    /// From now on nothing goes wrong, and what hung goes on.
+    /// From now on nothing fails, and operations that hung go on.
     pub(crate) fn heal(&mut self, now_ns: u64) {
         self.faults = DeviceFaults::default();
         self.hung.clear();
@@ -310,7 +310,7 @@ impl Disks {
     }
 }
 
-/// What a write means to write, and its checksum.
+/// The bytes that a write is to write, and their checksum.
 fn intended(request: &IoRequest, arena: &SimArena) -> (Write, u64) {
     match request {
         IoRequest::WriteMeta {

@@ -1,4 +1,4 @@
-//! What workers do: copies between device and arena, which take their time.
+//! The workers' copies between device and arena, which take their time.
 
 use undercroft_core::engine::{SaveLimit, SaveProgress};
 use undercroft_core::namespace::GroupKind;
@@ -424,7 +424,7 @@ impl World {
         self.end_transfer(session, load.id, !fails)
     }
 
-    /// Copies some of what is left, and looks at it.
+    /// Copies some of the remaining blocks, and compares them.
     fn copy(&mut self, session: usize, at: usize, left: usize) -> Result<(), String> {
         let count = self.random.index(left) + 1;
         let load = &self.sessions[session].loads[at];
@@ -471,7 +471,7 @@ impl World {
         if !fails {
             self.log.stats.blocks_saved += save.blocks.len() as u64;
             for ClientBlock { payload, .. } in &save.blocks {
-                // Of the namespace of when it began.
+                // The namespace is that of the save's beginning.
                 let model = &mut self.models[payload.namespace];
                 if payload.epoch == model.epoch && !save.lost {
                     model.stored.insert(*payload);

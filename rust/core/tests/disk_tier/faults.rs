@@ -107,7 +107,7 @@ fn a_failed_or_corrupt_read_is_a_shorter_hit_and_heals() {
         let mut rig = Open::new(&dirs).with(io, script.clone());
         let hit = rig.hit(1, 20);
         assert!(script.is_used_up());
-        // The eighth read is that of one of the first blocks; what stands on it goes with it.
+        // The eighth read is that of one of the first blocks; its descendants go with it.
         assert!(hit < 20, "{io:?} {fault:?}: {hit}");
         let counters = *rig.engine.counters();
         let failures = (counters.checksum_failures, counters.read_failures);
@@ -287,7 +287,7 @@ fn a_device_that_answers_late_delays_one_answer_and_wastes_no_read() {
     rig.engine.finish_request(session, "r");
     let counters = rig.engine.counters();
     assert_eq!((counters.promotions_given_up, counters.promotions), (1, 0));
-    // Ten seconds later the answers come. Their slots were nobody else's meanwhile.
+    // Ten seconds later the answers come. No other payload used their slots meanwhile.
     rig.pass(10 * SECOND);
     control.release();
     rig.pump();
