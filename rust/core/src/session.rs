@@ -473,8 +473,7 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     fn poll_saves(&self) -> Vec<SaveGrant>;
 
     /// All ranks have ended the copies of a load or a save, or no rank will copy. After a load that
-    /// failed
-    /// the request's lookups are misses; a save that failed is dropped.
+    /// failed the request's lookups are misses; a save that failed is dropped.
     fn end_transfer(&self, id: TransferId, ok: bool);
 
     /// The request has finished or was aborted. Loads and saves under way go on.
@@ -493,9 +492,8 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     fn report_steps(&self, steps: &[Step]);
 
     /// Drops everything of the namespace. No earlier block is found when this returns; true if
-    /// nothing
-    /// of it is found after a restart either, which takes at most `timeout` to ensure. False, and nothing is
-    /// dropped, if the session was closed.
+    /// nothing of it is found after a restart either, which takes at most `timeout` to ensure.
+    /// False, and nothing is dropped, if the session was closed.
     fn reset(&self, timeout: Duration) -> bool;
 
     /// Ends the session: its lookups, leases, loads and saves.

@@ -37,8 +37,7 @@ pub struct EngineConfig {
     /// pages for another size class. At least 2.
     pub visits: u32,
     /// Compare the checksums of a hit's payloads in the arena before each hit. Payloads that are
-    /// written to disk
-    /// are always compared.
+    /// written to disk are always compared.
     pub verify_host: bool,
     /// Shared namespaces that the engine has at once.
     pub namespaces_max: usize,

@@ -210,8 +210,8 @@ impl Engine {
     }
 
     /// The shared namespaces, and whether each directory keeps it: a restart finds its saved
-    /// blocks. It does
-    /// not while sessions use all those that the directory's table has room for, and while a reset is not durable.
+    /// blocks. It does not while sessions use all those that the directory's table has room for,
+    /// and while a reset is not durable.
     pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
         self.namespaces.shared_namespaces(&self.residency)
     }

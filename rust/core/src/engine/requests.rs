@@ -146,8 +146,7 @@ impl Promotion {
 }
 
 /// The payloads that a load of the tokens after `local` hash blocks, up to a node, needs in the
-/// arena: its checksums were
-/// compared.
+/// arena: its checksums were compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Verified {
     pub(super) node: NodeId,

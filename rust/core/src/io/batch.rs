@@ -68,8 +68,7 @@ impl Batch {
     }
 
     /// Moves waiting writes to `ready`, as far as the device may have it, if it is many or the
-    /// device has too
-    /// little to do.
+    /// device has too little to do.
     pub(super) fn release(&mut self, ready: &mut VecDeque<(u16, u16)>) {
         if self.is_full() || self.moving_bytes < BATCH_BYTES {
             self.let_go(self.most.saturating_sub(self.moving), ready);

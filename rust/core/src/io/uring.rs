@@ -107,9 +107,8 @@ impl UringParts {
 }
 
 impl Uring {
-    /// A ring for `depth` operations in flight on each device (at most 4096, and 16384 of all devices
-    /// together). Fails where the kernel does not allow
-    /// io_uring or is too old.
+    /// A ring for `depth` operations in flight on each device (at most 4096, and 16384 of all
+    /// devices together). Fails where the kernel does not allow io_uring or is too old.
     pub fn new(
         depth: usize,
         arena: Arc<Arena>,

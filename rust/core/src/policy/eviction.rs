@@ -68,8 +68,7 @@ impl Policy {
     }
 
     /// Takes a node out of the candidates of size class `class`; `last` is its value at the
-    /// insertion.
-    /// Returns whether it was there.
+    /// insertion. Returns whether it was there.
     pub fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
         work::candidate();
         match &mut self.engine {
