@@ -1,4 +1,4 @@
-//! The threads around the engine: one IO thread, and whoever calls.
+//! The threads around the engine: one IO thread, and the callers' threads.
 //!
 //! Locking: one mutex holds the engine. Callers and the IO thread hold it for one entry of the state
 //! machine each, microseconds; no IO, checksum, or wait happens under it. The IO thread alone owns

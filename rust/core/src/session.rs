@@ -143,7 +143,7 @@ pub enum Priority {
     Prefetch,
 }
 
-/// A question: how much of a prompt is cached?
+/// Asks for the cached part of a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct LookupRequest<'a> {
     /// vLLM's id of the request.
@@ -167,7 +167,8 @@ pub struct LookupRequest<'a> {
 }
 
 impl<'a> LookupRequest<'a> {
-    /// The scheduler asks for all that is cached of a prompt of which the device holds nothing.
+    /// The scheduler asks for the whole cached part of a prompt. The device holds nothing of the
+    /// prompt.
     pub fn new(request: &'a str, hashes: &'a dyn HashSource) -> Self {
         Self {
             request,
@@ -369,7 +370,7 @@ impl<'a> SaveRequest<'a> {
 /// The answer to a [`SaveRequest`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Save {
-    /// Slots, or the news that there is nothing to copy.
+    /// Slots, or the answer that there is nothing to copy.
     Granted(SaveGrant),
     /// The grant comes from [`Session::poll_saves`].
     Pending(TransferId),

@@ -56,7 +56,8 @@ pub struct Owner {
     pub group: u8,
 }
 
-/// Who uses a slot or a record, if anybody does, in five bytes: there is one for each.
+/// The owner of a slot or a record, if there is one, in five bytes: each slot and record has such a
+/// cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OwnerCell {
     node: [u8; 4],
@@ -334,7 +335,7 @@ impl Slots {
         page.cell + self.slot_at(class, offset) as u32
     }
 
-    /// Who uses a cell, if anybody does.
+    /// The owner of a cell, if there is one.
     pub(crate) fn owner_of_cell(&self, cell: u32) -> Option<Owner> {
         self.cells.owner(cell)
     }

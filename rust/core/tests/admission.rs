@@ -215,7 +215,7 @@ fn a_prompt_longer_than_the_disk_asks_for_room_once() {
 
 #[test]
 fn a_prompt_saved_block_by_block_asks_a_disk_that_takes_no_writes_for_each_block_once() {
-    // If each step asked for all that was refused before, this would take minutes.
+    // If each step asked for all blocks that were refused before, this would take minutes.
     let blocks = 40_000_u32;
     let (mut engine, session) = engine_of(PolicyKind::Lru, 100_000, 100_000);
     let prompt = chain(blocks);

@@ -1,4 +1,4 @@
-//! The arena: contents, and who has which slot in hand, as seen from outside the engine.
+//! The arena: contents, and the users of each slot, as seen from outside the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 

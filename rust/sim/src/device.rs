@@ -32,7 +32,7 @@ pub(crate) enum Write {
     },
 }
 
-/// How much of a write takes place.
+/// The part of a write that takes place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Persisted {
     Whole,

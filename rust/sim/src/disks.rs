@@ -56,9 +56,9 @@ struct Flight {
 
 #[derive(Debug)]
 pub(crate) struct Disks {
-    /// All that there are.
+    /// All devices.
     pub(crate) devices: Vec<SimDevice>,
-    /// Those that the engine has, by its numbers.
+    /// Devices that the engine has, by its numbers.
     pub(crate) attached: Vec<usize>,
     /// Those that answer nothing now, by the engine's numbers.
     hung: BTreeSet<usize>,

@@ -148,7 +148,7 @@ impl Model {
         }
     }
 
-    /// The deepest boundary of a hit, in hash blocks, of all that was saved: `local` if none is deeper.
+    /// The deepest boundary of a hit, in hash blocks, of all saved blocks: `local` if none is deeper.
     pub(crate) fn deepest(
         &self,
         namespace: usize,

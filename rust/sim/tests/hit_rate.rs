@@ -1,5 +1,5 @@
 //! The share of an ideal cache's hits that the engine finds, when models with payloads of several sizes share the
-//! arena. The ideal cache evicts the least recently used leaf, of whatever size, and has no pages.
+//! arena. The ideal cache evicts the least recently used leaf, of any size, and has no pages.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};

@@ -1,12 +1,11 @@
 //! The host arena: one shared-memory region that the engine and the workers of all ranks map.
 //!
-//! **Aliasing rule.** Other processes write this memory, so no reference into it is ever kept. The
-//! engine's state machine gives each slot to one party at a time (a worker that fills it, an IO
-//! operation, or readers only); whoever touches bytes does it through the bounds-checked methods
-//! here, each of which makes its slice for the length of one system call or checksum. A process
-//! that breaks the rule can make the bytes of any slot wrong. The checksum finds that when the payload is
-//! written to disk and, with `verify_host`, before a hit, if the bytes changed after they were summed behind
-//! the save. The process cannot make the mapping shrink, since the file is sealed.
+//! **Aliasing rule.** Other processes write this memory, so no reference into it is ever kept. The engine's state
+//! machine gives each slot to one party at a time (a worker that fills it, an IO operation, or readers only); each
+//! access to bytes goes through the bounds-checked methods here, each of which makes its slice for the length of one
+//! system call or checksum. A process that breaks the rule can make the bytes of any slot wrong. The checksum finds
+//! that when the payload is written to disk and, with `verify_host`, before a hit, if the bytes changed after they were
+//! summed behind the save. The process cannot make the mapping shrink, since the file is sealed.
 
 #![expect(
     unsafe_code,
@@ -47,7 +46,7 @@ pub enum ArenaError {
         /// The requested size.
         size: u64,
     },
-    /// The machine has not that much memory left.
+    /// The machine does not have that much memory left.
     #[error(
         "host_memory {}: only {} of memory are available; lower host_memory",
         Bytes(*size),
@@ -95,7 +94,7 @@ pub struct OutOfBounds {
     pub size: u64,
 }
 
-/// A shared mapping. Unmapped on drop; the memory itself lives until the last process lets go.
+/// A shared mapping. Unmapped on drop; the memory itself stays until the last process unmaps it.
 #[derive(Debug)]
 pub struct Arena {
     fd: OwnedFd,
@@ -406,8 +405,8 @@ fn reserve(len: usize) -> Result<*mut c_void, Errno> {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: maps exactly the range that `map` mapped; whoever holds a pointer holds the arena
-        // too.
+        // SAFETY: unmaps exactly the range that `map` mapped; each holder of a pointer holds the
+        // arena, too.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.size as usize) };
     }
 }

@@ -38,7 +38,7 @@ pub struct DeviceImage {
 }
 
 impl DeviceImage {
-    /// That of a directory that could not be opened yet.
+    /// The image of a directory that could not be opened yet.
     pub fn absent() -> Self {
         Self {
             capacity: 0,
@@ -58,7 +58,7 @@ pub(crate) struct Disk {
     records: Records,
     pub(crate) policies: TierPolicies,
     pub(crate) health: HealthMonitor,
-    /// Since when a block of the table is to be written, as far as that was looked at.
+    /// When the longest waiting block of the table was first seen waiting.
     dirty_since_ns: Option<u64>,
     /// When touched records may be written again.
     next_touched_ns: u64,
@@ -140,7 +140,7 @@ impl Disk {
         now
     }
 
-    /// Takes a claim back: a later record claims the bytes, or the payload.
+    /// Revokes a claim: a later record claims the bytes, or the payload.
     pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
         self.slots.unclaim(class, offset);
     }
@@ -221,7 +221,7 @@ impl Disk {
         }
     }
 
-    /// Has all of them written: the engine ends.
+    /// Has all records of used payloads written: the engine ends.
     pub(crate) fn write_all_touched(&mut self) {
         self.records.write_touched(usize::MAX);
     }

@@ -1,4 +1,4 @@
-//! The files of a directory, and how they are opened: by this user alone, whatever others have put there.
+//! The files of a directory, and how they are opened: by this user alone, even where other users have put files there.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read};
@@ -149,7 +149,7 @@ pub(super) fn open_to_write(
     let opened = rustix::fs::open(path.join(name), flags, mode);
     let file = opened.map_err(|errno| refused(path, name, errno.into()))?;
     check_own_file(&file).map_err(|error| refused(path, name, error))?;
-    // Whatever the umask.
+    // The umask does not count.
     rustix::fs::fchmod(&file, mode).map_err(|errno| refused(path, name, errno.into()))?;
     Ok(file)
 }
@@ -206,7 +206,7 @@ pub(super) fn take_lock(path: &Path) -> Result<File, StoreError> {
 /// Fails with the process that has the directory locked, if there is one. Changes nothing.
 pub(super) fn lock_owner(path: &Path) -> Result<(), StoreError> {
     let mut lock = match open_to_read(path, LOCK) {
-        // Never used.
+        // The directory was never used.
         Err(StoreError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             return Ok(());
         }
@@ -250,7 +250,7 @@ pub(super) fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreEr
     table.set_len(0).map_err(failed(path, "empty the table"))?;
     open_to_write(path, DATA, true)?;
     let new = path.join(SUPER_NEW);
-    // One that a crash left behind.
+    // A crash may have left the file behind.
     let _ = fs::remove_file(&new);
     let file = File::from(open_to_write(path, SUPER_NEW, true)?);
     file.write_all_at(&superblock.encode(), 0)
@@ -314,7 +314,7 @@ pub(super) fn set_aside(path: &Path, version: u32) -> Result<(), StoreError> {
     sync_directory(path)
 }
 
-/// Bytes that the files of a store take, of whatever version.
+/// Bytes that the files of a store of any version take.
 pub(super) fn bytes_of(path: &Path) -> u64 {
     let files = [SUPER, TABLE, DATA].map(|name| fs::symlink_metadata(path.join(name)));
     let found = files.into_iter().flatten();

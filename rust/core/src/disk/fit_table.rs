@@ -50,7 +50,7 @@ pub(super) fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> 
         .collect();
     new.resize(new.len().next_multiple_of(BLOCK_BYTES), 0);
     let at = path.join(TABLE_NEW);
-    // One that a crash left behind would be longer.
+    // A file that a crash left behind could be longer.
     let _ = fs::remove_file(&at);
     let file = File::from(open_to_write(path, TABLE_NEW, true)?);
     file.write_all_at(&new, 0)

@@ -53,13 +53,13 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 /// The superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// Tells one store from another.
+    /// Identifies the store.
     pub store_id: u64,
     /// Page size of the data file, in bytes.
     pub page_bytes: u64,
 }
 
-/// Why a superblock is not believed.
+/// Why a superblock is not valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SuperblockError {
     /// Too short, or the magic is another.
@@ -87,8 +87,7 @@ impl Superblock {
 
     /// Reads the first block of a `super` file.
     ///
-    /// # Errors
-    /// Says why it is not believed.
+    /// Says why it is not valid.
     pub fn decode(block: &[u8]) -> Result<Self, SuperblockError> {
         if block.len() < 40 || block[..8] != SUPER_MAGIC {
             return Err(SuperblockError::NotOurs);
@@ -162,14 +161,14 @@ impl NamespaceEntry {
     }
 }
 
-/// When a namespace was used last. Torn or lost, it costs nothing but that.
+/// The last use of a namespace. If it is torn or lost, only the time of that use is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceUse {
     /// The namespace's instance; that of another entry means nothing.
     pub instance: u64,
     /// Tick of the use.
     pub tick: u64,
-    /// When it was, in seconds since 1970.
+    /// Time of the use, in seconds since 1970.
     pub used_s: u32,
 }
 

@@ -19,13 +19,13 @@ use super::open::Contents;
 /// A namespace with counts and times from its records.
 #[derive(Clone, Debug)]
 pub struct NamespaceSummary {
-    /// Ties its records to it.
+    /// The instance in its records.
     pub instance: u64,
     /// Description and groups.
     pub spec: NamespaceSpec,
     /// Payloads.
     pub blocks: u64,
-    /// Bytes of these.
+    /// Bytes of the payloads.
     pub bytes: u64,
     /// When the first of them was written, in seconds since 1970; 0 if there is none.
     pub oldest_s: u32,

@@ -29,7 +29,7 @@ pub enum OnOtherVersion {
     /// It is deleted: a cache can be filled again.
     #[default]
     Discard,
-    /// It is moved into a directory in its own, where it goes on taking space.
+    /// It is moved into a directory of its own, where it still takes space.
     SetAside,
     /// The directory is not used.
     Refuse,
@@ -86,7 +86,7 @@ impl Directory {
     pub fn empty(mut self) -> Result<Self, StoreError> {
         let superblock = read_superblock(&self.path)?;
         files::create(&self.path, &superblock)?;
-        // It is another file than before.
+        // The file is another one than before.
         self.files.superblock = open_for_io(&self.path, SUPER, false)?.0;
         self.image.super_bytes = Vec::new();
         self.image.table = Table::Bytes(Vec::new());
@@ -101,7 +101,8 @@ impl Directory {
             (DATA, self.files.data.try_clone()),
         ];
         let lock = DirectoryLock {
-            // Without one it cannot be said that it is missing; nothing else is lost.
+            // Without a descriptor the engine cannot tell that the file is missing; everything else
+            // works.
             files: files
                 .into_iter()
                 .filter_map(|(name, file)| Some((name, file.ok()?)))

@@ -1,7 +1,6 @@
-//! Checksums of payloads in the arena. Whoever has the arena mapped can change a payload after its save, and
-//! so can a failing memory module. The checksum is computed behind the save, and compared when the payload is
-//! written to disk and, with [`EngineConfig::verify_host`], before each hit. The driver computes it, outside the
-//! engine.
+//! Checksums of payloads in the arena. A process that has mapped the arena can change a payload after its save, and so
+//! can a failing memory module. The checksum is computed behind the save, and compared when the payload is written to
+//! disk and, with [`EngineConfig::verify_host`], before each hit. The driver computes it, outside the engine.
 //!
 //! [`EngineConfig::verify_host`]: super::EngineConfig::verify_host
 
@@ -133,7 +132,7 @@ impl Engine {
         out.append(&mut self.checksums.started);
     }
 
-    /// Whether anybody compares the checksum of a payload that is saved now.
+    /// Whether the checksum of a payload that is saved now is ever compared.
     pub(super) fn needs_checksums(&self) -> bool {
         self.config.verify_host || !self.residency.disks().is_empty()
     }

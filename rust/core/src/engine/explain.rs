@@ -95,7 +95,7 @@ pub(super) struct Answered {
     rest: Rest,
 }
 
-/// All that the explanation of an answer depends on.
+/// The inputs of an answer's explanation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Noted {
     reason: Reason,

@@ -172,7 +172,7 @@ impl Engine {
         }
         let question = LookupRequest::new(&cursor.name, request.hashes)
             .max(request.max)
-            // Reading is all that is asked for: no computing is weighed against it.
+            // The hint asks only for reads: they are not weighed against computing.
             .min(Tokens(1))
             .wait(Some(PromotionWait::Complete))
             .prefetch();

@@ -63,8 +63,8 @@ impl Engine {
         }
     }
 
-    /// Whether operations are in flight. Whoever takes their ends then calls [`Engine::next_io`] from time
-    /// to time also if none ends: that is how the engine knows that a device answers no more.
+    /// Whether operations are in flight. The caller then calls [`Engine::next_io`] from time to time even if none ends:
+    /// so the engine notices that a device answers no more.
     pub fn has_operations(&self) -> bool {
         !self.operations.is_empty()
     }

@@ -20,7 +20,7 @@ pub(super) struct Planned {
     pub(super) queued: u32,
     /// How long its promotion was to take, if that was predicted.
     pub(super) predicted_ns: Option<u64>,
-    /// Its promotion goes on whatever is predicted: it was started to measure.
+    /// Its promotion goes on against the prediction: it was started to measure.
     ignores_prediction: bool,
     /// Its last decision was counted.
     is_counted: bool,

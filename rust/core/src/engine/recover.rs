@@ -97,7 +97,8 @@ impl Engine {
         }
     }
 
-    /// When sessions used the namespaces last, also those that found all that they asked for.
+    /// Restores when each namespace was used last. A session that found all its blocks is a use,
+    /// too.
     fn recover_uses(&mut self, images: &[DeviceImage]) {
         let places = images.iter().flat_map(|image| places(&image.super_bytes));
         for place in places {

@@ -59,7 +59,7 @@ fn fold(left: u64, right: u64) -> u64 {
 }
 
 impl Keys {
-    /// The hash of a node's key, over all of its bytes: whoever sends block hashes may choose them.
+    /// The hash of a node's key, over all of its bytes: a client may choose its block hashes.
     pub(super) fn hash(&self, ns: NsId, hash: &BlockHash) -> u64 {
         let mut words = [0; WORDS];
         for (word, bytes) in words.iter_mut().zip(hash.padded().chunks_exact(8)) {

@@ -88,7 +88,7 @@ pub struct ChecksumRequest {
 }
 
 impl IoRequest {
-    /// The token, whatever the operation.
+    /// The token of any operation.
     pub fn token(&self) -> u64 {
         match self {
             Self::ReadPayload { token, .. }

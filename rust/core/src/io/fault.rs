@@ -235,7 +235,7 @@ impl FaultControl {
         self.control.lock().held_devices.insert(device);
     }
 
-    /// Operations held back complete, and all that follow.
+    /// Operations that were held back complete, and so do all later ones.
     pub fn release(&self) {
         let mut faults = self.control.lock();
         faults.hold = false;

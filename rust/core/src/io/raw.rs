@@ -229,8 +229,8 @@ pub fn process_time() -> Duration {
     )
 }
 
-/// The numbers below `count` in an order that depends on `seed` alone (0: their own); for whoever compares with the
-/// loop, since the order matters to the device.
+/// The numbers below `count` in an order that depends on `seed` alone (0: their own); for comparisons with the loop,
+/// since the order matters to the device.
 pub fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
     let mut order: Vec<u64> = (0..count).collect();
     let mut state = seed;

@@ -73,7 +73,7 @@ impl fmt::Debug for Ring {
     }
 }
 
-/// How much of the arena is registered, from its start on, in whole regions.
+/// The part of the arena that is registered, from its start on, in whole regions.
 #[derive(Debug)]
 enum Regions {
     /// The kernel refused, now or at a later region.

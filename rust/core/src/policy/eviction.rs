@@ -159,7 +159,8 @@ impl Policy {
         }
     }
 
-    /// The request of `tick` is done; relearns now and then. Bounded work, whatever the capacity.
+    /// The request of `tick` is done; relearns now and then. The work is bounded for every
+    /// capacity.
     pub fn end_of_request(&mut self, tick: u64) {
         if let Learner::LeafHd(leafhd) = &mut self.engine {
             leafhd.end_of_request(tick);

@@ -121,7 +121,7 @@ impl Cells {
         &mut self.cells[cell as usize]
     }
 
-    /// Who uses a cell, if it is there and anybody does.
+    /// The owner of a cell, if the cell is there and has one.
     pub(super) fn owner(&self, cell: u32) -> Option<Owner> {
         self.cells.get(cell as usize)?.get()
     }

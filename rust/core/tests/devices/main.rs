@@ -330,7 +330,7 @@ fn what_exceeds_the_write_queue_is_refused_with_its_reason_and_offered_again() {
         rig.settle();
         for number in 0..8 {
             rig.save(number, 100);
-            // A disk that has its hands full.
+            // A disk without room for more operations.
             rig.start(0);
             if rate > 0 {
                 rig.start(64);

@@ -193,7 +193,7 @@ fn a_device_that_fails_every_read_is_given_up_and_tried_again() {
         drop(rig);
         let mut rig = Open::new(&dirs).plain();
         assert_eq!(rig.hit(100, 5), 5, "{io:?}");
-        // Whatever else is found is right.
+        // All other hits are right.
         (1..=20).for_each(|prompt| assert!(rig.hit(prompt, 5) <= 5));
     }
 }
@@ -317,7 +317,7 @@ fn a_lookup_waits_no_longer_than_five_limits_for_a_look_at_the_device() {
         let question = LookupRequest::new("r", &hashes);
         rig.engine.lookup(session, &question).tokens()
     };
-    // Whoever looks may hang in the device, too.
+    // The polling thread may hang in the device, too.
     assert_eq!(ask(&mut rig), None);
     rig.pass(5 * stall_ns - 1);
     assert_eq!(ask(&mut rig), None);

@@ -106,7 +106,7 @@ fn space_moves_between_models_by_use() {
         for prompt in 0..prompts {
             rig.save_of(model, prompt, len);
         }
-        // The newest of this model are all on disk, whoever had the space before.
+        // The newest blocks of this model are all on disk, whichever model had the space before.
         let used = rig.engine.gauges().disk_used_bytes;
         assert!(used > DISK * 7 / 10, "{model:?}: {used}");
         drop(rig);

@@ -397,7 +397,8 @@ fn dropping_waits_for_what_is_in_flight(open: Open) {
     }
 }
 
-/// Rounds of writes and reads under faults: whatever completes without an error is right.
+/// Rounds of writes and reads under faults: every operation that completes without an error is
+/// right.
 fn noise_never_makes_wrong_bytes(
     open: impl Fn(Arc<Arena>, DeviceFiles, Noise) -> Box<dyn IoEngine>,
 ) {

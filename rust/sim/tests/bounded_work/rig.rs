@@ -10,7 +10,7 @@ use undercroft_core::session::{LookupRequest, Offer, SaveRequest, Tokens};
 use undercroft_core::slots::page_bytes_for;
 use undercroft_core::work::Work;
 
-/// Units of work that an entry may do, whatever the engine holds.
+/// Units of work that an entry may do, however many blocks the engine holds.
 const UNITS: u64 = 2_000;
 /// And for each hash block that the caller names.
 const UNITS_PER_BLOCK: u64 = 40;

@@ -159,7 +159,7 @@ impl Namespaces {
             }
             self.used(ns, residency, used_s);
             if lacks_entry(self.state(ns), residency) {
-                // It is empty after a reset, or came when sessions used all that were in the tables.
+                // The namespace is empty after a reset, or came when sessions used all the tables' namespaces.
                 self.make_room(self.shared_max, residency, |other| {
                     other != ns && is_unused(other)
                 });
@@ -328,8 +328,8 @@ impl Namespaces {
         }
     }
 
-    /// Enters a namespace into the table of each directory that lacks it. Where sessions use all that are in a
-    /// table, it is volatile: a restart does not find its blocks in that directory.
+    /// Enters a namespace into the table of each directory that lacks it. Where sessions use all namespaces of a table,
+    /// it is volatile: a restart does not find its blocks in that directory.
     pub(super) fn enter(&mut self, ns: NsId, residency: &mut Residency) {
         let (instance, is_volatile) = (self.instance(ns), self.state(ns).volatile);
         let entry = NamespaceEntry {
@@ -539,8 +539,8 @@ impl Namespaces {
         self.instances.insert(instance);
     }
 
-    /// An identity for a life of a namespace, other than all that the directories know: after a
-    /// restart with the same seed too, no old record may come back to life.
+    /// An identity for a life of a namespace, unknown to every directory: no old record may become
+    /// valid again, even after a restart with the same seed.
     fn new_instance(&mut self) -> u64 {
         loop {
             let instance = self.next_random();

@@ -53,9 +53,9 @@ impl Default for Model {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Prompt {
     pub(super) session: SessionId,
-    /// The device holds so many.
+    /// Tokens that the device holds.
     pub(super) computed: u32,
-    /// All that is to be computed, or loaded.
+    /// Tokens to compute or load, from the start of the prompt.
     pub(super) end: u32,
     /// Tokens that vLLM computes before it.
     pub(super) queued: u32,

@@ -66,27 +66,27 @@ pub(in crate::engine) enum Stop {
     Guarantee,
 }
 
-/// How a wait stands.
+/// The state of a wait.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct Wait {
     pub(in crate::engine) waited_ns: f64,
-    /// Time that computing would take instead of waiting from the start: of the tokens that are waited for, and of
-    /// those that vLLM would compute before.
+    /// Time that computing would take instead of waiting, from the start: for the awaited tokens, and for the tokens
+    /// that vLLM would compute before them.
     pub(in crate::engine) compute_ns: f64,
     /// The part of the tokens that has come, 0 to 1.
     pub(in crate::engine) arrived: f64,
-    /// The part that one block is: a block comes all at once.
+    /// The part of the tokens that one block has: a block comes all at once.
     pub(in crate::engine) block: f64,
-    /// All that is waited for.
+    /// All awaited payloads.
     pub(in crate::engine) all: Way,
     /// The payloads that have come.
     pub(in crate::engine) here: Way,
-    /// Until all has come; `None` if nothing can be predicted, or shall not.
+    /// Time until all payloads have come; `None` if there is no prediction, or it shall not count.
     pub(in crate::engine) rest_ns: Option<f64>,
 }
 
-/// Whether a wait ends before all has come. `margin` is the part of the computing time that may be waited whatever
-/// comes.
+/// Whether a wait ends before all payloads have come. `margin` is the part of the computing time that a wait may always
+/// take.
 pub(in crate::engine) fn stop(wait: &Wait, margin: f64) -> Option<Stop> {
     let most_ns = margin * wait.compute_ns;
     // The payloads that have come are still to be copied.

@@ -130,7 +130,7 @@ impl StepModel {
     /// How much less computing a prompt of `end` tokens takes if those between `from` and `to` need not be
     /// computed, in nanoseconds: their share of steps, and the steps that fall away.
     pub(super) fn saved_ns(&self, from: u32, to: u32, end: u32) -> f64 {
-        // At least the prompt's last token is computed, whatever is cached.
+        // At least the prompt's last token is computed, even if all tokens are cached.
         let steps = |tokens: u32| (tokens.saturating_add(1)).div_ceil(self.chunk.max(1));
         let (left, less) = (end.saturating_sub(from), end.saturating_sub(to));
         let fewer = f64::from(steps(left) - steps(less));

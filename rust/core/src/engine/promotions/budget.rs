@@ -133,7 +133,7 @@ impl PromotionBudget {
         }
     }
 
-    /// Frees all that a request without a promotion holds.
+    /// Frees all bytes that a request without a promotion holds.
     pub(super) fn release(&mut self, request: &mut RequestPromotions) {
         assert!(request.active.is_none(), "its promotion goes on");
         self.subtract(request, request.bytes);

@@ -195,8 +195,8 @@ impl Promotions {
         self.budget.release(request);
     }
 
-    /// Ends a request's promotion. Reads in flight go on and serve whoever comes next; reads that were not
-    /// issued are not made.
+    /// Ends a request's promotion. Reads in flight go on and serve the next request for their payloads; reads that were
+    /// not issued are not made.
     pub(super) fn end(&mut self, id: RequestId, how: PromotionEnd, parts: &mut EngineParts<'_>) {
         let request = &mut parts.requests[id].promotions;
         let Some(promotion) = request.active.take() else {
@@ -240,8 +240,8 @@ impl Promotions {
         }
     }
 
-    /// Reads in flight do not end: gives up the promotions that wait for them. Once they end they serve
-    /// whoever comes next.
+    /// Reads in flight do not end: gives up the promotions that wait for them. Once they end, they serve the next
+    /// request for their payloads.
     pub(super) fn give_up_reads(&mut self, reads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
         for read in reads {
             for (id, started) in self.waiters.remove(read).unwrap_or_default() {

@@ -87,7 +87,7 @@ impl ReadQueues {
         Some((place.order, id))
     }
 
-    /// Whether anybody waits for a device.
+    /// Whether any request waits for a device.
     pub(super) fn waits_for(&self, device: Option<DeviceIndex>) -> bool {
         let mut priorities = [Priority::Demand, Priority::Prefetch].into_iter();
         priorities.any(|priority| self.first(priority, device, 0).is_some())

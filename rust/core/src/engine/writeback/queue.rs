@@ -31,7 +31,7 @@ pub(super) struct QueuedWrite {
     pub(super) group: u8,
     /// Group of the required ancestor's payload that was to be written first.
     pub(super) ancestor_group: Option<u8>,
-    /// Children of the node are on disk: it is written whatever the policy thinks of it.
+    /// Children of the node are on disk: it is written without asking the policy.
     pub(super) admitted: bool,
 }
 

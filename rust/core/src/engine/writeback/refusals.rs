@@ -78,7 +78,7 @@ impl Refusals {
         self.nodes[shard(id)].insert((id, residency.node(id).epoch), why);
     }
 
-    /// Why a node was refused, if asking again would be in vain.
+    /// Why a node was refused, if asking again would give the same answer.
     pub(super) fn of(
         &mut self,
         id: NodeId,
