@@ -19,7 +19,7 @@ use crate::panics::contained;
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
 
-/// How often one that gives way looks whether others still wait for the engine.
+/// How often a thread that gives way looks whether others still wait for the engine.
 const GIVE_WAY_LOOKS: usize = 100;
 
 /// Pause of the IO thread between two parts of work that entries have left: others enter meanwhile.

@@ -122,10 +122,10 @@ pub struct Explained {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ExplainQuery {
-    /// Those whose request's id begins so.
+    /// Lookups whose request's id begins so.
     pub request: String,
-    /// Those that were not answered with all of the prompt.
+    /// Lookups that were not answered with all of the prompt.
     pub misses: bool,
-    /// Those before this place in the order; all without one.
+    /// Lookups before this place in the order; all if there is none.
     pub before: Option<u64>,
 }

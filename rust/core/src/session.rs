@@ -213,7 +213,7 @@ impl<'a> LookupRequest<'a> {
         Self { wait, ..self }
     }
 
-    /// With so many tokens to be computed before.
+    /// The request, with so many tokens to be computed before.
     #[must_use]
     pub fn queued(self, queued: Tokens) -> Self {
         Self { queued, ..self }
@@ -225,7 +225,7 @@ impl<'a> LookupRequest<'a> {
         Self { priority, ..self }
     }
 
-    /// As a prefetch.
+    /// The request, as a prefetch.
     #[must_use]
     pub fn prefetch(self) -> Self {
         self.priority(Priority::Prefetch)
@@ -261,7 +261,7 @@ impl Lookup {
         }
     }
 
-    /// Whether it is to be asked again.
+    /// Whether the lookup is to be repeated.
     pub fn is_pending(self) -> bool {
         matches!(self, Self::Pending { .. })
     }
@@ -297,8 +297,8 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Those of `external` tokens after `computed`, when promotions brought the tokens `from_disk`
-    /// (exclusive, inclusive).
+    /// The sources of `external` tokens after `computed`, when promotions brought the tokens
+    /// `from_disk` (exclusive, inclusive).
     pub fn of(computed: Tokens, external: Tokens, from_disk: Option<(Tokens, Tokens)>) -> Self {
         let end = computed.0.saturating_add(external.0);
         let disk = from_disk.map_or(0, |(after, to)| {
@@ -324,7 +324,7 @@ pub struct SessionToken(pub u128);
 /// A load that has begun: its payloads stay where they are until [`Session::end_transfer`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Ends it.
+    /// Ends the transfer.
     pub id: TransferId,
     /// The session that the payloads are kept for.
     pub session: SessionToken,
@@ -381,7 +381,7 @@ pub enum Save {
 /// Slots for a save.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SaveGrant {
-    /// Ends it, unless there is nothing to copy.
+    /// Ends the save, unless there is nothing to copy.
     pub id: TransferId,
     /// The session that the slots are kept for.
     pub session: SessionToken,
@@ -421,7 +421,7 @@ impl From<NamespaceSpec> for SessionSpec {
 pub struct BlockEvent {
     /// The tier.
     pub tier: Tier,
-    /// Whether it has come; otherwise it has left.
+    /// Whether the payload has come; otherwise it has left.
     pub stored: bool,
     /// Index of the payload's group.
     pub group: u8,

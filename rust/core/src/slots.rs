@@ -93,7 +93,7 @@ impl OwnerCell {
         u32::from_ne_bytes(self.node)
     }
 
-    /// Gives it to an owner; returns the one before.
+    /// Gives the cell to an owner; returns the owner before.
     pub(crate) fn replace(&mut self, owner: Owner) -> Option<Owner> {
         assert_ne!(owner.group, NO_GROUP, "no group has this number");
         let new = Self {
@@ -417,7 +417,7 @@ impl Slots {
         state.partial.is_empty() && !is_kept && !self.free_units.has(state.order)
     }
 
-    /// Who uses the slot at `offset`.
+    /// The owner of the slot at `offset`.
     #[cfg(feature = "check")]
     pub(crate) fn owner_at(&self, class: Class, offset: u64) -> Option<Owner> {
         let number = *self.page_at.get(self.unit_of(offset) as usize)?;
@@ -496,7 +496,7 @@ impl Slots {
         }
     }
 
-    /// An empty page is one no more.
+    /// Removes an empty page; its number is free again.
     fn clear_page(&mut self, number: u32) -> Page {
         self.cells.put(self.cells_in(self.page(number)));
         let page = self.pages[number as usize].take();

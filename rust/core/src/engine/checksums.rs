@@ -32,7 +32,7 @@ pub(super) struct Checksums {
     /// Payloads that were saved, with the epochs of their nodes.
     saved: VecDeque<(NodeId, u32, u8)>,
     in_flight: FxHashSet<(NodeId, u8)>,
-    /// Started, and not handed out yet.
+    /// Checksums that were started, and not handed out yet.
     started: Vec<ChecksumRequest>,
 }
 

@@ -107,8 +107,8 @@ impl Engine {
         self.operations.set_depth(depth);
     }
 
-    /// Whether a promotion has ended, or a directory's health has changed, since this was called last: those
-    /// who wait should look again.
+    /// Whether a promotion has ended, or a directory's health has changed, since this was called last: waiting requests
+    /// should be asked again.
     pub fn take_progress(&mut self) -> bool {
         let ended = self.promotions.take_ended();
         std::mem::take(&mut self.health_changed) || ended

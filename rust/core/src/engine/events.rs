@@ -25,7 +25,7 @@ pub(super) struct Feed {
     session: SessionId,
     pub(super) ns: NsId,
     ring: VecDeque<BlockEvent>,
-    /// Events were dropped, or the session has another namespace: all is told anew.
+    /// Events were dropped, or the session has another namespace: all payloads are told anew.
     is_stale: bool,
     pub(super) replay: Replay,
 }

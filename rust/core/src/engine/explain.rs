@@ -48,7 +48,7 @@ pub(super) struct LastLookups {
 }
 
 impl LastLookups {
-    /// Room for so many, at least one.
+    /// Makes room for so many lookups, at least one.
     pub(super) fn new(records: usize) -> Self {
         let records = records.max(1);
         Self {

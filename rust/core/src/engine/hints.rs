@@ -31,13 +31,13 @@ pub(super) struct Hints {
     prefetches: Vec<(SessionId, RequestId)>,
     /// The next node of each chain that is being demoted, and its epoch.
     demoted: VecDeque<(NodeId, u32)>,
-    /// Those whose next node is being written or saved.
+    /// Chains whose next node is being written or saved.
     unsettled: Vec<(NodeId, u32)>,
     /// Prefetches since the start: names their lookups.
     count: u64,
 }
 
-/// How far a hint is that takes several entries.
+/// The progress of a hint that takes several entries.
 #[derive(Debug, Default)]
 pub struct HintCursor {
     /// Name of the lookup of a prefetch.
@@ -49,7 +49,7 @@ pub struct HintCursor {
 #[derive(Clone, Copy, Debug)]
 struct Reach {
     ns: NsId,
-    /// How many are in the index.
+    /// Number of them in the index.
     depth: u32,
     hash_block_size: u32,
     /// Tokens of all where a hit may end.
@@ -57,7 +57,7 @@ struct Reach {
 }
 
 impl Engine {
-    /// Carries out a hint, for those who have the engine to themselves.
+    /// Carries out a hint, for a caller that has the engine to itself.
     pub fn hint(&mut self, session: SessionId, request: &HintRequest<'_>) -> HintAnswer {
         let mut cursor = HintCursor::default();
         loop {
@@ -196,8 +196,8 @@ impl Engine {
         })
     }
 
-    /// The payloads of a prefetch have come, or do not come: nothing is held for it any more. They are the last that
-    /// are evicted.
+    /// The payloads of a prefetch have come, or do not come: it holds nothing any more. Its payloads are the last to be
+    /// evicted.
     fn end_prefetch(&mut self, session: SessionId, id: RequestId) {
         let lease = self.sessions.requests[id].lease;
         if lease != NONE {

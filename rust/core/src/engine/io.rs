@@ -52,11 +52,11 @@ impl Engine {
 
     /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
     pub fn has_touched(&self) -> bool {
-        // Pins end some time.
+        // Pins end at their time.
         !self.pins.is_empty() || self.residency.disks().iter().any(Disk::has_touched)
     }
 
-    /// Has the ages of all payloads written: the engine ends.
+    /// Marks the ages of all payloads to be written: the engine ends.
     pub fn write_touched(&mut self) {
         for device in self.residency.devices() {
             self.residency.disk_mut(device).write_all_touched();

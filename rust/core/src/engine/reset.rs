@@ -47,8 +47,8 @@ impl Engine {
         let private = self
             .namespaces
             .add_private(ns, &mut self.residency, is_unused);
-        // The payloads fitted when the session was opened; there may be too many namespaces, and then
-        // the session stays where it is: the namespace is volatile, and empty.
+        // The payloads fitted when the session was opened; there may be too many namespaces, the session then keeps its
+        // namespace, which is volatile and empty.
         let Ok(private) = private else { return };
         let state = self.sessions.get_mut(session);
         state.expect("the caller has found the session").ns = private;

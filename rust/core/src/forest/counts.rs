@@ -21,7 +21,7 @@ impl Linked for Counts {
 }
 
 impl Counts {
-    /// Those of a node.
+    /// The counts of a node.
     pub(super) fn of(node: &Node, counts: &Slab<Self>) -> Self {
         match node.counts {
             NONE => Self {
@@ -33,7 +33,7 @@ impl Counts {
         }
     }
 
-    /// Makes them those of a node.
+    /// Stores the counts in a node.
     pub(super) fn store(self, node: &mut Node, counts: &mut Slab<Self>) {
         let fits = self.uses == Uses::default()
             && self.children <= 1

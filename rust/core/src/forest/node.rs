@@ -136,7 +136,7 @@ pub enum Evictability {
     /// None.
     #[default]
     Kept,
-    /// Those that a hit can do without.
+    /// Only payloads that a hit can do without.
     OptionalPayloads,
     /// All: the node is a leaf of the tier.
     Leaf,

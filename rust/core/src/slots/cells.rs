@@ -1,4 +1,4 @@
-//! Who uses each slot that a page has. On disk the number of a cell is that of the slot's record in the table.
+//! The owner of each slot that a page has. The number of a cell is that of the slot's record in the table.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

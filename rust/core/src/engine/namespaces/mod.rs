@@ -22,7 +22,7 @@ mod room;
 #[derive(Debug)]
 struct NamespaceState {
     digest: NamespaceDigest,
-    /// Ties records on disk to one life of the namespace: a reset takes a new one.
+    /// The instance in its records on disk: a reset begins a new one.
     instance: u64,
     /// It belongs to one session, whose weights may differ from the description's.
     private: bool,
@@ -39,9 +39,9 @@ struct EntryWrite {
     index: usize,
     file_offset: u64,
     bytes: Box<[u8]>,
-    /// It clears the entry, durably.
+    /// The write clears the entry, durably.
     clears: bool,
-    /// It has failed before: it is tried again when the directory takes writes.
+    /// The write has failed before: it is tried again when the directory takes writes.
     failed: bool,
 }
 
@@ -167,7 +167,7 @@ impl Namespaces {
             }
             return Ok(ns);
         }
-        // Nothing goes for a namespace that cannot come.
+        // No namespace is forgotten for one that does not fit.
         residency.fit(spec.clone())?;
         fit_entry(&spec)?;
         self.make_room(self.shared_max.saturating_sub(1), residency, &is_unused);
@@ -240,7 +240,7 @@ impl Namespaces {
         state.last_use = state.last_use.max(tick);
     }
 
-    /// An index that a private namespace had, of which nothing is left.
+    /// An index of a private namespace of which no block is left.
     fn vacant(&self, residency: &Residency, is_unused: impl Fn(NsId) -> bool) -> Option<NsId> {
         (0..).zip(&self.table).find_map(|(ns, state)| {
             let is_empty = state.private && !residency.forest().has_nodes(ns);
@@ -284,7 +284,7 @@ impl Namespaces {
         private: bool,
         residency: &mut Residency,
     ) -> Result<NsId, RegisterError> {
-        // As many private ones as there are sessions.
+        // There may be as many private namespaces as sessions.
         if !private {
             self.check_count()?;
         }
@@ -340,7 +340,7 @@ impl Namespaces {
             .encode()
             .expect("register refuses a description that does not fit an entry");
         for device in residency.devices() {
-            // One that could not be opened yet gets the entries when it is.
+            // A directory that could not be opened yet gets the entries when it is opened.
             if residency.disk_mut(device).is_absent() {
                 continue;
             }
@@ -380,10 +380,10 @@ impl Namespaces {
         is_unused: impl Fn(NsId) -> bool,
     ) -> NsId {
         let (is_private, last_use) = (self.is_private(ns), self.state(ns).last_use);
-        // Private at first: there may be as many shared ones as may be.
+        // Private at first: the number of shared namespaces may be at its limit.
         let added = self.add_private(ns, residency, is_unused);
         self.vacate(ns, residency);
-        // Without an index left it keeps its own, and all is removed in this entry.
+        // If no index is left, the namespace keeps its own, and this entry removes all its blocks.
         let new = added.unwrap_or_else(|_| {
             residency.finish_removals();
             ns

@@ -6,8 +6,8 @@ use super::{NamespaceState, Namespaces};
 use crate::engine::residency::Residency;
 
 impl Namespaces {
-    /// Lets namespaces go until there are at most `shared_most`, and each table has room for an entry, or all
-    /// that are left are in use.
+    /// Forgets namespaces until there are at most `shared_most` and each table has room for an entry, or until all the
+    /// others are in use.
     pub(super) fn make_room(
         &mut self,
         shared_most: usize,
@@ -78,7 +78,7 @@ impl Namespaces {
         for device in residency.devices() {
             for index in 0..residency.disk_mut(device).namespace_entries.len() {
                 if residency.disk_mut(device).namespace_entries[index] == old {
-                    // Durably: a reset of the namespace's next life must not leave this one to come back.
+                    // The entry is cleared durably: a reset of the namespace's next life must not let this one return.
                     self.clear_entry(device, index, residency);
                 }
             }
@@ -86,7 +86,7 @@ impl Namespaces {
         let instance = self.new_instance();
         let state = self.state_mut(ns);
         state.instance = instance;
-        // As a private one whose session has ended.
+        // The namespace is now like a private one whose session has ended.
         state.private = true;
         state.volatile = true;
     }

@@ -2,7 +2,7 @@
 
 /// Samples after which a measured line outweighs the assumed one.
 const KNOWN: u32 = 8;
-/// Share of the old samples that stays when one comes: about the last 64 count.
+/// Share of the old samples that stays when a new one comes: about the last 64 count.
 const KEEP: f64 = 1.0 - 1.0 / 64.0;
 /// Weight, in samples, that old measurements keep at least.
 const LEFT: f64 = 0.5;
@@ -23,7 +23,8 @@ pub(super) struct Trust {
 /// Such a sample tells that something has changed.
 const SURPRISE: f64 = 3.0;
 
-/// Reads of a device: many at once, each soon followed by others. One that has become slow says so many times.
+/// Reads of a device: many at once, each soon followed by others. A device that has become slow shows it in many
+/// samples.
 pub(super) const READS: Trust = Trust {
     half_life_ns: 1e8,
     clip: 8.0,
@@ -37,8 +38,8 @@ pub(super) const COPIES: Trust = Trust {
     surprised: 1.0,
 };
 
-/// `latency + bytes * ns_per_byte`, fitted to samples: by the share of a time that is wrong, and the later a sample
-/// came, the more it counts.
+/// `latency + bytes * ns_per_byte`, fitted to samples: the fit weighs each error as a share of the sample's time, and
+/// later samples count more.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Line {
     trust: Trust,
@@ -73,7 +74,7 @@ impl Line {
         }
     }
 
-    /// Takes a sample: `bytes` took `took_ns`, and that was at `now_ns`.
+    /// Takes a sample: `bytes` took `took_ns`, up to `now_ns`.
     pub(super) fn add(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
         let x = bytes.max(1) as f64;
         let mut y = took_ns as f64;
@@ -110,7 +111,7 @@ impl Line {
         (self.latency_ns, self.ns_per_byte) = if makes_sense {
             (latency, slope)
         } else if slope < 0.0 {
-            // The larger were the faster: all are held to take as long.
+            // The larger reads were the faster: all sizes are assumed to take the same time.
             (self.ns / self.weight, 0.0)
         } else {
             (0.0, through_zero)

@@ -25,8 +25,8 @@ pub(super) use rates::{Rates, ReadShare};
 /// Without a prediction, a hit that gains fewer tokens is not worth a load, which takes a step more than computing.
 const LEAST_UNKNOWN: u32 = 64;
 
-/// After so long without a read, some are made although they seem too slow, and so is a load from host memory: that
-/// may have changed.
+/// After so long without a read, some reads are made although they seem too slow, and so is a load from host memory:
+/// their times may have changed.
 const MEASURE_AFTER_NS: u64 = 250_000_000;
 
 /// Tokens of a long prompt, for the gauges.
@@ -66,7 +66,7 @@ pub(super) struct Prompt {
 /// How long a promotion's reads take, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reading {
-    /// Until the first part has come that is of use by itself.
+    /// Time until the first part has come that is of use by itself.
     pub(super) first_ns: f64,
     pub(super) all_ns: f64,
     pub(super) is_prefetch: bool,
@@ -212,8 +212,8 @@ impl Planner {
         Start { promotes, reason }
     }
 
-    /// Whether a wait for a promotion up to `boundary` ends, of which everything up to `arrived` is there, and whose
-    /// blocks have `block` tokens.
+    /// Whether a wait for a promotion up to `boundary` ends. Its payloads up to `arrived` are there, and its blocks
+    /// have `block` tokens.
     pub(super) fn stop(
         &self,
         prompt: &Prompt,

@@ -115,7 +115,7 @@ impl Rates {
         device.map_or(0, |device| device.in_flight)
     }
 
-    /// A promotion has ended: the rest of its shares is not read.
+    /// A promotion has ended: the rest of its shares is given up.
     pub(in crate::engine) fn ended(&mut self, shares: &[ReadShare], priority: Priority) {
         for share in shares {
             let device = self.device(share.device);
@@ -141,8 +141,8 @@ impl Rates {
         }
     }
 
-    /// How long it takes until a promotion has read all, in nanoseconds. `silent_ns` says how long a device has
-    /// had reads of which none has ended.
+    /// Time until a promotion has read all its bytes, in nanoseconds. `silent_ns` says how long a device has had reads
+    /// of which none has ended.
     pub(in crate::engine) fn rest_ns(
         &self,
         shares: &[ReadShare],

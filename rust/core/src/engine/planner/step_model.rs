@@ -4,7 +4,7 @@ use crate::session::Step;
 
 /// Steps with a prefill after which the model counts as known.
 const KNOWN: u32 = 8;
-/// A step with fewer tokens of prefill says little of computing.
+/// A step with fewer prefill tokens says little of the computing time.
 const PREFILL: u32 = 16;
 /// Share of the old steps that stays when one comes: about the last 32 count, of those with and without a
 /// prefill by themselves, since there are many of the latter between two of the former.
@@ -91,7 +91,7 @@ impl StepModel {
         if self.is_known() {
             ns = ns.min(expected * CLIP);
         }
-        // By the share of its time that is wrong, not by the time: a long step says no more than a short one.
+        // The fit weighs the error as a share of the step's time: a long step counts no more than a short one.
         let weight = 1.0 / (ns.max(1e5) * ns.max(1e5));
         if step.tokens >= PREFILL {
             self.chunk = self.chunk.max(step.tokens);
@@ -127,8 +127,8 @@ impl StepModel {
         self.prefill_steps >= KNOWN
     }
 
-    /// How much less computing a prompt of `end` tokens takes if those between `from` and `to` need not be
-    /// computed, in nanoseconds: their share of steps, and the steps that fall away.
+    /// The computing time that a prompt of `end` tokens saves if the tokens between `from` and `to` need not be
+    /// computed, in nanoseconds: their share of steps, and the steps that are not run.
     pub(super) fn saved_ns(&self, from: u32, to: u32, end: u32) -> f64 {
         // At least the prompt's last token is computed, even if all tokens are cached.
         let steps = |tokens: u32| (tokens.saturating_add(1)).div_ceil(self.chunk.max(1));
@@ -142,7 +142,7 @@ impl StepModel {
             + (to_f * to_f - from_f * from_f) / 2e6 * per_1m
     }
 
-    /// How long a step takes of the requests that decode; 0 if none does.
+    /// Time of a step of the decoding requests; 0 if there are none.
     pub(super) fn turn_ns(&self) -> f64 {
         let [step, _, _, per_100] = self.factors;
         match self.running {
@@ -246,7 +246,7 @@ mod tests {
         let mut model = learned(steps);
         assert!(model.is_known());
         model.add(&step(0, 0, 0));
-        // Eight steps of 512 fewer, 4,096 tokens, and their positions.
+        // The saving is eight steps of 512 tokens, 4,096 tokens, and their positions.
         assert_near(
             &model,
             (0, 4096, 4097),

@@ -41,12 +41,12 @@ impl PromotionBudget {
         self.held - self.reserved
     }
 
-    /// Whether others than this request hold so much that it does not get `bytes`.
+    /// Whether other requests hold so much that this one does not get `bytes`.
     pub(super) fn lacks(&self, request: &RequestPromotions, bytes: u64) -> bool {
         self.held > request.bytes && self.held + bytes > self.most
     }
 
-    /// Whether a promotion may start, which needs `rest` bytes, and `slot` of them now. Notes it if so.
+    /// Whether a promotion may start, which needs `rest` bytes, and `slot` of them now. Notes the promotion if so.
     pub(super) fn admit(
         &mut self,
         id: RequestId,

@@ -26,10 +26,10 @@ use read_queues::ReadQueues;
 pub(super) use read_queues::QueuePlace;
 pub(super) use reads::slot_len;
 
-/// Payloads of a promotion that are looked at in one go.
+/// Payloads of a promotion that one step looks at.
 const FRONT_STEP: usize = 64;
 
-/// Who waits for a read: a request, and which of its promotions.
+/// A waiter for a read: a request, and one of its promotions.
 type Waiter = (RequestId, u32);
 
 /// How a promotion ends.
@@ -66,15 +66,15 @@ impl PromotionEnd {
 pub(super) struct Promotions {
     budget: PromotionBudget,
     read_queues: ReadQueues,
-    /// Who waits for a payload being read.
+    /// The waiters for each payload being read.
     waiters: HashMap<(NodeId, u8), Vec<Waiter>>,
     /// Prefetches that are done, latest last.
     prefetched: VecDeque<RequestId>,
     /// Payloads to be read only for measurement.
     probes: Vec<Probe>,
-    /// A promotion has ended since this was asked last.
+    /// A promotion has ended since the last question.
     ended: bool,
-    /// A request that is demanded has found no memory since this was asked last.
+    /// A request that is demanded has found no memory since the last question.
     lacks_memory: bool,
 }
 
@@ -254,7 +254,7 @@ impl Promotions {
         }
     }
 
-    /// A payload's read, or its checksum, has ended: tells those who wait for it.
+    /// A payload's read, or its checksum, has ended: tells its waiters.
     pub(super) fn read_ended(
         &mut self,
         node: NodeId,
@@ -298,8 +298,8 @@ impl Promotions {
     }
 }
 
-/// How many payloads of a promotion, front to back, are in the arena. Looks at some only: those behind are found
-/// when it is asked again.
+/// How many payloads of a promotion, front to back, are in the arena. Looks at some only: the next call finds those
+/// behind.
 pub(super) fn front(promotion: &Promotion, residency: &Residency) -> usize {
     let rest = promotion
         .payloads

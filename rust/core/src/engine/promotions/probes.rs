@@ -33,7 +33,7 @@ impl Promotions {
         }
     }
 
-    /// Appends the probes that can start now, and forgets the others: another prompt brings new ones.
+    /// Appends the probes that can start now, and forgets the others: the next prompt has new ones.
     pub(in crate::engine) fn next_probes(
         &mut self,
         parts: &mut EngineParts<'_>,

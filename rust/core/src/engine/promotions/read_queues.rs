@@ -21,13 +21,13 @@ impl QueuePlace {
         self.device
     }
 
-    /// Whether it is among those of this priority.
+    /// Whether the place is in a queue of this priority.
     #[cfg(feature = "check")]
     pub(super) fn is_of(self, priority: Priority) -> bool {
         self.priority == priority as u8
     }
 
-    /// The same turn at another device.
+    /// The same order at another device.
     pub(super) fn at(self, device: Option<DeviceIndex>) -> Self {
         Self { device, ..self }
     }
@@ -97,7 +97,7 @@ impl ReadQueues {
         self.waiting.is_empty()
     }
 
-    /// Who has a place.
+    /// The requests that have a place.
     #[cfg(feature = "check")]
     pub(super) fn at(&self, place: QueuePlace) -> Option<RequestId> {
         self.waiting.get(&place).copied()

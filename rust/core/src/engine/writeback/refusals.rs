@@ -1,4 +1,5 @@
-//! Which nodes were refused a place on disk: down a long chain, each block would ask all above it again.
+//! Which nodes were refused a place on disk: without this memory, each block of a long chain would ask all its
+//! ancestors again.
 
 use rustc_hash::FxHashMap;
 
@@ -6,10 +7,10 @@ use crate::forest::{NodeId, Tier};
 
 use super::super::residency::{DiskRefusal, Residency};
 
-/// How long a refusal stands if no slot on disk is freed, in nanoseconds: payloads in use may be let go.
+/// How long a refusal is valid if no slot on disk is freed, in nanoseconds: payloads in use may become evictable.
 const REFUSED_NS: u64 = 10_000_000_000;
 
-/// Tables of refusals, each of which grows by itself: one for all would take long to grow.
+/// Tables of refusals, each of which grows by itself: a single table would take long to grow.
 const SHARDS: usize = 64;
 
 fn shard(id: NodeId) -> usize {
