@@ -58,8 +58,8 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
     /// Enters the engine now and whenever it has progressed, until `done` or the timeout.
     fn wait_until(&self, timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool;
 
-    /// Lets threads enter the engine that wait for it, before one that enters it again and again goes on: a
-    /// mutex that is taken at once again keeps out those that have to be woken. Waits for microseconds.
+    /// Lets waiting threads enter the engine before a thread that enters it again and again: a mutex that is taken
+    /// again at once keeps out the threads that must be woken. Waits for microseconds.
     fn give_way(&self);
 }
 

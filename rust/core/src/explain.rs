@@ -15,7 +15,8 @@ pub enum Reason {
     EvictedHost,
     /// The first missing block was evicted from disk, and was not in host memory.
     EvictedDisk,
-    /// The first missing block was lost: unreadable, on a directory that was given up, or below a block that is gone.
+    /// The first missing block was lost: unreadable, on a directory that was given up, or below a block that was
+    /// removed.
     Lost,
     /// The first missing block is being saved, or was saved without one of its ancestors.
     Incomplete,
@@ -44,7 +45,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// As programs know it.
+    /// The name for programs.
     pub fn name(self) -> &'static str {
         match self {
             Self::Complete => "complete",

@@ -74,7 +74,7 @@ pub enum HintRefusal {
 }
 
 impl HintRefusal {
-    /// As responses have it.
+    /// The name in responses.
     pub fn name(self) -> &'static str {
         match self {
             Self::NotCached => "not_cached",

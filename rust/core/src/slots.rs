@@ -113,7 +113,7 @@ struct Page {
     cell: u32,
     /// Free slots.
     free: u32,
-    /// One of them. Its cell names the next.
+    /// One of the free slots. Its cell names the next.
     first_free: u32,
 }
 
@@ -140,7 +140,7 @@ pub struct Slots {
     /// Bytes of the largest pages.
     page_bytes: u64,
     unit_bytes: u64,
-    /// By number; `None`: the number is free.
+    /// Pages by number; `None`: the number is free.
     pages: Vec<Option<Page>>,
     free_numbers: Vec<u32>,
     /// Page of each unit, or `NO_PAGE`.

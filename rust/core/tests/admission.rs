@@ -159,7 +159,7 @@ fn a_block_is_weighed_once_however_often_its_save_is_tried() {
         let again = SaveRequest::new("r", &prompt, Tokens(4 * HASH_BLOCK));
         let refused = engine.begin_save(session, &again).refused;
         assert!(!refused, "not worth another try");
-        // Time goes on: other requests come and go.
+        // Time passes: other requests come and end.
         hit(&mut engine, session, &format!("other {other}"), &prompt);
         engine.finish_request(session, &format!("other {other}"));
     }

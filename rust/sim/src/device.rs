@@ -161,14 +161,14 @@ impl SimDevice {
         &self.now.data[from..from + sectors(len)]
     }
 
-    /// A bit flips for good, somewhere in a payload.
+    /// A bit flips durably, somewhere in a payload.
     pub(crate) fn corrupt(&mut self, offset: u64, len: u64, random: &mut Random) {
         let at = (offset / SECTOR) as usize + random.index(sectors(len));
         self.now.data[at] ^= 1 << random.below(64);
         self.stable.data[at] = self.now.data[at];
     }
 
-    /// A bit flips for good, somewhere in the table.
+    /// A bit flips durably, somewhere in the table.
     pub(crate) fn corrupt_table(&mut self, random: &mut Random) {
         let len = self.now.table.len();
         if len > 0 {

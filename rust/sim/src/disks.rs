@@ -60,7 +60,7 @@ pub(crate) struct Disks {
     pub(crate) devices: Vec<SimDevice>,
     /// Devices that the engine has, by its numbers.
     pub(crate) attached: Vec<usize>,
-    /// Those that answer nothing now, by the engine's numbers.
+    /// Devices that answer nothing now, by the engine's numbers.
     hung: BTreeSet<usize>,
     pub(crate) faults: DeviceFaults,
     flights: Vec<Flight>,

@@ -129,7 +129,7 @@ impl Settings {
         }
         let latency_ns = random.pick(&[1, 1, 5]) * random.range(1, 2 * MILLISECOND);
         if roomy {
-            // A read that takes longer than the limit is a stall, one that waits for others is none.
+            // A read that takes longer than the limit is a stall, a read that waits for others is none.
             engine.stall_ns = latency_ns + random.pick(&[1, engine.stall_ns]);
         }
         let hangs = if !roomy && random.chance(300) {

@@ -149,7 +149,7 @@ fn compare(seed: u64) -> (u64, u64, f64) {
     let (mut next_user, mut found, mut ideally) = (users, 0, 0);
     let (mut used, mut settled) = (0.0, 0);
     for turn in 0..TURNS {
-        // Those who came lately come again sooner. Now and then another model is in demand.
+        // Users who came lately come again sooner. Now and then another model is in demand.
         let at = draw.below(users).min(draw.below(users)) as usize;
         let favourite = turn / 1500 % count as u64;
         let (user, blocks) = chats[at];

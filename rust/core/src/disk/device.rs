@@ -51,7 +51,7 @@ impl DeviceImage {
 
 /// One directory.
 ///
-/// The record of a slot is that of the number of the slot's cell: the records of a page follow each other.
+/// A slot's record has the number of the slot's cell: the records of a page follow each other.
 #[derive(Debug)]
 pub(crate) struct Disk {
     slots: Slots,

@@ -113,7 +113,7 @@ impl Superblock {
 /// An entry of the namespace table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamespaceEntry {
-    /// Ties records to this life of the namespace.
+    /// The instance in the records of this life of the namespace.
     pub instance: u64,
     /// Groups and description.
     pub spec: NamespaceSpec,
@@ -164,7 +164,7 @@ impl NamespaceEntry {
 /// The last use of a namespace. If it is torn or lost, only the time of that use is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceUse {
-    /// The namespace's instance; that of another entry means nothing.
+    /// The namespace's instance; the use of another instance is ignored.
     pub instance: u64,
     /// Tick of the use.
     pub tick: u64,

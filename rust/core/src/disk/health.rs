@@ -40,7 +40,7 @@ pub enum Health {
 /// never [`Health::Stalled`].
 #[derive(Debug)]
 pub(crate) struct HealthMonitor {
-    /// By how operations end.
+    /// The health, by the ends of operations.
     health: Health,
     fault: Option<IoFault>,
     write_failures: u32,

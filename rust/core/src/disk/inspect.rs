@@ -38,7 +38,7 @@ pub struct NamespaceSummary {
 /// The contents of a directory's tables.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
-    /// By entry of the namespace table.
+    /// The namespaces, by entry of the namespace table.
     pub namespaces: Vec<NamespaceSummary>,
     /// Records that may be believed and whose bytes no later record claims, by slot.
     pub records: Vec<Record>,

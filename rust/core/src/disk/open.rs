@@ -67,11 +67,11 @@ pub struct Examination {
 /// An open directory. It is locked as long as this lives.
 #[derive(Debug)]
 pub struct Directory {
-    /// Where it is.
+    /// The directory's path.
     pub path: PathBuf,
-    /// For the IO engine.
+    /// The files, for the IO engine.
     pub files: DeviceFiles,
-    /// For `Engine::attach_disks`.
+    /// The image, for `Engine::attach_disks`.
     pub image: DeviceImage,
     /// Notes for the operator about the way that it was opened.
     pub notes: Vec<String>,

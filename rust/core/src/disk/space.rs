@@ -52,7 +52,7 @@ pub(super) struct Filesystem {
 }
 
 impl Filesystem {
-    /// That of a path that exists.
+    /// The space of the filesystem of a path that exists.
     pub(super) fn of(path: &Path) -> io::Result<Self> {
         let found = rustix::fs::statvfs(path)?;
         let total = found.f_blocks * found.f_frsize;
@@ -337,7 +337,7 @@ mod tests {
         // Another tenant took half of the free space.
         let found = sized(share(0.5), kept, 10 * GIB).unwrap();
         assert_eq!((found.data_bytes, found.note), (kept.data_len, None));
-        // Now the reserve is gone: the store gives that back, and no more.
+        // Another tenant has taken the reserve: the store shrinks by the reserve, and no more.
         let found = sized(share(0.5), kept, GIB).unwrap();
         assert!(
             found.data_bytes < 17 * GIB && found.data_bytes > 15 * GIB,

@@ -35,7 +35,7 @@ struct Held {
 }
 
 impl Batch {
-    /// For a device that may have `most` writes at a time.
+    /// A batch for a device that may have `most` writes at a time.
     pub(super) fn new(most: usize) -> Self {
         Self {
             held: VecDeque::new(),

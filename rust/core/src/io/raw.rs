@@ -50,7 +50,7 @@ pub struct RawResult {
 }
 
 impl RawLoop {
-    /// As the engine does it.
+    /// A loop that works as the engine does.
     pub fn new(reading: bool, block_bytes: u32, blocks: u64, depth: u32) -> Self {
         Self {
             reading,
@@ -110,7 +110,7 @@ struct Run {
     ring: Ring,
     blocks: Vec<RawBlock>,
     ready: VecDeque<(u32, u32)>,
-    /// Buffers, the one that was used longest ago first.
+    /// Buffers, the least recently used first.
     free: VecDeque<u64>,
 }
 

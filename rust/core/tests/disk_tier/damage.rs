@@ -1,4 +1,4 @@
-//! The files are damaged behind the engine's back, between two lives or during one.
+//! The files are damaged while the engine does not notice, between two lives or during one.
 
 use std::fs::File;
 use std::path::Path;

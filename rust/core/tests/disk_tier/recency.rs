@@ -11,7 +11,7 @@ const LARGE: Model = Model {
 };
 const PROMPTS: u64 = 4 * DISK / 60_000;
 
-/// Those of the prompts that are there.
+/// The prompts that are still on disk.
 fn found(rig: &mut Rig, prompts: impl Iterator<Item = u64>) -> Vec<u64> {
     prompts
         .filter(|&prompt| rig.hit_of(&LARGE, prompt, 1) == 1)

@@ -34,7 +34,7 @@ pub(crate) enum Io {
 }
 
 impl Io {
-    /// Those that this machine allows.
+    /// The IO engines that this machine allows.
     pub(crate) fn all() -> Vec<Self> {
         match probe_io_uring() {
             Ok(()) => vec![Self::Ring, Self::Pool],
@@ -69,7 +69,7 @@ pub(crate) struct Model {
     pub(crate) payload_bytes: u32,
 }
 
-/// Neither a multiple of 4096 nor small: several to a page.
+/// Its payloads are neither a multiple of 4096 bytes nor small: several fit a page.
 pub(crate) const MODEL: Model = Model {
     id: 1,
     payload_bytes: 12_000,

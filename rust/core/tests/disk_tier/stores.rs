@@ -159,7 +159,7 @@ fn a_directory_never_stops_remembering() {
         }
     }
     let mut rig = Open::new(&dirs).plain();
-    // Those used last are there, the others made room for them.
+    // The identities used last are there, the others made room for them.
     for id in last - 100..last {
         assert_eq!(visit(&mut rig, &model(id)), 1, "identity {id} of {last}");
     }
@@ -431,7 +431,7 @@ fn a_directory_that_was_away_during_a_reset_is_not_believed() {
         for prompt in 0..8 {
             assert_eq!(rig.hit(prompt, 10), 0, "{prompt}");
         }
-        // It goes on as usual, also after the next start.
+        // The store works as usual, also after the next start.
         rig.save(30, 10);
         drop(rig);
         let mut rig = open(&both);

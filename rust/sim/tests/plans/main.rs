@@ -23,7 +23,8 @@ const HOST: u64 = 256;
 /// Requests that are measured in each life, and blocks of the longest.
 const REQUESTS: usize = 40;
 const LONGEST: f64 = 96.0;
-/// How often the scheduler of a vLLM asks that runs nothing. One that decodes asks once a step.
+/// How often the scheduler of an idle vLLM asks. The scheduler of a vLLM that decodes asks once a
+/// step.
 const POLL: u64 = 1_000_000;
 /// Tokens of a step.
 const CHUNK: u32 = 2048;

@@ -123,8 +123,8 @@ impl Promotions {
                     .health
                     .answers_reads();
             if is_lost || is_silent {
-                // The payload was evicted, its slot was taken by another request, or its device
-                // hangs: the hit ends before it.
+                // The payload was evicted or lost, a save is filling it, or its device hangs: the
+                // hit ends before it.
                 promotion.silent |= is_silent;
                 promotion.cut();
                 continue;
