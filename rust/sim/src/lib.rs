@@ -8,8 +8,8 @@
 //! - a load gets exactly the blocks that the kinds of its groups need, and an answer can be loaded;
 //! - a payload whose bytes in the arena change after its save is never written to disk, and, where hits are verified,
 //!   never loaded;
-//! - no slot, of the arena or of a device, has two users; no payload is read twice at once;
-//! - every lookup is answered when those that were answered before have left, even if no device answers;
+//! - no slot, of the arena or of a device, has two owners; no payload is read twice at once;
+//! - every lookup is answered when those that were answered before have left, for any behaviour of the devices;
 //! - while devices deliver and there is memory, no lookup is given up, however long it waits for its turn;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
 //! - no entry of the engine does more than a bounded number of units of work;

@@ -145,8 +145,8 @@ impl Engine {
         let planned = &mut self.sessions.requests[id].planned;
         planned.predicted_ns = (start.reason != Reason::Unknown).then_some(all_ns as u64);
         planned.ignores_prediction = start.reason == Reason::OtherWay;
-        // A prefetch that is not made is decided again when the scheduler asks. But the measurements of a prefetch are
-        // new then.
+        // A prefetch that is not made is decided again when the scheduler asks. A start that measures is counted now:
+        // that later decision has its results.
         let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
         if is_final && !std::mem::replace(&mut planned.is_counted, true) {
             start
