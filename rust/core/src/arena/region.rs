@@ -282,7 +282,7 @@ impl Arena {
         work: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, OutOfBounds> {
         let start = self.pointer(offset, len)?;
-        // SAFETY: valid for `len` bytes by the check; no thread writes the slot now (aliasing
+        // SAFETY: valid for `len` bytes by the check; no process writes the slot now (aliasing
         // rule).
         Ok(work(unsafe {
             std::slice::from_raw_parts(start, len as usize)
@@ -301,7 +301,7 @@ impl Arena {
     /// Copies a range out of the arena.
     pub fn read(&self, offset: u64, len: u64) -> Result<Vec<u8>, OutOfBounds> {
         let start = self.pointer(offset, len)?;
-        // SAFETY: valid for `len` bytes by the check; no thread writes the slot now (aliasing
+        // SAFETY: valid for `len` bytes by the check; no process writes the slot now (aliasing
         // rule).
         Ok(unsafe { std::slice::from_raw_parts(start, len as usize) }.to_vec())
     }
@@ -329,7 +329,7 @@ impl Arena {
         len: u64,
     ) -> Result<usize, Errno> {
         let start = self.pointer(offset, len).map_err(|_| Errno::INVAL)?;
-        // SAFETY: valid for `len` bytes by the check; no thread writes the slot now (aliasing
+        // SAFETY: valid for `len` bytes by the check; no process writes the slot now (aliasing
         // rule).
         rustix::io::pwrite(
             file,
