@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use undercroft_core::forest::Tier;
-use undercroft_core::hint::{Hint, HintAnswer, HintRequest};
+use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::metrics::Counters;
 use undercroft_core::namespace::GroupKind;
@@ -73,16 +73,17 @@ impl World {
         let request_name = state.name.clone();
         self.log.stats.hints += 1;
         self.note(|| format!("hint {hint:?} on {request_name} most {most}: {answer:?}"));
-        if let (
-            Hint::Pin { ttl_ns, name },
-            HintAnswer::Accepted(tokens) | HintAnswer::Clipped(tokens),
-        ) = (&hint, answer)
-        {
-            if !name.is_empty() {
-                // Another pin of that name has ended.
-                let namespace = self.sessions[session].namespace;
-                self.pins.pins.retain(|pin| pin.namespace != namespace);
-            }
+        let Hint::Pin { ttl_ns, name } = &hint else {
+            return;
+        };
+        let is_pinned = matches!(answer, HintAnswer::Accepted(_) | HintAnswer::Clipped(_));
+        let is_over = answer == HintAnswer::Rejected(HintRefusal::OverBudget);
+        if !name.is_empty() && (is_pinned || is_over) {
+            // Another pin of that name has ended, also when the budget has no room for the new one.
+            let namespace = self.sessions[session].namespace;
+            self.pins.pins.retain(|pin| pin.namespace != namespace);
+        }
+        if let HintAnswer::Accepted(tokens) | HintAnswer::Clipped(tokens) = answer {
             self.pinned(session, request, tokens, *ttl_ns);
         }
     }
