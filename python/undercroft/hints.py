@@ -17,7 +17,7 @@ DEFAULT_TTL_S = 300.0
 TTL_MAX_S = 86_400.0
 PIN_NAME_MAX = 64
 VERBS = {"prefetch": "prefetch", "pin": "pin", "retain": "pin", "demote": "demote", "release": "release"}
-"""What a hint may ask for, and what that is called here."""
+"""Verbs that a hint may have, and the engine's verb for each."""
 VERSIONS = frozenset({"1", "1.0"})
 """Versions of vLLM's typed actions that are understood."""
 _ORDER = ("prefetch", "pin", "demote", "release")
@@ -32,7 +32,7 @@ HASHES_ALLOWED = f"a list of up to {HASHES_MAX} block hashes, each of 1 to 32 by
 
 
 class InvalidHintError(ValueError):
-    """A hint that cannot be used. The message names it, its value and what is allowed."""
+    """A hint that cannot be used. The message names it, its value and the allowed values."""
 
     def __init__(self, where: str, value: Any, allowed: str) -> None:
         super().__init__(f"{where} = {value!r}: allowed is {allowed}.")
@@ -50,7 +50,7 @@ class Hint:
     """It is about these first tokens; None: about all."""
     ttl_s: float = DEFAULT_TTL_S
     name: str = ""
-    """Of a pin."""
+    """Name of a pin."""
     hashes: tuple[bytes, ...] | None = None
     """It is about the chain of these blocks, instead of the request's own."""
 

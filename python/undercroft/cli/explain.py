@@ -1,4 +1,4 @@
-"""``undercroft explain``: what the last requests found in the cache, and why no more."""
+"""``undercroft explain``: the tokens that the last requests found in the cache, and why no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``undercroft pin`` and ``undercroft unpin`` share: hints about a list of prompts, or of block hashes.
+"""Shared parts of ``undercroft pin`` and ``undercroft unpin``: hints about a list of prompts, or of block hashes.
 
 A vLLM is told over HTTP, since it alone knows the tokens of a prompt and the namespace. Nothing is computed.
 """

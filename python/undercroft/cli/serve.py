@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SOCKET = "default: serve.sock in $XDG_RUNTIME_DIR/undercroft, or in /tmp/undercroft-<uid>"
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.scope == "engine")
-"""Of the options, those that are flags; the others are each vLLM's own."""
+"""The options that are flags of the command; each vLLM sets the others itself."""
 # How often the engine is looked after.
 HEALTH_INTERVAL_S = 1.0
 

@@ -22,9 +22,9 @@ _LOOK_AGAIN_S = 1.0
 class Adapters:
     """A key for the weights of each adapter, which goes into the hashes of its requests' blocks.
 
-    The same in every process that has the same files there. Where an adapter's files cannot be seen, or have changed
-    since this process saw them first, nobody can tell which weights a worker has loaded: such a key is of this process
-    alone.
+    The key is the same in every process that has the same files there. Where an adapter's files cannot be seen, or
+    have changed since this process saw them first, the weights that a worker has loaded are unknown: this process
+    shares such a key with no other.
     """
 
     def __init__(self) -> None:

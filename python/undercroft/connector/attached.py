@@ -45,7 +45,7 @@ class AttachedArena:
     def discard(self) -> threading.Thread:
         """Unpin and unmap the arena, in a thread of its own: to unpin 64 GiB takes the driver seconds.
 
-        Nobody may use the arena any more. The thread is returned; a process may end before it does.
+        No caller may use the arena any more. Returns the thread; a process may end before it does.
         """
         thread = threading.Thread(target=self._unpin, name="undercroft-unpin", daemon=True)
         thread.start()

@@ -1,4 +1,4 @@
-"""Log lines at start about the identity of the cache: why it is cold, and what tells weights apart too weakly."""
+"""Log lines at start about the cache's identity: why it is cold, weights known by name only, random block hashes."""
 
 from __future__ import annotations
 

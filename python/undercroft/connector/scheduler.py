@@ -342,14 +342,14 @@ class SchedulerConnector:
         return not (self._requests or self._saves or self._loading)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for saves will give device blocks back, so that nobody needs to be preempted for them."""
+        """Whether waiting for saves will free device blocks, so that no request needs to be preempted for them."""
         return self._saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
         """Drop everything of this namespace. Blocks that the device holds now are not saved any more.
 
-        True also if nobody confirms it: from the request on, this vLLM's session shares with no other and finds nothing
-        of before, and vLLM would stay paused after False.
+        Returns True without a confirmation, too: from the request on, this vLLM's session shares with no other and
+        finds no earlier block, and vLLM would stay paused after False.
         """
         self.forget_device()
         if not self._session.reset(RESET_TIMEOUT_S):
@@ -531,7 +531,7 @@ class SchedulerConnector:
         if interval := align(self._config.state_interval_tokens + self._groups.alignment - 1):
             ends.update(range((begin // interval + 1) * interval, end + 1, interval))
         if dropped := self._groups.dropped_tokens:
-            # Where a hit of what ends there does.
+            # A hit of a prefix that ends there ends so many tokens earlier.
             ends |= {boundary - dropped for boundary in ends}
         kept = {boundary for boundary in ends if begin < boundary <= end}
         return kept | {align(end)} if finished and align(end) else kept

@@ -19,7 +19,7 @@ class _Load:
     begin: int
     end: int
     hashes: Sequence[bytes]
-    """Of the whole blocks up to its end."""
+    """The hashes of the whole blocks up to the load's end."""
 
 
 class SingleFlight:

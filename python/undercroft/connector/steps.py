@@ -28,7 +28,7 @@ class Steps:
         self._arrived = 0
         """Prompt tokens of all requests so far."""
         self._done = 0
-        """Of these, those that are computed, loaded or not needed any more."""
+        """Prompt tokens of all requests that are computed, loaded or not needed any more."""
         self._scheduled: deque[tuple[float, int, int, int]] = deque()
         """Steps that have not ended: when they were scheduled, tokens, the sum of their positions, decodes."""
         self._ended_at = 0.0

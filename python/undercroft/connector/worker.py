@@ -287,7 +287,7 @@ class WorkerConnector:
         if attached is None or (_arena_key(metadata) == self._arena_key and attached.is_served):
             return
         if (metadata.arena_socket, metadata.arena_id) == (self._arena_key or ("", 0))[:2] and attached.is_served:
-            # A lost session ends once no worker copies for it; what it was lost from may be as it was.
+            # A lost session ends once no worker copies for it. Its server may still run, with the same arena.
             self._end_copies()
             attached.let_go()
             self._attached, self._kept = None, attached
@@ -296,7 +296,7 @@ class WorkerConnector:
             self._release_arena()
 
     def _release_arena(self) -> None:
-        """End all copies, and let go of the arena without waiting for the driver."""
+        """End all copies, and release the arena without waiting for the driver."""
         self._take_over_early()
         self._end_copies()
         attached, self._attached = self._attached, None

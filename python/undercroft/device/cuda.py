@@ -65,8 +65,8 @@ class CudaCopier:
         pin_chunk: int | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``lanes``: nobody else uses them until ``on_close`` is called. ``pinner``: pins the arena; None if all of it
-        is pinned already."""
+        """``lanes``: this copier alone uses them until ``on_close`` is called. ``pinner``: pins the arena; None if all
+        of it is pinned already."""
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: not one of {', '.join(STRATEGIES)}")
         self._layout = layout

@@ -1,6 +1,6 @@
 """The requests that the hit threshold leaves alone: those whose answer cannot say that they were rejected.
 
-Of vLLM's HTTP server, only the endpoints of `ENDPOINTS` report a finish reason of the engine as it is. A beam search
+Only the endpoints of `ENDPOINTS` in vLLM's HTTP server report a finish reason of the engine as it is. A beam search
 asks for one token at a time, and fails on a request that brings none.
 """
 
