@@ -79,7 +79,7 @@ impl Directories {
     }
 }
 
-/// What is asked of each directory: directories on one filesystem share it.
+/// The options of each directory's store: directories on one filesystem share its space.
 pub(crate) fn store_options(config: &HostConfig) -> Vec<StoreOptions> {
     let devices: Vec<Option<u64>> = config
         .disks

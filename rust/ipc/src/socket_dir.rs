@@ -36,7 +36,7 @@ pub enum SocketError {
         /// Its length.
         bytes: usize,
     },
-    /// The directory belongs to somebody else.
+    /// The directory belongs to another user.
     #[error(
         "{dir:?} belongs to uid {found}, this process runs as uid {own}; choose a directory of its own"
     )]

@@ -15,7 +15,7 @@ impl ClientState {
             return None;
         }
         if self.hints.len() >= HINTS_MAX {
-            // Nobody waits for their answers any more.
+            // The caller has long stopped waiting for their answers.
             self.hints.clear();
         }
         let (request, known) = self.request(hint.request, hint.hashes)?;

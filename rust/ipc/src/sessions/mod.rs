@@ -51,7 +51,7 @@ pub(crate) struct ServedSessions {
     lookups: u64,
 }
 
-/// A token that nobody can guess, and no other session has.
+/// A token that cannot be guessed, and that no other session has.
 pub fn new_token() -> SessionToken {
     use std::hash::{BuildHasher, RandomState};
     // The keys of a RandomState are secret and random: no token can be guessed.
@@ -109,7 +109,7 @@ impl ServedSessions {
         session.map(|session| session.workers += 1).is_some()
     }
 
-    /// A worker has let go of the arena, or its process is gone: it copies no more.
+    /// A worker has released the arena, or its process is gone: it copies no more.
     pub(crate) fn worker_went(&mut self, token: SessionToken) {
         if let Some(session) = self.sessions.get_mut(&token) {
             session.workers -= 1;

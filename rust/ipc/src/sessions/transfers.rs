@@ -36,7 +36,7 @@ impl ServedSession {
             // The client has begun a load that no lease keeps the payloads of: it and its workers must not
             // believe in it. A client that keeps to the protocol is never refused.
             Some(None) => Err(Violation),
-            // The engine is broken: nobody writes into the arena any more.
+            // The engine is broken: it writes into the arena no more.
             None => Ok(()),
         }
     }

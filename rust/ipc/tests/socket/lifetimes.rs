@@ -1,4 +1,4 @@
-//! Who keeps what, and until when: clients that vanish, workers that still copy, sessions that part.
+//! Lifetimes of sessions and slots: clients that vanish, workers that still copy, sessions that part.
 
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::key::BlockHash;

@@ -57,7 +57,7 @@ impl Raw {
     pub(crate) fn say(&mut self, request: &ClientMessage<'_>) {
         let mut bytes = Vec::new();
         assert!(request.append_to(&mut bytes));
-        // The server may have closed the connection for what came before.
+        // The server may have closed the connection because of an earlier message.
         let _ = self.stream.write_all(&bytes);
     }
 

@@ -16,7 +16,7 @@ use undercroft_ipc::{Client, ClientConfig, Served, Server, SocketLocation};
 
 pub(crate) const PAYLOAD: u32 = 4096;
 pub(crate) const TOKENS: u32 = 16;
-/// Of the workers of the server's own process.
+/// The token of workers of the server's own process.
 pub(crate) const OWN_TOKEN: SessionToken = SessionToken(77);
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
