@@ -1,4 +1,4 @@
-"""What the benchmarks on real vLLM engines share: several engines in one process, and one request's time to its first
+"""Helpers of the benchmarks on real vLLM engines: several engines in one process, and one request's time to its first
 token with the steps that it takes."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FirstToken:
     steps: int
     """Engine steps up to the one that gave it."""
     steps_before: int
-    """Of these, the steps before the one that computed something of it, or began to load it."""
+    """Engine steps before the one that computed the request's first tokens, or began to load them."""
 
 
 class Runner:

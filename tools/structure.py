@@ -148,7 +148,7 @@ def mode_matches(code: str) -> int:
 
 
 def saturated(code: str) -> int:
-    """Conversions that turn what does not fit into another value."""
+    """Conversions that turn a number that does not fit into another one."""
     flat = re.sub(r"\s+", "", code)
     count = 0
     for match in re.finditer(r"\btry_(?:from|into)\(", flat):
@@ -353,7 +353,7 @@ def _worst(found: list[tuple[int, str, Path]]) -> dict[str, Any]:
 
 
 def text(value: Any) -> str:
-    """A number for people: the count first, then what is counted."""
+    """A number for people: the count first, then the counted things."""
     if isinstance(value, list):
         return f"{len(value)}" + (f"  ({', '.join(value)})" if value else "")
     if isinstance(value, dict) and "name" in value:

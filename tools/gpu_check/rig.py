@@ -121,7 +121,7 @@ class Copying:
             raise RuntimeError("a copy failed; the log above says why")
 
     def arena_bytes(self, slot: int) -> np.ndarray:
-        """What this rank's part of a slot holds now."""
+        """The bytes in this rank's part of a slot now."""
         begin = self.arena.address + slot * self.slot + self.rank * self.block_bytes
         return np.frombuffer((ctypes.c_uint8 * self.block_bytes).from_address(begin), dtype=np.uint8).copy()
 

@@ -20,7 +20,7 @@ const BLOCK_BYTES: u32 = 4096;
 const CHAIN: u64 = 512;
 const INSTANCE: u64 = 7;
 
-/// What opening took.
+/// Time, reads and memory of opening a directory.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct RecoverReport {
     /// From opening the directory to an engine that answers lookups, in seconds.
