@@ -32,7 +32,7 @@ def kernels() -> Iterator[None]:
 
 @pytest.fixture
 def fake() -> fake_cuda.Fake:
-    """What the fake has counted; a test that asks for it is skipped on a GPU."""
+    """The fake's counts; a test that asks for them is skipped on a GPU."""
     return fake_cuda.Fake()
 
 

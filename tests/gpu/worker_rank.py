@@ -23,7 +23,7 @@ class Model(NamedTuple):
     layers: int
     page: int
     tokens: int
-    """Of a block."""
+    """Tokens of a block."""
 
     @property
     def blocks(self) -> int:

@@ -58,7 +58,7 @@ class ServeProcess:
         return self.process.wait(STOP_TIMEOUT_S)
 
     def status(self) -> dict:
-        """What it says of itself."""
+        """Its status."""
         return _core.server_status(str(self.socket), STOP_TIMEOUT_S)
 
 

@@ -67,7 +67,7 @@ class Peer:
         return self._arenas[session][1]
 
     def begin_save(self, request: str, hashes: list[bytes]) -> tuple[_core.SaveGrant, list[tuple[int, bytes]]]:
-        """The grant, and (slot, hash) of what is to be copied."""
+        """The grant, and (slot, hash) of the blocks to copy."""
         asked: list[Any] = []
 
         def ask() -> bool:

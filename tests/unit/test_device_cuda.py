@@ -27,7 +27,7 @@ SEEDS = range(12)
 
 
 class Pinned:
-    """Stands in for what pins the arena."""
+    """Stands in for the arena's pinner."""
 
     def __init__(self, pinned_bytes: int = 0) -> None:
         self.pinned_bytes = pinned_bytes

@@ -1,4 +1,4 @@
-"""The documents name what there is: paths, links, options, metrics, commands, targets, identifiers and numbers."""
+"""The documents name existing things only: paths, links, options, metrics, commands, targets, identifiers, numbers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def text(document: str) -> str:
 
 
 def quoted(document: str) -> Iterator[str]:
-    """What stands between backticks within a line or over a line's end, code blocks left out."""
+    """Texts between backticks within a line or over a line's end, code blocks left out."""
     prose = re.sub(r"```.*?```", "", text(document), flags=re.DOTALL)
     for found in re.findall(r"`([^`]+)`", prose):
         yield " ".join(found.split())

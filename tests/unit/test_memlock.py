@@ -35,7 +35,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 def lives(tmp_path: Path, *limited: str) -> list[dict]:
-    """What two engines over one directory say, one after the other, in a process of their own."""
+    """The reports of two engines over one directory, one after the other, in a process of their own."""
     here = str(Path(__file__).parent)
     command = [sys.executable, *limited, "-c", CHILD, str(tmp_path), here]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)

@@ -1,4 +1,4 @@
-"""A connector that brings what a prefill instance has computed, for tests beside undercroft in MultiConnector.
+"""A connector that brings blocks of a prefill instance, for tests beside undercroft in MultiConnector.
 
 As NIXL does, it brings the prompt of a request with ``do_remote_prefill`` and clears the parameter. The values are
 those that a request with ``do_remote_decode`` has left in ``shared_storage_path``.
