@@ -69,9 +69,10 @@ class Engine:
     ) -> None:
         """Start it.
 
-        ``blocks``: device blocks of the KV cache (default: as many as fit 1 GiB). ``connector``, ``module_path``: another
-        connector than undercroft. ``executor``: "mp" for worker processes, as tensor parallelism needs (on a machine of
-        one NUMA node also VLLM_CPU_OMP_THREADS_BIND="0|1"). ``transfer``: further fields of ``KVTransferConfig``.
+        ``blocks``: device blocks of the KV cache (default: as many as fit 1 GiB). ``connector``, ``module_path``:
+        another connector than undercroft. ``executor``: "mp" for worker processes, as tensor parallelism needs (on a
+        machine of one NUMA node also VLLM_CPU_OMP_THREADS_BIND="0|1"). ``transfer``: further fields of
+        ``KVTransferConfig``.
         """
         set_environment()
         if undercroft is not None:
