@@ -12,7 +12,7 @@ from typing import Any
 NAME = "kv_hints"
 """Key of the hints in ``kv_transfer_params``, and vLLM's field of a request."""
 COMPUTE = "compute"
-"""Beside the hints: false for a request that is there for its hints alone."""
+"""Key beside the hints: false for a request that is there for its hints alone."""
 DEFAULT_TTL_S = 300.0
 TTL_MAX_S = 86_400.0
 PIN_NAME_MAX = 64
@@ -45,14 +45,14 @@ class Hint:
 
     verb: str
     key: str
-    """Under which it is answered: as the client has written the verb, or the id of vLLM's action."""
+    """Key of the answer: the verb as the client has written it, or the id of vLLM's action."""
     tokens: int | None = None
-    """It is about these first tokens; None: about all."""
+    """The hint concerns these first tokens; None: all."""
     ttl_s: float = DEFAULT_TTL_S
     name: str = ""
     """Name of a pin."""
     hashes: tuple[bytes, ...] | None = None
-    """It is about the chain of these blocks, instead of the request's own."""
+    """The hint concerns the chain of these blocks, instead of the request's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Shared parts of ``undercroft pin`` and ``undercroft unpin``: hints about a list of prompts, or of block hashes.
 
-A vLLM is told over HTTP, since it alone knows the tokens of a prompt and the namespace. Nothing is computed.
+The hints go to a vLLM over HTTP, since it alone knows the tokens of a prompt and the namespace. Nothing is computed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_SOCKET = "default: serve.sock in $XDG_RUNTIME_DIR/undercroft, or in /tmp/undercroft-<uid>"
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.scope == "engine")
 """The options that are flags of the command; each vLLM sets the others itself."""
-# How often the engine is looked after.
+# How often the engine's health is checked.
 HEALTH_INTERVAL_S = 1.0
 
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     _raise_descriptor_limit()
     engine = open_engine(config, path)
     with contextlib.closing(engine):
-        # It has no namespace of its own.
+        # The server has no namespace of its own.
         print(start_line(engine.info(), "").partition("; namespace")[0], flush=True)
         if args.metrics is not None:
             from undercroft import exporter

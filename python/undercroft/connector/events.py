@@ -35,7 +35,7 @@ class _Source:
     """The request that a block's tokens are known of."""
 
     tokens: array[int]
-    """Its tokens from `first` on."""
+    """The request's tokens from `first` on."""
     first: int
     """The engine's block that they begin with."""
     lora_id: int | None
@@ -125,7 +125,7 @@ class Events:
 
     def take(self) -> list[Any]:
         """The events since the last call, as vLLM publishes them."""
-        # Whatever fails below, vLLM must not step for it for ever.
+        # vLLM must not step for events for ever, even if a call below fails.
         self.more = False
         restart, self._restart = self._restart, False
         taken = self._session.take_events(restart)

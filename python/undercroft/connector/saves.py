@@ -321,7 +321,7 @@ def _group_copy(
     wanted = np.flatnonzero(offsets >= 0)
     table, first = tables[of_engine.group], extent.first_block
     if of_engine.kind == "state":
-        # Its table is not in the order of positions.
+        # The table of states is not in the order of positions.
         block_ids = np.array([states[extent.group, first + at] for at in wanted.tolist()], dtype=np.int64)
     elif len(wanted) and of_engine.position(first + int(wanted[-1])) >= len(table):
         raise ValueError(

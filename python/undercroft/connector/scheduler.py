@@ -239,7 +239,7 @@ class SchedulerConnector:
         """The copies of the workers in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
         self.steps.scheduled(scheduler_output.num_scheduled_tokens)
-        # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
+        # Before the loads are taken out: vLLM waits for them, so they must reach the workers even if a call fails.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
         metadata.arena_socket, metadata.arena_id = arena.socket, arena.arena_id
@@ -263,7 +263,7 @@ class SchedulerConnector:
             states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self.complete_hashes(state.request, computed)
-            # To ask again costs as much as the request is long, also for a block more.
+            # The cost of asking again grows with the length of the request, even for one more block.
             due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
             if not due and not states:
                 continue
@@ -330,11 +330,11 @@ class SchedulerConnector:
             state.partial_tails = [BoundaryState(*state) for state in offered]
 
     def has_pending_push_work(self) -> bool:
-        """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
+        """Whether a transfer is pending, so that the engine must go on stepping to learn of its end."""
         return bool(self._saves or self._loading)
 
     def loading(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of the requests that a load is pending for."""
+        """The requests among ``request_ids`` that have a pending load."""
         return self._loading.keys() & set(request_ids)
 
     def idle(self) -> bool:

@@ -98,7 +98,7 @@ class Steps:
             return
         scheduled_at, tokens, positions, decodes = self._scheduled.popleft()
         now = time.perf_counter()
-        # One that was scheduled while another ran began when that one ended.
+        # A step that was scheduled while another step ran began when that step ended.
         began_at, self._ended_at = max(scheduled_at, self._ended_at), now
         if not tokens and not decodes:
             return

@@ -93,7 +93,7 @@ class Digests:
         return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 
     def save(self) -> None:
-        """Write the file, if something is new. Not before the disk tier is there: it takes only an empty directory."""
+        """Write the file, if a digest is new. Call this once the disk tier is open: a new tier needs an empty folder."""
         if self.path is None or not self._changed:
             return
         for path in list(self._known)[:-_KEPT_MAX]:
@@ -218,7 +218,7 @@ def _is_whole(files: dict[str, Path]) -> bool:
 
 def _weight_files(place: Path) -> dict[str, Path]:
     if place.is_file():
-        # Its name is the path's last part, which says nothing about its content.
+        # The file's name is the path's last part, which does not depend on the content.
         return {place.suffix: place}
     if not place.is_dir():
         return {}

@@ -131,7 +131,7 @@ class WorkerConnector:
         try:
             self._leave_old_arena(metadata)
         except Exception as error:
-            # vLLM waits for the loads of this step whatever becomes of the old arena.
+            # vLLM waits for the loads of this step even if the old arena cannot be released.
             self._report(error)
         for request_id in metadata.failed_loads:
             self._end_load(request_id, ok=False)
@@ -207,7 +207,7 @@ class WorkerConnector:
             self._running[first + nth] = _Running(job, to_arena, size)
 
     def _fail(self, jobs: Sequence[TransferJob], error: Exception, *, to_arena: bool) -> None:
-        """Nothing was queued, so nothing will copy; the engine must hear that the jobs are over."""
+        """End jobs of which no copy was queued; the engine must learn that they are over."""
         self._report(error)
         for job in jobs:
             self._end(job, to_arena, ok=False)

@@ -122,7 +122,7 @@ class ArenaPinner:
         self._thread.join()
 
     def _run(self) -> None:
-        # One thread does both, since the driver keeps the last error for each thread: a refusal stays here.
+        # One thread registers and unregisters: the driver keeps the last error per thread, and no other sees it.
         registered: list[int] = []
         for begin in range(0, self._size, self._chunk):
             size = min(self._chunk, self._size - begin)
@@ -150,7 +150,8 @@ class ArenaPinner:
             if not has_turn:
                 return None, None
             if self._populate is not None:
-                # Else the driver faults the pages in, in its lock, and they stay small: pinned pages are not collapsed.
+                # Without this the driver faults the pages in, in its lock, and they stay small: the kernel does not
+                # collapse pinned pages.
                 try:
                     self._populate(begin, size)
                 except OSError as error:

@@ -98,7 +98,7 @@ def wrap_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_generator(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    """An asynchronous generator whose requests are exempt, and not those of whoever iterates over it."""
+    """An asynchronous generator whose own requests are exempt; requests of the code that iterates are not."""
 
     async def exempting(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         generator: Any = original(*args, **kwargs)

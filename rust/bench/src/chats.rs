@@ -231,7 +231,7 @@ pub fn prompt(user: u64, blocks: u64) -> Vec<BlockHash> {
         .collect()
 }
 
-/// Users who come back at random, say 8 to 40 blocks more each time, and go for good after some turns.
+/// Users who come back at random, say 8 to 40 blocks more each time, and leave after some turns.
 #[derive(Debug)]
 pub struct Chats {
     /// Number, blocks so far, and turns of each user.

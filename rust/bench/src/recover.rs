@@ -164,7 +164,7 @@ fn memory(field: &str) -> std::io::Result<u64> {
     Ok(kib << 10)
 }
 
-/// Bytes that this process has read so far, from whatever: page cache included.
+/// Bytes that this process has read so far, from files, pipes and the page cache.
 fn bytes_read() -> std::io::Result<u64> {
     let counts = std::fs::read_to_string("/proc/self/io")?;
     let count = counts

@@ -72,7 +72,7 @@ impl EmbeddedHost {
         })
     }
 
-    /// Where the engine is shared.
+    /// The socket at which the engine is shared.
     pub(crate) fn socket(&self) -> &PathBuf {
         &self.socket
     }

@@ -46,7 +46,7 @@ pub enum HostError {
     /// A directory is in use, and the engine that uses it cannot be shared.
     #[error("{in_use}. It could be shared, but its engine does not answer: {reason}")]
     Owner {
-        /// Which directory, and by whom.
+        /// The message that names the directory and the process that uses it.
         in_use: String,
         /// The outcome of the attempt.
         reason: String,

@@ -1,8 +1,8 @@
 //! An engine for a process: its options, its directories, memory, threads and server, or the way to
 //! the engine of another process.
 //!
-//! [`open`] gives an [`EngineHost`], whoever runs the engine: this process ([`EmbeddedHost`]), the process
-//! that has the directories open ([`SharedHost`]), or `undercroft serve` ([`RemoteHost`]).
+//! [`open`] gives an [`EngineHost`]. Its engine runs in this process ([`EmbeddedHost`]), in the process that
+//! has the directories open ([`SharedHost`]), or in `undercroft serve` ([`RemoteHost`]).
 
 mod config;
 mod directories;
@@ -56,7 +56,7 @@ impl Connection {
     }
 }
 
-/// An engine that sessions can be opened on, whoever runs it.
+/// An engine that sessions can be opened on, in this process or another.
 pub trait EngineHost: Debug + Send + Sync {
     /// Opens a session, every hit of which ends `dropped_tokens` before the end of the cached
     /// prefix. An engine
@@ -73,8 +73,8 @@ pub trait EngineHost: Debug + Send + Sync {
     /// Where workers get the arena now; `None` before there was a session with a server.
     fn arena(&self) -> Option<SessionAddress>;
 
-    /// Counters and gauges, one flat object; an empty one before there was a session with a server. Those of
-    /// a server are about a second old.
+    /// Counters and gauges, one flat object; an empty one before there was a session with a server. The numbers
+    /// of a server are about a second old.
     fn stats(&self) -> Value;
 
     /// The configuration and findings; an empty object before there was a session with a server.

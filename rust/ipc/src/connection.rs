@@ -208,7 +208,7 @@ impl ServerConnection {
 /// Waits for one of `fds`, at most for `timeout`.
 pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration) {
     let timeout = Timespec::try_from(timeout).expect("a wait takes seconds");
-    // An interruption is no error: the caller checks whatever it waits for.
+    // An interruption is no error: the caller checks its condition itself.
     let _ = poll(fds, Some(&timeout));
 }
 

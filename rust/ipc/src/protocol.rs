@@ -95,7 +95,7 @@ pub enum ClientMessage<'a> {
     Demand {
         /// The request.
         request: u64,
-        /// As [`LookupMessage::queued`], now.
+        /// [`LookupMessage::queued`] as of now.
         queued: Tokens,
     },
     /// The lookup is not needed any more. The server keeps the hashes for saves.
@@ -221,7 +221,7 @@ fn few_offers<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<O
     few(deserializer, OFFERS_MAX)
 }
 
-/// The same of steps.
+/// Steps, as long as they are few: nothing is allocated for more.
 fn few_steps<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Step>, D::Error> {
     few(deserializer, STEPS_MAX)
 }

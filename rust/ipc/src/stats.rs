@@ -6,7 +6,7 @@ use std::time::Instant;
 use serde_json::{Map, Value, json};
 use undercroft_core::metrics::{Counters, Gauges};
 
-/// Where a server has its statistics from.
+/// The source of a server's statistics.
 #[derive(Clone)]
 pub struct StatsSource(Arc<dyn Fn() -> Value + Send + Sync>);
 

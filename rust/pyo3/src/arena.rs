@@ -20,7 +20,7 @@ use crate::errors::Result;
 pub(crate) struct PyArena {
     arena: Arc<undercroft_core::arena::Arena>,
     arena_id: u64,
-    /// Tells the engine that this process lives; `None` without an engine, and once it has let go.
+    /// Tells the engine that this process lives; `None` without an engine, and after `let_go`.
     connection: Mutex<Option<UnixStream>>,
 }
 

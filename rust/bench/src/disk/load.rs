@@ -15,7 +15,7 @@ use crate::rig::{BLOCK_TOKENS, BenchError, PATIENCE, Rig, hash};
 /// Time between two steps: shorter than a step of any model.
 const STEP: Duration = Duration::from_millis(2);
 
-/// Steps until `done` says so; how long that took.
+/// Steps until `done` returns true. Returns how long that took.
 pub(super) fn run(
     rig: &Rig,
     what: &str,

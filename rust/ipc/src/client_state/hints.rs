@@ -35,7 +35,7 @@ impl ClientState {
         Some(number)
     }
 
-    /// The server has answered a hint; whoever has stopped waiting does not hear of it.
+    /// The server has answered a hint. The answer is dropped if the caller has stopped waiting.
     pub(super) fn take_hinted(&mut self, number: u64, answer: HintAnswer) {
         if let Some(known) = self.hints.get_mut(&number) {
             *known = Some(answer);

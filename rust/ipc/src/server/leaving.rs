@@ -76,7 +76,7 @@ impl LeavingWorkers {
         self.0.len()
     }
 
-    /// Those of the process `pid`.
+    /// Number of workers of the process `pid`.
     pub(super) fn of_process(&self, pid: i32) -> usize {
         self.0.iter().filter(|worker| worker.pid == pid).count()
     }

@@ -164,7 +164,7 @@ impl Peer {
                     self.inbox.extend_from_slice(&scratch[..bytes]);
                     let is_worker = matches!(self.role, Role::Worker(_));
                     if is_worker && self.inbox.len() > HEADER_BYTES {
-                        // After its first frame a worker says no more than that it lets go.
+                        // After its first frame a worker sends one header only, to release the arena.
                         return Err(End::Malformed);
                     }
                     self.charge(budget, self.inbox.capacity());

@@ -214,7 +214,7 @@ impl Service {
             if peer.unread() > 0 {
                 events |= PollFlags::OUT;
             }
-            // One that does not read its answers is not listened to.
+            // The server does not read from a peer that does not read its answers.
             if !peer.lacks_room && peer.unread() <= ANSWERS_MAX {
                 events |= PollFlags::IN;
             }
@@ -488,7 +488,7 @@ impl Service {
             End::Malformed => drop(self.control.malformed.fetch_add(1, Ordering::Relaxed)),
             End::Version(_) => {
                 self.control.malformed.fetch_add(1, Ordering::Relaxed);
-                // The peer finds this version in the header, and says so.
+                // The peer finds this version in the header, and names it in its error.
                 let reason = "run the same undercroft version in all processes".to_owned();
                 peer.outbox.clear();
                 ServerMessage::Refused { reason }.append_to(&mut peer.outbox);

@@ -1,4 +1,4 @@
-//! A client that says whatever a test wants.
+//! A client that sends the frames of a test, valid or not.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;

@@ -121,7 +121,7 @@ pub(crate) fn spec() -> NamespaceSpec {
     }
 }
 
-/// A client of whatever answers at `socket`, as patient as a loaded machine needs.
+/// A client of the server at `socket`, as patient as a loaded machine needs.
 pub(crate) fn client(socket: &Path) -> Client {
     patient_client(socket, Duration::from_secs(30))
 }
