@@ -46,7 +46,7 @@ class Runner:
         _set_agent(None)
 
     def first_token(self, ids: Sequence[int], *, forget: bool = False) -> FirstToken:
-        """Run a request of one token alone, then whatever it leaves to do; ``forget``: empty the device's cache."""
+        """Run a request of one token alone, then the work that it leaves; ``forget``: empty the device's cache."""
         self._names += 1
         with self as engine:
             before = engine.steps

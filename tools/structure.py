@@ -6,7 +6,7 @@ Run it as ``python tools/structure.py``; ``--root DIR`` counts another checkout,
 Rules of counting:
 
 - Production Rust is ``rust/*/src`` of every crate but ``sim``, ``bench`` and ``pyo3-bench``, without files and
-  directories of tests (``tests.rs``, ``tests``), and without whatever follows ``#[cfg(test)] mod``.
+  directories of tests (``tests.rs``, ``tests``), and without the lines after ``#[cfg(test)] mod``.
   Comments and the contents of strings are not code.
 - ``binding lines``: all lines of production Rust in ``rust/python`` (or ``rust/pyo3``).
 - ``binding matches``: ``match`` and ``if let`` expressions there that name a variant for an engine in this process or

@@ -41,7 +41,7 @@ class Option:
 
     type: str
     default: Any
-    """As a user would write it."""
+    """The default, as a user would write it."""
     allowed: str
     help: str
     parse: Callable[[Any], Any]

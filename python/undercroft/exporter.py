@@ -81,7 +81,7 @@ class _MetricsServer(ThreadingMixIn, HTTPServer):
     def __init__(self, host: str, port: int, handler: type[MetricsHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
-        # In the order in which they came.
+        # Connections in the order in which they came.
         self._open: dict[socket.socket, float] = {}
         self._said: set[str] = set()
         super().__init__((host, port), handler)

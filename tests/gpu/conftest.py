@@ -38,7 +38,7 @@ def fake() -> fake_cuda.Fake:
 
 @pytest.fixture(autouse=True)
 def no_violations() -> Iterator[None]:
-    """Whatever a test does, the driver's rules hold: see `violation` in tests/fake_cuda."""
+    """The driver's rules hold after each test: see `violation` in tests/fake_cuda."""
     yield
     if fake_cuda.is_loaded():
         fake = fake_cuda.Fake()

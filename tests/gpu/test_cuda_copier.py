@@ -226,7 +226,7 @@ def test_submitting_does_not_wait_for_the_device(
 ) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
-    # The driver blocks whoever queues a copy of memory that is not pinned.
+    # The driver blocks the thread that queues a copy of memory that is not pinned.
     pinner: Any = pinned(arena) if is_pinned else Fixed(0)
     copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinner)
     job = [GroupCopy(0, np.arange(1, 17), np.arange(16) * SLOT)]

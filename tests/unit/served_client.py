@@ -56,7 +56,7 @@ class Peer:
         return self.engine.connection()[0] == "up"
 
     def memory(self, session: int) -> np.ndarray:
-        """The arena of this session; it stays mapped, whatever becomes of its server."""
+        """The arena of this session; it stays mapped, even if its server ends."""
         if session not in self._arenas:
             address = self.engine.arena
             assert address.session == session

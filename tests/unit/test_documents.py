@@ -120,7 +120,7 @@ def files() -> frozenset[str]:
         check=False,
     ).stdout.splitlines()
     names = {name for name in listing if (ROOT / name).exists()}
-    if not names:  # no git here: whatever lies in the directories that are ours
+    if not names:  # no git here: every file in our directories
         ours = ("rust", "python", "tests", "tools", "examples", "benches", "docs", "deploy", ".ci", ".config")
         names = {path.relative_to(ROOT).as_posix() for top in ours for path in (ROOT / top).rglob("*")}
         names |= {path.name for path in ROOT.iterdir() if path.is_file()}

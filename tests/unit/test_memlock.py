@@ -25,7 +25,7 @@ print(json.dumps(engines))
 """
 LIMIT = 1 << 20
 PR_CAPBSET_DROP, CAP_IPC_LOCK = 24, 14
-# The limit does not bind whoever has the capability, and root gets it back in exec unless it is dropped like this.
+# The limit does not bind a process with the capability, and root gets it back in exec unless it is dropped like this.
 LIMITED = f"""
 import ctypes, os, resource, sys
 ctypes.CDLL(None).prctl({PR_CAPBSET_DROP}, {CAP_IPC_LOCK}, 0, 0, 0)

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 
 
 class RemoteConnector(ExampleConnector):
-    """Loads in the step that computes the rest; with ``kv_transfer_params.fails`` it loads before, in vain."""
+    """Loads in the step that computes the rest; with ``kv_transfer_params.fails`` it loads before, and fails."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -55,7 +55,7 @@ def test_a_wrong_block_would_be_noticed(
 
     def doubled(*args: Any) -> Any:
         planned = plan(*args)
-        # Not another order: attention does not see the order of whole blocks, whose keys know their positions.
+        # Another order would not do: attention does not see the order of whole blocks, whose keys know their positions.
         [copy] = planned.job.groups
         copy.offsets = copy.offsets.copy()
         copy.offsets[3] = copy.offsets[2]

@@ -1,4 +1,4 @@
-"""Whatever fails, requests get the tokens that they would get without a cache, and the engine goes on."""
+"""After any failure, requests get the tokens that they would get without a cache, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def on_disk_options(directory: Path) -> dict[str, Any]:
 
 
 def payload_offsets(data: Path) -> list[int]:
-    """Where payloads lie in the data file: whatever is not zero."""
+    """Offsets of the payloads in the data file: the blocks that are not zero."""
     content = data.read_bytes()
     return [start for start in range(0, len(content), PAYLOAD) if any(content[start : start + 4096])]
 
@@ -235,7 +235,7 @@ def test_truncated_data_file(engine: Make, llama: Path, reference: Reference, on
 def test_garbage_in_the_tables(
     engine: Make, llama: Path, reference: Reference, on_disk: dict[str, Any], file: str
 ) -> None:
-    """Records that are not believed are misses; so is a damaged superblock, unless it is to refuse the start."""
+    """Damaged records are misses; so is a damaged superblock, unless it is to refuse the start."""
     path = Path(on_disk["disk_path"], file)
     content = bytearray(path.read_bytes())
     for at in range(8, len(content), 97):

@@ -66,7 +66,7 @@ class Rig:
             torch.cuda.current_stream(self.device).synchronize()
 
     def spin(self) -> None:
-        """Keep the model's stream busy for a while, so that whoever does not wait for the stream comes too early."""
+        """Keep the model's stream busy for a while, so that work that does not wait for the stream comes too early."""
         if self.device.type == "cuda":
             torch.cuda._sleep(SPIN_CYCLES)
 

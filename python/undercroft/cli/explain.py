@@ -10,7 +10,7 @@ from undercroft.cli import arguments, engines, output
 from undercroft.cli.serve import absolute_path
 
 LOOKUPS_MAX = 4096
-"""As many as an engine keeps."""
+"""Number of lookups that an engine keeps."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:

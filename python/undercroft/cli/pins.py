@@ -92,7 +92,7 @@ def _give(url: str, model: str, line: Any, verb: str, fields: dict[str, Any], ha
     """vLLM's answer to the hint about a line."""
     request: dict[str, Any] = line if isinstance(line, dict) else {"prompt": line}
     if hashes:
-        # The request needs a prompt, whatever it is.
+        # The request needs a prompt; any will do.
         request, fields = {"prompt": "."}, fields | {"hashes": line}
     params = {hints.NAME: {verb: fields, hints.COMPUTE: False}}
     path = "/v1/chat/completions" if "messages" in request else "/v1/completions"

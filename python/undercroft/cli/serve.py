@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_socket() -> str:
-    """Where the server listens if nothing else is said."""
+    """The socket at which the server listens by default."""
     from undercroft import _core
 
     return _core.default_server_socket()

@@ -520,7 +520,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def unregister_kv_caches(self) -> None:
-        """The device's memory goes away (sleep)."""
+        """vLLM frees the device's memory (sleep)."""
         if self._worker is not None:
             self._worker.unregister_kv_caches()
 

@@ -339,4 +339,4 @@ TABLES: Mapping[str, Fields] = {
     "KernelConfig": KERNEL,
     "DiffusionConfig": DIFFUSION,
 }
-"""By the name of vLLM's class."""
+"""The tables, by the name of vLLM's class."""

@@ -61,6 +61,6 @@ class Resets:
         self._may_have_changed = self._ever_changed = True
         self._keep_once = False
         if is_paused and self._kept:
-            # Without the sleep's reset there may be none that follows.
+            # The sleep's reset kept the tiers, and no other reset may follow.
             self.reset_cache()
             self._may_have_changed = True

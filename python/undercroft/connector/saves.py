@@ -48,9 +48,9 @@ class _Pending:
     states: Mapping[tuple[int, int], int]
     """Device blocks of states, by (engine's group, block)."""
     deadline: float
-    """Until when it waits for its slots (monotonic seconds)."""
+    """The save waits for its slots until then (monotonic seconds)."""
     pinned: list[KVCacheBlock] | None = None
-    """Blocks that it may take, once it has to wait for its slots."""
+    """Blocks that the save may take, while it waits for its slots."""
     abandoned: bool = False
 
 
@@ -290,7 +290,7 @@ class Saves:
     def _unpin(self, save: _Save | _Pending) -> None:
         pinned, save.pinned = save.pinned, []
         if self._pool is not None and pinned:
-            # As vLLM frees a request: the deepest block is the first to be reused.
+            # The deepest block is the first to be reused, as when vLLM frees a request.
             self._pool.free_blocks(reversed(pinned))
 
 

@@ -43,7 +43,7 @@ LOAD_WAIT_S = 10.0
 _RETRY_STEPS = 8
 """A refused save is asked for again after at most this many steps, and after twice as many each time that follows."""
 _DOUBLINGS = 5
-"""How often that number is doubled."""
+"""How often the number of steps is doubled."""
 RESET_TIMEOUT_S = 1.0
 """Longest wait until the disk or the server confirms a reset: vLLM stands still meanwhile."""
 _WARN_AGAIN_S = 60.0
@@ -510,7 +510,7 @@ class SchedulerConnector:
         shared = self._groups.align(min(state.shared_tokens, limit))
         state.shared_boundary = shared if shared > hit else 0
         if state.shared_boundary and self._groups.has_states:
-            # As for a prefix shared on the device: vLLM ends a step there, so that the state comes to exist.
+            # vLLM ends a step there, as for a prefix shared on the device, so that the state comes to exist.
             vllm_patches.end_step_at(request, state.shared_boundary)
 
     def _kept_boundaries(self, state: RequestState, end: int, finished: bool) -> set[int]:
@@ -586,7 +586,7 @@ class SchedulerConnector:
             state.save_refused = result.refused
             if result.refused:
                 state.saved_tokens = 0
-                # Where memory is short many are refused at once: they must not all come back in one step.
+                # When memory is short many saves are refused at once: they must not all be retried in one step.
                 half = _RETRY_STEPS // 2 << min(state.refusals, _DOUBLINGS)
                 state.refusals += 1
                 self._refused += 1

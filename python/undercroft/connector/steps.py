@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _UNREPORTED = 16
 """Steps without a prefill that are reported together, unless a lookup comes."""
 _IN_FLIGHT = 8
-"""Most steps that vLLM has scheduled and not ended. With more, the ends are not told as they are expected to be."""
+"""Most steps that vLLM has scheduled and not ended. With more, vLLM does not report the ends as this class expects."""
 
 
 class Steps:

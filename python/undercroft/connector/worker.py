@@ -1,7 +1,7 @@
 """The worker's half of the connector: it copies between device blocks and arena slots as the scheduler's half orders.
 
 The worker knows no index and no hashes. Every load ends in exactly one ``finished_recving`` of its request, every save
-in exactly one acknowledgement, whatever fails: the scheduler's half holds blocks and slots until then.
+in exactly one acknowledgement, even after a failure: the scheduler's half holds blocks and slots until then.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Lanes(NamedTuple):
     save: Lane
     load: Lane
     unpinned: Lane
-    """Copies of memory that is not pinned, in both directions: the driver blocks whoever queues them."""
+    """Copies of memory that is not pinned, in both directions: the driver blocks the thread that queues them."""
 
     @classmethod
     def make(

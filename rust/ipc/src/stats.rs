@@ -31,7 +31,7 @@ impl std::fmt::Debug for StatsSource {
 /// hundredth of the time at most.
 const REPORT_SHARE: u32 = 100;
 
-/// A report for everybody who asks, which may be a little old.
+/// A report for all clients, which may be a little old.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     last: String,

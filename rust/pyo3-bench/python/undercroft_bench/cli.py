@@ -195,7 +195,7 @@ def _disk(args: argparse.Namespace) -> dict[str, Any]:
         # Small blocks are soon moved: a round that takes less than some tenths of a second measures its ends.
         blocks = args.blocks or max(1024, (2 << 30) // args.block_bytes)
         result = _until_interrupted(lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine))
-    # Beside the model of a vLLM that runs here.
+    # The plan compares the disk's speed with the model of a vLLM that runs here.
     return result | {"plan": planning.of_running(1e9 * result["read_gbps"])}
 
 
