@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from undercroft import _core
-from undercroft.cli import main, serve, status
+from undercroft.cli import main, sockets, status
 
 
 @pytest.fixture
@@ -79,4 +79,4 @@ def test_a_directory_that_nobody_has_open_is_told(
 
 
 def test_a_socket_may_be_given_as_it_is_printed() -> None:
-    assert serve.absolute_path("unix:///run/x.sock") == serve.absolute_path("/run/x.sock") == "/run/x.sock"
+    assert sockets.absolute_path("unix:///run/x.sock") == sockets.absolute_path("/run/x.sock") == "/run/x.sock"

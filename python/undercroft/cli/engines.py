@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from undercroft.cli.output import CommandError
-from undercroft.cli.serve import default_socket
+from undercroft.cli.sockets import default_socket
 from undercroft.errors import ConfigError, UndercroftError
 
 # An engine answers within milliseconds; one that does not is frozen.

@@ -7,7 +7,7 @@ from typing import Any
 
 from undercroft import reasons
 from undercroft.cli import arguments, engines, output
-from undercroft.cli.serve import absolute_path
+from undercroft.cli.sockets import absolute_path
 
 LOOKUPS_MAX = 4096
 """Number of lookups that an engine keeps."""

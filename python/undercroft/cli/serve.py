@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from undercroft.cli.output import CommandError
+from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
 from undercroft.connector.health import DiskHealth, NamespaceHealth
 from undercroft.engine import open_engine, start_line
@@ -23,7 +24,6 @@ from undercroft.log import logger
 if TYPE_CHECKING:
     from undercroft._core import Engine
 
-DEFAULT_SOCKET = "default: serve.sock in $XDG_RUNTIME_DIR/undercroft, or in /tmp/undercroft-<uid>"
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.scope == "engine")
 """The options that are flags of the command; each vLLM sets the others itself."""
 # How often the engine's health is checked.
@@ -91,18 +91,6 @@ def run(args: argparse.Namespace) -> int:
         notify("STOPPING=1")
         print("undercroft: stopping", flush=True)
     return 0
-
-
-def default_socket() -> str:
-    """The socket at which the server listens by default."""
-    from undercroft import _core
-
-    return _core.default_server_socket()
-
-
-def absolute_path(path: str) -> str:
-    """A path as given on the command line, from the root on; also in the form that vLLM takes, ``unix://PATH``."""
-    return str(Path(path.removeprefix("unix://")).expanduser().absolute())
 
 
 def _address(text: str) -> tuple[str, int]:

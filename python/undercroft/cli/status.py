@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from undercroft.cli import arguments, engines, output, planning
-from undercroft.cli.serve import DEFAULT_SOCKET, absolute_path, default_socket
+from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.errors import UndercroftError
 from undercroft.metrics import METRICS
 from undercroft.units import format_size

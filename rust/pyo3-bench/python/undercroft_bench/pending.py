@@ -107,6 +107,7 @@ def _crowd(engine: Engine, config: UndercroftConfig, prompts: list[list[int]]) -
 
 def _connector(engine: Engine, config: UndercroftConfig) -> UndercroftConnector:
     """The scheduler's connector as vLLM has it, without a vLLM around it."""
+    from undercroft.connector.announcement import Announcement
     from undercroft.connector.connector import UndercroftConnector
     from undercroft.connector.groups import Groups
     from undercroft.connector.scheduler import SchedulerConnector
@@ -116,6 +117,8 @@ def _connector(engine: Engine, config: UndercroftConfig) -> UndercroftConnector:
 
     connector = UndercroftConnector.__new__(UndercroftConnector)
     connector._engine, connector._worker, connector._recorder = engine, None, None
+    connector._explanations, connector._shadow, connector._engine_stats = None, None, None
+    connector._announcement = Announcement(config, "bench")
     connector._counts, connector._log_once = Counts(), LogOnce()
     connector._threshold, connector._is_child = HitThreshold(config.cache_hit_threshold), False
     groups = Groups(BLOCK_TOKENS, BLOCK_TOKENS, ("full",), (BLOCK_TOKENS,), (0,), 0)
