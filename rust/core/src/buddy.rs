@@ -43,7 +43,7 @@ impl Buddy {
         Some(unit)
     }
 
-    /// Gives a run of `1 << order` units back.
+    /// Frees a run of `1 << order` units.
     pub(crate) fn put(&mut self, mut unit: u32, order: u32) {
         let mut order = order as usize;
         while order + 1 < self.free.len() && self.free[order].remove(&(unit ^ (1 << order))) {
@@ -54,7 +54,7 @@ impl Buddy {
         assert!(is_new, "the run at unit {unit} is given back twice");
     }
 
-    /// Takes all that is free of an aligned run, which is not free as a whole.
+    /// Takes all free units of an aligned run, which is not free as a whole.
     pub(crate) fn withhold(&mut self, unit: u32, units: u32) {
         for runs in &mut self.free {
             while let Some(&free) = runs.range(unit..unit + units).next() {

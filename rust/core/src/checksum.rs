@@ -11,7 +11,7 @@
 
 use crc_fast::{CrcAlgorithm, Digest};
 
-/// What is prefetched at a time, how far before its use, and in which units; in bytes.
+/// Bytes prefetched at a time, how many bytes before their use, and the bytes of one prefetch.
 const CHUNK: usize = 4096;
 const AHEAD: usize = 1024;
 const CACHE_LINE: usize = 64;
@@ -28,7 +28,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 pub struct RunningChecksum(Digest);
 
 impl Default for RunningChecksum {
-    /// Of no bytes so far.
+    /// The checksum of no bytes so far.
     fn default() -> Self {
         Self(Digest::new(CrcAlgorithm::Crc64Nvme))
     }

@@ -1,4 +1,4 @@
-//! The threads around the engine: one IO thread, and whoever calls.
+//! The threads around the engine: one IO thread, and the callers' threads.
 //!
 //! Locking: one mutex holds the engine. Callers and the IO thread hold it for one entry of the state
 //! machine each, microseconds; no IO, checksum, or wait happens under it. The IO thread alone owns
@@ -19,7 +19,7 @@ use crate::panics::contained;
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
 
-/// How often one that gives way looks whether others still wait for the engine.
+/// How often a thread that gives way looks whether others still wait for the engine.
 const GIVE_WAY_LOOKS: usize = 100;
 
 /// Pause of the IO thread between two parts of work that entries have left: others enter meanwhile.
@@ -58,8 +58,8 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
     /// Enters the engine now and whenever it has progressed, until `done` or the timeout.
     fn wait_until(&self, timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool;
 
-    /// Lets threads enter the engine that wait for it, before one that enters it again and again goes on: a
-    /// mutex that is taken at once again keeps out those that have to be woken. Waits for microseconds.
+    /// Lets waiting threads enter the engine before a thread that enters it again and again: a mutex that is taken
+    /// again at once keeps out the threads that must be woken. Waits for microseconds.
     fn give_way(&self);
 }
 

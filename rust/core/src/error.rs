@@ -18,9 +18,9 @@ pub enum RegisterError {
     Value {
         /// Name of the value.
         key: &'static str,
-        /// What was given.
+        /// The refused value.
         value: u64,
-        /// What is allowed.
+        /// The allowed values.
         allowed: &'static str,
     },
     /// A payload is larger than a page of the region that should hold it.
@@ -199,7 +199,7 @@ pub enum StoreError {
         free: u64,
         /// Size of the filesystem.
         total: u64,
-        /// What is left alone.
+        /// The bytes that stay free.
         reserve: u64,
     },
     /// The filesystem has no room for it now.
@@ -213,11 +213,11 @@ pub enum StoreError {
     NoSpace {
         /// The directory.
         path: PathBuf,
-        /// What was asked for.
+        /// The requested capacity.
         capacity: u64,
         /// The available amount.
         available: u64,
-        /// What is left alone.
+        /// The bytes that stay free.
         reserve: u64,
     },
     /// The filesystem could not hold it even if it were empty.
@@ -231,7 +231,7 @@ pub enum StoreError {
     TooLarge {
         /// The directory.
         path: PathBuf,
-        /// What was asked for.
+        /// The requested capacity.
         capacity: u64,
         /// Size of the filesystem.
         total: u64,
@@ -247,7 +247,7 @@ pub enum StoreError {
     TooSmall {
         /// The directory.
         path: PathBuf,
-        /// What was asked for.
+        /// The requested capacity.
         capacity: u64,
         /// The least.
         minimum: u64,

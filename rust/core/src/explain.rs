@@ -15,9 +15,10 @@ pub enum Reason {
     EvictedHost,
     /// The first missing block was evicted from disk, and was not in host memory.
     EvictedDisk,
-    /// The first missing block was lost: unreadable, on a directory that was given up, or below a block that is gone.
+    /// The first missing block was lost: unreadable, on a directory that was given up, or below a block that was
+    /// removed.
     Lost,
-    /// The first missing block is being saved, or was saved without one that it stands on.
+    /// The first missing block is being saved, or was saved without one of its ancestors.
     Incomplete,
     /// The first missing block is in the cache under another identity: another model, weights or layout.
     OtherIdentity,
@@ -44,7 +45,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// As programs know it.
+    /// The name for programs.
     pub fn name(self) -> &'static str {
         match self {
             Self::Complete => "complete",
@@ -68,7 +69,7 @@ impl Reason {
     }
 }
 
-/// What comes after a hit, or after the computed tokens where there is none.
+/// The blocks after a hit, or after the computed tokens where there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rest {
     /// Why it was not loaded.
@@ -113,7 +114,7 @@ pub struct Explained {
     pub loaded: bool,
     /// The beginning of the first block hash that was not found, hexadecimal; empty if all were.
     pub missing_block: String,
-    /// What was not loaded.
+    /// The blocks that were not loaded.
     #[serde(flatten)]
     pub rest: Rest,
 }
@@ -122,10 +123,10 @@ pub struct Explained {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ExplainQuery {
-    /// Those whose request's id begins so.
+    /// Lookups whose request's id begins so.
     pub request: String,
-    /// Those that were not answered with all of the prompt.
+    /// Lookups that were not answered with all of the prompt.
     pub misses: bool,
-    /// Those before this place in the order; all without one.
+    /// Lookups before this place in the order; all if there is none.
     pub before: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! Hints: what a client knows of a prompt's future use. The engine may act on a hint or not, and says which.
+//! Hints: a client's knowledge of a prompt's future use. The engine may act on a hint or not, and says which.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,10 +8,10 @@ use crate::session::Tokens;
 /// Bytes of the longest name of a pin.
 pub const PIN_NAME_MAX: usize = 64;
 
-/// What is to become of a prompt's blocks.
+/// The treatment that a hint asks for a prompt's blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Hint {
-    /// It is used soon: its payloads come from disk to host memory. Nobody waits for them, and nothing is computed.
+    /// It is used soon: its payloads come from disk to host memory. No request waits for them, and nothing is computed.
     Prefetch,
     /// Its payloads stay in the tiers, for so long after the last use, as far as the budget of pins allows.
     Pin {
@@ -39,11 +39,11 @@ pub struct HintRequest<'a> {
     pub hashes: &'a dyn HashSource,
     /// The hint is about these first tokens.
     pub max: Tokens,
-    /// What is to become of them.
+    /// The treatment of their blocks.
     pub hint: &'a Hint,
 }
 
-/// What the engine has made of a hint.
+/// The engine's answer to a hint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HintAnswer {
     /// It holds for all whole blocks of these tokens.
@@ -61,7 +61,7 @@ pub enum HintAnswer {
 pub enum HintRefusal {
     /// No whole block of the prompt is cached.
     NotCached,
-    /// Not even one block fits the budget, or what running requests leave of it.
+    /// Not even one block fits the budget, or the part of it that running requests leave.
     OverBudget,
     /// The budget of pins is zero.
     Off,
@@ -74,7 +74,7 @@ pub enum HintRefusal {
 }
 
 impl HintRefusal {
-    /// As responses have it.
+    /// The name in responses.
     pub fn name(self) -> &'static str {
         match self {
             Self::NotCached => "not_cached",

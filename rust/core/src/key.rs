@@ -41,7 +41,7 @@ impl BlockHash {
         u64::from_le_bytes(head)
     }
 
-    /// The hash with its zero padding, as it stands in a record on disk.
+    /// The hash with its zero padding, as a record on disk has it.
     pub fn padded(&self) -> &[u8; HASH_BYTES_MAX] {
         &self.bytes
     }

@@ -43,7 +43,7 @@ pub struct GroupSpec {
     pub payload_bytes: u32,
 }
 
-/// A namespace, as its clients describe it and as it stands on disk.
+/// A namespace as its clients describe it and as a directory stores it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamespaceSpec {
     /// Canonical description; its digest is the namespace's identity.

@@ -8,10 +8,9 @@ use crate::namespace::{GroupKind, NamespaceSpec};
 /// The deepest boundary, in hash blocks, at or below `limit`, that is a multiple of the alignment and
 /// lies above `local`, the boundary that the device itself holds; `local` if there is none.
 ///
-/// `limit` says all there is to know of full attention: every block of those groups in
-/// `(local, limit]` can be had. `has(depth, group)` says whether the payload of another group's
-/// block that ends at `depth` can be had. It is never asked at or below `local`: what the device
-/// holds, the device has.
+/// `limit` is the reach of full attention: every block of those groups in `(local, limit]` can be
+/// had. `has(depth, group)` says whether the payload of another group's block that ends at `depth`
+/// can be had. It is never asked at or below `local`: the device has those blocks.
 pub fn resolve(
     spec: &NamespaceSpec,
     limit: u32,
@@ -22,8 +21,8 @@ pub fn resolve(
     resolve_part(spec, align, limit, local, 0, has).unwrap_or(local)
 }
 
-/// As [`resolve`] with an alignment of so many hash blocks, but gives up at the first boundary at or below `bottom`, unless that is not above `local`. `Err`: that
-/// boundary, which is to be looked at next; none above it will do.
+/// As [`resolve`] with an alignment of so many hash blocks, but gives up at the first boundary at or below `bottom`,
+/// unless that boundary is not above `local`. `Err`: that boundary, the next one to look at; no boundary above it fits.
 pub(crate) fn resolve_part(
     spec: &NamespaceSpec,
     align: u32,
@@ -88,8 +87,8 @@ fn missing(
     None
 }
 
-/// How far every block of full attention can be had, at most `limit` hash blocks; and from there what
-/// [`resolve`] says, of a chain that `has` tells everything about.
+/// As [`resolve`], for a chain of which `has` knows all payloads. Finds the reach of full attention itself; the reach
+/// is at most `limit` hash blocks.
 pub fn resolve_all(
     spec: &NamespaceSpec,
     limit: u32,

@@ -143,7 +143,7 @@ pub enum Priority {
     Prefetch,
 }
 
-/// A question: how much of a prompt is cached?
+/// Asks for the cached part of a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct LookupRequest<'a> {
     /// vLLM's id of the request.
@@ -167,7 +167,8 @@ pub struct LookupRequest<'a> {
 }
 
 impl<'a> LookupRequest<'a> {
-    /// The scheduler asks for all that is cached of a prompt of which the device holds nothing.
+    /// The scheduler asks for the whole cached part of a prompt. The device holds nothing of the
+    /// prompt.
     pub fn new(request: &'a str, hashes: &'a dyn HashSource) -> Self {
         Self {
             request,
@@ -212,7 +213,7 @@ impl<'a> LookupRequest<'a> {
         Self { wait, ..self }
     }
 
-    /// With so many tokens to be computed before.
+    /// The request, with so many tokens to be computed before.
     #[must_use]
     pub fn queued(self, queued: Tokens) -> Self {
         Self { queued, ..self }
@@ -224,7 +225,7 @@ impl<'a> LookupRequest<'a> {
         Self { priority, ..self }
     }
 
-    /// As a prefetch.
+    /// The request, as a prefetch.
     #[must_use]
     pub fn prefetch(self) -> Self {
         self.priority(Priority::Prefetch)
@@ -260,7 +261,7 @@ impl Lookup {
         }
     }
 
-    /// Whether it is to be asked again.
+    /// Whether the lookup is to be repeated.
     pub fn is_pending(self) -> bool {
         matches!(self, Self::Pending { .. })
     }
@@ -296,8 +297,8 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Those of `external` tokens after `computed`, when promotions brought the tokens `from_disk`
-    /// (exclusive, inclusive).
+    /// The sources of `external` tokens after `computed`, when promotions brought the tokens
+    /// `from_disk` (exclusive, inclusive).
     pub fn of(computed: Tokens, external: Tokens, from_disk: Option<(Tokens, Tokens)>) -> Self {
         let end = computed.0.saturating_add(external.0);
         let disk = from_disk.map_or(0, |(after, to)| {
@@ -323,7 +324,7 @@ pub struct SessionToken(pub u128);
 /// A load that has begun: its payloads stay where they are until [`Session::end_transfer`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Ends it.
+    /// Ends the transfer.
     pub id: TransferId,
     /// The session that the payloads are kept for.
     pub session: SessionToken,
@@ -369,7 +370,7 @@ impl<'a> SaveRequest<'a> {
 /// The answer to a [`SaveRequest`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Save {
-    /// Slots, or the news that there is nothing to copy.
+    /// Slots, or the answer that there is nothing to copy.
     Granted(SaveGrant),
     /// The grant comes from [`Session::poll_saves`].
     Pending(TransferId),
@@ -380,13 +381,13 @@ pub enum Save {
 /// Slots for a save.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SaveGrant {
-    /// Ends it, unless there is nothing to copy.
+    /// Ends the save, unless there is nothing to copy.
     pub id: TransferId,
     /// The session that the slots are kept for.
     pub session: SessionToken,
     /// Where to copy to. Empty if there is nothing to copy: the save has ended.
     pub extents: Vec<Extent>,
-    /// Blocks were left out for want of memory: the save may be asked for again.
+    /// Blocks were left out because memory was short: the save may be asked for again.
     pub refused: bool,
 }
 
@@ -420,7 +421,7 @@ impl From<NamespaceSpec> for SessionSpec {
 pub struct BlockEvent {
     /// The tier.
     pub tier: Tier,
-    /// Whether it has come; otherwise it has left.
+    /// Whether the payload has come; otherwise it has left.
     pub stored: bool,
     /// Index of the payload's group.
     pub group: u8,
@@ -473,8 +474,7 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     fn poll_saves(&self) -> Vec<SaveGrant>;
 
     /// All ranks have ended the copies of a load or a save, or no rank will copy. After a load that
-    /// failed
-    /// the request's lookups are misses; a save that failed is dropped.
+    /// failed the request's lookups are misses; a save that failed is dropped.
     fn end_transfer(&self, id: TransferId, ok: bool);
 
     /// The request has finished or was aborted. Loads and saves under way go on.
@@ -493,9 +493,8 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     fn report_steps(&self, steps: &[Step]);
 
     /// Drops everything of the namespace. No earlier block is found when this returns; true if
-    /// nothing
-    /// of it is found after a restart either, which takes at most `timeout` to ensure. False, and nothing is
-    /// dropped, if the session was closed.
+    /// nothing of it is found after a restart either, which takes at most `timeout` to ensure.
+    /// False, and nothing is dropped, if the session was closed.
     fn reset(&self, timeout: Duration) -> bool;
 
     /// Ends the session: its lookups, leases, loads and saves.

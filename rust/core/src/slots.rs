@@ -25,8 +25,7 @@ const PAGES_TARGET: u64 = 64;
 const UNITS_PER_PAGE: u64 = 64;
 /// Slots that a page has at least, unless it is one of the largest: a page has its share of bookkeeping.
 const PAGE_SLOTS_MIN: u64 = 8;
-/// A class has smaller pages if they waste no more than this part of the region beyond what the largest
-/// pages waste.
+/// A class has smaller pages if they waste no more than this part of the region beyond the waste of the largest pages.
 const WASTE_SHARE: u64 = 64;
 /// No page.
 const NO_PAGE: u32 = u32::MAX;
@@ -57,14 +56,15 @@ pub struct Owner {
     pub group: u8,
 }
 
-/// Who uses a slot or a record, if anybody does, in five bytes: there is one for each.
+/// The owner of a slot or a record, if there is one, in five bytes: each slot and record has such a
+/// cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OwnerCell {
     node: [u8; 4],
     group: u8,
 }
 
-/// No KV cache group: nobody uses it.
+/// No KV cache group: the slot is not in use.
 const NO_GROUP: u8 = u8::MAX - 1;
 
 impl OwnerCell {
@@ -80,7 +80,7 @@ impl OwnerCell {
         })
     }
 
-    /// A cell that nobody uses, with the number of another such slot of its page.
+    /// A cell that is not in use, with the number of the next such cell of its page.
     fn free_before(next: u32) -> Self {
         Self {
             node: next.to_ne_bytes(),
@@ -93,7 +93,7 @@ impl OwnerCell {
         u32::from_ne_bytes(self.node)
     }
 
-    /// Gives it to an owner; returns the one before.
+    /// Gives the cell to an owner; returns the owner before.
     pub(crate) fn replace(&mut self, owner: Owner) -> Option<Owner> {
         assert_ne!(owner.group, NO_GROUP, "no group has this number");
         let new = Self {
@@ -113,7 +113,7 @@ struct Page {
     cell: u32,
     /// Free slots.
     free: u32,
-    /// One of them. Its cell names the next.
+    /// One of the free slots. Its cell names the next.
     first_free: u32,
 }
 
@@ -140,7 +140,7 @@ pub struct Slots {
     /// Bytes of the largest pages.
     page_bytes: u64,
     unit_bytes: u64,
-    /// By number; `None`: the number is free.
+    /// Pages by number; `None`: the number is free.
     pages: Vec<Option<Page>>,
     free_numbers: Vec<u32>,
     /// Page of each unit, or `NO_PAGE`.
@@ -165,8 +165,8 @@ pub(crate) fn region_for(payload_bytes: u64) -> Option<u64> {
 }
 
 impl Slots {
-    /// A region of `capacity` bytes with pages of at most `page_bytes`; what does not fill such a page is
-    /// left out.
+    /// A region of `capacity` bytes with pages of at most `page_bytes`; bytes that do not fill such a page are left
+    /// out.
     pub fn new(capacity: u64, page_bytes: u64) -> Self {
         assert!(
             page_bytes.is_power_of_two() && page_bytes >= SLOT_ALIGN,
@@ -179,7 +179,7 @@ impl Slots {
         Self {
             page_bytes,
             unit_bytes,
-            // Of the address space only; it never moves.
+            // Reserves address space only; it never moves.
             pages: Vec::with_capacity(units as usize),
             cells: Cells::new(),
             free_numbers: Vec::new(),
@@ -335,7 +335,7 @@ impl Slots {
         page.cell + self.slot_at(class, offset) as u32
     }
 
-    /// Who uses a cell, if anybody does.
+    /// The owner of a cell, if there is one.
     pub(crate) fn owner_of_cell(&self, cell: u32) -> Option<Owner> {
         self.cells.owner(cell)
     }
@@ -417,7 +417,7 @@ impl Slots {
         state.partial.is_empty() && !is_kept && !self.free_units.has(state.order)
     }
 
-    /// Who uses the slot at `offset`.
+    /// The owner of the slot at `offset`.
     #[cfg(feature = "check")]
     pub(crate) fn owner_at(&self, class: Class, offset: u64) -> Option<Owner> {
         let number = *self.page_at.get(self.unit_of(offset) as usize)?;
@@ -496,7 +496,7 @@ impl Slots {
         }
     }
 
-    /// An empty page is one no more.
+    /// Removes an empty page; its number is free again.
     fn clear_page(&mut self, number: u32) -> Page {
         self.cells.put(self.cells_in(self.page(number)));
         let page = self.pages[number as usize].take();

@@ -1,4 +1,5 @@
-//! What the engine keeps and refuses when a tier is full: ages, admission, writes without room.
+//! Which payloads the engine keeps and refuses when a tier is full: ages, admission, writes without
+//! room.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -107,7 +108,7 @@ fn without_a_single_hit_the_oldest_prompts_go() {
     assert_eq!(kept, [17, 18, 19, 20]);
 }
 
-/// Carries out what the disk is asked.
+/// Carries out the operations that the engine asks of the disk.
 fn settle(engine: &mut Engine) {
     let mut io = Vec::new();
     loop {
@@ -128,7 +129,7 @@ fn settle(engine: &mut Engine) {
     }
 }
 
-/// Prompts that come back all the time, and others that come once: what is new is worth less.
+/// Prompts that come back all the time, and others that come once: new blocks are worth less.
 fn teach(engine: &mut Engine, session: SessionId) {
     for round in 0..200_u8 {
         for name in 1..=4 {
@@ -158,7 +159,7 @@ fn a_block_is_weighed_once_however_often_its_save_is_tried() {
         let again = SaveRequest::new("r", &prompt, Tokens(4 * HASH_BLOCK));
         let refused = engine.begin_save(session, &again).refused;
         assert!(!refused, "not worth another try");
-        // Time goes on: other requests come and go.
+        // Time passes: other requests come and end.
         hit(&mut engine, session, &format!("other {other}"), &prompt);
         engine.finish_request(session, &format!("other {other}"));
     }
@@ -214,7 +215,7 @@ fn a_prompt_longer_than_the_disk_asks_for_room_once() {
 
 #[test]
 fn a_prompt_saved_block_by_block_asks_a_disk_that_takes_no_writes_for_each_block_once() {
-    // If each step asked for all that was refused before, this would take minutes.
+    // If each step asked for all blocks that were refused before, this would take minutes.
     let blocks = 40_000_u32;
     let (mut engine, session) = engine_of(PolicyKind::Lru, 100_000, 100_000);
     let prompt = chain(blocks);

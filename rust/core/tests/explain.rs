@@ -69,7 +69,8 @@ fn save(engine: &mut Engine, session: SessionId, prompt: &Vec<BlockHash>) {
     settle(engine, Ok(0));
 }
 
-/// Carries out what the disk is asked; reads end with `read`, if they do not fit their checksum.
+/// Carries out the operations that the engine asks of the disk; reads end with `read`, if they do
+/// not fit their checksum.
 fn settle(engine: &mut Engine, read: Result<u64, IoFault>) {
     let mut io = Vec::new();
     loop {
@@ -279,7 +280,7 @@ fn what_is_on_disk_and_not_read_has_its_own_reasons() {
         let counters = engine.counters();
         assert_eq!(counters.misses_timed_out + counters.misses_disk_silent, 1);
     }
-    // Another request holds what may be read at once.
+    // Another request holds the whole budget of reads.
     let (mut engine, session) = of(EngineConfig {
         promotion_bytes: 8 * PAYLOAD,
         ..config()
@@ -293,7 +294,7 @@ fn what_is_on_disk_and_not_read_has_its_own_reasons() {
         (told.rest.reason, told.disk_tokens),
         (Reason::Complete, 8 * SIZE)
     );
-    // A payload that fails again and again is lost at last; one that a load failed of is not offered again.
+    // A payload that fails again and again is lost in the end; a payload whose load failed is not offered again.
     let load = engine.begin_load(session, "held", Tokens(0), Tokens(8 * SIZE));
     assert!(engine.explained(session, "held").unwrap().loaded);
     engine.end_transfer(load.unwrap().id, false);

@@ -36,9 +36,9 @@ enum Step {
         ns: NsId,
         run: usize,
     },
-    /// A node leaves the index with all that stands on it.
+    /// A node leaves the index with all its descendants.
     Detach { node: usize },
-    /// What was detached and has no children is freed.
+    /// Detached nodes without children are freed.
     Release,
 }
 
@@ -171,7 +171,7 @@ impl Pair {
         }
     }
 
-    /// Every prefix that is here, gone on with in another way, is found as deep as it is here.
+    /// Every prefix in the forest, continued in another way, is found to its own depth.
     fn look_up(&self, limit: u32) {
         for ((ns, way), &id) in &self.present {
             let more = way.iter().copied().chain([7, 7, 7]).collect::<Vec<_>>();

@@ -1,5 +1,5 @@
-//! Groups that a hit can do without: windows and states come to nodes that are there already, decide where
-//! a hit ends, and go before the chain that they stand on.
+//! Groups that a hit can do without: windows and states come to nodes that are there already, decide where a hit ends,
+//! and are evicted before the chain that they belong to.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -194,7 +194,7 @@ fn old_windows_go_before_the_chains_that_they_stand_on() {
     }
     assert_eq!(hit(&mut engine, session, &long, 0), 20);
     assert_eq!(hit(&mut engine, session, &chain(1, 17), 0), 0);
-    // What they stood on is still there.
+    // The chain that they belong to is still there.
     assert_eq!(save(&mut engine, session, &long, &windows), (0, 8));
 }
 

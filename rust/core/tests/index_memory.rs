@@ -1,4 +1,4 @@
-//! What the index costs for each block of a store that was opened.
+//! Memory that the index takes for each block of a store that was opened.
 
 use undercroft_core::disk::format::{
     NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,

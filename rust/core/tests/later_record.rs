@@ -1,4 +1,4 @@
-//! Of two records that claim the same bytes, or that describe the same block, the one that was written later is right.
+//! If two records claim the same bytes, or describe the same block, the one that was written later is right.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

@@ -1,4 +1,4 @@
-//! Removal in steps: what is in use stays where it is between any two of them.
+//! Removal in steps: payloads in use stay where they are between any two steps.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

@@ -1,4 +1,4 @@
-//! The arena: contents, and who has which slot in hand, as seen from outside the engine.
+//! The arena: contents, and the users of each slot, as seen from outside the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use undercroft_core::io::IO_ALIGN;
 
 use crate::content::{SECTOR, Token, sectors};
 
-/// How somebody uses a range.
+/// How a range is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hand {
     /// Its contents change.
@@ -36,14 +36,14 @@ impl SimArena {
         }
     }
 
-    /// All processes have ended: nobody holds anything, and the contents mean nothing.
+    /// All processes have ended: no range is in use, and the contents mean nothing.
     pub(crate) fn abandon(&mut self) {
         self.hands.fill(0);
         self.holders.clear();
         self.changed.clear();
     }
 
-    /// Somebody takes a slot in hand. `Err` if that must not be.
+    /// Begins a use of a slot. `Err` if another use forbids it.
     pub(crate) fn take(
         &mut self,
         offset: u64,
@@ -90,7 +90,7 @@ impl SimArena {
         }
     }
 
-    /// Whether nobody holds anything.
+    /// Whether no range is in use.
     pub(crate) fn is_idle(&self) -> bool {
         self.hands.iter().all(|&unit| unit == 0)
     }
@@ -110,7 +110,7 @@ impl SimArena {
         &mut self.tokens[range]
     }
 
-    /// A bit of a sector flips that nobody writes.
+    /// A bit flips in a sector that is not being written.
     pub(crate) fn change(&mut self, offset: u64, bit: u64) {
         let sector = (offset / SECTOR) as usize;
         self.tokens[sector] ^= 1 << bit;

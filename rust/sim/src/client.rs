@@ -1,4 +1,4 @@
-//! Clients: what a scheduler does with the engine, in any order that it may.
+//! Clients: they use the engine as a scheduler does, in any order that a scheduler may.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,7 +70,7 @@ impl World {
         if self.settings.crowded && self.random.chance(40) {
             return self.close_session(session);
         }
-        // Beside what the client does.
+        // Events beside the client's own steps.
         match self.random.below(200) {
             0..=4 => self.take_events(session)?,
             5 => self.check_routers()?,
@@ -150,7 +150,7 @@ impl World {
         }
     }
 
-    /// What the device holds, and the deepest boundary of use, as of now.
+    /// The tokens that the device holds, and the deepest boundary of use, as of now.
     pub(crate) fn limits(&mut self, session: usize, request: usize) -> (u32, u32) {
         let tokens = self.sessions[session].requests[request].tokens;
         let most = match self.random.below(10) {
@@ -183,7 +183,7 @@ impl World {
         self.note(|| format!("prefetch {name} local {local} most {most}"));
     }
 
-    /// A lookup may find what was saved under the namespace's present weights.
+    /// A lookup may find the blocks that were saved under the namespace's present weights.
     pub(crate) fn note_weights(&mut self, session: usize, request: usize) {
         let epoch = self.epoch(session);
         let looked = &mut self.sessions[session].requests[request].looked;
@@ -318,7 +318,7 @@ impl World {
         let state = &mut self.sessions[session].requests[request];
         let name = state.name.clone();
         (state.ready, state.promise) = (None, None);
-        // What the planner does not load is a miss.
+        // Blocks that the planner does not load are a miss.
         let min_load = self.settings.engine.min_load_tokens.unwrap_or(1);
         if self.settings.roomy && !self.history.roomy_broken && !state.failed {
             let boundary = model.deepest(
@@ -334,8 +334,8 @@ impl World {
             } else {
                 0
             };
-            // What is asked for again and again is not promoted, or verified, again and again, and what exceeds
-            // the budget is promoted in part.
+            // A prompt that is asked for again and again is not promoted, or verified, again and again, and a prompt
+            // that exceeds the budget is promoted in part.
             let config = &self.settings.engine;
             let is_whole = !config.verify_host && config.promotion_bytes == config.host_bytes;
             let exact = is_whole && state.promotions < PROMOTIONS_MAX || tokens > expected;
@@ -415,7 +415,8 @@ impl World {
     fn load(&mut self, session: usize, request: usize) -> Result<(), String> {
         let Some(ready) = self.sessions[session].requests[request].ready else {
             if self.random.chance(50) {
-                // Nothing was promised, or nobody listened: a refusal, or what a lookup has found.
+                // The request has no promise, or its client ignored it: the engine refuses the
+                // load, or loads blocks that a lookup has found.
                 let (local, _) = self.limits(session, request);
                 let external = self.random.below(300) as u32;
                 return self.begin_load(session, request, local, external, false);
@@ -426,7 +427,7 @@ impl World {
         let served = self.sessions[session].served;
         if !served && self.random.chance(100) {
             external = self.random.below(u64::from(external)) as u32;
-            // Of a window, other blocks may be needed than for the whole hit.
+            // A shorter hit may need other blocks of a window than the whole hit.
             self.sessions[session].requests[request].promise = None;
         }
         self.begin_load(session, request, ready.local, external, false)
@@ -464,7 +465,7 @@ impl World {
         }
     }
 
-    /// What a session does that had its namespace reset at another engine.
+    /// A session parts with its namespace, which was reset at another engine.
     fn make_private(&mut self, session: usize) {
         let SimClient { id, namespace, .. } = self.sessions[session];
         self.engine.with(|engine| engine.make_private(id));

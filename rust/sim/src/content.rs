@@ -1,10 +1,10 @@
-//! What payloads contain, at the granularity of a sector: one word stands for 512 bytes.
+//! The contents of payloads, at the granularity of a sector: one word stands for 512 bytes.
 
 use undercroft_core::key::BlockHash;
 
 use crate::random::mix;
 
-/// Bytes that one token stands for; what a device writes as a whole.
+/// Bytes that one word stands for: a device writes a sector as a whole.
 pub(crate) const SECTOR: u64 = 512;
 
 /// Contents of one sector.

@@ -1,4 +1,4 @@
-//! One directory on a device that keeps, loses, tears and corrupts what is written to it.
+//! One directory on a device that keeps, loses, tears and corrupts the bytes written to it.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
@@ -32,7 +32,7 @@ pub(crate) enum Write {
     },
 }
 
-/// How much of a write takes place.
+/// The part of a write that takes place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Persisted {
     Whole,
@@ -113,7 +113,7 @@ pub(crate) struct SimDevice {
     pub(crate) capacity: u64,
     pub(crate) page_bytes: u64,
     now: Files,
-    /// What a loss of power leaves, before the writes that were not synced.
+    /// The files after a loss of power, before the writes that were not synced.
     stable: Files,
     unsynced: Vec<Write>,
 }
@@ -138,7 +138,7 @@ impl SimDevice {
         }
     }
 
-    /// What opening the directory reads.
+    /// The image that opening the directory reads.
     pub(crate) fn image(&self) -> DeviceImage {
         DeviceImage {
             capacity: self.capacity,
@@ -161,14 +161,14 @@ impl SimDevice {
         &self.now.data[from..from + sectors(len)]
     }
 
-    /// A bit flips for good, somewhere in a payload.
+    /// A bit flips durably, somewhere in a payload.
     pub(crate) fn corrupt(&mut self, offset: u64, len: u64, random: &mut Random) {
         let at = (offset / SECTOR) as usize + random.index(sectors(len));
         self.now.data[at] ^= 1 << random.below(64);
         self.stable.data[at] = self.now.data[at];
     }
 
-    /// A bit flips for good, somewhere in the table.
+    /// A bit flips durably, somewhere in the table.
     pub(crate) fn corrupt_table(&mut self, random: &mut Random) {
         let len = self.now.table.len();
         if len > 0 {
@@ -200,7 +200,7 @@ impl SimDevice {
         self.unsynced.retain(|write| write.file() != file);
     }
 
-    /// The process ends, and perhaps the power goes: of what was not synced, anything may be gone.
+    /// The process ends, and perhaps the power goes: any write that was not synced may be gone.
     pub(crate) fn crash(&mut self, power_loss: bool, random: &mut Random) {
         if power_loss {
             for write in &self.unsynced {

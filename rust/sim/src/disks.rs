@@ -56,11 +56,11 @@ struct Flight {
 
 #[derive(Debug)]
 pub(crate) struct Disks {
-    /// All that there are.
+    /// All devices.
     pub(crate) devices: Vec<SimDevice>,
-    /// Those that the engine has, by its numbers.
+    /// Devices that the engine has, by its numbers.
     pub(crate) attached: Vec<usize>,
-    /// Those that answer nothing now, by the engine's numbers.
+    /// Devices that answer nothing now, by the engine's numbers.
     hung: BTreeSet<usize>,
     pub(crate) faults: DeviceFaults,
     flights: Vec<Flight>,
@@ -96,7 +96,7 @@ impl Disks {
         !self.hung.remove(&device) && self.hung.insert(device)
     }
 
-    /// What the engine finds on the directories that it has.
+    /// The images of the directories that the engine has.
     pub(crate) fn images(&self) -> Vec<DeviceImage> {
         let attached = self.attached.iter();
         attached.map(|&at| self.devices[at].image()).collect()
@@ -300,7 +300,7 @@ impl Disks {
         }
     }
 
-    /// From now on nothing goes wrong, and what hung goes on.
+    /// From now on nothing fails, and operations that hung go on.
     pub(crate) fn heal(&mut self, now_ns: u64) {
         self.faults = DeviceFaults::default();
         self.hung.clear();
@@ -310,7 +310,7 @@ impl Disks {
     }
 }
 
-/// What a write means to write, and its checksum.
+/// The bytes that a write is to write, and their checksum.
 fn intended(request: &IoRequest, arena: &SimArena) -> (Write, u64) {
     match request {
         IoRequest::WriteMeta {

@@ -1,5 +1,4 @@
-//! Routers: what each client is told of the tiers, replayed into an index of its own, which is compared with what
-//! the engine has.
+//! Routers: each client replays its events into an index of its own, which is compared with the engine's tiers.
 
 use std::collections::HashSet;
 
@@ -11,13 +10,13 @@ use crate::world::World;
 /// More calls than it takes to tell everything.
 const CALLS_MAX: usize = 200;
 
-/// What a router knows: payloads by hash, group and tier.
+/// The index of a router: payloads by hash, group and tier.
 #[derive(Debug, Default)]
 pub(crate) struct RouterIndex {
     payloads: HashSet<(BlockHash, u8, u8)>,
     /// Everything has been told, as of the last call.
     is_complete: bool,
-    /// Somebody listens.
+    /// Its client has taken events.
     pub(crate) listens: bool,
 }
 
@@ -26,7 +25,8 @@ fn key(event: &BlockEvent) -> (BlockHash, u8, u8) {
 }
 
 impl RouterIndex {
-    /// Takes what was told. No payload is told twice, or goes that was not told.
+    /// Applies events. No payload is announced twice, and no payload is removed that was not
+    /// announced.
     fn apply(&mut self, told: &BlockEvents) -> Result<(), String> {
         if told.cleared {
             self.payloads.clear();
@@ -64,7 +64,7 @@ impl World {
         client.router.apply(&told)
     }
 
-    /// Routers that have heard everything know what the engine has.
+    /// Routers that have taken all events hold the same payloads as the engine.
     pub(crate) fn check_routers(&mut self) -> Result<(), String> {
         for session in 0..self.sessions.len() {
             if !self.sessions[session].router.listens {

@@ -1,4 +1,4 @@
-//! What the engine says of its answers is true: a prompt that was saved is not called one that was never seen.
+//! The engine's explanations are true: a prompt that was saved is not called one that was never seen.
 
 use undercroft_core::explain::{ExplainQuery, Reason};
 use undercroft_core::session::Tokens;
@@ -8,7 +8,7 @@ use crate::settings::DEPARTURES;
 use crate::world::World;
 
 impl World {
-    /// Checks what the engine says of the answer that a request has got.
+    /// Checks the engine's explanation of an answer to a request.
     pub(crate) fn check_explained(
         &mut self,
         session: usize,

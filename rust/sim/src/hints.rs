@@ -1,4 +1,4 @@
-//! Hints: what clients say of their prompts, and whether what is pinned stays.
+//! Hints: clients give them for their prompts, and pinned blocks must stay.
 
 use std::collections::HashSet;
 
@@ -112,7 +112,7 @@ impl World {
         });
     }
 
-    /// What is pinned is in some tier, unless a pin had to end early.
+    /// Pinned blocks are in some tier, unless a pin had to end early.
     pub(crate) fn check_pins(&mut self) -> Result<(), String> {
         let counters = self.engine.uncounted(|engine| *engine.counters());
         let ended = ended_early(&counters);

@@ -2,23 +2,23 @@
 //!
 //! A world has a virtual clock, virtual devices that tear, reorder, lose, corrupt and delay, and
 //! clients that look up, load, save, abort, vanish and come back. Everything follows from the seed.
-//! The engine is real; what it does is compared with a plain model at every step ([`run`]):
+//! The engine is real; its answers are compared with a plain model at every step ([`run`]):
 //!
-//! - every byte that a load copies is what the client's own prefix, namespace and weights produce;
+//! - every byte that a load copies is the one that the client's own prefix, namespace and weights produce;
 //! - a load gets exactly the blocks that the kinds of its groups need, and an answer can be loaded;
-//! - a payload whose bytes in the arena change after its save is never written to disk, and, where hits are
-//!   verified, never loaded;
-//! - no slot, of the arena or of a device, is in two hands; no payload is read twice at once;
-//! - every lookup is answered when those that were answered before have left, whatever the devices do;
+//! - a payload whose bytes in the arena change after its save is never written to disk, and, where hits are verified,
+//!   never loaded;
+//! - no slot, of the arena or of a device, has two owners; no payload is read twice at once;
+//! - every lookup is answered when those that were answered before have left, for any behaviour of the devices;
 //! - while devices deliver and there is memory, no lookup is given up, however long it waits for its turn;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
 //! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
-//! - a namespace is forgotten only where there are more than places for them, never while a session uses it,
-//!   and in the order of their use; it is never taken for another;
-//! - an index that is built from events alone holds exactly the payloads that the engine has, and no event is
-//!   told in vain;
-//! - what a pin keeps is in some tier until the pin ends, and all pins together take no more than their budget;
+//! - a namespace is forgotten only where there are more than places for them, never while a session uses it, and in the
+//!   order of their use; it is never taken for another;
+//! - an index that is built from events alone holds exactly the payloads that the engine has, and no event is told in
+//!   vain;
+//! - the blocks of a pin are in some tier until the pin ends, and all pins together take no more than their budget;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -41,14 +41,14 @@ mod shared;
 mod transfers;
 mod world;
 
-/// What happened in a run, so that a test can tell that it tested something.
+/// Counts of a run, so that a test can tell that it tested something.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Runs.
     pub seeds: u64,
     /// Ends of a process without warning.
     pub crashes: u64,
-    /// Of these, with loss of power.
+    /// Crashes with loss of power.
     pub power_losses: u64,
     /// Orderly restarts.
     pub restarts: u64,
@@ -70,7 +70,7 @@ pub struct Stats {
     pub explained: u64,
     /// Payloads found on disk by an engine that starts.
     pub recovered: u64,
-    /// Stops after which all that was saved had to be on disk.
+    /// Stops after which all saved blocks had to be on disk.
     pub complete_stops: u64,
     /// Resets.
     pub resets: u64,
@@ -84,9 +84,9 @@ pub struct Stats {
     pub away: u64,
     /// Bits that flipped in payloads in the arena.
     pub changes: u64,
-    /// Of these payloads, those that the engine found before a hit or a write.
+    /// Changed payloads that the engine found before a hit or a write.
     pub changes_found: u64,
-    /// Of these payloads, copies by loads, where hits are not verified.
+    /// Loads that copied changed payloads, where hits are not verified.
     pub changes_loaded: u64,
     /// Events that routers took.
     pub events: u64,
@@ -96,7 +96,7 @@ pub struct Stats {
     pub routers_checked: u64,
     /// Hints that clients gave.
     pub hints: u64,
-    /// Of these, pins that hold.
+    /// Hints that began a pin.
     pub pins: u64,
     /// Pins whose blocks were looked for.
     pub pins_checked: u64,
@@ -142,9 +142,9 @@ impl Stats {
 /// A property that did not hold.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// What makes it happen again.
+    /// The seed that repeats the run.
     pub seed: u64,
-    /// What was found.
+    /// The property that does not hold.
     pub message: String,
     /// The last steps before it.
     pub trace: Vec<String>,

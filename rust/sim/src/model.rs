@@ -1,4 +1,5 @@
-//! What must be true, in plain terms: namespaces, prompts, and which blocks a hit needs.
+//! The properties that must hold, in plain terms: namespaces, prompts, and which blocks a hit
+//! needs.
 
 use std::collections::HashSet;
 
@@ -23,10 +24,10 @@ pub(crate) struct Model {
     newest: u64,
     /// The weights whose payloads a restart finds, or none.
     pub(crate) entered: u64,
-    /// A reset was not durable when the engine ended: before anything else it is repeated, or the
-    /// weights of before come back.
+    /// A reset was not durable when the engine ended: it is repeated before anything else, or the
+    /// earlier weights come back.
     pub(crate) must_reset: bool,
-    /// Of one session, that had its namespace reset: nothing survives its end.
+    /// It belongs to one session, that had its namespace reset: nothing survives its end.
     pub(crate) private: bool,
     /// Payloads saved under the present weights.
     pub(crate) stored: HashSet<SavedPayload>,
@@ -123,7 +124,7 @@ impl Model {
         }
     }
 
-    /// What a session that parts with this one has to itself. `epoch`: no other's.
+    /// The namespace of a session that parts with this one. `epoch`: no other's.
     pub(crate) fn private(&self, epoch: u64) -> Self {
         Self {
             spec: self.spec.clone(),
@@ -147,7 +148,7 @@ impl Model {
         }
     }
 
-    /// The deepest boundary of a hit, in hash blocks, of all that was saved: `local` if none is deeper.
+    /// The deepest boundary of a hit, in hash blocks, of all saved blocks: `local` if none is deeper.
     pub(crate) fn deepest(
         &self,
         namespace: usize,

@@ -47,7 +47,7 @@ impl World {
         Err(format!("{used} namespaces are in use: {error}"))
     }
 
-    /// A session of `opened` was opened: what the engine has forgotten for it must have been in the way.
+    /// A session of `opened` was opened: any namespace that the engine has forgotten for it must have been in the way.
     pub(crate) fn check_forgotten(&mut self, opened: usize, before: &Known) -> Result<(), String> {
         let after = self.known_namespaces();
         let config = &self.settings.engine;
@@ -82,7 +82,7 @@ impl World {
             return Ok(());
         };
         for (other, of_other) in self.models.iter().enumerate() {
-            // What is in all tables, and in memory, would have made the same room.
+            // A namespace in all tables, and in memory, would have made the same room.
             let candidate = after.get(&self.digest(other)) == Some(&true) && !of_other.private;
             let older = of_other.used.is_some_and(|at| at < used);
             if candidate && older && other != opened && !self.is_in_use(other) {
@@ -94,7 +94,7 @@ impl World {
         Ok(())
     }
 
-    /// An engine has started: what was in all tables at an orderly stop is known.
+    /// An engine has started: it knows the namespaces that were in all tables at an orderly stop.
     pub(crate) fn check_remembered(&mut self) -> Result<(), String> {
         let known = self.known_namespaces();
         let before = std::mem::take(&mut self.history.kept_namespaces);
@@ -133,7 +133,7 @@ impl World {
 
     fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
-        // A session that has parted with it may be saving there still: what ends after this is kept nowhere.
+        // A session that has parted with it may be saving there still: saves that end after this are kept nowhere.
         for save in self.sessions.iter_mut().flat_map(|of| &mut of.saves) {
             let mut blocks = save.blocks.iter();
             save.lost |= blocks.any(|block| block.payload.namespace == namespace);

@@ -52,7 +52,7 @@ pub(crate) struct SimClient {
     pub(crate) requests: Vec<ClientRequest>,
     pub(crate) loads: Vec<ClientLoad>,
     pub(crate) saves: Vec<ClientSave>,
-    /// What a router knows by its events.
+    /// A router's index, by its events.
     pub(crate) router: RouterIndex,
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct Settings {
     /// Capacity and page size of each directory.
     pub(crate) devices: Vec<(u64, u64)>,
     pub(crate) faults: DeviceFaults,
-    /// There is room and time for everything, and nothing goes wrong: what was saved must be found.
+    /// There is room and time for everything, and nothing fails: saved blocks must be found.
     pub(crate) roomy: bool,
     /// Clients give hints.
     pub(crate) hints: bool,
@@ -129,7 +129,7 @@ impl Settings {
         }
         let latency_ns = random.pick(&[1, 1, 5]) * random.range(1, 2 * MILLISECOND);
         if roomy {
-            // A read that takes longer than the limit is a stall, one that waits for others is none.
+            // A read that takes longer than the limit is a stall, a read that waits for others is none.
             engine.stall_ns = latency_ns + random.pick(&[1, engine.stall_ns]);
         }
         let hangs = if !roomy && random.chance(300) {
@@ -158,7 +158,7 @@ impl Settings {
 }
 
 impl Settings {
-    /// Whether every device delivers what it was asked for in time, and there is memory for all.
+    /// Whether every device delivers its reads in time, and there is memory for all.
     pub(crate) fn is_punctual(&self) -> bool {
         self.roomy && self.faults.is_none()
     }

@@ -41,12 +41,12 @@ impl SharedEngine {
         result
     }
 
-    /// Enters the engine for what is no entry of a running one: its start, a check of its invariants.
+    /// Enters the engine without counting the work: for its start, and for a check of its invariants.
     pub(crate) fn uncounted<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> R {
         work(&mut self.engine.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// What the entry did that did most.
+    /// The work of the entry that did most.
     pub(crate) fn most_work(&self) -> Work {
         *self.most.lock().unwrap_or_else(PoisonError::into_inner)
     }

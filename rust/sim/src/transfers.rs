@@ -1,4 +1,4 @@
-//! What workers do: copies between device and arena, which take their time.
+//! The workers' copies between device and arena, which take their time.
 
 use undercroft_core::engine::{SaveLimit, SaveProgress};
 use undercroft_core::namespace::GroupKind;
@@ -105,7 +105,7 @@ impl World {
         Ok(())
     }
 
-    /// As a server begins the load of a hit whose extents its client knows.
+    /// Begins a load as a server does for a hit whose extents its client knows.
     fn begin_known_load(
         &self,
         session: usize,
@@ -182,7 +182,7 @@ impl World {
         Ok(Some((grant.id, blocks)))
     }
 
-    /// As a server carries a save out: others enter the engine between two steps.
+    /// Carries a save out as a server does: others enter the engine between two steps.
     fn save_by_steps(
         &mut self,
         session: usize,
@@ -320,7 +320,7 @@ impl World {
         offers
     }
 
-    /// The weights of a load that its client was not told of: those of a lookup of the request, or the present ones.
+    /// The weights of a load without an answer to its client: those of a lookup of the request, or the present ones.
     fn found_weights(
         &self,
         session: usize,
@@ -387,7 +387,7 @@ impl World {
         u64::from(spec.groups[usize::from(payload.group)].payload_bytes)
     }
 
-    /// Some transfer of a session goes on.
+    /// Continues some transfer of a session.
     pub(crate) fn transfer_step(&mut self, session: usize) -> Result<(), String> {
         let state = &self.sessions[session];
         let (loads, saves) = (state.loads.len(), state.saves.len());
@@ -424,7 +424,7 @@ impl World {
         self.end_transfer(session, load.id, !fails)
     }
 
-    /// Copies some of what is left, and looks at it.
+    /// Copies some of the remaining blocks, and compares them.
     fn copy(&mut self, session: usize, at: usize, left: usize) -> Result<(), String> {
         let count = self.random.index(left) + 1;
         let load = &self.sessions[session].loads[at];
@@ -471,7 +471,7 @@ impl World {
         if !fails {
             self.log.stats.blocks_saved += save.blocks.len() as u64;
             for ClientBlock { payload, .. } in &save.blocks {
-                // Of the namespace of when it began.
+                // The namespace is that of the save's beginning.
                 let model = &mut self.models[payload.namespace];
                 if payload.epoch == model.epoch && !save.lost {
                     model.stored.insert(*payload);
@@ -497,7 +497,7 @@ impl World {
         Ok(())
     }
 
-    /// As a server ends a transfer: others enter the engine between two steps.
+    /// Ends a transfer as a server does: others enter the engine between two steps.
     fn end_transfer_by_steps(&mut self, id: TransferId, ok: bool) -> Result<(), String> {
         loop {
             let blocks = self.random.range(1, 4) as usize;

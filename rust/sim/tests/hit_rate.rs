@@ -1,6 +1,5 @@
-//! How much of what an ideal cache would find the engine finds, when models with payloads of several sizes
-//! share the arena. The ideal cache evicts the least recently used leaf, of whatever size, and has no
-//! pages.
+//! The share of an ideal cache's hits that the engine finds, when models with payloads of several sizes share the
+//! arena. The ideal cache evicts the least recently used leaf, of any size, and has no pages.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
@@ -14,7 +13,7 @@ const TOKENS: u32 = 16;
 const MIB: u64 = 1 << 20;
 const SEEDS: u64 = 16;
 const TURNS: u64 = 6000;
-/// Of the bytes that the ideal cache finds, how many the engine finds at least: of one seed, of all.
+/// The least share of the ideal cache's bytes that the engine finds: of one seed, of all.
 const LEAST: f64 = 0.80;
 const LEAST_OF_ALL: f64 = 0.90;
 /// Slots of one payload size are not of the others: bytes that no slot covers, and pages that are not full.
@@ -42,8 +41,8 @@ fn hash(model: u64, user: u64, block: u64) -> BlockHash {
     BlockHash::new(&bytes).expect("32 bytes")
 }
 
-/// The least recently used leaf goes. A block was used when one that stands on it was, so that age alone
-/// keeps parents.
+/// The least recently used leaf is evicted. A use of a block is a use of its ancestors, so that age alone keeps
+/// parents.
 #[derive(Default)]
 struct Ideal {
     last: HashMap<BlockHash, (u64, u32, u64)>,
@@ -111,13 +110,13 @@ fn request(engine: &mut Engine, session: SessionId, chain: &[BlockHash], asked: 
         engine.end_transfer(load.expect("a hit can be loaded").id, true);
     }
     let tokens = Tokens(chain.len() as u32 * TOKENS);
-    // What is refused is offered again in the steps to come, while the device has it.
+    // Refused blocks are offered again in the steps to come, while the device has them.
     for _ in 0..8 {
         let granted = engine.begin_save(session, &SaveRequest::new("request", &chain, tokens));
         if let Some(transfer) = granted.transfer {
             engine.end_transfer(transfer.id, true);
         }
-        // Between two steps the IO thread does what entries have left.
+        // The IO thread carries on the entries' remaining work between two steps.
         while engine.has_rest() {
             engine.next_io(0, &mut Vec::new());
         }
@@ -150,7 +149,7 @@ fn compare(seed: u64) -> (u64, u64, f64) {
     let (mut next_user, mut found, mut ideally) = (users, 0, 0);
     let (mut used, mut settled) = (0.0, 0);
     for turn in 0..TURNS {
-        // Those who came lately come again sooner. Now and then another model is in demand.
+        // Users who came lately come again sooner. Now and then another model is in demand.
         let at = draw.below(users).min(draw.below(users)) as usize;
         let favourite = turn / 1500 % count as u64;
         let (user, blocks) = chats[at];

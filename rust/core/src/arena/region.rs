@@ -1,12 +1,11 @@
 //! The host arena: one shared-memory region that the engine and the workers of all ranks map.
 //!
-//! **Aliasing rule.** Other processes write this memory, so no reference into it is ever kept. The
-//! engine's state machine gives each slot to one party at a time (a worker that fills it, an IO
-//! operation, or readers only); whoever touches bytes does it through the bounds-checked methods
-//! here, each of which makes its slice for the length of one system call or checksum. A process
-//! that breaks the rule can make the bytes of any slot wrong. The checksum finds that when the payload is
-//! written to disk and, with `verify_host`, before a hit, if the bytes changed after they were summed behind
-//! the save. The process cannot make the mapping shrink, since the file is sealed.
+//! **Aliasing rule.** Other processes write this memory, so no reference into it is ever kept. The engine's state
+//! machine gives each slot to one party at a time (a worker that fills it, an IO operation, or readers only); each
+//! access to bytes goes through the bounds-checked methods here, each of which makes its slice for the length of one
+//! system call or checksum. A process that breaks the rule can make the bytes of any slot wrong. The checksum finds
+//! that when the payload is written to disk and, with `verify_host`, before a hit, if the bytes changed after they were
+//! summed behind the save. The process cannot make the mapping shrink, since the file is sealed.
 
 #![expect(
     unsafe_code,
@@ -44,17 +43,17 @@ pub enum ArenaError {
         Bytes(ARENA_ALIGN)
     )]
     Size {
-        /// What was asked for.
+        /// The requested size.
         size: u64,
     },
-    /// The machine has not that much memory left.
+    /// The machine does not have that much memory left.
     #[error(
         "host_memory {}: only {} of memory are available; lower host_memory",
         Bytes(*size),
         Bytes(*available)
     )]
     Memory {
-        /// What was asked for.
+        /// The requested size.
         size: u64,
         /// The memory that the machine or the container's limit leaves.
         available: u64,
@@ -95,7 +94,7 @@ pub struct OutOfBounds {
     pub size: u64,
 }
 
-/// A shared mapping. Unmapped on drop; the memory itself lives until the last process lets go.
+/// A shared mapping. Unmapped on drop; the memory itself stays until the last process unmaps it.
 #[derive(Debug)]
 pub struct Arena {
     fd: OwnedFd,
@@ -177,8 +176,8 @@ impl Arena {
         } else {
             (reserve(len).map_err(os("mmap"))?, MapFlags::FIXED)
         };
-        // SAFETY: a new mapping, at an address that the kernel chooses or over a reservation that nobody
-        // else knows of; no memory in use is touched.
+        // SAFETY: a new mapping, at an address that the kernel chooses or over a reservation that no other code uses;
+        // no memory in use is touched.
         let base = unsafe {
             rustix::mm::mmap(
                 place,
@@ -283,7 +282,8 @@ impl Arena {
         work: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, OutOfBounds> {
         let start = self.pointer(offset, len)?;
-        // SAFETY: valid for `len` bytes by the check; nobody writes the slot now (aliasing rule).
+        // SAFETY: valid for `len` bytes by the check; no process writes the slot now (aliasing
+        // rule).
         Ok(work(unsafe {
             std::slice::from_raw_parts(start, len as usize)
         }))
@@ -301,7 +301,8 @@ impl Arena {
     /// Copies a range out of the arena.
     pub fn read(&self, offset: u64, len: u64) -> Result<Vec<u8>, OutOfBounds> {
         let start = self.pointer(offset, len)?;
-        // SAFETY: valid for `len` bytes by the check; nobody writes the slot now (aliasing rule).
+        // SAFETY: valid for `len` bytes by the check; no process writes the slot now (aliasing
+        // rule).
         Ok(unsafe { std::slice::from_raw_parts(start, len as usize) }.to_vec())
     }
 
@@ -328,7 +329,8 @@ impl Arena {
         len: u64,
     ) -> Result<usize, Errno> {
         let start = self.pointer(offset, len).map_err(|_| Errno::INVAL)?;
-        // SAFETY: valid for `len` bytes by the check; nobody writes the slot now (aliasing rule).
+        // SAFETY: valid for `len` bytes by the check; no process writes the slot now (aliasing
+        // rule).
         rustix::io::pwrite(
             file,
             unsafe { std::slice::from_raw_parts(start, len as usize) },
@@ -343,7 +345,7 @@ impl Arena {
         unsafe { rustix::mm::madvise(start.cast(), len as usize, advice) }
     }
 
-    /// Has the kernel put huge pages behind the range now, with what is there copied to them.
+    /// Asks the kernel to put huge pages behind the range now and to copy its bytes to them.
     pub(super) fn collapse(&self, offset: u64, len: u64) -> std::io::Result<()> {
         let start = self.pointer(offset, len).map_err(std::io::Error::other)?;
         // SAFETY: the range lies inside the mapping, and its bytes stay the same.
@@ -403,8 +405,8 @@ fn reserve(len: usize) -> Result<*mut c_void, Errno> {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: maps exactly the range that `map` mapped; whoever holds a pointer holds the arena
-        // too.
+        // SAFETY: unmaps exactly the range that `map` mapped; each holder of a pointer holds the
+        // arena, too.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.size as usize) };
     }
 }

@@ -1,5 +1,6 @@
 //! Copies between device pages that are host memory (vLLM's CPU platform) and the arena, on threads
-//! of their own. Loads go before saves, since a request waits for a load and nobody for a save.
+//! of their own. Loads go before saves, since a request waits for a load and no request waits for a
+//! save.
 
 #![expect(
     unsafe_code,
@@ -224,9 +225,9 @@ impl Copier {
     ///
     /// # Safety
     ///
-    /// Until a job is returned by [`Copier::poll`], each of its pieces' `len` bytes at its `address` must
-    /// be valid for reads (save) or writes (load) from any thread, must not overlap the arena, and
-    /// nobody else may write them (save) or access them (load).
+    /// Until a job is returned by [`Copier::poll`], each of its pieces' `len` bytes at its `address` must be valid for
+    /// reads (save) or writes (load) from any thread, must not overlap the arena, and no other thread may write them
+    /// (save) or access them (load).
     pub unsafe fn submit<P: IntoIterator<Item = Piece>>(
         &self,
         direction: Direction,

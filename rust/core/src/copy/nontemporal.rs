@@ -31,7 +31,7 @@ pub(super) unsafe fn copy(routine: Routine, from: *const u8, to: *mut u8, len: u
     unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
 }
 
-/// Copies `from` to `to`, which is as long, and orders the copy before whatever this thread stores next.
+/// Copies `from` to `to`, which is as long, and orders the copy before this thread's next stores.
 pub(super) fn copy_slice(routine: Routine, from: &[u8], to: &mut [u8]) {
     assert_eq!(from.len(), to.len(), "a copy has the length of its source");
     // SAFETY: both are valid for the length, and two slices, one of them mutable, do not overlap.
@@ -39,7 +39,7 @@ pub(super) fn copy_slice(routine: Routine, from: &[u8], to: &mut [u8]) {
     fence();
 }
 
-/// Orders all copies of this thread before whatever it stores next.
+/// Orders all copies of this thread before its next stores.
 pub(super) fn fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: every x86-64 processor has SSE.
@@ -70,7 +70,7 @@ mod x86 {
             unsafe { line(from.wrapping_add(at), to.wrapping_add(at), ahead) };
         }
         let (from, to) = (from.wrapping_add(tail), to.wrapping_add(tail));
-        // SAFETY: what is left of both ranges from `tail <= len` on.
+        // SAFETY: the rest of both ranges, from `tail <= len` on.
         unsafe { std::ptr::copy_nonoverlapping(from, to, len - tail) };
     }
 

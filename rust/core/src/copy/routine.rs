@@ -63,7 +63,7 @@ impl Routine {
 /// Seconds that each routine took in each round.
 type Measured = [(Routine, [f64; ROUNDS]); Routine::ALL.len()];
 
-/// The routine whose best round was the shortest: whatever disturbs a round makes it longer.
+/// The routine whose best round was the shortest: each disturbance makes a round longer.
 fn choose(measured: &Measured) -> Routine {
     let best = |rounds: &[f64; ROUNDS]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
     let fastest = measured

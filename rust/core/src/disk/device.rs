@@ -16,8 +16,8 @@ pub const INDEX_BYTES_PER_BLOCK: u64 = 112;
 /// Placeholder records that even the smallest directory may have.
 const PLACEHOLDERS_MIN: u64 = CAPACITY_MIN / SLOT_ALIGN / PLACEHOLDERS_SHARE;
 
-/// Longest time that a block of the table waits for others to be written with, in nanoseconds: so long, what the
-/// table says of a slot may be what was there before.
+/// Longest time that a block of the table waits for others to be written with, in nanoseconds: the record of a slot may
+/// be that old.
 const TABLE_DELAY_NS: u64 = 1_000_000_000;
 
 /// So many blocks of the table are written in each pause for nothing but the ticks of touches: 64 KiB/s.
@@ -38,7 +38,7 @@ pub struct DeviceImage {
 }
 
 impl DeviceImage {
-    /// That of a directory that could not be opened yet.
+    /// The image of a directory that could not be opened yet.
     pub fn absent() -> Self {
         Self {
             capacity: 0,
@@ -51,14 +51,14 @@ impl DeviceImage {
 
 /// One directory.
 ///
-/// The record of a slot is that of the number of the slot's cell: the records of a page follow each other.
+/// A slot's record has the number of the slot's cell: the records of a page follow each other.
 #[derive(Debug)]
 pub(crate) struct Disk {
     slots: Slots,
     records: Records,
     pub(crate) policies: TierPolicies,
     pub(crate) health: HealthMonitor,
-    /// Since when a block of the table is to be written, as far as that was looked at.
+    /// When the longest waiting block of the table was first seen waiting.
     dirty_since_ns: Option<u64>,
     /// When touched records may be written again.
     next_touched_ns: u64,
@@ -140,7 +140,7 @@ impl Disk {
         now
     }
 
-    /// Takes a claim back: a later record claims the bytes, or the payload.
+    /// Revokes a claim: a later record claims the bytes, or the payload.
     pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
         self.slots.unclaim(class, offset);
     }
@@ -221,7 +221,7 @@ impl Disk {
         }
     }
 
-    /// Has all of them written: the engine ends.
+    /// Has all records of used payloads written: the engine ends.
     pub(crate) fn write_all_touched(&mut self) {
         self.records.write_touched(usize::MAX);
     }

@@ -1,4 +1,4 @@
-//! The files of a directory, and how they are opened: by this user alone, whatever others have put there.
+//! The files of a directory, and how they are opened: by this user alone, even where other users have put files there.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read};
@@ -25,7 +25,7 @@ const LOCK: &str = "lock";
 /// Begins the name of the directory in which a store of another format version is set aside.
 const ASIDE: &str = "format-";
 
-/// What a directory is, before anything is changed.
+/// The state of a directory before anything is changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
     /// It can be made a store.
@@ -45,7 +45,7 @@ pub(super) fn make(path: &Path) -> Result<(), StoreError> {
         .map_err(failed(path, "create the directory"))
 }
 
-/// Whether only this user can change what is in the directory.
+/// Whether only this user can change the files in the directory.
 pub(super) fn check_owner(path: &Path) -> Result<(), StoreError> {
     let found = fs::metadata(path).map_err(failed(path, "read its owner"))?;
     let uid = rustix::process::geteuid().as_raw();
@@ -65,7 +65,7 @@ pub(super) fn check_owner(path: &Path) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// What a directory is. Refuses one that holds something else.
+/// Tells whether a directory is empty or holds a store. Refuses a directory that holds other files.
 pub(super) fn find(path: &Path) -> Result<Found, StoreError> {
     let mut names = Vec::new();
     for entry in fs::read_dir(path).map_err(failed(path, "list it"))? {
@@ -84,7 +84,8 @@ pub(super) fn find(path: &Path) -> Result<Found, StoreError> {
         };
     }
     let ours = [SUPER_NEW, TABLE, TABLE_NEW, DATA, LOCK];
-    // A filesystem's own directory, at the root of a disk of its own; and what clients keep here.
+    // `lost+found` is the filesystem's own, at the root of a disk; clients keep `weights.json`
+    // here.
     let others = ["lost+found", "weights.json"];
     let is_known = |name: &String| {
         ours.iter().chain(&others).any(|known| name == known) || name.starts_with(ASIDE)
@@ -126,7 +127,7 @@ fn refused(path: &Path, name: &'static str, source: io::Error) -> StoreError {
 
 /// Opens a file to read it.
 pub(super) fn open_to_read(path: &Path, name: &'static str) -> Result<File, StoreError> {
-    // What is no file is refused, and does not hang.
+    // With `NONBLOCK`, opening a pipe does not block; the check below refuses it.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let opened = rustix::fs::open(path.join(name), flags, Mode::empty());
     let file = opened.map_err(|errno| refused(path, name, errno.into()))?;
@@ -148,7 +149,7 @@ pub(super) fn open_to_write(
     let opened = rustix::fs::open(path.join(name), flags, mode);
     let file = opened.map_err(|errno| refused(path, name, errno.into()))?;
     check_own_file(&file).map_err(|error| refused(path, name, error))?;
-    // Whatever the umask.
+    // The umask does not count.
     rustix::fs::fchmod(&file, mode).map_err(|errno| refused(path, name, errno.into()))?;
     Ok(file)
 }
@@ -202,10 +203,10 @@ pub(super) fn take_lock(path: &Path) -> Result<File, StoreError> {
     Ok(lock)
 }
 
-/// The process that has a directory locked; `None` if nobody has. Changes nothing.
+/// Fails with the process that has the directory locked, if there is one. Changes nothing.
 pub(super) fn lock_owner(path: &Path) -> Result<(), StoreError> {
     let mut lock = match open_to_read(path, LOCK) {
-        // Never used.
+        // The directory was never used.
         Err(StoreError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             return Ok(());
         }
@@ -220,7 +221,7 @@ pub(super) fn lock_owner(path: &Path) -> Result<(), StoreError> {
 
 fn in_use(path: &Path, lock: &mut File) -> StoreError {
     let mut owner = String::new();
-    // A courtesy: without it the message still says what to do.
+    // If the read fails, the message still tells the user how to go on.
     let _ = lock.read_to_string(&mut owner);
     let mut lines = owner.lines();
     StoreError::InUse {
@@ -242,14 +243,14 @@ pub(super) fn write_owner(lock: &File, socket: Option<&Path>) -> io::Result<()> 
     lock.write_all_at(&owner, 0)
 }
 
-/// Makes a new store. The superblock comes last, under its name at once: what a crash leaves behind
-/// is either a store or nothing.
+/// Makes a new store. The superblock comes last, under its name at once: a crash leaves either a
+/// whole store or none.
 pub(super) fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
     let table = File::from(open_to_write(path, TABLE, true)?);
     table.set_len(0).map_err(failed(path, "empty the table"))?;
     open_to_write(path, DATA, true)?;
     let new = path.join(SUPER_NEW);
-    // One that a crash left behind.
+    // A crash may have left the file behind.
     let _ = fs::remove_file(&new);
     let file = File::from(open_to_write(path, SUPER_NEW, true)?);
     file.write_all_at(&superblock.encode(), 0)
@@ -270,7 +271,7 @@ pub(super) fn replace_superblock(path: &Path, superblock: &Superblock) -> Result
     file.sync_all().map_err(failed(path, "sync the superblock"))
 }
 
-/// Deletes the files of a store. The superblock goes first: what a crash leaves behind is no store.
+/// Deletes the files of a store. The superblock goes first: after a crash, no store is there.
 pub(super) fn discard(path: &Path) -> Result<(), StoreError> {
     for name in [TABLE, SUPER, DATA] {
         match fs::remove_file(path.join(name)) {
@@ -290,8 +291,8 @@ pub(super) fn aside(path: &Path, version: u32) -> PathBuf {
     path.join(format!("{ASIDE}{version}"))
 }
 
-/// Moves the files of a store into a directory of its own in `path`, in place of one that was set aside
-/// earlier. The superblock goes last: what a crash leaves behind is moved by the next start.
+/// Moves the files of a store into a directory of its own in `path`, in place of one that was set aside earlier. The
+/// superblock goes last: after a crash, the next start moves the remaining files.
 pub(super) fn set_aside(path: &Path, version: u32) -> Result<(), StoreError> {
     let aside = aside(path, version);
     make(&aside)?;
@@ -313,7 +314,7 @@ pub(super) fn set_aside(path: &Path, version: u32) -> Result<(), StoreError> {
     sync_directory(path)
 }
 
-/// Bytes that the files of a store take, of whatever version.
+/// Bytes that the files of a store of any version take.
 pub(super) fn bytes_of(path: &Path) -> u64 {
     let files = [SUPER, TABLE, DATA].map(|name| fs::symlink_metadata(path.join(name)));
     let found = files.into_iter().flatten();

@@ -19,11 +19,12 @@ pub const FORMAT_VERSION: u32 = 1;
 pub const RECORD_BYTES: usize = 128;
 /// Records in one block of the table.
 pub const RECORDS_PER_BLOCK: usize = 32;
-/// Block of the table: what one write covers.
+/// Bytes of a block of the table: each write of records covers whole blocks.
 pub const BLOCK_BYTES: usize = RECORD_BYTES * RECORDS_PER_BLOCK;
 /// Size of one entry of the namespace table.
 pub const NAMESPACE_BYTES: usize = 32 << 10;
-/// Of it, what the entry itself may take; the last block says when the namespace was used.
+/// Bytes of a namespace's entry that its description may take; the last block says when the
+/// namespace was used.
 pub const ENTRY_BYTES: usize = NAMESPACE_BYTES - BLOCK_BYTES;
 /// Entries of the namespace table.
 pub const NAMESPACES_MAX: usize = 128;
@@ -52,13 +53,13 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 /// The superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// Tells one store from another.
+    /// Identifies the store.
     pub store_id: u64,
     /// Page size of the data file, in bytes.
     pub page_bytes: u64,
 }
 
-/// Why a superblock is not believed.
+/// Why a superblock is not valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SuperblockError {
     /// Too short, or the magic is another.
@@ -86,8 +87,7 @@ impl Superblock {
 
     /// Reads the first block of a `super` file.
     ///
-    /// # Errors
-    /// Says why it is not believed.
+    /// Says why it is not valid.
     pub fn decode(block: &[u8]) -> Result<Self, SuperblockError> {
         if block.len() < 40 || block[..8] != SUPER_MAGIC {
             return Err(SuperblockError::NotOurs);
@@ -113,7 +113,7 @@ impl Superblock {
 /// An entry of the namespace table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamespaceEntry {
-    /// Ties records to this life of the namespace.
+    /// The instance in the records of this life of the namespace.
     pub instance: u64,
     /// Groups and description.
     pub spec: NamespaceSpec,
@@ -161,14 +161,14 @@ impl NamespaceEntry {
     }
 }
 
-/// When a namespace was used last. Torn or lost, it costs nothing but that.
+/// The last use of a namespace. If it is torn or lost, only the time of that use is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceUse {
-    /// The namespace's instance; that of another entry means nothing.
+    /// The namespace's instance; the use of another instance is ignored.
     pub instance: u64,
     /// Tick of the use.
     pub tick: u64,
-    /// When it was, in seconds since 1970.
+    /// Time of the use, in seconds since 1970.
     pub used_s: u32,
 }
 

@@ -23,10 +23,11 @@ pub enum Health {
         /// When to try again.
         until_ns: u64,
     },
-    /// Neither: operations in flight do not end. Used again as before when one of them ends.
+    /// Neither reads nor writes: operations in flight do not end. The directory is used again as
+    /// before when one of them ends.
     Stalled,
-    /// Neither, and empty: too many reads failed. Used again from the given time in nanoseconds, if a
-    /// write succeeds then.
+    /// Neither reads nor writes, and empty: too many reads failed. The directory is used again from the given time in
+    /// nanoseconds, if a write succeeds then.
     Failed {
         /// When to try again.
         until_ns: u64,
@@ -39,7 +40,7 @@ pub enum Health {
 /// never [`Health::Stalled`].
 #[derive(Debug)]
 pub(crate) struct HealthMonitor {
-    /// By how operations end.
+    /// The health, by the ends of operations.
     health: Health,
     fault: Option<IoFault>,
     write_failures: u32,
@@ -63,7 +64,7 @@ impl HealthMonitor {
         }
     }
 
-    /// That of a directory that could not be opened: until it is, nothing is tried.
+    /// The health of a directory that could not be opened: until it is, no operation is tried.
     pub(super) fn absent() -> Self {
         Self {
             health: Health::Failed { until_ns: u64::MAX },
@@ -80,14 +81,15 @@ impl HealthMonitor {
         (self.health, self.fault)
     }
 
-    /// Tells whether operations in flight do not end. Whether that is news.
+    /// Notes whether operations in flight hang. Returns whether that changed the state.
     pub(crate) fn set_stalled(&mut self, reads: bool, writes: bool) -> bool {
         let before = (self.stalled_reads, self.stalled_writes);
         (self.stalled_reads, self.stalled_writes) = (reads, writes);
         before != (reads, writes)
     }
 
-    /// An operation has ended: only what still does not end stays stalled. Whether that is news.
+    /// An operation has ended: only reads or writes that still hang stay stalled. Returns whether
+    /// that changed the state.
     pub(crate) fn answered(&mut self, reads: bool, writes: bool) -> bool {
         self.set_stalled(self.stalled_reads && reads, self.stalled_writes && writes)
     }

@@ -1,4 +1,4 @@
-//! What a directory holds, without an engine: for operators.
+//! Reads the contents of a directory without an engine: for operators.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,16 +16,16 @@ use super::format::{
 };
 use super::open::Contents;
 
-/// A namespace and what its records say.
+/// A namespace with counts and times from its records.
 #[derive(Clone, Debug)]
 pub struct NamespaceSummary {
-    /// Ties its records to it.
+    /// The instance in its records.
     pub instance: u64,
     /// Description and groups.
     pub spec: NamespaceSpec,
     /// Payloads.
     pub blocks: u64,
-    /// Bytes of these.
+    /// Bytes of the payloads.
     pub bytes: u64,
     /// When the first of them was written, in seconds since 1970; 0 if there is none.
     pub oldest_s: u32,
@@ -35,10 +35,10 @@ pub struct NamespaceSummary {
     pub used_s: u32,
 }
 
-/// What the tables of a directory say.
+/// The contents of a directory's tables.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
-    /// By entry of the namespace table.
+    /// The namespaces, by entry of the namespace table.
     pub namespaces: Vec<NamespaceSummary>,
     /// Records that may be believed and whose bytes no later record claims, by slot.
     pub records: Vec<Record>,
@@ -47,8 +47,8 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Reads the tables. Some records may lead nowhere when an engine opens the directory: where a
-    /// block is missing that they stand on.
+    /// Reads the tables. An engine that opens the directory may drop some of these records: those
+    /// of blocks with a missing ancestor.
     pub fn of(contents: &Contents) -> Self {
         let mut spaces: BTreeMap<u64, NamespaceSummary> = BTreeMap::new();
         for index in 0..NAMESPACES_MAX {
@@ -113,7 +113,7 @@ fn range(record: &Record) -> Range<u64> {
     start..start + u64::from(record.payload_bytes)
 }
 
-/// Of records that claim the same bytes, the latest.
+/// The latest of the records that claim the same bytes.
 fn latest(mut records: Vec<Record>) -> BTreeMap<u64, Record> {
     records.sort_unstable_by_key(|record| std::cmp::Reverse(record.seq));
     let mut by_start: BTreeMap<u64, Record> = BTreeMap::new();
@@ -144,7 +144,7 @@ pub fn is_same_payload(one: &Record, other: &Record) -> bool {
     payload(one) == payload(other)
 }
 
-/// Whether a record's payload is what it says.
+/// Whether a record's payload has the record's checksum.
 ///
 /// # Errors
 /// If the file cannot be read; one that ends too early is a payload that is wrong.

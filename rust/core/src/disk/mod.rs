@@ -1,5 +1,5 @@
 //! Bookkeeping of one disk directory: slots, records and health. No IO happens here: the engine
-//! turns what this module decides into requests.
+//! turns this module's decisions into requests.
 
 mod device;
 mod files;

@@ -22,25 +22,25 @@ use crate::size::Bytes;
 
 pub use super::space::{CAPACITY_MAX, CAPACITY_MIN, Capacity};
 
-/// What becomes of a store of another format version, which cannot be read.
+/// The treatment of a store of another format version, which cannot be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnOtherVersion {
     /// It is deleted: a cache can be filled again.
     #[default]
     Discard,
-    /// It is moved into a directory in its own, where it goes on taking space.
+    /// It is moved into a directory of its own, where it still takes space.
     SetAside,
     /// The directory is not used.
     Refuse,
 }
 
-/// What an engine asks of a directory.
+/// The options of opening a directory.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
     /// The most that its files may hold together.
     pub capacity: Capacity,
-    /// What becomes of a store of another format version.
+    /// The treatment of a store of another format version.
     pub on_other_version: OnOtherVersion,
 }
 
@@ -53,27 +53,27 @@ impl From<u64> for StoreOptions {
     }
 }
 
-/// What opening a directory would do.
+/// The effects that opening a directory would have.
 #[derive(Clone, Debug, Serialize)]
 pub struct Examination {
     /// Size of the data file, in bytes.
     pub capacity: u64,
     /// Whether a store is there that is kept.
     pub is_kept: bool,
-    /// What an operator should know.
+    /// Notes for the operator.
     pub notes: Vec<String>,
 }
 
 /// An open directory. It is locked as long as this lives.
 #[derive(Debug)]
 pub struct Directory {
-    /// Where it is.
+    /// The directory's path.
     pub path: PathBuf,
-    /// For the IO engine.
+    /// The files, for the IO engine.
     pub files: DeviceFiles,
-    /// For `Engine::attach_disks`.
+    /// The image, for `Engine::attach_disks`.
     pub image: DeviceImage,
-    /// What an operator should know of the way that it was opened.
+    /// Notes for the operator about the way that it was opened.
     pub notes: Vec<String>,
     lock: File,
 }
@@ -86,14 +86,14 @@ impl Directory {
     pub fn empty(mut self) -> Result<Self, StoreError> {
         let superblock = read_superblock(&self.path)?;
         files::create(&self.path, &superblock)?;
-        // It is another file than before.
+        // The file is another one than before.
         self.files.superblock = open_for_io(&self.path, SUPER, false)?.0;
         self.image.super_bytes = Vec::new();
         self.image.table = Table::Bytes(Vec::new());
         Ok(self)
     }
 
-    /// Splits off what keeps the directory locked.
+    /// Splits off the lock that keeps the directory to this process.
     pub fn into_parts(self) -> (DeviceFiles, DeviceImage, DirectoryLock) {
         let files = [
             (SUPER, self.files.superblock.try_clone()),
@@ -101,7 +101,8 @@ impl Directory {
             (DATA, self.files.data.try_clone()),
         ];
         let lock = DirectoryLock {
-            // Without one it cannot be said that it is missing; nothing else is lost.
+            // Without a descriptor the engine cannot tell that the file is missing; everything else
+            // works.
             files: files
                 .into_iter()
                 .filter_map(|(name, file)| Some((name, file.ok()?)))
@@ -136,7 +137,7 @@ impl DirectoryLock {
         files::write_owner(&self.lock, Some(socket))
     }
 
-    /// Says so if a file was deleted or replaced since it was opened: what is written now is lost when
+    /// Returns a message if a file was deleted or replaced since it was opened: bytes written from now on are lost when
     /// the engine ends. Asks for the open files, in memory, and never for their names on disk.
     pub fn missing_file(&self) -> Option<String> {
         let gone = |(_, file): &&(&str, OwnedFd)| {
@@ -209,7 +210,7 @@ pub fn open(
     let data_bytes = match size_data(path, sizing.data_bytes, superblock.page_bytes) {
         Ok(data_bytes) => data_bytes,
         Err(error) => {
-            // What was taken is given back: the directory may be tried again for as long as it is full.
+            // Frees the space of the new files: an engine may try the directory again for as long as it is full.
             if !matches!(found, Found::Store(_)) {
                 let _ = files::discard(path);
             }
@@ -246,7 +247,7 @@ pub fn open(
     })
 }
 
-/// What [`open`] would do now. Changes nothing.
+/// The effects that [`open`] would have now. Changes nothing.
 ///
 /// # Errors
 /// As [`open`].
@@ -274,7 +275,7 @@ pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreE
     })
 }
 
-/// How large the store will be, and what an operator should know.
+/// The size that the store will have, with notes for the operator.
 fn plan(
     path: &Path,
     found: Found,
@@ -353,8 +354,8 @@ fn superblock(
     }
 }
 
-/// Reads a store without changing it, for inspection. It may be in use: what is then read is a
-/// mixture of moments.
+/// Reads a store without changing it, for inspection. If the store is in use, its parts are read at
+/// different moments.
 ///
 /// # Errors
 /// As [`open`].

@@ -8,7 +8,7 @@ use crate::work;
 use super::format::RECORDS_PER_BLOCK;
 use super::touched::TouchedBlocks;
 
-/// The records of one directory, beside what [`Slots`](crate::slots::Slots) knows: the number of a record is that of
+/// The records of one directory, beside the cells of [`Slots`](crate::slots::Slots): the number of a record is that of
 /// a cell there.
 ///
 /// Invariants: a placeholder's record belongs to its node; a block of the table is in flight at most once.

@@ -1,4 +1,5 @@
-//! How large a store is: what was asked for, what its filesystem has, and what the store holds already.
+//! How large a store is: by the configured capacity, the space of its filesystem, and the payloads that it holds
+//! already.
 
 use std::fs;
 use std::io;
@@ -25,7 +26,7 @@ const META_SHARE: u64 = 30;
 /// Pages that are this many times too large for the capacity are made smaller: a data file needs some of them.
 const PAGES_TOO_LARGE: u64 = 4;
 
-/// What all files of a directory may hold together.
+/// The most bytes that all files of a directory may hold together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Capacity {
     /// So many bytes.
@@ -44,14 +45,14 @@ pub enum Capacity {
 pub(super) struct Filesystem {
     /// Its size.
     total: u64,
-    /// What this process may use.
+    /// The bytes that this process may use.
     free: u64,
-    /// What is left alone.
+    /// The bytes that stay free.
     reserve: u64,
 }
 
 impl Filesystem {
-    /// That of a path that exists.
+    /// The space of the filesystem of a path that exists.
     pub(super) fn of(path: &Path) -> io::Result<Self> {
         let found = rustix::fs::statvfs(path)?;
         let total = found.f_blocks * found.f_frsize;
@@ -63,7 +64,7 @@ impl Filesystem {
     }
 }
 
-/// What the files of a store take.
+/// The space that the files of a store take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Held {
     /// Length of the data file.
@@ -105,10 +106,10 @@ impl Held {
 /// The size of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Sizing {
-    /// Of the data file: whole pages.
+    /// Bytes of the data file: whole pages.
     pub(super) data_bytes: u64,
     pub(super) page_bytes: u64,
-    /// What an operator should know of it.
+    /// A note about the size, for the operator.
     pub(super) note: Option<String>,
 }
 
@@ -131,8 +132,8 @@ pub(crate) fn capacity_for_payload(payload_bytes: u64) -> Option<u64> {
     Some(capacity_for(data_bytes).next_multiple_of(data_bytes / 16))
 }
 
-/// The size of a store at `path`. What the store holds is never refused; a store that is kept keeps its size under a
-/// share unless space is short.
+/// The size of a store at `path`. Payloads that the store holds are never refused; a store that is kept keeps its size
+/// under a share unless space is short.
 ///
 /// # Errors
 /// If a new store has no room, or the capacity is impossible.
@@ -320,7 +321,7 @@ mod tests {
             let found = sized(Capacity::Bytes(10 * GIB), kept, free).unwrap();
             assert_eq!((found.data_bytes, found.note), (kept.data_len, None));
         }
-        // Growing takes what there is.
+        // A growing store takes the space that is free.
         let found = sized(Capacity::Bytes(20 * GIB), kept, GIB).unwrap();
         assert_eq!(found.data_bytes, kept.data_len);
         assert!(found.note.unwrap().contains("does not fit now"));
@@ -333,10 +334,10 @@ mod tests {
         let new = sized(share(0.5), Held::default(), 40 * GIB).unwrap();
         assert!(new.data_bytes > 19 * GIB && new.data_bytes < 20 * GIB);
         let kept = held(20 * GIB);
-        // Another tenant took half of what was left.
+        // Another tenant took half of the free space.
         let found = sized(share(0.5), kept, 10 * GIB).unwrap();
         assert_eq!((found.data_bytes, found.note), (kept.data_len, None));
-        // Now the reserve is gone: the store gives that back, and no more.
+        // Another tenant has taken the reserve: the store shrinks by the reserve, and no more.
         let found = sized(share(0.5), kept, GIB).unwrap();
         assert!(
             found.data_bytes < 17 * GIB && found.data_bytes > 15 * GIB,

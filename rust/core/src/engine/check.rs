@@ -44,7 +44,7 @@ impl Engine {
         Ok(())
     }
 
-    /// What [`Engine::take_events`] has told a session that has been told all: the payloads that are there.
+    /// The payloads that are there: the events that [`Engine::take_events`] has told a session that has taken all.
     pub fn announced(&self, session: SessionId) -> Vec<BlockEvent> {
         let state = self.sessions.get(session);
         state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
@@ -55,7 +55,7 @@ impl Engine {
         self.residency.durable_blocks()
     }
 
-    /// Leases of each node, and leases below it that need something of it.
+    /// Leases of each node, and leases below it that need its payloads.
     fn count_leases(&self) -> Result<LeaseCounts, String> {
         let mut counts = LeaseCounts::default();
         let mut hits = Vec::new();
@@ -155,7 +155,7 @@ impl Engine {
         let mut counts = vec![(0, 0); self.residency.disks().len()];
         let (mut reading, mut writing) = (HashSet::new(), HashSet::new());
         for &(device, operation) in self.operations.iter() {
-            // A checksum is no device's, and counts nothing.
+            // A checksum belongs to no device and is not counted.
             let (reads, writes) = match device {
                 Some(device) => &mut counts[device.index()],
                 None => &mut (0, 0),

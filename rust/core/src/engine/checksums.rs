@@ -1,7 +1,6 @@
-//! Checksums of payloads in the arena. Whoever has the arena mapped can change a payload after its save, and
-//! so can a failing memory module. The checksum is computed behind the save, and compared when the payload is
-//! written to disk and, with [`EngineConfig::verify_host`], before each hit. The driver computes it, outside the
-//! engine.
+//! Checksums of payloads in the arena. A process that has mapped the arena can change a payload after its save, and so
+//! can a failing memory module. The checksum is computed behind the save, and compared when the payload is written to
+//! disk and, with [`EngineConfig::verify_host`], before each hit. The driver computes it, outside the engine.
 //!
 //! [`EngineConfig::verify_host`]: super::EngineConfig::verify_host
 
@@ -33,7 +32,7 @@ pub(super) struct Checksums {
     /// Payloads that were saved, with the epochs of their nodes.
     saved: VecDeque<(NodeId, u32, u8)>,
     in_flight: FxHashSet<(NodeId, u8)>,
-    /// Started, and not handed out yet.
+    /// Checksums that were started, and not handed out yet.
     started: Vec<ChecksumRequest>,
 }
 
@@ -78,7 +77,7 @@ impl Checksums {
         });
     }
 
-    /// Starts the checksums of saved payloads that nobody has computed meanwhile.
+    /// Starts the checksums of saved payloads that no other operation has computed meanwhile.
     fn start_saved(&mut self, residency: &mut Residency, operations: &mut Operations) {
         for _ in 0..LOOKED_AT_MAX.min(self.saved.len()) {
             if !self.has_room() {
@@ -116,9 +115,8 @@ impl Checksums {
     }
 }
 
-/// A payload in the arena differs from the saved one: takes its node out of the index, with all
-/// that stands on it.
-/// Workers may still copy it.
+/// A payload in the arena differs from the saved one: takes its node and all its descendants out of
+/// the index. Workers may still copy the payload.
 pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &mut Counters) {
     if !residency.node(node).is_detached() {
         counters.host_checksum_failures += 1;
@@ -134,7 +132,7 @@ impl Engine {
         out.append(&mut self.checksums.started);
     }
 
-    /// Whether anybody compares the checksum of a payload that is saved now.
+    /// Whether the checksum of a payload that is saved now is ever compared.
     pub(super) fn needs_checksums(&self) -> bool {
         self.config.verify_host || !self.residency.disks().is_empty()
     }

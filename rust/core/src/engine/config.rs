@@ -30,15 +30,14 @@ pub struct EngineConfig {
     pub second_touch: bool,
     /// Writes that may be in flight while a read is.
     pub writes_beside_reads: usize,
-    /// Nodes that one entry of the engine removes at most, of those that are removed together: a reset
-    /// namespace, what a directory that is given up held.
+    /// Nodes that one entry of the engine removes at most when many are removed together: those of a reset namespace,
+    /// or of a directory that is given up.
     pub removals: usize,
     /// Nodes that one entry looks at, in search of the end of a hit; and half as many, in each region, in search of
     /// pages for another size class. At least 2.
     pub visits: u32,
     /// Compare the checksums of a hit's payloads in the arena before each hit. Payloads that are
-    /// written to disk
-    /// are always compared.
+    /// written to disk are always compared.
     pub verify_host: bool,
     /// Shared namespaces that the engine has at once.
     pub namespaces_max: usize,

@@ -107,8 +107,8 @@ impl Engine {
         self.operations.set_depth(depth);
     }
 
-    /// Whether a promotion has ended, or a directory's health has changed, since this was called last: those
-    /// who wait should look again.
+    /// Whether a promotion has ended, or a directory's health has changed, since this was called last: waiting requests
+    /// should be asked again.
     pub fn take_progress(&mut self) -> bool {
         let ended = self.promotions.take_ended();
         std::mem::take(&mut self.health_changed) || ended
@@ -210,8 +210,8 @@ impl Engine {
     }
 
     /// The shared namespaces, and whether each directory keeps it: a restart finds its saved
-    /// blocks. It does
-    /// not while sessions use all those that the directory's table has room for, and while a reset is not durable.
+    /// blocks. It does not while sessions use all those that the directory's table has room for,
+    /// and while a reset is not durable.
     pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
         self.namespaces.shared_namespaces(&self.residency)
     }

@@ -19,7 +19,7 @@ const SECOND_MASK: u64 = (1 << SECOND_BITS) - 1;
 
 /// Blocks that have left the tiers, the latest ones: 8 bytes for each.
 ///
-/// Only a part of a hash is compared, so about one answer in a billion is of another block.
+/// Only a part of a hash is compared, so about one answer in a billion is about another block.
 #[derive(Debug)]
 pub(super) struct Departures {
     /// Entries by hash. Zero at first, so that the memory is the system's until it is used.

@@ -1,9 +1,8 @@
 //! Events: which payloads have come to a tier or left it, for the routers that follow a session's vLLM.
 //!
-//! A session that asks for events has a feed. The feed tells first what is there, a few nodes at a time (its
-//! replay), and what changes from then on. A change at a node that the replay has not come to is not told: the
-//! replay tells the node as it is then. So each change is told once, and without a session that asks nothing is
-//! noted at all.
+//! A session that asks for events has a feed. The feed tells first the payloads that are there, a few nodes at a time
+//! (its replay), then each change. A change at a node that the replay has not come to is not told: the replay tells the
+//! node as it is then. So each change is told once, and without a session that asks nothing is noted at all.
 
 use std::collections::VecDeque;
 
@@ -18,15 +17,15 @@ use super::sessions::SessionId;
 /// Events that one call takes from a feed's ring at most.
 pub(super) const EVENTS_MAX: usize = 512;
 
-/// What is told to one session.
+/// The events for one session.
 ///
-/// Invariant: what its client knows is what the told nodes have in the tiers, but for the events in the ring.
+/// Invariant: but for the events in the ring, the client knows exactly the payloads of the told nodes, by tier.
 #[derive(Debug)]
 pub(super) struct Feed {
     session: SessionId,
     pub(super) ns: NsId,
     ring: VecDeque<BlockEvent>,
-    /// Events were dropped, or the session has another namespace: all is told anew.
+    /// Events were dropped, or the session has another namespace: all payloads are told anew.
     is_stale: bool,
     pub(super) replay: Replay,
 }
@@ -107,8 +106,8 @@ impl Feeds {
         self.feeds.retain(|feed| feed.session != session);
     }
 
-    /// The feed of a session whose namespace is `ns`, and what is to be told next of its ring. The feed is begun
-    /// if there is none; `restart`: all over again, for a client that has forgotten what it was told.
+    /// The feed of a session whose namespace is `ns`, and the next events of its ring. A session without a feed gets
+    /// one. `restart` begins it anew, for a client that has forgotten the events.
     fn take(&mut self, session: SessionId, ns: NsId, restart: bool) -> (usize, BlockEvents) {
         let known = self.feeds.iter().position(|feed| feed.session == session);
         let index = known.unwrap_or_else(|| {
@@ -133,8 +132,9 @@ impl Feeds {
 }
 
 impl Engine {
-    /// What has come to the tiers of a session's namespace or left them since the last call, as far as one entry
-    /// tells it. The first call begins with what is there, and so does one that asks for a `restart`.
+    /// The payloads that have come to the tiers of a session's namespace or left them since the last call, as far as
+    /// one entry tells them. The first call begins with the payloads that are there, and so does a call that asks for a
+    /// `restart`.
     pub fn take_events(&mut self, session: SessionId, restart: bool) -> BlockEvents {
         let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
             return BlockEvents::default();

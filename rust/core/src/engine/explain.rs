@@ -1,4 +1,4 @@
-//! The last lookups, with the reasons for what they did not find.
+//! The last lookups, with the reasons for their misses.
 
 use crate::explain::{ExplainQuery, Explained, Reason, Rest};
 use crate::forest::{NsId, Tier};
@@ -34,7 +34,7 @@ struct Record {
     hit: u32,
     from_disk: u32,
     rest: Rest,
-    /// Of the first block that was not found; 0 without one.
+    /// The hash of the first block that was not found; 0 without one.
     missing: u64,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct LastLookups {
 }
 
 impl LastLookups {
-    /// Room for so many, at least one.
+    /// Makes room for so many lookups, at least one.
     pub(super) fn new(records: usize) -> Self {
         let records = records.max(1);
         Self {
@@ -85,17 +85,17 @@ impl LastLookups {
     }
 }
 
-/// What a request's last answer was explained with.
+/// The explanation of a request's last answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Answered {
     /// Why its hit ends where it does, as far as the lookup itself knows.
     pub(super) reason: Reason,
-    /// What was noted of it, and where.
+    /// The explanation's inputs, and the position of its record.
     noted: Option<(Noted, u64)>,
     rest: Rest,
 }
 
-/// All that the explanation of an answer depends on.
+/// The inputs of an answer's explanation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Noted {
     reason: Reason,
@@ -195,7 +195,7 @@ impl Engine {
         }
     }
 
-    /// Why what comes after a hit was not loaded, and the beginning of the first missing block's hash.
+    /// The reason why the blocks after a hit were not loaded, and the beginning of the first missing block's hash.
     fn rest_of(&self, ns: NsId, request: &LookupRequest<'_>, noted: &Noted) -> (Rest, u64) {
         let size = self.residency.hash_block_size(ns);
         let (found, asked) = (noted.found.0, asked(request, size));
@@ -206,7 +206,7 @@ impl Engine {
         if noted.reason != Reason::Complete {
             return (noted.reason.into(), fingerprint);
         }
-        // A hit may end before what was found, where a window or a draft model's last tokens are missing.
+        // A hit may end before the last block found, where a window or a draft model's last tokens are missing.
         if noted.hit.max(noted.computed).0 + size <= found.min(asked) {
             return (Reason::NoBoundary.into(), fingerprint);
         }

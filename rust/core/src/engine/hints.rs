@@ -1,7 +1,7 @@
 //! Hints: prefetches, pins, demotions and releases that clients ask for.
 //!
-//! Nothing that a hint asks for takes what a running request needs: prefetches have the part of the promotion budget
-//! that prefetches have, pins a budget of their own, and what is leased, in flight or shared stays.
+//! Hints never take resources that a running request needs: prefetches have a part of the promotion budget, pins a
+//! budget of their own, and blocks that are leased, in flight or shared stay.
 
 use std::collections::VecDeque;
 
@@ -24,20 +24,20 @@ const DEMOTIONS_MAX: usize = 64;
 /// Nodes that an entry demotes at most.
 const DEMOTED_MAX: usize = 128;
 
-/// What is left to be done for hints.
+/// The remaining work for hints.
 #[derive(Debug, Default)]
 pub(super) struct Hints {
     /// Lookups of prefetches, which end when their payloads have come.
     prefetches: Vec<(SessionId, RequestId)>,
     /// The next node of each chain that is being demoted, and its epoch.
     demoted: VecDeque<(NodeId, u32)>,
-    /// Those whose next node is being written or saved.
+    /// Chains whose next node is being written or saved.
     unsettled: Vec<(NodeId, u32)>,
     /// Prefetches since the start: names their lookups.
     count: u64,
 }
 
-/// How far a hint is that takes several entries.
+/// The progress of a hint that takes several entries.
 #[derive(Debug, Default)]
 pub struct HintCursor {
     /// Name of the lookup of a prefetch.
@@ -49,7 +49,7 @@ pub struct HintCursor {
 #[derive(Clone, Copy, Debug)]
 struct Reach {
     ns: NsId,
-    /// How many are in the index.
+    /// Number of them in the index.
     depth: u32,
     hash_block_size: u32,
     /// Tokens of all where a hit may end.
@@ -57,7 +57,7 @@ struct Reach {
 }
 
 impl Engine {
-    /// Carries out a hint, for those who have the engine to themselves.
+    /// Carries out a hint, for a caller that has the engine to itself.
     pub fn hint(&mut self, session: SessionId, request: &HintRequest<'_>) -> HintAnswer {
         let mut cursor = HintCursor::default();
         loop {
@@ -154,7 +154,7 @@ impl Engine {
         HintAnswer::of(Tokens(reach.depth * reach.hash_block_size), reach.wanted)
     }
 
-    /// Starts to read what a prompt has on disk only.
+    /// Starts to read the payloads of a prompt that only a disk has.
     fn step_prefetch(
         &mut self,
         session: SessionId,
@@ -172,7 +172,7 @@ impl Engine {
         }
         let question = LookupRequest::new(&cursor.name, request.hashes)
             .max(request.max)
-            // Reading is all that is asked for: no computing is weighed against it.
+            // The hint asks only for reads: they are not weighed against computing.
             .min(Tokens(1))
             .wait(Some(PromotionWait::Complete))
             .prefetch();
@@ -196,8 +196,8 @@ impl Engine {
         })
     }
 
-    /// The payloads of a prefetch have come, or do not come: nothing is held for it any more. They are the last that
-    /// are evicted.
+    /// The payloads of a prefetch have come, or do not come: it holds nothing any more. Its payloads are the last to be
+    /// evicted.
     fn end_prefetch(&mut self, session: SessionId, id: RequestId) {
         let lease = self.sessions.requests[id].lease;
         if lease != NONE {
@@ -219,7 +219,7 @@ impl Engine {
         !self.hints.demoted.is_empty() || self.pins.is_due(self.now_ns)
     }
 
-    /// Goes on with what hints have asked for.
+    /// Continues the work for hints.
     pub(super) fn step_hints(&mut self) {
         self.pins
             .step(self.now_ns, &mut self.residency, &mut self.counters);
@@ -275,7 +275,7 @@ impl Engine {
     }
 }
 
-/// Counts a hint and what became of it.
+/// Counts a hint by its answer.
 fn count(hint: &Hint, answer: HintAnswer, counters: &mut Counters) {
     let [accepted, clipped, rejected] = match hint {
         Hint::Prefetch => [

@@ -52,19 +52,19 @@ impl Engine {
 
     /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
     pub fn has_touched(&self) -> bool {
-        // Pins end some time.
+        // Pins end at their time.
         !self.pins.is_empty() || self.residency.disks().iter().any(Disk::has_touched)
     }
 
-    /// Has the ages of all payloads written: the engine ends.
+    /// Marks the ages of all payloads to be written: the engine ends.
     pub fn write_touched(&mut self) {
         for device in self.residency.devices() {
             self.residency.disk_mut(device).write_all_touched();
         }
     }
 
-    /// Whether operations are in flight. Whoever takes their ends then calls [`Engine::next_io`] from time
-    /// to time also if none ends: that is how the engine knows that a device answers no more.
+    /// Whether operations are in flight. The caller then calls [`Engine::next_io`] from time to time even if none ends:
+    /// so the engine notices that a device answers no more.
     pub fn has_operations(&self) -> bool {
         !self.operations.is_empty()
     }
@@ -87,7 +87,8 @@ impl Engine {
         self.next_writes(out);
     }
 
-    /// Notes whether a device answers. One that does not gets nothing new, and nobody waits for it.
+    /// Notes whether a device answers. A device that does not gets no new operations, and no
+    /// request waits for it.
     fn look_at_device(&mut self, device: DeviceIndex) {
         let limit_ns = self.config.stall_ns;
         let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);

@@ -56,7 +56,7 @@ impl Engine {
         let bytes = self.residency.slot_bytes_of(&payloads);
         let promise = self.promise(id, computed, external);
         self.note_load(id);
-        // The load's lease first: the request's, which a promotion's may stand on, ends now.
+        // The load's lease begins before the request's ends: a promotion may depend on the latter.
         self.residency.pin_hit(target);
         self.release_hit(id);
         let kind = TransferKind::Load {

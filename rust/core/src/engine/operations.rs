@@ -69,7 +69,7 @@ struct DeviceOperations {
 /// Invariant: each device's flows count its operations of each kind.
 #[derive(Debug, Default)]
 pub(super) struct Operations {
-    /// With their devices; a checksum concerns none.
+    /// The operations, with their devices; a checksum has none.
     in_flight: SlotMap<OperationId, (Option<DeviceIndex>, Purpose)>,
     devices: Vec<DeviceOperations>,
     /// See [`Engine::set_io_depth`](super::Engine::set_io_depth).

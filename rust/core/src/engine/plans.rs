@@ -9,7 +9,7 @@ use super::promotions::front;
 use super::requests::{Promotion, RequestId, RequestState};
 use super::sessions::{LoadPromise, SessionId};
 
-/// What the planner is told of a request, and has decided. Tokens count from the start of the prompt.
+/// The planner's inputs for a request, and its decisions. Tokens count from the start of the prompt.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Planned {
     /// Tokens that the device holds.
@@ -20,7 +20,7 @@ pub(super) struct Planned {
     pub(super) queued: u32,
     /// How long its promotion was to take, if that was predicted.
     pub(super) predicted_ns: Option<u64>,
-    /// Its promotion goes on whatever is predicted: it was started to measure.
+    /// Its promotion goes on against the prediction: it was started to measure.
     ignores_prediction: bool,
     /// Its last decision was counted.
     is_counted: bool,
@@ -28,17 +28,17 @@ pub(super) struct Planned {
     pub(super) waited_ns: u64,
 }
 
-/// What to read of that which a hit needs from disk.
+/// The payloads to read, of those that a hit needs from disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reads {
     All,
-    /// A few payloads that nobody waits for, to measure the device.
+    /// A few payloads, for which no request waits, to measure the device.
     Some,
     None,
 }
 
 impl Planned {
-    /// A lookup asks for what comes after `computed`, up to `end`.
+    /// A lookup asks for the tokens after `computed`, up to `end`.
     pub(super) fn note(&mut self, computed: u32, end: u32) {
         (self.computed, self.end) = (computed, end);
     }
@@ -75,7 +75,8 @@ impl Engine {
         state.wait.unwrap_or(self.config.promotion_wait) == PromotionWait::Planned
     }
 
-    /// Whether a load of what host memory has, up to `boundary` hash blocks, is worth its copy.
+    /// Whether a load of the blocks in host memory, up to `boundary` hash blocks, is worth its
+    /// copy.
     pub(super) fn is_copy_worth(&mut self, id: RequestId, boundary: u32) -> bool {
         let state = &self.sessions.requests[id];
         let prompt = self.prompt(state);
@@ -96,7 +97,8 @@ impl Engine {
         self.residency.hash_block_size(session.ns)
     }
 
-    /// Whether to read what a hit up to `disk` hash blocks needs beyond one up to `host`.
+    /// Whether to read the payloads that a hit up to `disk` hash blocks needs beyond one up to
+    /// `host`.
     pub(super) fn plans_promotion(
         &mut self,
         id: RequestId,
@@ -104,7 +106,7 @@ impl Engine {
         is_prefetch: bool,
     ) -> Reads {
         let state = &self.sessions.requests[id];
-        // What is in the arena already is only compared with its checksums.
+        // Payloads in the arena are only compared with their checksums.
         if !self.is_planned(state) || host == disk {
             return Reads::All;
         }
@@ -127,7 +129,7 @@ impl Engine {
         };
         let all_ns = wait_ns(bytes);
         let reading = Reading {
-            // Of windows or states no part is of use.
+            // A part of a window or state is of no use.
             first_ns: match self.residency.spec(ns).has_full_only() {
                 true => wait_ns(f64::from(size) * prompt.bytes_per_token),
                 false => all_ns,
@@ -143,7 +145,8 @@ impl Engine {
         let planned = &mut self.sessions.requests[id].planned;
         planned.predicted_ns = (start.reason != Reason::Unknown).then_some(all_ns as u64);
         planned.ignores_prediction = start.reason == Reason::OtherWay;
-        // A prefetch that is not made is decided again when the scheduler asks, but what it has measured is new then.
+        // A prefetch that is not made is decided again when the scheduler asks. A start that measures is counted now:
+        // that later decision has its results.
         let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
         if is_final && !std::mem::replace(&mut planned.is_counted, true) {
             start
@@ -206,7 +209,7 @@ impl Engine {
         }
     }
 
-    /// What a load is to take, and to save.
+    /// The times that a load is to take and to save.
     pub(super) fn promise(&self, id: RequestId, computed: Tokens, external: Tokens) -> LoadPromise {
         let state = &self.sessions.requests[id];
         let to = computed.0.saturating_add(external.0);

@@ -12,7 +12,7 @@ use crate::forest::{DeviceIndex, NsId};
 use super::coordinator::Engine;
 use super::residency::{Adoption, FoundRecord};
 
-/// What recovery found.
+/// The result of recovery.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recovery {
     /// Payloads that can be found again.
@@ -30,7 +30,7 @@ pub struct Recovery {
 type Entries = Vec<Option<NamespaceEntry>>;
 
 impl Engine {
-    /// Adds directories and what they hold. Called once, before the first session.
+    /// Adds directories and their payloads. Called once, before the first session.
     pub fn attach_disks(&mut self, images: Vec<DeviceImage>) -> Recovery {
         let mut recovery = Recovery::default();
         let mut entries = Vec::new();
@@ -76,8 +76,8 @@ impl Engine {
             self.namespaces.note_instance(entry.instance);
             let digest = entry.spec.digest();
             if lives[&digest].1 {
-                // A directory was not here for a while. One of its lives may be from before a reset, and
-                // nothing says which.
+                // A directory was not here for a while. One of its namespaces' lives may be from before a reset, and
+                // nothing tells which.
                 let device = DeviceIndex::new(device);
                 self.namespaces
                     .clear_entry(device, index, &mut self.residency);
@@ -86,7 +86,7 @@ impl Engine {
             if self.namespaces.knows(&digest) {
                 continue;
             }
-            // One that does not fit the arena of today stays on disk, unused.
+            // A namespace that does not fit today's arena stays on disk, unused.
             let spec = entry.spec.clone();
             let residency = &mut self.residency;
             let added = self.namespaces.add(spec, entry.instance, false, residency);
@@ -97,7 +97,8 @@ impl Engine {
         }
     }
 
-    /// When sessions used the namespaces last, also those that found all that they asked for.
+    /// Restores when each namespace was used last. A session that found all its blocks is a use,
+    /// too.
     fn recover_uses(&mut self, images: &[DeviceImage]) {
         let places = images.iter().flat_map(|image| places(&image.super_bytes));
         for place in places {
@@ -113,8 +114,8 @@ impl Engine {
         }
     }
 
-    /// Takes over the records of a directory. Returns how many sound ones there are of known namespaces, and how
-    /// many placeholders were taken over.
+    /// Takes over the records of a directory. Returns the number of sound records of known namespaces, and the number
+    /// of placeholders taken over.
     fn read_table(
         &mut self,
         device: DeviceIndex,
@@ -124,7 +125,7 @@ impl Engine {
     ) -> (u64, u64) {
         let mut taken = (0, 0);
         let mut index = 0;
-        // Most records are of the same namespace as the one before.
+        // Most records have the namespace of the record before.
         let mut of_last: Option<(u64, Option<NsId>)> = None;
         let mut block = Vec::with_capacity(RECORDS_PER_BLOCK);
         let mut decode = |engine: &mut Self, index: u32, bytes: &[u8]| {
@@ -189,7 +190,7 @@ fn decode_entries(super_bytes: &[u8]) -> Entries {
     places(super_bytes).map(NamespaceEntry::decode).collect()
 }
 
-/// The place of each entry, as far as the file goes.
+/// The bytes of each entry, as far as the file reaches.
 fn places(super_bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     (0..NAMESPACES_MAX).map_while(|index| {
         let at = namespace_offset(index) as usize;

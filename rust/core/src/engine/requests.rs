@@ -31,12 +31,13 @@ pub(super) struct RequestState {
     /// While the last answer is a hit: the hash blocks before those that the lease keeps in the arena.
     pub(super) hit_after: Option<u32>,
     pub(super) promotions: RequestPromotions,
-    /// Instead of [`EngineConfig::promotion_wait`](super::EngineConfig::promotion_wait).
+    /// The request's wait, instead of
+    /// [`EngineConfig::promotion_wait`](super::EngineConfig::promotion_wait).
     pub(super) wait: Option<PromotionWait>,
-    /// Since when the scheduler waits for an answer.
+    /// Time since which the scheduler waits for an answer.
     pub(super) demanded_ns: Option<u64>,
     pub(super) planned: Planned,
-    /// A load failed: there is nothing for this request any more.
+    /// A load failed: all further lookups of this request are misses.
     pub(super) failed: bool,
     /// Its hit was counted.
     pub(super) touched: bool,
@@ -66,7 +67,8 @@ impl RequestState {
         if old == node {
             return;
         }
-        // The new one first: they may share nodes, which must not become evictable in between.
+        // The new lease begins first: the leases may share nodes, which must not become evictable
+        // in between.
         if node != NONE {
             residency.pin_hit(node);
         }
@@ -91,7 +93,7 @@ pub(super) struct Promotion {
     pub(super) waiting: u32,
     /// Leased node, or `NONE`.
     pub(super) reached: NodeId,
-    /// The boundary, in hash blocks, if all goes well.
+    /// The boundary, in hash blocks, if all reads succeed.
     pub(super) boundary: u32,
     /// The tokens that it brings if all reads succeed.
     pub(super) goal: Verified,
@@ -103,7 +105,7 @@ pub(super) struct Promotion {
     pub(super) place: Option<QueuePlace>,
     /// Its reads by device, for the planner.
     pub(super) shares: Vec<ReadShare>,
-    /// The payloads before this one were there when it was looked at last.
+    /// The payloads before this one were there at the last look.
     pub(super) front: usize,
     /// How long it was to take, in nanoseconds, if that was predicted.
     pub(super) predicted_ns: Option<u64>,
@@ -124,7 +126,7 @@ impl Promotion {
         self.next == self.payloads.len()
     }
 
-    /// Whether every payload has come, and none is awaited.
+    /// Whether every payload is in the arena: none is being read, and none was given up.
     pub(super) fn is_complete(&self) -> bool {
         self.is_issued() && self.waiting == 0 && !self.is_cut
     }
@@ -146,8 +148,7 @@ impl Promotion {
 }
 
 /// The payloads that a load of the tokens after `local` hash blocks, up to a node, needs in the
-/// arena: its checksums were
-/// compared.
+/// arena: its checksums were compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Verified {
     pub(super) node: NodeId,
@@ -159,9 +160,9 @@ pub(super) struct Verified {
 pub(super) struct RequestPromotions {
     /// The promotion under way.
     pub(super) active: Option<Promotion>,
-    /// How many were started. Tells the waiters of one from those of another.
+    /// Number of promotions started. Tells the waiters of one promotion from those of another.
     pub(super) started: u32,
-    /// How many were started since the last answer.
+    /// Number of promotions started since the last answer.
     pub(super) tries: u32,
     /// The tokens that the last promotion brought. The request's lease is that of the node.
     pub(super) verified: Option<Verified>,

@@ -8,15 +8,14 @@ impl Engine {
     /// Drops everything of a session's namespace. No lookup finds any of it when this returns; none does
     /// after a restart either once [`Engine::reset_pending`] and [`Engine::reset_failed`] are false.
     ///
-    /// A reset usually follows a change of the session's weights, which the description of the namespace
-    /// may not show. So the session goes on by itself, see [`Engine::make_private`], and its hits end. Another
-    /// session keeps a hit that it was told of before: its weights are those that the description says.
-    /// False if there is no such session.
+    /// A reset usually follows a change of the session's weights, which the description of the namespace may not show.
+    /// So the session goes on by itself, see [`Engine::make_private`], and its hits end. Another session keeps a hit of
+    /// an earlier answer: its weights are those that the description says. False if there is no such session.
     pub fn reset(&mut self, session: SessionId) -> bool {
         let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
             return false;
         };
-        // The weights may be others from now on: a hit of before must not be loaded.
+        // The weights may be others from now on: an earlier hit must not be loaded.
         for request in self.sessions.requests_of(session) {
             self.release_hit(request);
         }
@@ -31,8 +30,9 @@ impl Engine {
         true
     }
 
-    /// From now on a session finds what it has saved itself, and nobody else finds that, nor does a
-    /// restart: its weights are not those that the description says. Ends its lookups. Idempotent.
+    /// From now on a session finds the blocks that it has saved itself. No other session and no
+    /// restart finds these: the session's weights are not those that the description says. Ends its
+    /// lookups. Idempotent.
     pub fn make_private(&mut self, session: SessionId) {
         let ns = self.sessions.get(session).map(|state| state.ns);
         if let Some(ns) = ns.filter(|&ns| !self.namespaces.is_private(ns)) {
@@ -47,8 +47,8 @@ impl Engine {
         let private = self
             .namespaces
             .add_private(ns, &mut self.residency, is_unused);
-        // The payloads fitted when the session was opened; there may be too many namespaces, and then
-        // the session stays where it is: the namespace is volatile, and empty.
+        // The payloads fitted when the session was opened; there may be too many namespaces, the session then keeps its
+        // namespace, which is volatile and empty.
         let Ok(private) = private else { return };
         let state = self.sessions.get_mut(session);
         state.expect("the caller has found the session").ns = private;

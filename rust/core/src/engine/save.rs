@@ -1,8 +1,8 @@
 //! Saves: workers copy blocks from the device into slots of the arena.
 //!
-//! A save may be as long as a prompt: its slots are reserved, and its end is carried out, in steps of a
-//! bounded number of blocks. Between two steps others enter the engine; the save keeps a lease on the
-//! chain that it has built so far.
+//! A save may be as long as a prompt: its slots are reserved, and its end is carried out, in steps of a bounded number
+//! of blocks. Other threads enter the engine between two steps; the save keeps a lease on the chain that it has built
+//! so far.
 
 use slotmap::KeyData;
 
@@ -21,7 +21,7 @@ use super::sessions::{SaveTransfer, SessionId, TransferKey, TransferKind, Transf
 /// The slots that a worker copies to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transfer {
-    /// Ends it: [`Engine::end_transfer`].
+    /// Names the transfer for [`Engine::end_transfer`].
     pub id: TransferId,
     /// Slots by group.
     pub extents: Vec<Extent>,
@@ -32,11 +32,11 @@ pub struct Transfer {
 pub struct Granted {
     /// `None` if there is nothing to copy.
     pub transfer: Option<Transfer>,
-    /// Blocks were left out for want of memory: the save may be asked for again.
+    /// Blocks were left out because memory was short: the save may be asked for again.
     pub refused: bool,
 }
 
-/// How much one step of a save may do.
+/// The most work that one step of a save does.
 #[derive(Clone, Copy, Debug)]
 pub struct SaveLimit {
     /// Blocks that it looks at.
@@ -71,7 +71,7 @@ pub enum SaveProgress {
 /// Why a payload got no slot in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SlotRefusal {
-    /// Everything that could make room is in use: worth another try.
+    /// Everything that could make room is in use: the save may be asked for again.
     Full,
     /// The policy keeps the payloads that are there.
     NotAdmitted,
@@ -176,7 +176,7 @@ impl Engine {
         Some(id_of(key))
     }
 
-    /// Goes on with a save that [`Engine::start_save`] has started, with the same request.
+    /// Continues a save that [`Engine::start_save`] has started, with the same request.
     pub fn step_save(
         &mut self,
         id: TransferId,
@@ -220,7 +220,7 @@ impl Engine {
         ns == Some(plan.cursor.ns) && (tail == NONE || !self.residency.has_left_index(tail))
     }
 
-    /// Does a step's work. Whether the save has ended.
+    /// Does a step's work. Returns whether the save has ended.
     fn go_on(&mut self, plan: &mut SavePlan<'_>) -> bool {
         match self.fill_gaps(plan) {
             Ok(true) => self.add_to_chain(plan) && self.extend_chain(plan),
@@ -233,15 +233,15 @@ impl Engine {
         }
     }
 
-    /// Moves the save's lease from `leased` to the deepest node of its chain, or ends it with the save.
-    /// Whether the save has ended.
+    /// Moves the save's lease from `leased` to the deepest node of its chain, or ends it with the save. Returns whether
+    /// the save has ended.
     fn lease_tail(&mut self, plan: &mut SavePlan<'_>, leased: NodeId, ended: bool) -> bool {
         let (tail, epoch) = plan.tail;
         let is_live = tail != NONE && self.residency.forest().is_live(tail, epoch);
         let ended = ended || tail != NONE && !is_live;
         let moved = tail != leased && is_live;
         if moved && ended {
-            // A tail without payloads would keep its ancestors from eviction: it goes.
+            // A tail without payloads would keep its ancestors from eviction: remove it.
             self.residency.reconcile(tail);
         } else if moved {
             self.residency.pin(tail);
@@ -299,8 +299,8 @@ impl Engine {
         blocks
     }
 
-    /// Reserves slots for required payloads that were evicted from the middle of the chain that was here when
-    /// the save began, front to back. Whether that is all; `Err` if one is refused.
+    /// Reserves slots for required payloads that were evicted from the middle of the chain that was here when the save
+    /// began, front to back. Returns whether all are done; `Err` if one is refused.
     fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) -> Result<bool, SlotRefusal> {
         // The save's lease keeps these nodes: they are the tail, and nodes above.
         while plan.cursor.gaps.at != NONE {
@@ -330,7 +330,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Reserves slots for the required payloads of a node that are nowhere.
+    /// Reserves slots for the required payloads of a node that are in no tier.
     fn fill_gap(&mut self, plan: &mut SavePlan<'_>, node: NodeId) -> Result<(), SlotRefusal> {
         let hit_class = self.residency.node(node).touch().hit_class;
         while let Some(group) = self.residency.missing_group(node) {
@@ -339,8 +339,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Adds the blocks after those that were here to the chain, front to back, as far as there are slots.
-    /// Whether that is all.
+    /// Adds new blocks to the end of the chain, front to back, as far as there are slots. Returns whether all are done.
     fn extend_chain(&mut self, plan: &mut SavePlan<'_>) -> bool {
         while let Some(hash) = plan.hashes.get(plan.cursor.next as usize - 1) {
             if !plan.look() {
@@ -407,13 +406,13 @@ impl Engine {
         SaveStep::Block
     }
 
-    /// Reserves slots for the optional payloads that are offered of the nodes of the chain that were here
-    /// when the save began. Whether that is all.
+    /// Reserves slots for the optional payloads that are offered of the nodes of the chain that were here when the save
+    /// began. Returns whether all are done.
     fn add_to_chain(&mut self, plan: &mut SavePlan<'_>) -> bool {
         while let Some(offer) = plan.cursor.offers.get(plan.cursor.next_offer.0) {
             let first = offer.first_block.max(plan.cursor.next_offer.1);
             match self.add_offer(plan, offer, first) {
-                // The next time from there.
+                // The next step continues there.
                 Some(Err(block)) => {
                     plan.cursor.next_offer.1 = block;
                     return false;
@@ -435,7 +434,7 @@ impl Engine {
     ) -> Option<Result<(), u32>> {
         let spec = self.residency.spec(plan.cursor.ns);
         let group = usize::from(offer.group);
-        // Offers come from outside: a group may not exist.
+        // Offers come from clients: a group may not exist.
         let is_ignored = |kind| kind == GroupKind::Ignored;
         if spec.groups.get(group).is_none_or(|of| is_ignored(of.kind)) {
             return Some(Ok(()));
@@ -462,7 +461,8 @@ impl Engine {
         Some(Ok(()))
     }
 
-    /// Offers a block that is nowhere to the policies; the hit class that it enters with.
+    /// Offers a block that is in no tier to the policies; returns the hit class that it enters
+    /// with.
     fn offer_block(&mut self, fingerprint: u64) -> u8 {
         let hit_class = self.residency.offer_block(fingerprint);
         let again = self.writeback.was_offered(fingerprint);
@@ -505,7 +505,7 @@ impl Engine {
         group: u8,
         hit_class: u8,
     ) -> Result<(), SlotRefusal> {
-        // The way to disk leads through the arena: there, the disk's policy decides.
+        // A payload reaches disk only through the arena: the disk's policy decides there.
         let weighs = self.residency.disks().is_empty();
         let residency = &mut self.residency;
         let bytes = residency.slot_bytes(node, group);

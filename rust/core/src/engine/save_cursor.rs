@@ -1,11 +1,11 @@
-//! How far a save is whose slots are being reserved step by step, and the blocks that are offered to it.
+//! The progress of a save whose slots are reserved in steps, and the blocks that are offered to it.
 
 use crate::forest::{NodeId, NsId};
 use crate::session::Offer;
 
 use super::requests::BlockOffers;
 
-/// How far a save is.
+/// The progress of a save.
 #[derive(Debug)]
 pub(super) struct SaveCursor {
     /// The namespace in which it began.
@@ -18,7 +18,7 @@ pub(super) struct SaveCursor {
     pub(super) depth: u32,
     /// The first hash block that has not been looked at.
     pub(super) next: u32,
-    /// The offer, and the block of it, whose turn is next.
+    /// The offer, and its block, to be looked at next.
     pub(super) next_offer: (usize, u32),
     /// Which blocks the policies have weighed for this request.
     pub(super) blocks: BlockOffers,
@@ -26,7 +26,7 @@ pub(super) struct SaveCursor {
     pub(super) tail: NodeId,
     /// Hash blocks of the chain that are here now.
     pub(super) here: u32,
-    /// A block was left out for want of memory.
+    /// A block was left out because memory was short.
     pub(super) refused: bool,
 }
 
@@ -36,12 +36,12 @@ pub(super) struct Gaps {
     /// The node that is looked at next, on the way up from the anchor to the first that lookups reach;
     /// `NONE` when all have been looked at.
     pub(super) at: NodeId,
-    /// Those that have been found and not been filled, the deepest first.
+    /// Nodes that have been found and not been filled, the deepest first.
     pub(super) found: Vec<NodeId>,
 }
 
 impl Gaps {
-    /// Those at `anchor` and above, which have not been looked for.
+    /// The nodes at `anchor` and above, which have not been looked at.
     pub(super) fn above(anchor: NodeId) -> Self {
         Self {
             at: anchor,

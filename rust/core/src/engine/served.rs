@@ -1,5 +1,5 @@
-//! Entries for a server, whose clients may ask for as much as they like: each does a bounded part
-//! of a verb of [`Session`](crate::session::Session).
+//! Entries for a server, whose clients may ask for any amount of work: each entry does a bounded
+//! part of a verb of [`Session`](crate::session::Session).
 
 use crate::forest::{NONE, NodeId};
 use crate::namespace::GroupKind;
@@ -15,11 +15,11 @@ use super::sessions::{SessionId, TransferKind, TransferState};
 pub struct HitExtents {
     request: RequestId,
     lease: NodeId,
-    /// The node whose turn is next.
+    /// The node to be looked at next.
     at: NodeId,
     /// By group: the depth after which its blocks are needed.
     after: Vec<u32>,
-    /// Nodes that are left.
+    /// Nodes that remain.
     nodes: u32,
     blocks: u64,
 }
@@ -151,7 +151,7 @@ impl Engine {
         let target = self.residency.forest().ancestor(hit, boundary);
         let promise = self.promise(id, computed, external);
         self.note_load(id);
-        // The load's lease first: the request's ends now.
+        // The load's lease begins before the request's ends.
         self.residency.pin_hit(target);
         self.release_hit(id);
         let key = self.sessions.begin_transfer(TransferState {
@@ -166,8 +166,8 @@ impl Engine {
         Some(id_of(key))
     }
 
-    /// Ends a request's lookup unless it was answered with a hit: a worker may copy from the lease, for a
-    /// load that was begun and that we have not heard of.
+    /// Ends a request's lookup unless it was answered with a hit: a worker may copy from the lease, for a load whose
+    /// begin has not reached the engine.
     pub fn end_unanswered(&mut self, session: SessionId, request: &str) {
         let Some(state) = self.sessions.request(session, request) else {
             return;
@@ -188,7 +188,7 @@ impl Engine {
         self.residency.host().capacity()
     }
 
-    /// What a session holds. Costs a pass over its lookups.
+    /// A session's lookups and transfers under way, and its totals. Costs a pass over its lookups.
     pub fn session_usage(&self, session: SessionId) -> SessionUsage {
         let Some(state) = self.sessions.get(session) else {
             return SessionUsage::default();
@@ -213,12 +213,12 @@ impl Engine {
     }
 }
 
-/// What a session holds.
+/// A session's lookups and transfers under way, and its totals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SessionUsage {
     /// Requests with a lookup.
     pub lookups: u64,
-    /// Those of them whose payloads are being read from disk.
+    /// Requests whose payloads are being read from disk.
     pub pending: u64,
     /// Loads under way.
     pub loads: u64,
@@ -230,7 +230,7 @@ pub struct SessionUsage {
     pub save_bytes: u64,
     /// Requests whose lookup was answered since the session was opened.
     pub answered: u64,
-    /// Those of them with a hit.
+    /// Answered requests with a hit.
     pub hits: u64,
     /// Bytes of the loads that have succeeded since.
     pub loaded_bytes: u64,

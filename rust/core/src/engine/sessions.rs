@@ -37,7 +37,7 @@ pub(super) struct SessionState {
     pub(super) totals: SessionTotals,
 }
 
-/// What a session has done since it was opened.
+/// Counts of a session's operations since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SessionTotals {
     /// Requests that were answered, and those of them with a hit.
@@ -83,7 +83,7 @@ impl TransferSums {
 #[derive(Debug)]
 pub(super) struct TransferState {
     pub(super) session: SessionId,
-    /// Of the slots that it copies from or to.
+    /// Bytes of the slots that it copies from or to.
     pub(super) bytes: u64,
     pub(super) kind: TransferKind,
 }
@@ -105,14 +105,14 @@ pub(super) struct LoadPromise {
     pub(super) began_ns: u64,
     /// How long its copies are to take.
     pub(super) copy_ns: f64,
-    /// Computing that it saves, less the wait for it.
+    /// The computing time that it saves, less the wait for it.
     pub(super) saved_ns: f64,
 }
 
 /// Payloads being filled.
 #[derive(Debug)]
 pub(super) struct SaveTransfer {
-    /// Those of each group front to back.
+    /// The payloads of each group, front to back.
     pub(super) payloads: Vec<(NodeId, u8)>,
     /// How many of them, from the first, have ended.
     pub(super) ended: usize,
@@ -179,7 +179,7 @@ impl Sessions {
         self.sessions.values().any(|state| state.ns == ns)
     }
 
-    /// Sessions of one namespace use another.
+    /// Moves all sessions of one namespace to another.
     pub(super) fn move_all(&mut self, from: NsId, to: NsId) {
         let sessions = self.sessions.values_mut();
         let of_namespace = sessions.filter(|state| state.ns == from);
@@ -197,7 +197,7 @@ impl Sessions {
         Some(&self.requests[id])
     }
 
-    /// A session's request of that name; it is added if there is none. `None` if there is no such session.
+    /// A session's request of that name; adds the request if there is none. `None` if there is no such session.
     pub(super) fn request_or_add(
         &mut self,
         session: SessionId,
@@ -238,7 +238,7 @@ impl Sessions {
             return Vec::new();
         };
         let mut ids: Vec<RequestId> = state.requests.values().copied().collect();
-        // A map's order is another in each process: lives of one seed would differ.
+        // A map's order differs in each process: runs of one seed would differ.
         ids.sort_unstable_by_key(|&id| self.requests[id].tick);
         ids
     }
@@ -287,7 +287,7 @@ impl Sessions {
         }
     }
 
-    /// A save has reserved slots of so many bytes.
+    /// Adds the bytes of slots that a save has reserved.
     pub(super) fn add_save_bytes(&mut self, key: TransferKey, bytes: u64) {
         let transfer = &mut self.transfers[key];
         transfer.bytes += bytes;

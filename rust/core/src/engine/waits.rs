@@ -6,11 +6,12 @@ use super::coordinator::Engine;
 use super::promotions::QueuePlace;
 use super::requests::{Promotion, RequestState};
 
-/// A device that nobody polled for this many times the limit is held to be stalled.
+/// A device that was not polled for this many times the limit is held to be stalled.
 const NO_POLL_STALLS: u64 = 5;
 
 impl Engine {
-    /// Whether a request that may gain `gain` tokens has waited for long enough, or in vain.
+    /// Whether a request that may gain `gain` tokens has waited for long enough, or waits for a
+    /// device that does not answer.
     pub(super) fn is_late(&self, state: &RequestState, gain: u32) -> bool {
         let demanded_ns = state.demanded_ns.unwrap_or(self.now_ns);
         let waited = match state.wait.unwrap_or(self.config.promotion_wait) {
@@ -29,10 +30,11 @@ impl Engine {
         waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
     }
 
-    /// Whether a promotion waits in vain. One that waits for its turn does not, however long that takes.
+    /// Whether a promotion waits for a device that does not answer. A promotion that waits for its turn does not,
+    /// however long the wait.
     pub(super) fn is_stalled(&self, promotion: &Promotion) -> bool {
-        // A process that was held up itself has reads that ended meanwhile. But whoever polls may be held
-        // up for good, by a device.
+        // If the process itself was held up, its reads may have ended meanwhile. But a device may hold up the polling
+        // thread for good.
         let polled_ns = self.last_poll_ns.max(promotion.started_ns);
         let stall_ns = self.config.stall_ns;
         let after =

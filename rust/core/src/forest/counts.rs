@@ -8,7 +8,7 @@ use super::slab::{Linked, Slab};
 pub(super) struct Counts {
     /// Its uses.
     pub(super) uses: Uses,
-    /// Its children, detached ones included. Of a free place, the next one.
+    /// Its children, detached ones included. In a free place: the next one.
     pub(super) children: u32,
     /// Children that are active, by tier (see [`super::Forest::is_active`]).
     pub(super) active: [u32; 2],
@@ -21,7 +21,7 @@ impl Linked for Counts {
 }
 
 impl Counts {
-    /// Those of a node.
+    /// The counts of a node.
     pub(super) fn of(node: &Node, counts: &Slab<Self>) -> Self {
         match node.counts {
             NONE => Self {
@@ -33,7 +33,7 @@ impl Counts {
         }
     }
 
-    /// Makes them those of a node.
+    /// Stores the counts in a node.
     pub(super) fn store(self, node: &mut Node, counts: &mut Slab<Self>) {
         let fits = self.uses == Uses::default()
             && self.children <= 1

@@ -13,7 +13,7 @@ use super::node::{NodeId, NsId};
 const SEGMENT_MAX: usize = 832;
 /// Nodes that a segment's table takes.
 const SEGMENT_CAPACITY: usize = 896;
-/// Bits of a hash that choose a segment, from this one on. Tables use those below and above.
+/// Bits of a hash that choose a segment, from this one on. Tables use the bits below and above.
 const SEGMENT_SHIFT: u32 = 16;
 /// Bits that choose a segment at most. Hashes that are equal in all of them share one.
 const BITS_MAX: u32 = 32;
@@ -59,7 +59,7 @@ fn fold(left: u64, right: u64) -> u64 {
 }
 
 impl Keys {
-    /// The hash of a node's key, over all of its bytes: whoever sends block hashes may choose them.
+    /// The hash of a node's key, over all of its bytes: a client may choose its block hashes.
     pub(super) fn hash(&self, ns: NsId, hash: &BlockHash) -> u64 {
         let mut words = [0; WORDS];
         for (word, bytes) in words.iter_mut().zip(hash.padded().chunks_exact(8)) {
@@ -95,7 +95,8 @@ impl HashIndex {
     /// Has segments for so many nodes, so that none is split meanwhile. For an index without nodes.
     pub(super) fn reserve(&mut self, nodes: usize) {
         assert_eq!(self.bits, 0, "an index with nodes grows by itself");
-        // Those that get more than their share are split: fewer segments, and the table takes less.
+        // Segments that get more than their share are split: fewer segments, and the table takes
+        // less.
         let segments = nodes.div_ceil(SEGMENT_MAX).next_power_of_two();
         self.bits = segments.ilog2().min(BITS_MAX);
         self.directory = (0..1 << self.bits).collect();

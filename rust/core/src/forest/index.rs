@@ -139,7 +139,7 @@ impl Forest {
         let probe = |index: usize| {
             let id = self.find(ns, &hashes.get(index)?)?;
             let node = self.node(id);
-            // Of hashes that are no chain, only what stands where they say counts.
+            // If the hashes are no chain, only a node whose depth is its hash's position counts.
             (node.depth as usize == index + 1 && accept(&node)).then_some(id)
         };
         // Up to `low` every probe has found a node, `best` the last of them; none has at `high`.

@@ -136,7 +136,7 @@ pub enum Evictability {
     /// None.
     #[default]
     Kept,
-    /// Those that a hit can do without.
+    /// Only payloads that a hit can do without.
     OptionalPayloads,
     /// All: the node is a leaf of the tier.
     Leaf,
@@ -218,7 +218,7 @@ const HIT_CLASS: Bits = GAP.after(2);
 const EVICTABILITY: [Bits; 2] = [HIT_CLASS.after(2), HIT_CLASS.after(2).after(2)];
 /// Whether there are several groups.
 pub(super) const MANY: Bits = EVICTABILITY[1].after(1);
-/// Of a node with one group: whether its payload is required, its states, and whether it has slots.
+/// A node with one group: whether its payload is required, its states, and whether it has slots.
 pub(super) const ONE_REQUIRED: Bits = MANY.after(1);
 pub(super) const ONE_HOST: Bits = ONE_REQUIRED.after(2);
 pub(super) const ONE_DISK: Bits = ONE_HOST.after(2);

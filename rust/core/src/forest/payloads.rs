@@ -23,7 +23,7 @@ const DISK_STATES: [DiskState; 4] = [
 /// The payload of one of several groups.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
-    /// The next one of the node, or `NONE`. Of a free place, the next one.
+    /// The next one of the node, or `NONE`. In a free place: the next one.
     next: u32,
     group: u8,
     host: HostState,
@@ -55,8 +55,8 @@ fn payload(host: HostState, disk: DiskState, words: [u32; 4]) -> Payload {
     }
 }
 
-/// Of a node with several groups, in its `payload`: where the list begins, the required groups, the number of
-/// groups, and those that have a slot, by tier.
+/// Fields of a node with several groups, in its `payload`: the beginning of the list, the required groups, the number
+/// of groups, and those that have a slot, by tier.
 const FIRST: usize = 0;
 const REQUIRED: usize = 1;
 const GROUPS: usize = 2;

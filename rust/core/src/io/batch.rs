@@ -1,8 +1,8 @@
 //! Holding writes back until they are worth a call.
 //!
-//! Nobody waits for a write, and one at a time is the dearest way to do them. So while the device has
-//! enough to do, writes wait until they are many: those of adjacent slots then become one transfer to the
-//! device, and all of them one call to the kernel.
+//! No request waits for a write, and one write at a time costs most. So while the device has enough to do, writes wait
+//! until they are many: those of adjacent slots then become one transfer to the device, and all of them one call to the
+//! kernel.
 
 use std::collections::VecDeque;
 
@@ -35,7 +35,7 @@ struct Held {
 }
 
 impl Batch {
-    /// For a device that may have `most` writes at a time.
+    /// A batch for a device that may have `most` writes at a time.
     pub(super) fn new(most: usize) -> Self {
         Self {
             held: VecDeque::new(),
@@ -68,8 +68,7 @@ impl Batch {
     }
 
     /// Moves waiting writes to `ready`, as far as the device may have it, if it is many or the
-    /// device has too
-    /// little to do.
+    /// device has too little to do.
     pub(super) fn release(&mut self, ready: &mut VecDeque<(u16, u16)>) {
         if self.is_full() || self.moving_bytes < BATCH_BYTES {
             self.let_go(self.most.saturating_sub(self.moving), ready);

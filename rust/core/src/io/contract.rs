@@ -21,7 +21,7 @@ pub enum FileKind {
     Data,
 }
 
-/// One operation. `token` comes back in the completion and means nothing here. Offsets and `len`
+/// One operation. The completion has the same `token`, which means nothing here. Offsets and `len`
 /// are multiples of [`IO_ALIGN`]; `payload_len <= len`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IoRequest {
@@ -76,7 +76,7 @@ pub enum IoRequest {
     },
 }
 
-/// A payload in the arena whose checksum is to be computed. `token` comes back in the completion.
+/// A payload in the arena whose checksum is to be computed. The completion has the same `token`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChecksumRequest {
     /// Returned in the completion.
@@ -88,7 +88,7 @@ pub struct ChecksumRequest {
 }
 
 impl IoRequest {
-    /// The token, whatever the operation.
+    /// The token of any operation.
     pub fn token(&self) -> u64 {
         match self {
             Self::ReadPayload { token, .. }
@@ -166,11 +166,12 @@ pub trait IoEngine: Send + std::fmt::Debug {
     /// Starts an operation. The caller does so only while its device has `room()`.
     fn submit(&mut self, request: IoRequest);
     /// Pushes completions to `out`. Blocks until there is at least one, [`Waker::wake`] was called,
-    /// or `timeout` has passed (`None`: no limit; zero: only what is there already).
+    /// or `timeout` has passed (`None`: no limit; zero: only the completions that are there
+    /// already).
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
     /// A handle by which other threads end a `wait`.
     fn waker(&self) -> Waker;
-    /// Gives a device other files: one that had [`DeviceFiles::absent`], and so no operations.
+    /// Gives a device that had [`DeviceFiles::absent`], and so no operations, its files.
     ///
     /// # Errors
     /// If they cannot be used.
@@ -182,9 +183,9 @@ pub trait IoEngine: Send + std::fmt::Debug {
 /// How many operations may be started now on each device.
 #[derive(Clone, Copy, Debug)]
 pub enum IoRoom<'a> {
-    /// As many on every device.
+    /// The same number on every device.
     Same(usize),
-    /// By the index of the device; none on others.
+    /// A number by the index of the device; none on others.
     Each(&'a [usize]),
 }
 

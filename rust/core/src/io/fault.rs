@@ -164,7 +164,7 @@ pub struct FaultEngine<E> {
     read_rates: u64,
 }
 
-/// A read of a device that hangs ends after this time if nobody releases it.
+/// A read of a device that hangs ends after this time if the test does not release it.
 const HANG: Duration = Duration::from_secs(3600);
 
 /// Controls a [`FaultEngine`] from any thread.
@@ -235,7 +235,7 @@ impl FaultControl {
         self.control.lock().held_devices.insert(device);
     }
 
-    /// Operations held back complete, and all that follow.
+    /// Operations that were held back complete, and so do all later ones.
     pub fn release(&self) {
         let mut faults = self.control.lock();
         faults.hold = false;
@@ -334,7 +334,7 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
         if std::mem::replace(&mut self.read_rates, changes) != changes {
             self.due.clear();
             self.busy_until = None;
-            // What was held back ends now.
+            // Completions that were held back end now.
             timeout = Some(Duration::ZERO);
         }
         let left = |due: &Instant| due.saturating_duration_since(Instant::now());

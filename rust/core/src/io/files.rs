@@ -23,7 +23,7 @@ pub struct DeviceFiles {
 }
 
 impl DeviceFiles {
-    /// Those of a directory that could not be opened yet: whatever is asked of them fails.
+    /// The files of a directory that could not be opened yet: every operation on them fails.
     ///
     /// # Errors
     /// If the process has no descriptors left.
@@ -47,9 +47,9 @@ impl DeviceFiles {
     }
 }
 
-/// Opens a file for reading and writing past the page cache (O_DIRECT), or through it where the
-/// filesystem cannot; says which. With `create`, makes it if it is missing. Its mode is 0600
-/// whatever the umask, a symbolic link is not followed, and a file that another user may reach is refused.
+/// Opens a file for reading and writing past the page cache (O_DIRECT), or through it where the filesystem cannot; says
+/// which. With `create`, makes it if it is missing. Its mode is 0600 under every umask, a symbolic link is not
+/// followed, and a file that another user may reach is refused.
 pub fn open_file(path: &Path, create: bool) -> io::Result<(OwnedFd, bool)> {
     let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     if create {

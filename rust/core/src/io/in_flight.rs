@@ -48,8 +48,8 @@ pub(super) struct Queues {
     pub(super) refused: Vec<IoCompletion>,
 }
 
-/// A place for an operation in flight. The epoch tells its completions from those of the
-/// operations that had the place before.
+/// A slot for an operation in flight. The epoch tells its completions from those of the operations
+/// that had the place before.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     pub(super) epoch: u32,

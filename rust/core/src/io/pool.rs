@@ -17,7 +17,8 @@ use crate::arena::Arena;
 /// More threads for a device than this gain nothing: it is busy with fewer large transfers.
 const THREADS_MAX: usize = 16;
 
-/// The thread-pool engine. Each device has its own threads: one that hangs holds up no other.
+/// The thread-pool engine. Each device has its own threads: a device that hangs does not delay the
+/// others.
 #[derive(Debug)]
 pub struct ThreadPool<I: FaultHook = Direct> {
     shared: Arc<PoolShared<I>>,
@@ -39,7 +40,7 @@ struct PoolShared<I> {
 #[derive(Debug, Default)]
 struct PoolState {
     queues: Vec<DeviceQueue>,
-    /// Ended operations, and the device; `None` for one that is not there.
+    /// Ended operations, and the device; `None` for an operation on a device that is not there.
     completions: Vec<(Option<usize>, IoCompletion)>,
     woken: bool,
     stop: bool,
@@ -238,7 +239,7 @@ impl<I: FaultHook> PoolShared<I> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The life of one thread of a device.
+    /// The main loop of one thread of a device.
     fn work(&self, device: usize) {
         let mut state = self.lock();
         while !state.stop {

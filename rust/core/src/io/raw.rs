@@ -50,7 +50,7 @@ pub struct RawResult {
 }
 
 impl RawLoop {
-    /// As the engine does it.
+    /// A loop that works as the engine does.
     pub fn new(reading: bool, block_bytes: u32, blocks: u64, depth: u32) -> Self {
         Self {
             reading,
@@ -110,7 +110,7 @@ struct Run {
     ring: Ring,
     blocks: Vec<RawBlock>,
     ready: VecDeque<(u32, u32)>,
-    /// Buffers, the one that was used longest ago first.
+    /// Buffers, the least recently used first.
     free: VecDeque<u64>,
 }
 
@@ -229,8 +229,8 @@ pub fn process_time() -> Duration {
     )
 }
 
-/// The numbers below `count` in an order that depends on `seed` alone (0: their own); for whoever compares with the
-/// loop, since the order matters to the device.
+/// The numbers below `count` in an order that depends on `seed` alone (0: their own); for comparisons with the loop,
+/// since the order matters to the device.
 pub fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
     let mut order: Vec<u64> = (0..count).collect();
     let mut state = seed;

@@ -73,7 +73,7 @@ impl fmt::Debug for Ring {
     }
 }
 
-/// How much of the arena is registered, from its start on, in whole regions.
+/// The part of the arena that is registered, from its start on, in whole regions.
 #[derive(Debug)]
 enum Regions {
     /// The kernel refused, now or at a later region.
@@ -334,10 +334,9 @@ impl Ring {
 }
 
 impl Drop for Ring {
-    /// Waits for everything that the kernel may still read or write. Operations not finished within
-    /// [`DRAIN_LIMIT`] (a device that hangs, a thread that is not the ring's) leaves its memory behind
-    /// for good: closing a ring does not wait for its transfers, so freeing it would be a write to
-    /// somebody else's memory later.
+    /// Waits for everything that the kernel may still read or write. Operations not finished within [`DRAIN_LIMIT`] (a
+    /// device that hangs, a thread that is not the ring's) leaves its memory behind for good: closing a ring does not
+    /// wait for its transfers, so freeing it would be a write to other memory later.
     fn drop(&mut self) {
         let deadline = Instant::now() + DRAIN_LIMIT;
         while self.pending > 0 {

@@ -63,7 +63,7 @@ pub struct Uring<I: FaultHook = Direct> {
     /// waiting.
     slots: Vec<Slot>,
     free: Vec<u16>,
-    /// By index of the device: one that hangs holds up no other.
+    /// Lanes by index of the device: a device that hangs does not delay the others.
     lanes: Vec<Lane>,
     queues: Queues,
     wake: ArmedWake,
@@ -107,9 +107,8 @@ impl UringParts {
 }
 
 impl Uring {
-    /// A ring for `depth` operations in flight on each device (at most 4096, and 16384 of all devices
-    /// together). Fails where the kernel does not allow
-    /// io_uring or is too old.
+    /// A ring for `depth` operations in flight on each device (at most 4096, and 16384 of all
+    /// devices together). Fails where the kernel does not allow io_uring or is too old.
     pub fn new(
         depth: usize,
         arena: Arc<Arena>,
@@ -367,7 +366,7 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    /// Goes on with the checksums of the writes that the device has. False if there is nothing to compute.
+    /// Continues the checksums of the writes that the device has. False if there is nothing to compute.
     fn sum(&mut self) -> bool {
         let Some(&(_, index)) = self.queues.unsummed.front() else {
             return false;
@@ -389,7 +388,7 @@ impl<I: FaultHook> Uring<I> {
         self.queues.summing = Summing::default();
     }
 
-    /// Hands over ended operations, verifying no more than [`VERIFY_BYTES`] or one payload.
+    /// Delivers ended operations, verifying no more than [`VERIFY_BYTES`] or one payload.
     fn deliver(&mut self, out: &mut Vec<IoCompletion>) {
         let before = out.len();
         out.append(&mut self.queues.refused);

@@ -51,7 +51,7 @@ impl EventWake {
         self.fd.as_fd()
     }
 
-    /// Whether a wake-up was due. Whatever was done before it is visible afterwards.
+    /// Whether a wake-up was due. The waker's earlier writes are visible afterwards.
     pub(super) fn take(&self) -> bool {
         self.woken.swap(false, Ordering::AcqRel)
     }

@@ -68,8 +68,7 @@ impl Policy {
     }
 
     /// Takes a node out of the candidates of size class `class`; `last` is its value at the
-    /// insertion.
-    /// Returns whether it was there.
+    /// insertion. Returns whether it was there.
     pub fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
         work::candidate();
         match &mut self.engine {
@@ -160,7 +159,8 @@ impl Policy {
         }
     }
 
-    /// The request of `tick` is done; relearns now and then. Bounded work, whatever the capacity.
+    /// The request of `tick` is done; relearns now and then. The work is bounded for every
+    /// capacity.
     pub fn end_of_request(&mut self, tick: u64) {
         if let Learner::LeafHd(leafhd) = &mut self.engine {
             leafhd.end_of_request(tick);

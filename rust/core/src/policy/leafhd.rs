@@ -32,7 +32,7 @@ pub(super) struct LeafHd {
     drawn: Option<(u16, u64, Leaf)>,
 }
 
-/// The leaves of one size class: an array to draw from, and where in it each node stands.
+/// The leaves of one size class: an array to draw from, and the place of each node in it.
 #[derive(Debug, Default)]
 struct Leaves {
     leaves: Vec<Leaf>,

@@ -12,8 +12,8 @@
 //!   else ask for a [`Policy::victim`], then [`Policy::admit`]; evict the victim ([`Policy::remove_leaf`],
 //!   [`Policy::on_evict`]) and store ([`Policy::on_insert`]), or refuse ([`Policy::on_refuse`]). The blocks
 //!   behind a refused one are offered and refused without asking for a victim.
-//! - Under least-recently-used only the deepest block of a request need be touched; whoever evicts a
-//!   leaf hands its `last` on to the parent (the later of the two counts). When
+//! - Under least-recently-used only the deepest block of a request need be touched; the caller that
+//!   evicts a leaf passes its `last` to the parent (the later of the two counts). When
 //!   [`Policy::touches_every_block`] is true, every block of a hit goes through [`Policy::on_hit`].
 
 mod cohorts;

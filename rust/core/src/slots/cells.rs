@@ -1,4 +1,4 @@
-//! Who uses each slot that a page has. On disk the number of a cell is that of the slot's record in the table.
+//! The owner of each slot that a page has. The number of a cell is that of the slot's record in the table.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -121,12 +121,12 @@ impl Cells {
         &mut self.cells[cell as usize]
     }
 
-    /// Who uses a cell, if it is there and anybody does.
+    /// The owner of a cell, if the cell is there and has one.
     pub(super) fn owner(&self, cell: u32) -> Option<Owner> {
         self.cells.get(cell as usize)?.get()
     }
 
-    /// Cells that somebody uses.
+    /// Cells in use.
     #[cfg(feature = "check")]
     pub(super) fn used(&self) -> usize {
         let cells = (0..self.end()).filter(|&cell| self.owner(cell).is_some());

@@ -91,8 +91,7 @@ impl Slots {
     }
 
     /// Keeps the free cells of a run, and those that become free, for a page of `class`, until
-    /// [`Slots::open_run`] or a slot of that
-    /// class is taken. One run at a time.
+    /// [`Slots::open_run`] or a slot of that class is taken. One run at a time.
     pub(crate) fn close_run(&mut self, run: Run, class: Class) {
         assert!(self.closed.is_none(), "one run is closed at a time");
         let pages = self.pages_of(run);

@@ -14,7 +14,7 @@ use rig::{MILLISECOND, Rig, SECOND};
 
 const ENOSPC: i32 = 28;
 const EIO: i32 = 5;
-/// What an IO engine with `io_depth` 32 takes for each device.
+/// Operations that an IO engine with `io_depth` 32 takes for each device.
 const DEPTH: usize = 72;
 
 fn config(host_bytes: u64) -> EngineConfig {
@@ -156,7 +156,8 @@ fn two_directories() -> (Rig, [Vec<u64>; 2]) {
     (rig, of_device)
 }
 
-/// Starts what the engine wants. What one device was asked for ends, the rest hangs.
+/// Starts the operations that the engine wants. Operations on the device `hung` hang, the others
+/// end.
 fn serve_all_but(hung: u16, rig: &mut Rig, hanging: &mut Vec<IoRequest>) {
     loop {
         let held = hanging.len();
@@ -209,7 +210,7 @@ fn a_device_that_hangs_takes_only_what_lies_on_it() {
     assert_eq!(rig.ask(on_hung[0], 30), Some(0));
     rig.leave(on_hung[0], 0);
 
-    // It gets nothing new: what is saved goes to the other one.
+    // It gets no new operations: saved payloads go to the other device.
     let before = rig.engine.disk_blocks_by_device();
     for number in 100..110 {
         rig.save(number, 30);
@@ -329,7 +330,7 @@ fn what_exceeds_the_write_queue_is_refused_with_its_reason_and_offered_again() {
         rig.settle();
         for number in 0..8 {
             rig.save(number, 100);
-            // A disk that has its hands full.
+            // A disk without room for more operations.
             rig.start(0);
             if rate > 0 {
                 rig.start(64);

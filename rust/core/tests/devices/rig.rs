@@ -1,4 +1,4 @@
-//! An engine over directories without payload bytes, in virtual time: what each device does is the test's.
+//! An engine over directories without payload bytes, in virtual time: the test decides how each device answers.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
@@ -107,7 +107,7 @@ impl Rig {
         self.engine.set_now(self.now_ns);
     }
 
-    /// What the engine starts now.
+    /// The operations that the engine starts now.
     pub(crate) fn start(&mut self, room: usize) -> Vec<IoRequest> {
         let mut requests = Vec::new();
         self.engine.next_io(room, &mut requests);
@@ -179,7 +179,7 @@ impl Rig {
         answer.tokens().map(|Tokens(tokens)| tokens / HASH_BLOCK)
     }
 
-    /// The request of a prompt loads what it was promised, and leaves.
+    /// The request of a prompt loads its promised tokens, and leaves.
     pub(crate) fn leave(&mut self, number: u64, blocks: u32) {
         let name = number.to_string();
         let tokens = Tokens(blocks * HASH_BLOCK);

@@ -132,7 +132,7 @@ fn a_verified_hit_ends_before_a_block_that_changed() {
     assert_eq!(running.hit("after", &hashes), CHANGED as u32);
     assert_eq!(running.failures(), 1);
     running.finish("after");
-    // What is saved again is found again.
+    // Blocks that are saved again are found again.
     running.save(&hashes);
     assert_eq!(running.hit("again", &hashes), LEN);
 }

@@ -1,4 +1,4 @@
-//! SIGKILL at random moments under load: whatever the store holds afterwards is right.
+//! SIGKILL at random moments under load: all payloads of the store are right afterwards.
 
 use std::io::{BufRead, BufReader};
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! The files are damaged behind the engine's back, between two lives or during one.
+//! The files are damaged while the engine does not notice, between two lives or during one.
 
 use std::fs::File;
 use std::path::Path;
@@ -22,8 +22,8 @@ fn hit_all(rig: &mut Rig) -> u32 {
 
 const ALL: u32 = PROMPTS as u32 * LEN;
 
-/// Saves, damages, opens again: what is found is right and at least `least`; what is lost can be
-/// saved again and is there in the life after.
+/// Saves, damages, opens again: the hit is right and has at least `least` blocks; lost blocks can
+/// be saved again and are there in the life after.
 fn survives(least: u32, damage: impl Fn(&Path, &mut Random)) {
     for seed in 0..12 {
         let (_guard, store) = dir();
@@ -95,7 +95,7 @@ fn torn_blocks_of_records() {
     survives(0, |store, random| {
         let blocks = u64::from(ALL) * RECORD_BYTES as u64 / BLOCK_BYTES as u64;
         let at = random.below(blocks) * BLOCK_BYTES as u64;
-        // Of eight sectors some hold what was there before, or what belongs elsewhere.
+        // Some of the eight sectors hold their earlier bytes, or bytes that belong elsewhere.
         let pattern = random.below(255) + 1;
         let tear = |bytes: &mut [u8]| {
             let elsewhere = bytes[..512].to_vec();
@@ -186,7 +186,7 @@ fn files_deleted_during_a_life() {
         let said = rig.missing_files();
         assert!(said.iter().any(|said| said.contains(name)), "{said:?}");
         drop(rig);
-        // Not overwritten silently: the operator is told what is wrong.
+        // The store is not overwritten silently: the operator is told the fault.
         let refused = open::open(&dirs[0], DISK, 1).unwrap_err().to_string();
         assert!(
             refused.contains(name) && refused.contains("delete"),

@@ -107,7 +107,7 @@ fn a_failed_or_corrupt_read_is_a_shorter_hit_and_heals() {
         let mut rig = Open::new(&dirs).with(io, script.clone());
         let hit = rig.hit(1, 20);
         assert!(script.is_used_up());
-        // The eighth read is that of one of the first blocks; what stands on it goes with it.
+        // The eighth read is that of one of the first blocks; its descendants go with it.
         assert!(hit < 20, "{io:?} {fault:?}: {hit}");
         let counters = *rig.engine.counters();
         let failures = (counters.checksum_failures, counters.read_failures);
@@ -193,7 +193,7 @@ fn a_device_that_fails_every_read_is_given_up_and_tried_again() {
         drop(rig);
         let mut rig = Open::new(&dirs).plain();
         assert_eq!(rig.hit(100, 5), 5, "{io:?}");
-        // Whatever else is found is right.
+        // All other hits are right.
         (1..=20).for_each(|prompt| assert!(rig.hit(prompt, 5) <= 5));
     }
 }
@@ -287,7 +287,7 @@ fn a_device_that_answers_late_delays_one_answer_and_wastes_no_read() {
     rig.engine.finish_request(session, "r");
     let counters = rig.engine.counters();
     assert_eq!((counters.promotions_given_up, counters.promotions), (1, 0));
-    // Ten seconds later the answers come. Their slots were nobody else's meanwhile.
+    // Ten seconds later the answers come. No other payload used their slots meanwhile.
     rig.pass(10 * SECOND);
     control.release();
     rig.pump();
@@ -317,7 +317,7 @@ fn a_lookup_waits_no_longer_than_five_limits_for_a_look_at_the_device() {
         let question = LookupRequest::new("r", &hashes);
         rig.engine.lookup(session, &question).tokens()
     };
-    // Whoever looks may hang in the device, too.
+    // The polling thread may hang in the device, too.
     assert_eq!(ask(&mut rig), None);
     rig.pass(5 * stall_ns - 1);
     assert_eq!(ask(&mut rig), None);

@@ -1,5 +1,5 @@
 //! The disk tier on real files: faults of the device, damage to the files, crashes, capacities,
-//! several models and several devices. Whatever happens, no wrong byte is served.
+//! several models and several devices. No wrong byte is ever served.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 

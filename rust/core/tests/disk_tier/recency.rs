@@ -1,4 +1,4 @@
-//! What was used last is kept longest, also across restarts.
+//! The blocks that were used last are kept longest, also across restarts.
 
 use undercroft_core::io::fault_hook::Direct;
 
@@ -11,7 +11,7 @@ const LARGE: Model = Model {
 };
 const PROMPTS: u64 = 4 * DISK / 60_000;
 
-/// Those of the prompts that are there.
+/// The prompts that are still on disk.
 fn found(rig: &mut Rig, prompts: impl Iterator<Item = u64>) -> Vec<u64> {
     prompts
         .filter(|&prompt| rig.hit_of(&LARGE, prompt, 1) == 1)
@@ -47,7 +47,7 @@ fn what_was_hit_is_evicted_last_after_a_restart() {
             drop(rig);
             let mut rig = Open::new(&dirs).with(io, Direct);
             assert_eq!(rig.recovery.blocks, room);
-            // Another 200: half of what is there has to go.
+            // Another 200: half of the kept prompts must be evicted.
             saved(&mut rig, PROMPTS..PROMPTS + 200);
             assert!(rig.engine.counters().disk_evictions > 60, "{io:?}");
             assert_eq!(

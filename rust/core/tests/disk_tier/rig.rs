@@ -26,7 +26,7 @@ pub(crate) const SECOND: u64 = 1_000_000_000;
 /// Never passes in a healthy run; a hang fails the test instead of blocking it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Which IO engine, with what in between.
+/// The IO engines to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Io {
     Ring,
@@ -34,7 +34,7 @@ pub(crate) enum Io {
 }
 
 impl Io {
-    /// Those that this machine allows.
+    /// The IO engines that this machine allows.
     pub(crate) fn all() -> Vec<Self> {
         match probe_io_uring() {
             Ok(()) => vec![Self::Ring, Self::Pool],
@@ -69,7 +69,7 @@ pub(crate) struct Model {
     pub(crate) payload_bytes: u32,
 }
 
-/// Neither a multiple of 4096 nor small: several to a page.
+/// Its payloads are neither a multiple of 4096 bytes nor small: several fit a page.
 pub(crate) const MODEL: Model = Model {
     id: 1,
     payload_bytes: 12_000,
@@ -168,7 +168,7 @@ fn blocks<'a>(
 
 /// One life of an engine. Dropped, it ends like a killed process: nothing is flushed.
 pub(crate) struct Rig {
-    /// Dropped first: it waits for what is in flight.
+    /// Dropped first: it waits for the operations in flight.
     pub(crate) io: Box<dyn IoEngine>,
     pub(crate) engine: Engine,
     pub(crate) arena: Arc<Arena>,
@@ -241,7 +241,7 @@ impl Rig {
         self.engine.set_now(self.now_ns);
     }
 
-    /// What the directories say of files that are no longer theirs.
+    /// The directories' messages about files that are no longer theirs.
     pub(crate) fn missing_files(&self) -> Vec<String> {
         self.locks
             .iter()
@@ -249,7 +249,7 @@ impl Rig {
             .collect()
     }
 
-    /// Hands the device what the engine wants to start now; how much that was.
+    /// Hands the device the operations that the engine wants to start now; returns their number.
     pub(crate) fn start_io(&mut self) -> usize {
         let mut requests = Vec::new();
         let devices = 0..self.engine.device_count() as u16;
@@ -294,7 +294,7 @@ impl Rig {
         }
     }
 
-    /// Saves what is not here of a prompt, and writes it to disk as far as that goes.
+    /// Saves the missing blocks of a prompt, and writes them to disk as far as that goes.
     pub(crate) fn save(&mut self, prompt: u64, len: u32) {
         self.save_of(&MODEL, prompt, len);
     }
@@ -329,7 +329,7 @@ impl Rig {
         self.pump();
     }
 
-    /// Looks a prompt up, loads what is found, compares every byte; how many blocks that were.
+    /// Looks a prompt up, loads the hit, compares every byte; returns the number of blocks.
     pub(crate) fn hit(&mut self, prompt: u64, len: u32) -> u32 {
         self.hit_of(&MODEL, prompt, len)
     }

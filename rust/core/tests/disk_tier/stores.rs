@@ -16,7 +16,7 @@ use crate::child;
 use crate::faults::Broken;
 use crate::rig::{DISK, HOST, Io, MODEL, Model, Open, Rig, SECOND, dir};
 
-/// What all files of a directory take on the filesystem.
+/// Bytes that all files of a directory take on the filesystem.
 fn disk_usage(store: &Path) -> u64 {
     let files = std::fs::read_dir(store).unwrap();
     files
@@ -44,7 +44,7 @@ fn capacity_is_never_exceeded_and_can_be_changed_between_lives() {
         let kept = rig.recovery.blocks;
         let fits = capacity / 4096;
         assert!(kept <= fits, "{kept} blocks in {capacity} bytes");
-        // What fits is kept, if the chains are whole: a record lost takes what stands on it.
+        // Payloads that fit are kept, if the chains are whole: a lost record takes its descendants.
         let least = last.min(fits) / 4;
         assert!(
             kept >= least,
@@ -87,7 +87,8 @@ fn a_capacity_that_would_fill_the_filesystem_is_refused() {
         refused.contains("percentage") && refused.contains("disk_capacity"),
         "{refused}"
     );
-    // What can be used is said, and can be used: less than all that is free.
+    // The message names the usable capacity, and that capacity can be used: it is less than all
+    // free space.
     let dirs = [store];
     assert_eq!(Open::new(&dirs).plain().hit(1, 5), 0);
 }
@@ -105,7 +106,7 @@ fn space_moves_between_models_by_use() {
         for prompt in 0..prompts {
             rig.save_of(model, prompt, len);
         }
-        // The newest of this model are all on disk, whoever had the space before.
+        // The newest blocks of this model are all on disk, whichever model had the space before.
         let used = rig.engine.gauges().disk_used_bytes;
         assert!(used > DISK * 7 / 10, "{model:?}: {used}");
         drop(rig);
@@ -158,7 +159,7 @@ fn a_directory_never_stops_remembering() {
         }
     }
     let mut rig = Open::new(&dirs).plain();
-    // Those used last are there, the others made room for them.
+    // The identities used last are there, the others made room for them.
     for id in last - 100..last {
         assert_eq!(visit(&mut rig, &model(id)), 1, "identity {id} of {last}");
     }
@@ -298,7 +299,7 @@ fn a_directory_that_fails_takes_only_its_own_blocks_with_it() {
         let health = rig.engine.health();
         assert_eq!(health[0].0, Health::Good);
         assert!(matches!(health[1].0, Health::Failed { .. }), "{health:?}");
-        // What was lost is saved again, where it can be.
+        // The lost blocks are saved again, where they can be.
         (0..prompts).for_each(|prompt| rig.save(prompt, len));
         assert_eq!(
             rig.engine.disk_blocks_by_device(),
@@ -430,7 +431,7 @@ fn a_directory_that_was_away_during_a_reset_is_not_believed() {
         for prompt in 0..8 {
             assert_eq!(rig.hit(prompt, 10), 0, "{prompt}");
         }
-        // It goes on as usual, also after the next start.
+        // The store works as usual, also after the next start.
         rig.save(30, 10);
         drop(rig);
         let mut rig = open(&both);

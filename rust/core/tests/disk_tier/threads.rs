@@ -31,7 +31,7 @@ impl Clock for Hand {
     }
 }
 
-/// What a request is told: at once, or when the disk has answered.
+/// The answer to a request: at once, or when the disk has answered.
 fn ask(driver: &Driver, session: SessionId, prompt: u64, patient: bool) -> Option<Tokens> {
     let hashes = Model::hashes(prompt, 10);
     let name = prompt.to_string();
@@ -50,7 +50,7 @@ fn ask(driver: &Driver, session: SessionId, prompt: u64, patient: bool) -> Optio
     answer
 }
 
-/// Loads what a request was promised, and compares it.
+/// Loads the promised tokens of a request, and compares them.
 fn load(driver: &Driver, arena: &Arena, session: SessionId, prompt: u64) -> u32 {
     let (hashes, name) = (Model::hashes(prompt, 10), prompt.to_string());
     let transfer = driver

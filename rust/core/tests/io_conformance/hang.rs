@@ -78,7 +78,7 @@ fn a_device_that_hangs_holds_up_no_other_io_uring() {
     }
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let mut devices: Vec<DeviceFiles> = dirs.iter().map(|dir| device_in(dir.path())).collect();
-    // Nobody writes to the pipe: its reads do not end.
+    // No bytes come through the pipe: its reads do not end.
     let (never_ready, writer) = rustix::pipe::pipe().unwrap();
     devices[0].data = never_ready;
     let arena = Arc::new(Arena::create(ARENA).unwrap());

@@ -1,4 +1,4 @@
-//! What every IO engine has to do, run on each of them.
+//! The behaviour that every IO engine must have, tested on each of them.
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
@@ -183,7 +183,8 @@ fn errors_are_reported_and_pass(open: Open) {
     }
 }
 
-/// EAGAIN alone, on each kind of call: asked again for the same bytes, and nobody hears of it.
+/// EAGAIN alone, on each kind of call: the IO engine asks again for the same bytes, and its caller
+/// does not notice.
 fn a_busy_device_is_asked_again(open: Open) {
     let busy = || [Verdict::Fail(Errno::AGAIN.raw_os_error())];
     let script = Script::default()
@@ -396,7 +397,8 @@ fn dropping_waits_for_what_is_in_flight(open: Open) {
     }
 }
 
-/// Rounds of writes and reads under faults: whatever completes without an error is right.
+/// Rounds of writes and reads under faults: every operation that completes without an error is
+/// right.
 fn noise_never_makes_wrong_bytes(
     open: impl Fn(Arc<Arena>, DeviceFiles, Noise) -> Box<dyn IoEngine>,
 ) {

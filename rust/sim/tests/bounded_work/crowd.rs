@@ -1,4 +1,4 @@
-//! Payloads of one model crowd another model's out, whatever their sizes, and only while they come.
+//! Payloads of one model crowd another model's out, for all sizes, and only while they come.
 
 use undercroft_core::engine::SessionId;
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
@@ -54,7 +54,7 @@ fn save_all(rig: &mut Rig, session: SessionId, blocks: u64) {
     rig.pump();
 }
 
-/// From every mixture of tiers: hash blocks that lie in host memory, and of these the ones that are asked for once more.
+/// For every mixture of tiers: hash blocks that lie in host memory, and those of them that are asked for once more.
 fn crowd_out(kinds: [u32; 2], steps: usize) {
     let mut rig = Rig::new(HOST, 100 * HOST);
     let model = rig.open(sized(hybrid("model", GroupKind::State), &kinds));

@@ -11,7 +11,7 @@ use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 use undercroft_core::session::{Offer, SessionSpec};
 
-/// Many times what one entry may touch.
+/// Many times the blocks that one entry may touch.
 const BLOCKS: u64 = 40_000;
 const CHAIN: u64 = 200;
 
@@ -168,7 +168,7 @@ fn a_lookup_that_finds_no_state_for_a_long_way_up_takes_several_entries() {
         let mut rig = Rig::new(20_000, 0);
         let session = rig.open(hybrid("model", kind));
         let prompt = chain(0, 16_000);
-        // Of the states and windows only those of the beginning were saved.
+        // Only the states and windows of the beginning were saved.
         let offer = Offer {
             group: 1,
             first_block: 0,

@@ -10,7 +10,7 @@ use undercroft_core::session::{LookupRequest, Offer, SaveRequest, Tokens};
 use undercroft_core::slots::page_bytes_for;
 use undercroft_core::work::Work;
 
-/// Units of work that an entry may do, whatever the engine holds.
+/// Units of work that an entry may do, however many blocks the engine holds.
 const UNITS: u64 = 2_000;
 /// And for each hash block that the caller names.
 const UNITS_PER_BLOCK: u64 = 40;
@@ -20,7 +20,7 @@ pub(crate) const PAYLOAD: u32 = 128 << 10;
 /// Operations that a device takes at once.
 const DEPTH: usize = 64;
 
-/// What the device answers.
+/// The operations that the device fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     None,
@@ -35,7 +35,7 @@ pub(crate) struct Rig {
     super_bytes: Vec<u8>,
     capacity: u64,
     pub(crate) fault: Fault,
-    /// The entry that did most beyond what it may do for what its caller names.
+    /// Work of the entry that did most, beyond the work that its caller's arguments allow.
     pub(crate) most: u64,
 }
 
@@ -182,7 +182,7 @@ impl Rig {
         self.lookup_within(named, session, hashes)
     }
 
-    /// The same. Each entry may do what one may that names so many hash blocks.
+    /// The same. Each entry may do as much work as one that names so many hash blocks.
     pub(crate) fn lookup_within(
         &mut self,
         named: u64,

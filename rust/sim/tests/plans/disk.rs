@@ -115,7 +115,7 @@ impl Device {
     }
 }
 
-/// What is on the directory beside payloads.
+/// The files of the directory beside payloads.
 #[derive(Debug)]
 pub(crate) struct Files {
     table: Vec<u8>,
@@ -123,7 +123,7 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    /// Files of a new directory, and what the engine is told of it.
+    /// Files of a new directory, and its image for the engine.
     pub(crate) fn new(capacity: u64) -> (Self, DeviceImage) {
         let page_bytes = page_bytes_for(capacity);
         let superblock = Superblock {

@@ -1,5 +1,5 @@
-//! Planned waits over disks whose rates change, that others use, and that hang: what they cost beside the better of
-//! loading all and computing all, which is known afterwards.
+//! Planned waits over disks whose rates change, that others use, and that hang. Their cost is compared with the better
+//! of loading all and computing all, which is known afterwards.
 //!
 //! `UNDERCROFT_PLAN_SEEDS=10000 cargo nextest run -p undercroft-sim --test plans --release`
 
@@ -23,7 +23,8 @@ const HOST: u64 = 256;
 /// Requests that are measured in each life, and blocks of the longest.
 const REQUESTS: usize = 40;
 const LONGEST: f64 = 96.0;
-/// How often the scheduler of a vLLM asks that runs nothing. One that decodes asks once a step.
+/// How often the scheduler of an idle vLLM asks. The scheduler of a vLLM that decodes asks once a
+/// step.
 const POLL: u64 = 1_000_000;
 /// Tokens of a step.
 const CHUNK: u32 = 2048;
@@ -95,7 +96,7 @@ struct Life {
     random: Random,
 }
 
-/// What the requests of a life took, in seconds.
+/// Times that the requests of a life took, in seconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
     planned: f64,
@@ -243,7 +244,7 @@ impl Life {
         let prompts = (0..).zip(lengths).map(|(i, &blocks)| chain(i, blocks));
         let prompts: Vec<Vec<BlockHash>> = prompts.collect();
         prompts.iter().for_each(|hashes| self.save(hashes));
-        // What has been saved leaves host memory.
+        // Saved blocks leave host memory.
         for i in 0..HOST / 32 {
             let hashes = chain(1_000_000 + i, 32);
             self.save(&hashes);
@@ -298,7 +299,7 @@ impl Life {
             self.run_step(0, 0, noise);
         }
         let began_ns = self.now_ns;
-        // What a load of all would take: the device goes on as it would.
+        // The time of a load of all: a copy of the device tells it.
         let mut device = self.device.clone();
         let all_ns = (0..hashes.len()).fold(0, |_, _| device.read(PAYLOAD, began_ns)) - began_ns;
         let request = LookupRequest::new("ask", hashes).max(Tokens(end - 1));

@@ -22,9 +22,9 @@ mod room;
 #[derive(Debug)]
 struct NamespaceState {
     digest: NamespaceDigest,
-    /// Ties records on disk to one life of the namespace: a reset takes a new one.
+    /// The instance in its records on disk: a reset begins a new one.
     instance: u64,
-    /// Of one session alone, whose weights may be others than the description says.
+    /// It belongs to one session, whose weights may differ from the description's.
     private: bool,
     /// Not in the namespace table: its records end with the process.
     volatile: bool,
@@ -39,9 +39,9 @@ struct EntryWrite {
     index: usize,
     file_offset: u64,
     bytes: Box<[u8]>,
-    /// It clears the entry, durably.
+    /// The write clears the entry, durably.
     clears: bool,
-    /// It has failed before: it is tried again when the directory takes writes.
+    /// The write has failed before: it is tried again when the directory takes writes.
     failed: bool,
 }
 
@@ -55,8 +55,8 @@ impl EntryWrite {
 ///
 /// Invariants:
 /// - an instance is never given to two lives, nor to one that any directory knows;
-/// - one entry is written once at a time, in the order of its changes: what was cleared is never followed
-///   by what it held;
+/// - one entry is written once at a time, in the order of its changes: an entry's old contents are never written after
+///   its clearing;
 /// - a shared namespace that was reset is entered again only when every clearing write has succeeded.
 #[derive(Debug)]
 pub(super) struct Namespaces {
@@ -159,7 +159,7 @@ impl Namespaces {
             }
             self.used(ns, residency, used_s);
             if lacks_entry(self.state(ns), residency) {
-                // It is empty after a reset, or came when sessions used all that were in the tables.
+                // The namespace is empty after a reset, or came when sessions used all the tables' namespaces.
                 self.make_room(self.shared_max, residency, |other| {
                     other != ns && is_unused(other)
                 });
@@ -167,7 +167,7 @@ impl Namespaces {
             }
             return Ok(ns);
         }
-        // Nothing goes for a namespace that cannot come.
+        // No namespace is forgotten for one that does not fit.
         residency.fit(spec.clone())?;
         fit_entry(&spec)?;
         self.make_room(self.shared_max.saturating_sub(1), residency, &is_unused);
@@ -240,7 +240,7 @@ impl Namespaces {
         state.last_use = state.last_use.max(tick);
     }
 
-    /// An index that a private namespace had, of which nothing is left.
+    /// An index of a private namespace of which no block is left.
     fn vacant(&self, residency: &Residency, is_unused: impl Fn(NsId) -> bool) -> Option<NsId> {
         (0..).zip(&self.table).find_map(|(ns, state)| {
             let is_empty = state.private && !residency.forest().has_nodes(ns);
@@ -284,7 +284,7 @@ impl Namespaces {
         private: bool,
         residency: &mut Residency,
     ) -> Result<NsId, RegisterError> {
-        // As many private ones as there are sessions.
+        // There may be as many private namespaces as sessions.
         if !private {
             self.check_count()?;
         }
@@ -328,8 +328,8 @@ impl Namespaces {
         }
     }
 
-    /// Enters a namespace into the table of each directory that lacks it. Where sessions use all that are in a
-    /// table, it is volatile: a restart does not find its blocks in that directory.
+    /// Enters a namespace into the table of each directory that lacks it. Where sessions use all namespaces of a table,
+    /// it is volatile: a restart does not find its blocks in that directory.
     pub(super) fn enter(&mut self, ns: NsId, residency: &mut Residency) {
         let (instance, is_volatile) = (self.instance(ns), self.state(ns).volatile);
         let entry = NamespaceEntry {
@@ -340,7 +340,7 @@ impl Namespaces {
             .encode()
             .expect("register refuses a description that does not fit an entry");
         for device in residency.devices() {
-            // One that could not be opened yet gets the entries when it is.
+            // A directory that could not be opened yet gets the entries when it is opened.
             if residency.disk_mut(device).is_absent() {
                 continue;
             }
@@ -371,8 +371,8 @@ impl Namespaces {
         }
     }
 
-    /// A namespace begins another life, at an index of its own: no block and no record of before belongs to
-    /// it. Lets the old life go, durably. The caller moves the sessions.
+    /// A namespace begins another life, at an index of its own: no earlier block or record belongs to it. Ends the old
+    /// life, durably. The caller moves the sessions.
     pub(super) fn begin_new_life(
         &mut self,
         ns: NsId,
@@ -380,10 +380,10 @@ impl Namespaces {
         is_unused: impl Fn(NsId) -> bool,
     ) -> NsId {
         let (is_private, last_use) = (self.is_private(ns), self.state(ns).last_use);
-        // Private at first: there may be as many shared ones as may be.
+        // Private at first: the number of shared namespaces may be at its limit.
         let added = self.add_private(ns, residency, is_unused);
         self.vacate(ns, residency);
-        // Without an index left it keeps its own, and all is removed in this entry.
+        // If no index is left, the namespace keeps its own, and this entry removes all its blocks.
         let new = added.unwrap_or_else(|_| {
             residency.finish_removals();
             ns
@@ -422,8 +422,8 @@ impl Namespaces {
         });
     }
 
-    /// Enters namespaces that were reset once nothing of before can come back, for those who still have
-    /// the weights that the description says; and those for which there was no room.
+    /// Once no record from before a reset can return, enters the reset namespaces for the sessions that still have the
+    /// description's weights, and the namespaces for which there was no room.
     fn enter_again(&mut self, residency: &mut Residency) {
         if self.clearing().next().is_some() {
             return;
@@ -539,8 +539,8 @@ impl Namespaces {
         self.instances.insert(instance);
     }
 
-    /// An identity for a life of a namespace, other than all that the directories know: after a
-    /// restart with the same seed too, no old record may come back to life.
+    /// An identity for a life of a namespace, unknown to every directory: no old record may become
+    /// valid again, even after a restart with the same seed.
     fn new_instance(&mut self) -> u64 {
         loop {
             let instance = self.next_random();

@@ -6,8 +6,8 @@ use super::{NamespaceState, Namespaces};
 use crate::engine::residency::Residency;
 
 impl Namespaces {
-    /// Lets namespaces go until there are at most `shared_most`, and each table has room for an entry, or all
-    /// that are left are in use.
+    /// Forgets namespaces until there are at most `shared_most` and each table has room for an entry, or until all the
+    /// others are in use.
     pub(super) fn make_room(
         &mut self,
         shared_most: usize,
@@ -22,8 +22,8 @@ impl Namespaces {
         }
     }
 
-    /// The namespace that makes room, if any is in the way: of those that nobody uses the one that was used
-    /// least recently, and one without blocks before all others.
+    /// The namespace to forget, if room is short: the least recently used one of those without a session, and one
+    /// without blocks before all others.
     fn next_to_go(
         &self,
         shared_most: usize,
@@ -70,15 +70,15 @@ impl Namespaces {
         }
     }
 
-    /// Lets a namespace and its blocks go: from now on nobody finds them. Its index is free once they have
-    /// gone, which takes many entries of the engine, and nothing uses them.
+    /// Forgets a namespace and its blocks: from now on no lookup finds them. Its index is free once the blocks are
+    /// removed, which takes many entries of the engine, and nothing uses them.
     pub(super) fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
         residency.remove_namespace(ns);
         let old = self.instance(ns);
         for device in residency.devices() {
             for index in 0..residency.disk_mut(device).namespace_entries.len() {
                 if residency.disk_mut(device).namespace_entries[index] == old {
-                    // Durably: a reset of the namespace's next life must not leave this one to come back.
+                    // The entry is cleared durably: a reset of the namespace's next life must not let this one return.
                     self.clear_entry(device, index, residency);
                 }
             }
@@ -86,7 +86,7 @@ impl Namespaces {
         let instance = self.new_instance();
         let state = self.state_mut(ns);
         state.instance = instance;
-        // As a private one whose session has ended.
+        // The namespace is now like a private one whose session has ended.
         state.private = true;
         state.volatile = true;
     }

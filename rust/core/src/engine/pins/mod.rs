@@ -1,7 +1,7 @@
-//! Pins: leases that hints ask for. A pin keeps a chain in the tiers until nobody has used it for its time to live.
+//! Pins: leases that hints ask for. A pin keeps a chain in the tiers until its time to live has passed without a use.
 //!
-//! Pins have a budget, a part of the arena. Above it the pin that was used least recently ends. What two pins share
-//! counts once (`tree`).
+//! Pins have a budget, a part of the arena. Above it the pin that was used least recently ends. Blocks that two pins
+//! share count once (`tree`).
 
 mod tree;
 
@@ -45,7 +45,7 @@ struct Pin {
     name: Box<str>,
 }
 
-/// What a pin is to be.
+/// The properties of a pin to begin.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PinSpec<'a> {
     pub(super) ns: NsId,
@@ -55,8 +55,8 @@ pub(super) struct PinSpec<'a> {
 
 /// The pins of all namespaces.
 ///
-/// Invariants: `bytes` are at most `budget`, and those of all pinned chains, what several share once; each pin leases
-/// its node; the orders have each pin once.
+/// Invariants: `bytes` are at most `budget` and equal the bytes of all pinned chains, shared blocks counted once; each
+/// pin leases its node; the orders have each pin once.
 #[derive(Debug)]
 pub(super) struct Pins {
     budget: u64,
@@ -166,8 +166,8 @@ impl Pins {
         })
     }
 
-    /// Ends pins, those first that were used least recently, until what a pin of `depth` needs beyond what is
-    /// `shared` fits.
+    /// Ends pins, the least recently used ones first, until the bytes fit that a pin of `depth` needs beyond the
+    /// `shared` ones.
     fn make_room(
         &mut self,
         ns: NsId,
@@ -179,7 +179,7 @@ impl Pins {
         let needed = needed(residency, ns, shared, depth);
         let most = self.budget.saturating_sub(needed);
         if needed > self.budget {
-            // It is clipped in any case: what remains of it is to have all of the budget.
+            // The pin is clipped in any case: its remaining blocks get all of the budget.
             return self.end_oldest(shared, 0, residency, counters);
         }
         self.end_oldest(shared, most, residency, counters);
@@ -413,7 +413,7 @@ impl Pins {
     }
 }
 
-/// Bytes that a pin of `depth` takes beyond what is shared.
+/// Bytes that a pin of `depth` takes beyond the shared ones.
 fn needed(residency: &Residency, ns: NsId, shared: &Shared, depth: u32) -> u64 {
     residency.chain_bytes(ns, shared.depth.min(depth), depth) + residency.end_bytes(ns, depth)
 }

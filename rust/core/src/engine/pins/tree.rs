@@ -1,5 +1,5 @@
-//! The chains that are pinned, as a tree of runs of nodes: what a chain shares with pinned ones is found without a
-//! walk, and what the end of a pin sets free is known at once.
+//! The chains that are pinned, as a tree of runs of nodes: the blocks that a chain shares with pinned ones are found
+//! without a walk, and so are the blocks that the end of a pin sets free.
 
 use hashbrown::HashMap;
 use slotmap::SlotMap;

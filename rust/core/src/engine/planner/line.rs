@@ -1,10 +1,10 @@
 //! A line through measured times: a latency, and a time for each byte.
 
-/// Samples after which a measured line counts for more than what was assumed.
+/// Samples after which a measured line outweighs the assumed one.
 const KNOWN: u32 = 8;
-/// Share of the old samples that stays when one comes: about the last 64 count.
+/// Share of the old samples that stays when a new one comes: about the last 64 count.
 const KEEP: f64 = 1.0 - 1.0 / 64.0;
-/// Samples that what was measured long ago still counts for.
+/// Weight, in samples, that old measurements keep at least.
 const LEFT: f64 = 0.5;
 /// How much the latency is pulled to zero, so that samples of one size give a rate.
 const PULL: f64 = 0.02;
@@ -12,18 +12,19 @@ const PULL: f64 = 0.02;
 /// How samples count.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trust {
-    /// Time after which what was measured before counts half.
+    /// Time after which earlier samples count half.
     half_life_ns: f64,
-    /// A sample counts as at most so many times what was predicted: one that hung says little of those to come.
+    /// A sample counts as at most so many times its prediction: one read that hung says little of later reads.
     clip: f64,
-    /// What stays of the old samples when one comes that is several times what was predicted, or a part of that.
+    /// Part of the old samples that stays when a sample is several times its prediction, or a fraction of it.
     surprised: f64,
 }
 
 /// Such a sample tells that something has changed.
 const SURPRISE: f64 = 3.0;
 
-/// Reads of a device: many at once, each soon followed by others. One that has become slow says so many times.
+/// Reads of a device: many at once, each soon followed by others. A device that has become slow shows it in many
+/// samples.
 pub(super) const READS: Trust = Trust {
     half_life_ns: 1e8,
     clip: 8.0,
@@ -37,12 +38,12 @@ pub(super) const COPIES: Trust = Trust {
     surprised: 1.0,
 };
 
-/// `latency + bytes * ns_per_byte`, fitted to samples: by the share of a time that is wrong, and the later a sample
-/// came, the more it counts.
+/// `latency + bytes * ns_per_byte`, fitted to samples: the fit weighs each error as a share of the sample's time, and
+/// later samples count more.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Line {
     trust: Trust,
-    /// Of all samples, each by the square of its bytes: the weights, and with them the sums that least squares need.
+    /// Sum of the samples' weights, each the inverse square of its bytes; least squares need it and the next fields.
     weight: f64,
     bytes: f64,
     ns: f64,
@@ -73,7 +74,7 @@ impl Line {
         }
     }
 
-    /// Takes a sample: `bytes` took `took_ns`, and that was at `now_ns`.
+    /// Takes a sample: `bytes` took `took_ns`, up to `now_ns`.
     pub(super) fn add(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
         let x = bytes.max(1) as f64;
         let mut y = took_ns as f64;
@@ -110,7 +111,7 @@ impl Line {
         (self.latency_ns, self.ns_per_byte) = if makes_sense {
             (latency, slope)
         } else if slope < 0.0 {
-            // The larger were the faster: all are held to take as long.
+            // The larger reads were the faster: all sizes are assumed to take the same time.
             (self.ns / self.weight, 0.0)
         } else {
             (0.0, through_zero)

@@ -1,8 +1,8 @@
 //! Load or compute: how long a load will take, how long computing would, and which is started and awaited.
 //!
-//! Learned from what happens anyway: finished reads of each device ([`rates`]), copies of the workers ([`line`]),
-//! steps that the connector reports ([`step_model`]). [`plan`] decides of times alone. The planner belongs to the
-//! engine: it has no clock, and decides the same for the same events.
+//! The planner learns from operations that run anyway: finished reads of each device ([`rates`]), copies of the workers
+//! ([`line`]), steps that the connector reports ([`step_model`]). [`plan`] decides of times alone. The planner belongs
+//! to the engine: it has no clock, and decides the same for the same events.
 
 mod line;
 mod plan;
@@ -25,14 +25,14 @@ pub(super) use rates::{Rates, ReadShare};
 /// Without a prediction, a hit that gains fewer tokens is not worth a load, which takes a step more than computing.
 const LEAST_UNKNOWN: u32 = 64;
 
-/// After so long without a read, some are made although they seem too slow, and so is a load from host memory: that
-/// may have changed.
+/// After so long without a read, some reads are made although they seem too slow, and so is a load from host memory:
+/// their times may have changed.
 const MEASURE_AFTER_NS: u64 = 250_000_000;
 
-/// Tokens of a long prompt, for what is reported.
+/// Tokens of a long prompt, for the gauges.
 const LONG: u32 = 32 << 10;
 
-/// What is known of one vLLM.
+/// The measurements of one vLLM.
 #[derive(Debug)]
 struct Model {
     steps: StepModel,
@@ -53,9 +53,9 @@ impl Default for Model {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Prompt {
     pub(super) session: SessionId,
-    /// The device holds so many.
+    /// Tokens that the device holds.
     pub(super) computed: u32,
-    /// All that is to be computed, or loaded.
+    /// Tokens to compute or load, from the start of the prompt.
     pub(super) end: u32,
     /// Tokens that vLLM computes before it.
     pub(super) queued: u32,
@@ -66,7 +66,7 @@ pub(super) struct Prompt {
 /// How long a promotion's reads take, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reading {
-    /// Until the first part has come that is of use by itself.
+    /// Time until the first part has come that is of use by itself.
     pub(super) first_ns: f64,
     pub(super) all_ns: f64,
     pub(super) is_prefetch: bool,
@@ -89,7 +89,7 @@ pub(super) struct Planner {
     margin: f64,
     /// The session that reported last.
     latest: Option<SessionId>,
-    /// Of the last decision about a promotion, for what is reported.
+    /// Bytes per token at the last decision about a promotion, for the gauges.
     bytes_per_token: f64,
 }
 
@@ -148,7 +148,7 @@ impl Planner {
         }
     }
 
-    /// Whether a load of what is in host memory, up to `to`, is worth its copy.
+    /// Whether a load of the tokens in host memory, up to `to`, is worth its copy.
     pub(super) fn is_copy_worth(&self, prompt: &Prompt, to: u32, now_ns: u64) -> bool {
         self.with_model(prompt.session, |model| {
             if !model.steps.is_known() || !model.copies.is_known() {
@@ -160,8 +160,8 @@ impl Planner {
         })
     }
 
-    /// Whether to read what a load up to `disk` needs beyond one up to `host`. `may_measure`: no reads are asked for
-    /// yet that nobody waits for.
+    /// Whether to read the payloads that a load up to `disk` needs beyond one up to `host`. `may_measure`: no reads for
+    /// measurement are pending yet.
     pub(super) fn start(
         &mut self,
         prompt: &Prompt,
@@ -174,7 +174,7 @@ impl Planner {
         let rates_known = self.rates.are_known();
         let ways = self.with_model(prompt.session, |model| {
             let mut more = model.way(prompt, disk);
-            // While vLLM computes what comes before, waiting costs nothing.
+            // While vLLM computes the requests before, waiting costs nothing.
             let free_ns = if reading.is_prefetch {
                 model.steps.queue_ns(prompt.queued)
             } else {
@@ -212,8 +212,8 @@ impl Planner {
         Start { promotes, reason }
     }
 
-    /// Whether a wait for a promotion up to `boundary` ends, of which everything up to `arrived` is there, and whose
-    /// blocks have `block` tokens.
+    /// Whether a wait for a promotion up to `boundary` ends. Its payloads up to `arrived` are there, and its blocks
+    /// have `block` tokens.
     pub(super) fn stop(
         &self,
         prompt: &Prompt,
@@ -241,7 +241,7 @@ impl Planner {
         })
     }
 
-    /// Computing that a load saves, and what its copy takes, in nanoseconds.
+    /// The computing time that a load saves, and the time of its copy, in nanoseconds.
     pub(super) fn load_ns(&self, prompt: &Prompt, to: u32) -> (f64, f64) {
         self.with_model(prompt.session, |model| {
             let way = model.way(prompt, to);
@@ -249,7 +249,7 @@ impl Planner {
         })
     }
 
-    /// Writes what was learned into the gauges.
+    /// Writes the learned rates into the gauges.
     pub(super) fn report(&self, gauges: &mut Gauges) {
         let (bytes_per_s, latency_ns) = self.rates.learned();
         gauges.plan_disk_bytes_per_s = bytes_per_s as u64;

@@ -1,10 +1,10 @@
-//! What is decided, of times alone.
+//! The planner's decisions, as functions of times alone.
 
-/// A load must gain this part of what it saves: a prediction is no better than that.
+/// A load must gain this part of the time that it saves: a prediction is no better than that.
 const SLACK: f64 = 0.1;
 /// Two ways whose times differ by no more than this part are near-even.
 const NEAR_EVEN: f64 = 0.25;
-/// Of so many near-even decisions one goes the other way, so that both ways stay measured.
+/// One in so many near-even decisions goes the other way, so that both ways stay measured.
 const OTHER_WAY: u64 = 100;
 
 /// Why a plan was made as it was.
@@ -14,8 +14,8 @@ pub(in crate::engine) enum Reason {
     Faster,
     /// Too little was measured for a prediction.
     Unknown,
-    /// It takes more time by the prediction. But nothing was read for long: reads that nobody waits for tell how fast the
-    /// device is now.
+    /// It takes more time by the prediction. But nothing was read for long: reads for which no request waits tell how
+    /// fast the device is now.
     Measure,
     /// A near-even decision that went the other way.
     OtherWay,
@@ -26,7 +26,7 @@ pub(in crate::engine) enum Reason {
 pub(in crate::engine) struct Way {
     /// Computing that it saves.
     pub(in crate::engine) saved_ns: f64,
-    /// What it takes instead.
+    /// Time that it takes instead.
     pub(in crate::engine) cost_ns: f64,
 }
 
@@ -66,30 +66,30 @@ pub(in crate::engine) enum Stop {
     Guarantee,
 }
 
-/// How a wait stands.
+/// The state of a wait.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct Wait {
     pub(in crate::engine) waited_ns: f64,
-    /// Time that computing would take instead of waiting from the start: of the tokens that are waited for, and of
-    /// those that vLLM would compute before.
+    /// Time that computing would take instead of waiting, from the start: for the awaited tokens, and for the tokens
+    /// that vLLM would compute before them.
     pub(in crate::engine) compute_ns: f64,
     /// The part of the tokens that has come, 0 to 1.
     pub(in crate::engine) arrived: f64,
-    /// The part that one block is: a block comes all at once.
+    /// The part of the tokens that one block has: a block comes all at once.
     pub(in crate::engine) block: f64,
-    /// All that is waited for.
+    /// All awaited payloads.
     pub(in crate::engine) all: Way,
-    /// What has come.
+    /// The payloads that have come.
     pub(in crate::engine) here: Way,
-    /// Until all has come; `None` if nothing can be predicted, or shall not.
+    /// Time until all payloads have come; `None` if there is no prediction, or it shall not count.
     pub(in crate::engine) rest_ns: Option<f64>,
 }
 
-/// Whether a wait ends before all has come. `margin` is the part of the computing time that may be waited whatever
-/// comes.
+/// Whether a wait ends before all payloads have come. `margin` is the part of the computing time that a wait may always
+/// take.
 pub(in crate::engine) fn stop(wait: &Wait, margin: f64) -> Option<Stop> {
     let most_ns = margin * wait.compute_ns;
-    // What has come is still to be copied.
+    // The payloads that have come are still to be copied.
     let lost_ns = wait.waited_ns + wait.here.cost_ns - wait.arrived * wait.compute_ns;
     let is_late = wait.waited_ns >= most_ns;
     let lags = (wait.arrived + wait.block) * wait.compute_ns < wait.waited_ns;
@@ -120,7 +120,7 @@ mod tests {
             start(way(100.0, 200.0), Way::NONE, &mut count),
             (false, Reason::Faster)
         );
-        // What host memory has already counts.
+        // The tokens in host memory count already.
         assert_eq!(
             start(way(100.0, 60.0), way(80.0, 5.0), &mut count),
             (false, Reason::Faster)

@@ -41,9 +41,9 @@ impl Default for DeviceRate {
     }
 }
 
-/// What is known of all devices.
+/// The measured rates and the queues of all devices.
 ///
-/// Invariant: `queued` sums what is left of the shares of all promotions under way.
+/// Invariant: `queued` is the sum of the remaining shares of all promotions under way.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Rates {
     devices: Vec<DeviceRate>,
@@ -115,7 +115,7 @@ impl Rates {
         device.map_or(0, |device| device.in_flight)
     }
 
-    /// A promotion has ended: what is left of it is not read.
+    /// A promotion has ended: the rest of its shares is given up.
     pub(in crate::engine) fn ended(&mut self, shares: &[ReadShare], priority: Priority) {
         for share in shares {
             let device = self.device(share.device);
@@ -141,8 +141,8 @@ impl Rates {
         }
     }
 
-    /// How long it takes until a promotion has read all, in nanoseconds. `silent_ns` says how long a device has
-    /// had reads of which none has ended.
+    /// Time until a promotion has read all its bytes, in nanoseconds. `silent_ns` says how long a device has had reads
+    /// of which none has ended.
     pub(in crate::engine) fn rest_ns(
         &self,
         shares: &[ReadShare],
@@ -163,8 +163,8 @@ impl Rates {
         shares.iter().map(of_device).fold(0.0, f64::max)
     }
 
-    /// How long `bytes` would take that are spread over the devices that are `answering`, for ever if none is, behind what waits already. `silent_ns`: see
-    /// [`Rates::rest_ns`].
+    /// How long a read of `bytes` would take, behind the queued reads, when the bytes are spread over the devices that
+    /// are `answering`; infinite if none is. `silent_ns`: see [`Rates::rest_ns`].
     pub(in crate::engine) fn wait_ns<D: Iterator<Item = DeviceIndex>>(
         &self,
         bytes: u64,

@@ -4,16 +4,16 @@ use crate::session::Step;
 
 /// Steps with a prefill after which the model counts as known.
 const KNOWN: u32 = 8;
-/// A step with fewer tokens of prefill says little of computing.
+/// A step with fewer prefill tokens says little of the computing time.
 const PREFILL: u32 = 16;
 /// Share of the old steps that stays when one comes: about the last 32 count, of those with and without a
 /// prefill by themselves, since there are many of the latter between two of the former.
 const KEEP: f64 = 1.0 - 1.0 / 32.0;
-/// A step counts as at most so many times what was predicted: one in which the process was held up says nothing.
+/// A step counts as at most so many times its prediction: a step in which the process was held up says nothing.
 const CLIP: f64 = 3.0;
-/// What is assumed before anything was measured: 2 ms, and 20,000 tokens a second.
+/// The assumption before the first measurement: 2 ms, and 20,000 tokens a second.
 const PRIOR: [f64; TERMS] = [2e6, 50e6, 0.0, 0.0];
-/// The weight of the assumption about each term, as a part of what the steps say of it. Where they do not tell the terms
+/// The weight of the assumption about each term, as a part of the steps' weight in it. Where they do not tell the terms
 /// apart, most of the time is that of the tokens.
 const PRIOR_WEIGHTS: [f64; TERMS] = [0.03, 0.001, 0.01, 0.01];
 
@@ -91,7 +91,7 @@ impl StepModel {
         if self.is_known() {
             ns = ns.min(expected * CLIP);
         }
-        // By the share of its time that is wrong, not by the time: a long step says no more than a short one.
+        // The fit weighs the error as a share of the step's time: a long step counts no more than a short one.
         let weight = 1.0 / (ns.max(1e5) * ns.max(1e5));
         if step.tokens >= PREFILL {
             self.chunk = self.chunk.max(step.tokens);
@@ -112,8 +112,8 @@ impl StepModel {
                 *product = self.prefills.products[row][column] + self.decodes.products[row][column];
             }
         }
-        // Where the steps do not tell two terms apart, or have none of one, the assumption does. Of each term by itself:
-        // short steps say much of the time of a step, and nothing of positions.
+        // The assumption decides where the steps do not tell two terms apart, or have none of one. It does so for each
+        // term by itself: short steps say much of the time of a step, and nothing of positions.
         for term in 0..TERMS {
             let scale = (PRIOR_WEIGHTS[term] * products[term][term]).max(f64::MIN_POSITIVE);
             products[term][term] += scale;
@@ -127,10 +127,10 @@ impl StepModel {
         self.prefill_steps >= KNOWN
     }
 
-    /// How much less computing a prompt of `end` tokens takes if those between `from` and `to` need not be
-    /// computed, in nanoseconds: their share of steps, and the steps that fall away.
+    /// The computing time that a prompt of `end` tokens saves if the tokens between `from` and `to` need not be
+    /// computed, in nanoseconds: their share of steps, and the steps that are not run.
     pub(super) fn saved_ns(&self, from: u32, to: u32, end: u32) -> f64 {
-        // At least the prompt's last token is computed, whatever is cached.
+        // At least the prompt's last token is computed, even if all tokens are cached.
         let steps = |tokens: u32| (tokens.saturating_add(1)).div_ceil(self.chunk.max(1));
         let (left, less) = (end.saturating_sub(from), end.saturating_sub(to));
         let fewer = f64::from(steps(left) - steps(less));
@@ -142,7 +142,7 @@ impl StepModel {
             + (to_f * to_f - from_f * from_f) / 2e6 * per_1m
     }
 
-    /// How long a step takes of the requests that decode; 0 if none does.
+    /// Time of a step of the decoding requests; 0 if there are none.
     pub(super) fn turn_ns(&self) -> f64 {
         let [step, _, _, per_100] = self.factors;
         match self.running {
@@ -163,7 +163,7 @@ impl StepModel {
     }
 }
 
-/// Least squares without negative factors: what would be negative is zero, and the others are fitted again.
+/// Least squares without negative factors: a factor that would be negative is zero, and the others are fitted again.
 fn not_negative(products: &[[f64; TERMS]; TERMS], times: &[f64; TERMS]) -> [f64; TERMS] {
     let mut counts = [true; TERMS];
     loop {
@@ -246,7 +246,7 @@ mod tests {
         let mut model = learned(steps);
         assert!(model.is_known());
         model.add(&step(0, 0, 0));
-        // Eight steps of 512 fewer, 4,096 tokens, and their positions.
+        // The saving is eight steps of 512 tokens, 4,096 tokens, and their positions.
         assert_near(
             &model,
             (0, 4096, 4097),
@@ -262,8 +262,8 @@ mod tests {
 
     #[test]
     fn short_steps_do_not_hide_that_later_tokens_take_longer() {
-        // Of loads, steps with one token are left, twice for each prompt that is computed. 65 ns a position: half of the
-        // time of the longest.
+        // Loads leave steps with one token, twice for each prompt that is computed. A position takes 65 ns: half of the
+        // time of the longest prompt.
         let of = |i: usize| match i % 6 {
             0 => (2049, 4_000_000 + 57_000 * 2049 + 65 * 2049 * 2049 / 2),
             3 => (513, 4_000_000 + 57_000 * 513 + 65 * 513 * 513 / 2),

@@ -41,12 +41,12 @@ impl PromotionBudget {
         self.held - self.reserved
     }
 
-    /// Whether others than this request hold so much that it does not get `bytes`.
+    /// Whether other requests hold so much that this one does not get `bytes`.
     pub(super) fn lacks(&self, request: &RequestPromotions, bytes: u64) -> bool {
         self.held > request.bytes && self.held + bytes > self.most
     }
 
-    /// Whether a promotion may start, which needs `rest` bytes, and `slot` of them now. Notes it if so.
+    /// Whether a promotion may start, which needs `rest` bytes, and `slot` of them now. Notes the promotion if so.
     pub(super) fn admit(
         &mut self,
         id: RequestId,
@@ -56,8 +56,8 @@ impl PromotionBudget {
         let promotion = request.active.as_ref();
         let (rest, continues) = promotion.map_or((0, false), |of| (of.unread, of.continues));
         let fits = if continues {
-            // Nobody waits for the budget while he holds a part of it: the plan is within the budget, but
-            // others may hold the rest.
+            // A promotion that holds a part of the budget does not wait for the rest: the plan is within the budget,
+            // but other promotions may hold the rest.
             true
         } else if request.demanded {
             !self.lacks(request, rest)
@@ -133,7 +133,7 @@ impl PromotionBudget {
         }
     }
 
-    /// Frees all that a request without a promotion holds.
+    /// Frees all bytes that a request without a promotion holds.
     pub(super) fn release(&mut self, request: &mut RequestPromotions) {
         assert!(request.active.is_none(), "its promotion goes on");
         self.subtract(request, request.bytes);

@@ -26,10 +26,10 @@ use read_queues::ReadQueues;
 pub(super) use read_queues::QueuePlace;
 pub(super) use reads::slot_len;
 
-/// Payloads of a promotion that are looked at in one go.
+/// Payloads of a promotion that one step looks at.
 const FRONT_STEP: usize = 64;
 
-/// Who waits for a read: a request, and which of its promotions.
+/// A waiter for a read: a request, and one of its promotions.
 type Waiter = (RequestId, u32);
 
 /// How a promotion ends.
@@ -37,14 +37,14 @@ type Waiter = (RequestId, u32);
 pub(super) enum PromotionEnd {
     /// All of its reads have ended.
     Finished,
-    /// Nobody needs it any more.
+    /// No request needs it any more.
     Cancelled,
     /// The device did not answer, or the request may wait no longer.
     GivenUp,
 }
 
 impl PromotionEnd {
-    /// Of a promotion without reads to wait for; `silent`: a device did not answer.
+    /// The end of a promotion without reads to wait for; `silent`: a device did not answer.
     fn of_issued(silent: bool) -> Self {
         if silent {
             Self::GivenUp
@@ -66,15 +66,15 @@ impl PromotionEnd {
 pub(super) struct Promotions {
     budget: PromotionBudget,
     read_queues: ReadQueues,
-    /// Who waits for a payload being read.
+    /// The waiters for each payload being read.
     waiters: HashMap<(NodeId, u8), Vec<Waiter>>,
     /// Prefetches that are done, latest last.
     prefetched: VecDeque<RequestId>,
-    /// Payloads to be read for nobody.
+    /// Payloads to be read only for measurement.
     probes: Vec<Probe>,
-    /// A promotion has ended since this was asked last.
+    /// A promotion has ended since the last question.
     ended: bool,
-    /// A request that is demanded has found no memory since this was asked last.
+    /// A request that is demanded has found no memory since the last question.
     lacks_memory: bool,
 }
 
@@ -106,12 +106,12 @@ impl Promotions {
         self.budget.promoted_bytes()
     }
 
-    /// Whether any request has reads to start, or nobody's are to be started.
+    /// Whether there are reads to start, for a request or for measurement.
     pub(super) fn has_reads(&self) -> bool {
         !self.read_queues.is_empty() || self.has_probes()
     }
 
-    /// Whether reads are to be started that nobody waits for.
+    /// Whether there are reads to start for measurement.
     pub(super) fn has_probes(&self) -> bool {
         !self.probes.is_empty()
     }
@@ -195,8 +195,8 @@ impl Promotions {
         self.budget.release(request);
     }
 
-    /// Ends a request's promotion. Reads in flight go on and serve whoever comes next; reads that were not
-    /// issued are not made.
+    /// Ends a request's promotion. Reads in flight go on and serve the next request for their payloads; reads that were
+    /// not issued are not made.
     pub(super) fn end(&mut self, id: RequestId, how: PromotionEnd, parts: &mut EngineParts<'_>) {
         let request = &mut parts.requests[id].promotions;
         let Some(promotion) = request.active.take() else {
@@ -240,8 +240,8 @@ impl Promotions {
         }
     }
 
-    /// Reads in flight do not end: gives up the promotions that wait for them. Once they end they serve
-    /// whoever comes next.
+    /// Reads in flight do not end: gives up the promotions that wait for them. Once they end, they serve the next
+    /// request for their payloads.
     pub(super) fn give_up_reads(&mut self, reads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
         for read in reads {
             for (id, started) in self.waiters.remove(read).unwrap_or_default() {
@@ -254,7 +254,7 @@ impl Promotions {
         }
     }
 
-    /// A payload's read, or its checksum, has ended: tells those who wait for it.
+    /// A payload's read, or its checksum, has ended: tells its waiters.
     pub(super) fn read_ended(
         &mut self,
         node: NodeId,
@@ -298,8 +298,8 @@ impl Promotions {
     }
 }
 
-/// How many payloads of a promotion, front to back, are in the arena. Looks at some only: those behind are found
-/// when it is asked again.
+/// How many payloads of a promotion, front to back, are in the arena. Looks at some only: the next call finds those
+/// behind.
 pub(super) fn front(promotion: &Promotion, residency: &Residency) -> usize {
     let rest = promotion
         .payloads

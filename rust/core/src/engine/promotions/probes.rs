@@ -1,4 +1,4 @@
-//! Reads that nobody waits for, which tell how fast a device is now.
+//! Reads for which no request waits: they tell how fast a device is now.
 
 use crate::forest::{DeviceIndex, DiskState, HostState, NodeId};
 use crate::io::IoRequest;
@@ -33,7 +33,7 @@ impl Promotions {
         }
     }
 
-    /// Appends the probes that can start now, and forgets the others: another prompt brings new ones.
+    /// Appends the probes that can start now, and forgets the others: the next prompt has new ones.
     pub(in crate::engine) fn next_probes(
         &mut self,
         parts: &mut EngineParts<'_>,

@@ -7,7 +7,7 @@ use crate::session::Priority;
 
 use super::super::requests::RequestId;
 
-/// Where a request waits: as what, for which device or for checksums, and behind whom.
+/// The queue in which a request waits (by priority, device or checksums), and its place there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::engine) struct QueuePlace {
     priority: u8,
@@ -21,20 +21,20 @@ impl QueuePlace {
         self.device
     }
 
-    /// Whether it is among those of this priority.
+    /// Whether the place is in a queue of this priority.
     #[cfg(feature = "check")]
     pub(super) fn is_of(self, priority: Priority) -> bool {
         self.priority == priority as u8
     }
 
-    /// The same turn at another device.
+    /// The same order at another device.
     pub(super) fn at(self, device: Option<DeviceIndex>) -> Self {
         Self { device, ..self }
     }
 }
 
-/// One queue for each priority and device, so that a device that is full, or hangs, holds up nobody who
-/// waits for another one.
+/// One queue for each priority and device, so that a device that is full, or hangs, holds up no request that waits for
+/// another device.
 #[derive(Debug, Default)]
 pub(super) struct ReadQueues {
     waiting: BTreeMap<QueuePlace, RequestId>,
@@ -87,7 +87,7 @@ impl ReadQueues {
         Some((place.order, id))
     }
 
-    /// Whether anybody waits for a device.
+    /// Whether any request waits for a device.
     pub(super) fn waits_for(&self, device: Option<DeviceIndex>) -> bool {
         let mut priorities = [Priority::Demand, Priority::Prefetch].into_iter();
         priorities.any(|priority| self.first(priority, device, 0).is_some())
@@ -97,7 +97,7 @@ impl ReadQueues {
         self.waiting.is_empty()
     }
 
-    /// Who has a place.
+    /// The requests that have a place.
     #[cfg(feature = "check")]
     pub(super) fn at(&self, place: QueuePlace) -> Option<RequestId> {
         self.waiting.get(&place).copied()

@@ -21,11 +21,11 @@ const SCAN_MAX: usize = 64;
 enum Issued {
     /// No read is left to start.
     All,
-    /// The next one waits for a device, or for checksums.
+    /// The next read waits for a device, or for checksums.
     Waits(Option<DeviceIndex>),
 }
 
-/// Index of the queue of a device, or of those who wait for checksums.
+/// Index of the queue of a device, or of the requests that wait for checksums.
 fn queue_index(device: Option<DeviceIndex>, parts: &EngineParts<'_>) -> usize {
     device.map_or(parts.residency.disks().len(), DeviceIndex::index)
 }
@@ -42,7 +42,7 @@ impl Promotions {
         }
         let mut admits = true;
         for priority in [Priority::Demand, Priority::Prefetch] {
-            // By device; the last is of those that wait for checksums.
+            // By device; the last entry is that of the requests that wait for checksums.
             let mut looked_at = vec![0; parts.residency.disks().len() + 1];
             for _ in 0..SCAN_MAX {
                 let next = self.next_of(priority, &looked_at, parts);
@@ -123,7 +123,8 @@ impl Promotions {
                     .health
                     .answers_reads();
             if is_lost || is_silent {
-                // Others were faster, it was evicted, or its device hangs: the hit ends before it.
+                // The payload was evicted or lost, a save is filling it, or its device hangs: the
+                // hit ends before it.
                 promotion.silent |= is_silent;
                 promotion.cut();
                 continue;
@@ -177,8 +178,8 @@ impl Promotions {
         }
     }
 
-    /// Whether the budget lets a promotion start, or go on with a payload. Of those that it does not let
-    /// start, none overtakes another in a pass.
+    /// Whether the budget lets a promotion start, or go on with a payload. Promotions that may not start do not
+    /// overtake each other in a pass.
     fn admit(
         &mut self,
         id: RequestId,

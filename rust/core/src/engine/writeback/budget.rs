@@ -29,7 +29,7 @@ impl WriteBudget {
         }
         let in_ns = |ns: u64| u128::from(self.rate) * u128::from(ns) / 1_000_000_000;
         let accrued = in_ns(now_ns - self.refilled_ns);
-        // The rest of a byte is not lost: the time stays.
+        // A fraction of a byte is not lost: its time counts the next time.
         if accrued == 0 {
             return;
         }

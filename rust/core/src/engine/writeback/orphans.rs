@@ -11,7 +11,7 @@ use super::super::residency::Residency;
 /// been written, and a restart finds its children only then.
 #[derive(Debug, Default)]
 pub(super) struct Orphaned {
-    /// With their epochs.
+    /// The nodes, with their epochs.
     pub(super) nodes: VecDeque<(NodeId, u32)>,
     /// There was no room for one of them when so many slots had been freed, of both tiers together.
     full_since: Option<u64>,

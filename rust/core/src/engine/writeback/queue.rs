@@ -31,15 +31,15 @@ pub(super) struct QueuedWrite {
     pub(super) group: u8,
     /// Group of the required ancestor's payload that was to be written first.
     pub(super) ancestor_group: Option<u8>,
-    /// Children of the node are on disk: it is written whatever the policy thinks of it.
+    /// Children of the node are on disk: it is written without asking the policy.
     pub(super) admitted: bool,
 }
 
-/// Payloads on their way from the arena to disk.
+/// Payloads to be written from the arena to disk.
 ///
 /// Invariants:
-/// - every payload in state `Queued` is in the queue exactly once; entries of nodes that are gone, or
-///   whose payload is in another state, are skipped;
+/// - every payload in state `Queued` is in the queue exactly once; entries of nodes that were removed, or whose payload
+///   is in another state, are skipped;
 /// - a payload is written after its required ancestor's, an optional one after its own node's;
 /// - a node that is not on disk although children of it are is an orphan's parent, or was refused.
 #[derive(Debug)]
@@ -278,7 +278,7 @@ impl WriteBack {
                 self.budget.spend(bytes);
                 out.push(request);
             } else if self.queue.len() >= queued {
-                // Its ancestor goes first, and may be among those that wait.
+                // Its ancestor is written first, and may be among the waiting payloads.
                 in_vain += usize::from(at > 0);
             }
         }
@@ -302,7 +302,7 @@ fn waits_for_device(write: &QueuedWrite, parts: &EngineParts<'_>) -> bool {
         .is_some_and(|device| !parts.operations.may_write(device))
 }
 
-/// Makes an entry of the queue; the caller puts it there.
+/// Makes an entry of the queue; the caller adds it to the queue.
 fn enqueue(id: NodeId, group: u8, residency: &mut Residency) -> QueuedWrite {
     residency.queue_write(id, group);
     QueuedWrite {
@@ -314,7 +314,7 @@ fn enqueue(id: NodeId, group: u8, residency: &mut Residency) -> QueuedWrite {
     }
 }
 
-/// Bytes of a queued payload; 0 if its node is gone.
+/// Bytes of a queued payload; 0 if its node was removed.
 fn payload_bytes(write: &QueuedWrite, residency: &Residency) -> u64 {
     if residency.forest().is_live(write.node, write.epoch) {
         u64::from(residency.payload_bytes(write.node, write.group))

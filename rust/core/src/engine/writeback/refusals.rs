@@ -1,4 +1,5 @@
-//! Which nodes were refused a place on disk: down a long chain, each block would ask all above it again.
+//! Which nodes were refused a place on disk: without this memory, each block of a long chain would ask all its
+//! ancestors again.
 
 use rustc_hash::FxHashMap;
 
@@ -6,10 +7,10 @@ use crate::forest::{NodeId, Tier};
 
 use super::super::residency::{DiskRefusal, Residency};
 
-/// How long a refusal stands if no slot on disk is freed, in nanoseconds: payloads in use may be let go.
+/// How long a refusal is valid if no slot on disk is freed, in nanoseconds: payloads in use may become evictable.
 const REFUSED_NS: u64 = 10_000_000_000;
 
-/// Tables of refusals, each of which grows by itself: one for all would take long to grow.
+/// Tables of refusals, each of which grows by itself: a single table would take long to grow.
 const SHARDS: usize = 64;
 
 fn shard(id: NodeId) -> usize {
@@ -32,7 +33,7 @@ pub(super) enum WriteRefusal {
 pub(super) struct Refusals {
     nodes: [FxHashMap<(NodeId, u32), WriteRefusal>; SHARDS],
     since_ns: u64,
-    /// Slots freed on disk when it was looked at last.
+    /// Slots freed on disk by the last look.
     freed: u64,
 }
 
@@ -78,7 +79,7 @@ impl Refusals {
         self.nodes[shard(id)].insert((id, residency.node(id).epoch), why);
     }
 
-    /// Why a node was refused, if asking again would be in vain.
+    /// Why a node was refused, if asking again would give the same answer.
     pub(super) fn of(
         &mut self,
         id: NodeId,

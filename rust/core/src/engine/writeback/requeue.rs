@@ -25,7 +25,7 @@ impl WriteBack {
         let mut at = id;
         while at != NONE && residency.writable_group(at).is_some() {
             if residency.node(at).is_detached() {
-                // It is being removed, and `id` with it.
+                // The ancestor is being removed, and `id` with it.
                 return;
             }
             chain.push(at);

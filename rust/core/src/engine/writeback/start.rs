@@ -14,7 +14,7 @@ use super::queue::{QueuedWrite, WriteBack};
 use super::refusals::WriteRefusal;
 
 impl WriteBack {
-    /// Starts the write of a queued payload, unless that has become pointless or impossible.
+    /// Starts the write of a queued payload, unless the write has become useless or impossible.
     pub(super) fn start_write(
         &mut self,
         write: QueuedWrite,
@@ -33,7 +33,7 @@ impl WriteBack {
         }
         let ancestor = residency.required_ancestor(id);
         if ancestor != NONE && residency.node(ancestor).is_detached() {
-            // It is being removed, and `id` with it.
+            // The ancestor is being removed, and `id` with it.
             self.refuse(id, group, WriteRefusal::Ancestor, parts);
             return None;
         }

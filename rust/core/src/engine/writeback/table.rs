@@ -12,7 +12,8 @@ use super::super::parts::EngineParts;
 use super::super::residency::Residency;
 use super::queue::WriteBack;
 
-/// Blocks of the table are written together: when so many wait, one has waited for a second, or nothing else waits.
+/// Blocks of the table are written together: when so many wait, when one has waited for a second, or when no other
+/// write waits.
 const DIRTY_BLOCKS_MAX: usize = 8;
 
 impl WriteBack {
@@ -111,7 +112,7 @@ impl BlockEncoder<'_> {
             (0, 0, 0)
         } else {
             let payload = state.payload(group);
-            // While it is written, its bytes on disk are nobody's.
+            // During its write, its bytes on disk have no owner.
             if payload.disk != DiskState::Present {
                 return None;
             }
