@@ -30,7 +30,7 @@ BLOCKS = 96
 
 @dataclass
 class Burst:
-    """What a burst took."""
+    """Time, steps and blocks of a burst."""
 
     seconds: float
     steps: int

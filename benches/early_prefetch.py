@@ -3,9 +3,9 @@
     python benches/early_prefetch.py [--rounds 12] [--disk-mb-s 40] [--json]
 
 Two real vLLM engines on the CPU platform take turns. In a round all requests arrive at once: first the backlog, whose
-prompts nobody holds and which fills the token budget of many steps, then prompts whose prefixes lie on disk only, with
-more of the backlog's kind between them. "slowest pair": of all requests by their place in the queue, the most that one
-is later with it on (median over the rounds); "noise": the same between two halves of the rounds with it off.
+prompts are not cached and which fills the token budget of many steps, then prompts whose prefixes lie on disk only,
+with more of the backlog's kind between them. "slowest pair": of all requests by their place in the queue, the most that
+one is later with it on (median over the rounds); "noise": the same between two halves of the rounds with it off.
 `--disk-mb-s`: the disk is read at this rate, as the fault injector keeps it.
 """
 
@@ -29,7 +29,7 @@ from real_engine import set_environment
 TOKENS = 1025
 BUDGET = 512
 SETS = 4
-"""Of prompts on disk, used in turn: until one is used again, the others have driven it out of host memory."""
+"""Sets of prompts on disk, used in turn: when a set is used again, the others have evicted it from host memory."""
 BACKLOG = 4
 ON_DISK = 12
 QUEUE = [False] * BACKLOG + ([True] * 3 + [False]) * (ON_DISK // 3)

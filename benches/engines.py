@@ -1,4 +1,4 @@
-"""What the benchmarks on real vLLM engines share: several engines in one process, and one request's time to its first
+"""Helpers of the benchmarks on real vLLM engines: several engines in one process, and one request's time to its first
 token with the steps that it takes."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FirstToken:
     steps: int
     """Engine steps up to the one that gave it."""
     steps_before: int
-    """Of these, the steps before the one that computed something of it, or began to load it."""
+    """Engine steps before the one that computed the request's first tokens, or began to load them."""
 
 
 class Runner:
@@ -46,7 +46,7 @@ class Runner:
         _set_agent(None)
 
     def first_token(self, ids: Sequence[int], *, forget: bool = False) -> FirstToken:
-        """Run a request of one token alone, then whatever it leaves to do; ``forget``: empty the device's cache."""
+        """Run a request of one token alone, then the work that it leaves; ``forget``: empty the device's cache."""
         self._names += 1
         with self as engine:
             before = engine.steps

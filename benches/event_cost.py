@@ -1,4 +1,4 @@
-"""What KV events of the tiers cost a step.
+"""The cost of the tiers' KV events in a step.
 
     python benches/event_cost.py [--rounds 40] [--json]
 

@@ -1,9 +1,9 @@
-"""What the connector adds to a request's time to first token, and to its engine steps.
+"""The time that the connector adds to a request's first token, and to its engine steps.
 
     python benches/first_token.py [--rounds 100] [--tokens 1024] [--json]
 
 Two real vLLM engines on the CPU platform, one with undercroft and its planner and one without, take turns with the same
-prompt: one that the device's own prefix cache holds, one that nobody holds, and one that host memory holds (and the
+prompt: one that the device's own prefix cache holds, one that is not cached, and one that host memory holds (and the
 engine without undercroft computes). In two lines the engine beside it has undercroft without the planner. "noise"
 is the difference between two halves of the rounds of the other engine.
 """

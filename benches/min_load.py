@@ -1,4 +1,4 @@
-"""From how many tokens on a load from host memory beats computing them: what `min_load_tokens` should be.
+"""From how many tokens on a load from host memory beats computing them: the best value of `min_load_tokens`.
 
     python benches/min_load.py [--rounds 60] [--json]
 

@@ -10,7 +10,7 @@ cgroup (as root); rates are multiples of the one
 at which loading takes as long as computing the prompt, measured before. "busy": four other requests decode meanwhile.
 "planned/best": the means of "planned" and of the better of the two others; "worst": the slowest planned request beside
 the mean of computing. `--lies`: the disk is fast, then hangs, then is slow, and each request of the planning engine is
-listed. `--log`: a line of JSON for each request, with what was decided, predicted and learned.
+listed. `--log`: a line of JSON for each request, with the planner's decision, its prediction and its new values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def new_prompt(seed: int, tokens: int) -> list[int]:
 
 
 def decided(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """What the planner decided for one request, with the predicted and actual milliseconds, and what it has learned."""
+    """The planner's decision for one request, the predicted and actual milliseconds, and the values it has learned."""
     new = {
         name: after[name] - before[name]
         for name in after
@@ -80,7 +80,7 @@ class Side:
         self.runner = Runner(model, options, blocks=640, max_num_seqs=16)
         self.core: Any = None if options is None else self.runner.engine.connector._engine
         self.last: dict[str, float] = {}
-        """Of the last request: what was decided, predicted, and learned."""
+        """The decision, the prediction and the learned values of the last request."""
         self.new = itertools.count(10**6 * (1 + WAYS.index(way)))
         self.stored = {}
         if self.core is not None:

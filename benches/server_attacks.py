@@ -1,8 +1,8 @@
 """A well-behaved client of `undercroft serve` beside others that ask for too much, or for much.
 
 Each attack is a process of its own. Printed for each: the good client's p50, p99 and longest wait in milliseconds with
-nobody beside it and during the attack, and the server's memory beyond its host memory at its peak. The clients speak
-the protocol byte by byte, so that they can say what no client of ours says.
+no other client and during the attack, and the server's memory beyond its host memory at its peak. The clients speak
+the protocol byte by byte, so that they can send messages that no client of ours sends.
 
     python benches/server_attacks.py [--seconds 3] [--json] [ATTACK ...]
 """
@@ -81,7 +81,7 @@ RESET, PING, STATUS = frame(b"\x08\1"), frame(b"\x0a"), frame(b"\x0b")
 
 
 class Client:
-    """A connection that says what it likes."""
+    """A connection that may send any bytes."""
 
     def __init__(self, path: str, timeout: float = 60.0) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -127,7 +127,7 @@ def long_prompt(path: str, prompt: bytes) -> None:
 
 
 def flood(client: Client, data: bytes) -> None:
-    """Sends without end, and reads what comes."""
+    """Sends without end, and reads the replies."""
 
     def read() -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the hit threshold's hooks cost when no request has a threshold.
+"""The cost of the hit threshold's hooks when no request has a threshold.
 
     python benches/threshold_overhead.py [--json]
 

@@ -34,14 +34,14 @@ BENCHES = {
 """Name -> arguments of ``undercroft bench``, which both versions must understand."""
 TRACE = "rust/bench/tests/data/conversation_1000.jsonl"
 TIMEOUT_S = 600
-# Of fewer rounds, all agree too often by chance.
+# Fewer rounds agree too often by chance.
 SURE_ROUNDS = 5
 # Set by a caller for its own build; each version here has its own.
 NOT_INHERITED = ("VIRTUAL_ENV", "CARGO_TARGET_DIR", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONPATH")
 
 
 class CompareError(Exception):
-    """The comparison cannot be made; the message says why and what to do."""
+    """The comparison cannot be made; the message names the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the rounds of one benchmark came to."""
+    """The result of all rounds of one benchmark."""
 
     rows: list[Row]
     equal: dict[str, float]
@@ -171,7 +171,7 @@ def check_out(commit: str) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """The caller's, without what it has set for its own build."""
+    """The caller's environment, without the variables of its own build."""
     return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
 
 
@@ -206,7 +206,7 @@ def measure(base: Path, names: Sequence[str], rounds: int) -> Iterator[tuple[str
     for name in names:
         results: dict[Path, list[dict[str, Any]]] = {base: [], ROOT: []}
         for number in range(1, rounds + 1):
-            # Each version is first in every second round: what the other leaves behind (heat, dirty pages) evens out.
+            # Each version is first in every second round: heat and dirty pages of the other version even out.
             for tree, title in ((base, "base"), (ROOT, "new"))[:: 1 if number % 2 else -1]:
                 print(f"{name}: round {number} of {rounds}, {title}", file=sys.stderr, flush=True)
                 results[tree].append(run(tree, name))

@@ -51,7 +51,7 @@ def licensed(expression: str, allowed: Iterable[str]) -> bool:
 
 
 def problems(packages: Iterable[Mapping[str, Any]], policy: Mapping[str, Any]) -> list[str]:
-    """What the packages of ``cargo metadata`` have that the policy does not allow."""
+    """Properties of the packages of ``cargo metadata`` that the policy does not allow."""
     allowed = policy["licenses"]["allow"]
     skipped = {one["crate"] for one in policy["bans"]["skip"]}
     found = []
@@ -73,7 +73,7 @@ def problems(packages: Iterable[Mapping[str, Any]], policy: Mapping[str, Any]) -
 
 
 def main() -> int:
-    """Print what is wrong."""
+    """Print the problems."""
     policy = tomllib.loads((ROOT / "deny.toml").read_text(encoding="utf-8"))
     command = ["cargo", "metadata", "--format-version", "1", "--locked", "--all-features"]
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)

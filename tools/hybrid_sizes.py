@@ -1,4 +1,4 @@
-"""What hybrid models come to in the cache, from the numbers of their public configurations.
+"""Sizes of hybrid models in the cache, from the numbers of their public configurations.
 
     python tools/hybrid_sizes.py
 
@@ -29,7 +29,7 @@ class Model:
     kv_heads: int
     head_size: int
     state_bytes: int = 0
-    """Of one layer's state."""
+    """Bytes of one layer's state."""
 
     @property
     def token_bytes(self) -> int:
@@ -51,7 +51,7 @@ class Model:
 
     @property
     def between_per_1000(self) -> float | None:
-        """Bytes per 1,000 tokens of what is kept every `INTERVAL` tokens; None where vLLM decides."""
+        """Bytes per 1,000 tokens of the boundaries kept every `INTERVAL` tokens; None where vLLM decides."""
         if self.state_bytes:
             return None
         # A boundary that is a multiple of the chunk needs nothing of it.

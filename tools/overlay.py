@@ -18,7 +18,7 @@ from pathlib import Path
 
 COMPLETE = ".complete"
 MISSING = ("orjson",)
-"""What the servers of later versions import and the installed vLLM does not bring."""
+"""Packages that the servers of later versions import and the installed vLLM does not bring."""
 
 
 def main() -> int:

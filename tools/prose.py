@@ -37,19 +37,19 @@ METAPHORS = (
     r"|g[ai]ve[ns]? back|giv(?:es|ing) back|ha(?:s|ve) gone under|for want of|at last|all that stands"
 )
 RULES = (
-    Rule("what", 'name the thing instead of "what"', r"(?<!so )\bwhat\b(?![^.?!:]*\?)", (1, 1, 6)),
+    Rule("what", 'name the thing instead of "what"', r"(?<!so )\bwhat\b(?![^.?!:]*\?)", (0.8, 1, 6)),
     Rule(
         "metaphor",
         "use a verb of the field: pending, evicted, depends on, fails",
         rf"\b(?:{METAPHORS})\b",
         (0.5, 1, 2),
     ),
-    Rule("fronted of", 'begin with the subject, not with "Of"', r"(?:(?<=[.!?:] )|^)Of (?!course)", (0.3, 0.3, 1)),
+    Rule("fronted of", 'begin with the subject, not with "Of"', r"(?:(?<=[.!?:] )|^)Of (?!course)", (0.1, 0.1, 1)),
     Rule(
         "too",
         '"too", "also" and "as well" at most once a page',
         r"\b(?:also|too(?! \w)|as well(?! as))\b",
-        (1.5, 1, 1.5),
+        (1.5, 0.5, 1.5),
     ),
     Rule("semicolon", "a semicolon is a full stop", r";(?: |$)", (11, 13, 9)),
     Rule("long", "one idea a sentence: at most 40 words", "", (0.3, 0.3, 0.3)),

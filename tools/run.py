@@ -160,7 +160,7 @@ def request(server: Server, label: str, kind: str, path: str, body: dict[str, An
 
 
 def warm_up(server: Server, seed: int) -> None:
-    """What only a server's first requests pay must not count as cold: send a text that is not asked again."""
+    """Send a text that is not used again: delays of a server's first requests alone must not count as cold."""
     step("warming up")
     body = {"model": NAME, "prompt": text_of(server, PROMPT_TOKENS, seed), "max_tokens": 2, "temperature": 0}
     server.stream("/v1/completions", body)
@@ -212,7 +212,7 @@ def verdict(tokens: list[int], reference: list[int]) -> str:
 
 
 def judge(rows: list[Row]) -> list[str]:
-    """What is wrong with the result."""
+    """The problems of the result."""
     problems = []
     reference = {row.kind: row.answer.token_ids for row in rows if row.label == "cold"}
     for row in rows:

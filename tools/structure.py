@@ -6,7 +6,7 @@ Run it as ``python tools/structure.py``; ``--root DIR`` counts another checkout,
 Rules of counting:
 
 - Production Rust is ``rust/*/src`` of every crate but ``sim``, ``bench`` and ``pyo3-bench``, without files and
-  directories of tests (``tests.rs``, ``tests``), and without whatever follows ``#[cfg(test)] mod``.
+  directories of tests (``tests.rs``, ``tests``), and without the lines after ``#[cfg(test)] mod``.
   Comments and the contents of strings are not code.
 - ``binding lines``: all lines of production Rust in ``rust/python`` (or ``rust/pyo3``).
 - ``binding matches``: ``match`` and ``if let`` expressions there that name a variant for an engine in this process or
@@ -148,7 +148,7 @@ def mode_matches(code: str) -> int:
 
 
 def saturated(code: str) -> int:
-    """Conversions that turn what does not fit into another value."""
+    """Conversions that turn a number that does not fit into another one."""
     flat = re.sub(r"\s+", "", code)
     count = 0
     for match in re.finditer(r"\btry_(?:from|into)\(", flat):
@@ -353,7 +353,7 @@ def _worst(found: list[tuple[int, str, Path]]) -> dict[str, Any]:
 
 
 def text(value: Any) -> str:
-    """A number for people: the count first, then what is counted."""
+    """A number for people: the count first, then the counted things."""
     if isinstance(value, list):
         return f"{len(value)}" + (f"  ({', '.join(value)})" if value else "")
     if isinstance(value, dict) and "name" in value:

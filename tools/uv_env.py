@@ -1,6 +1,6 @@
 """Print shell exports that make uv use the package indexes this machine's pip is configured for.
 
-uv reads neither pip.conf nor PIP_* variables. Whatever uv itself is already told (UV_*) wins.
+uv reads neither pip.conf nor PIP_* variables. The variables of uv itself (UV_*) win.
 """
 
 from __future__ import annotations

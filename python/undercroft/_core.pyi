@@ -155,7 +155,7 @@ class SaveGrant:
 
     @property
     def refused(self) -> bool:
-        """Blocks were left out for want of memory: the save may be asked for again."""
+        """Blocks were left out because memory was full: the save may be retried."""
 
 @final
 class Engine:
@@ -201,7 +201,7 @@ class Engine:
 
         ``description``: canonical JSON of all that must be equal for bytes to be interchangeable; its SHA-256 is the
         namespace. ``hash_block_size``: tokens per block hash. ``alignment_tokens``: every hit is a multiple of this
-        (default: of a block hash). ``dropped_tokens``: how far before the end of what is cached every hit must end.
+        (default: of a block hash). ``dropped_tokens``: how far before the end of the cached tokens every hit must end.
 
         Raises ConfigError if a payload does not fit the arena or the server refuses the session, StoreError if the
         owner of the directories does not answer.
@@ -214,7 +214,7 @@ class Engine:
         """
 
     def info(self) -> dict[str, Any]:
-        """What was configured and found; empty before there was a session with a server.
+        """The engine's options, and its disks as they were found; empty before there was a session with a server.
 
         Keys: host_memory, huge_pages, io_engine, io_fallback, registered_buffers, disks (list of path, capacity,
         o_direct, blocks_recovered, health, fault), blocks_recovered, records_dropped, records_damaged, namespaces.
@@ -227,9 +227,9 @@ class Engine:
         """Whether the engine can be used ("up", "late", "down" or "refused"), and why not."""
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until nothing is in flight or waits to be written, at most ``timeout_s`` seconds (GIL released).
+        """Wait until no block is in flight or waits to be written, at most ``timeout_s`` seconds (GIL released).
 
-        Returns whether that is so. Of another process's engine nothing is waited for.
+        Returns whether that is so. The engine of another process is not waited for.
         """
 
     def limit_reads(self, bytes_per_s: float | None = None) -> bool:
@@ -243,14 +243,14 @@ class Engine:
         directories of an engine of this process. Idempotent."""
 
 def operate(socket: str, operation: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
-    """Have the engine at ``socket`` carry out an operation, and return what it says. Raises ServerError.
+    """Have the engine at ``socket`` carry out an operation, and return its answer. Raises ServerError.
 
     ``{"explain": {"request": PREFIX, "misses": bool, "before": int | None}}``: ``lookups``, the latest first, and
     ``before``, with which to ask for more.
     """
 
 def server_status(socket: str, timeout_s: float = 5.0) -> dict[str, Any]:
-    """What goes on in the server at ``socket``. Raises ServerError if nobody answers there.
+    """The status of the server at ``socket``. Raises ServerError if no server answers there.
 
     Keys: version, pid, uptime_s, socket, stats (`Engine.stats`), info (`Engine.info`), sessions (list of namespace,
     connected, workers, lookups, pending, loads, saves), server (connections, workers, refused, malformed, lookups,
@@ -285,13 +285,13 @@ class Session:
     ) -> Lookup:
         """How much of a prompt is cached. Starts to promote the payloads that are on disk only.
 
-        ``num_computed_tokens``: what the device itself already holds; blocks before it are not fetched.
+        ``num_computed_tokens``: tokens that the device itself already holds; their blocks are not fetched.
         ``max_tokens``: the deepest boundary of use. ``min_tokens``: the least: where no hit can end there or beyond,
         nothing is promoted, and `Lookup.shared_tokens` is where the deepest hit would end. ``wait_ms``: (base, per
-        1,000 tokens) after which the answer is the hit in host memory; without it ``planned`` loads what takes less
-        time to load than to compute, else all is waited for. ``queued_tokens``: tokens of requests that came before
-        and are not computed. The payloads of a hit stay in the arena until the request's next lookup, its load, or its
-        end.
+        1,000 tokens) after which the answer is the hit in host memory; without it ``planned`` loads the tokens that
+        take less time to load than to compute, else all are waited for. ``queued_tokens``: tokens of requests that
+        came before and are not computed. The payloads of a hit stay in the arena until the request's next lookup, its
+        load, or its end.
         """
 
     def prefetch(
@@ -335,7 +335,7 @@ class Session:
     ) -> SaveGrant | None:
         """Ask for slots for the full blocks of the first ``num_tokens`` tokens that are not cached yet.
 
-        None if nobody can be asked. ``offers`` are added to blocks that are cached already, too.
+        None if no server can be asked. ``offers`` are added to blocks that are cached already, too.
         """
 
     def hint(
@@ -356,19 +356,19 @@ class Session:
     def take_events(
         self, restart: bool = False
     ) -> tuple[bool, list[tuple[bool, bool, int, bytes, bytes | None]], bool] | None:
-        """What has come to the tiers or left them since the last call; None if there is nothing.
+        """The changes in the tiers since the last call; None if there is no change.
 
-        ``restart``: what was told is forgotten, and everything that is there is told again.
+        ``restart``: the caller has forgotten all earlier changes; every block in the tiers is reported again.
 
-        Whether all of before is void, the changes (stored, on disk, group, hash, hash before), and whether more is to
-        be told at once.
+        Returns whether all earlier changes are void, the changes (stored, on disk, group, hash, hash before), and
+        whether more changes can be taken at once.
         """
 
     def poll_saves(self) -> list[SaveGrant]:
         """The grants of pending saves that have come since the last call."""
 
     def end_transfer(self, transfer_id: int, ok: bool) -> None:
-        """All ranks have ended the copies of a load or a save, or nobody will copy.
+        """All ranks have ended the copies of a load or a save, or no rank will copy.
 
         After a load that failed the request's lookups are misses; a save that failed is dropped.
         """
@@ -399,7 +399,7 @@ class Arena:
     def let_go(self) -> None:
         """Tell the engine that this process copies no more from or to the arena, and never will.
 
-        Without it the engine keeps what was being copied until the process is gone.
+        Without it the engine keeps the slots of pending copies until the process is gone.
         """
 
     @staticmethod
@@ -443,7 +443,7 @@ class Arena:
 class Copier:
     """Copies between device pages in host memory (vLLM's CPU platform) and the arena, on threads of its own.
 
-    Loads go before saves. When it is dropped, it first finishes what was submitted.
+    Loads go before saves. When it is dropped, it first finishes the submitted jobs.
     """
 
     def __new__(cls, arena: Arena, threads: int = 1) -> Copier: ...
@@ -459,7 +459,7 @@ class Copier:
 
     @property
     def routine(self) -> str:
-        """How bytes are copied: what a measurement of this processor found to be the fastest. Waits for it."""
+        """How bytes are copied: the routine that was the fastest on this processor. Waits for the measurement."""
 
     def poll(self) -> list[tuple[int, float]]:
         """Jobs that have ended since the last call: (job id, seconds from the first byte to the last)."""
@@ -486,9 +486,8 @@ class Replay:
         """Blocks written to disk so far."""
 
 def available_memory() -> int:
-    """Bytes of memory that this process may still take: what the kernel estimates, or what the limit of its control
-    group leaves if that is less. Inactive file cache counts as available. Raises UndercroftError if the kernel does
-    not tell.
+    """Bytes of memory that this process may still take: the kernel's estimate, or the rest of its control group's
+    limit if that is less. Inactive file cache counts as available. Raises UndercroftError if the kernel does not tell.
     """
 
 def probe_io_uring() -> str | None:
@@ -499,7 +498,7 @@ def slots_in(capacity: int, payload_bytes: int) -> int:
     and lie in pages. 0 if a payload fits no page."""
 
 def inspect(directory: str) -> dict[str, Any]:
-    """What a cache directory holds. Changes nothing.
+    """The contents of a cache directory. Changes nothing.
 
     Keys: format_version, capacity_bytes, used_bytes, records, damaged_records, namespaces (a list of digest,
     description, blocks, bytes, and the age of the oldest and newest block, oldest_s and newest_s, in seconds). Raises
@@ -507,8 +506,8 @@ def inspect(directory: str) -> dict[str, Any]:
     """
 
 def examine(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What opening the directories of these options, as `Engine` takes them, would come to. For each: ``path``,
-    ``error``, ``starts``, ``capacity``, ``is_kept`` and ``notes``. Changes nothing. Raises ConfigError."""
+    """The outcome of opening the directories of these options, as `Engine` takes them. For each: ``path``, ``error``,
+    ``starts``, ``capacity``, ``is_kept`` and ``notes``. Changes nothing. Raises ConfigError."""
 
 def descriptions(directory: str) -> list[str]:
     """The descriptions of the namespaces that a cache directory holds, which may be in use. Raises StoreError."""
@@ -516,8 +515,8 @@ def descriptions(directory: str) -> list[str]:
 def verify(directory: str, progress: Callable[[int, int], object]) -> dict[str, Any]:
     """Reads every payload of a cache directory and compares its checksum. Changes nothing.
 
-    ``progress(done, total)`` is called now and then. Keys of the result: checked, corrupt, bytes. Of a directory in
-    use, blocks may be replaced meanwhile and count as corrupt. Raises StoreError.
+    ``progress(done, total)`` is called now and then. Keys of the result: checked, corrupt, bytes. Blocks of a
+    directory in use may be replaced meanwhile and count as corrupt. Raises StoreError.
     """
 
 def drop_namespace(directory: str, digest: str) -> int:

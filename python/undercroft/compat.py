@@ -248,7 +248,7 @@ def hosts(parallel_config: Any) -> int:
         ray: Any = importlib.import_module("ray")
         bundles = ray.util.placement_group_table(group)["bundles_to_node_id"]
         return max(spread, len(set(bundles.values())))
-    except Exception:  # whatever another version of Ray may raise: workers that cannot attach only never hit
+    except Exception:  # another version of Ray may raise any error: workers that cannot attach only never hit
         return spread
 
 

@@ -41,7 +41,7 @@ class Option:
 
     type: str
     default: Any
-    """As a user would write it."""
+    """The default, as a user would write it."""
     allowed: str
     help: str
     parse: Callable[[Any], Any]
@@ -52,7 +52,7 @@ class Option:
     """Who takes it: "engine" (the engine, also of `undercroft serve`, whose flag it is), "session" (the way of a vLLM
     to its engine) or "connector" (Python alone)."""
     name: str = ""
-    """That of the field."""
+    """Name of the field."""
 
     @property
     def env(self) -> str:
@@ -478,7 +478,7 @@ OPTIONS = tuple(
 def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
     """Messages about variables that look like options but are none.
 
-    Not errors: orchestrators inject variables named after services (UNDERCROFT_SERVICE_HOST).
+    They are no errors: orchestrators inject variables named after services (UNDERCROFT_SERVICE_HOST).
     """
     environ = os.environ if environ is None else environ
     known = [option.env for option in OPTIONS]

@@ -40,7 +40,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics that this process counts; vLLM's processes count the others."""
         status = self._engine.status()
-        # Not the statistics in the status: only the engine's own count a missing file.
+        # The statistics in the status do not count a missing file: the engine's own do.
         values = self._engine.stats() | {f"server_{name}": value for name, value in status["server"].items()}
         for metric in (*METRICS, *SERVER_METRICS):
             sources = {key: labels for key, labels in metric.sources.items() if key in values}
@@ -71,8 +71,8 @@ class _Handler(MetricsHandler):
 
 
 class _MetricsServer(ThreadingMixIn, HTTPServer):
-    """Few connections at a time, each for seconds: whoever can reach the port must not take the process's
-    descriptors or threads, which belong to vLLM's connections. One more than that ends the oldest."""
+    """Few connections at a time, each for seconds: a client of the port must not take the process's descriptors or
+    threads, which vLLM's connections need. A further connection ends the oldest."""
 
     daemon_threads = True
     block_on_close = False
@@ -81,7 +81,7 @@ class _MetricsServer(ThreadingMixIn, HTTPServer):
     def __init__(self, host: str, port: int, handler: type[MetricsHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
-        # In the order in which they came.
+        # Connections in the order in which they came.
         self._open: dict[socket.socket, float] = {}
         self._said: set[str] = set()
         super().__init__((host, port), handler)
@@ -109,7 +109,7 @@ class _MetricsServer(ThreadingMixIn, HTTPServer):
                     self._end(request)
 
     def handle_error(self, _request: Any, _address: object) -> None:
-        """Log an error once per kind. That a peer goes away is none."""
+        """Log an error once per kind. A peer that disconnects is no error."""
         error = sys.exception()
         kind = type(error).__name__
         if not isinstance(error, OSError) and kind not in self._said:
@@ -117,7 +117,7 @@ class _MetricsServer(ThreadingMixIn, HTTPServer):
             logger.warning("undercroft: the metrics cannot be read (%s: %s)", kind, error)
 
     def _end(self, request: socket.socket) -> None:
-        """Its thread sees the end, and closes it."""
+        """Shut a connection down; its thread sees the end, and closes it."""
         del self._open[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)

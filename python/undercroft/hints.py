@@ -12,12 +12,12 @@ from typing import Any
 NAME = "kv_hints"
 """Key of the hints in ``kv_transfer_params``, and vLLM's field of a request."""
 COMPUTE = "compute"
-"""Beside the hints: false for a request that is there for its hints alone."""
+"""Key beside the hints: false for a request that is there for its hints alone."""
 DEFAULT_TTL_S = 300.0
 TTL_MAX_S = 86_400.0
 PIN_NAME_MAX = 64
 VERBS = {"prefetch": "prefetch", "pin": "pin", "retain": "pin", "demote": "demote", "release": "release"}
-"""What a hint may ask for, and what that is called here."""
+"""Verbs that a hint may have, and the engine's verb for each."""
 VERSIONS = frozenset({"1", "1.0"})
 """Versions of vLLM's typed actions that are understood."""
 _ORDER = ("prefetch", "pin", "demote", "release")
@@ -32,7 +32,7 @@ HASHES_ALLOWED = f"a list of up to {HASHES_MAX} block hashes, each of 1 to 32 by
 
 
 class InvalidHintError(ValueError):
-    """A hint that cannot be used. The message names it, its value and what is allowed."""
+    """A hint that cannot be used. The message names it, its value and the allowed values."""
 
     def __init__(self, where: str, value: Any, allowed: str) -> None:
         super().__init__(f"{where} = {value!r}: allowed is {allowed}.")
@@ -45,14 +45,14 @@ class Hint:
 
     verb: str
     key: str
-    """Under which it is answered: as the client has written the verb, or the id of vLLM's action."""
+    """Key of the answer: the verb as the client has written it, or the id of vLLM's action."""
     tokens: int | None = None
-    """It is about these first tokens; None: about all."""
+    """The hint concerns these first tokens; None: all."""
     ttl_s: float = DEFAULT_TTL_S
     name: str = ""
-    """Of a pin."""
+    """Name of a pin."""
     hashes: tuple[bytes, ...] | None = None
-    """It is about the chain of these blocks, instead of the request's own."""
+    """The hint concerns the chain of these blocks, instead of the request's own."""
 
 
 @dataclass(frozen=True, slots=True)

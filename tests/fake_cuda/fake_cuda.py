@@ -1,7 +1,7 @@
 """A CUDA without a GPU, for PyTorch's own CUDA build: compiled here, loaded before everything else of a process.
 
-See docs/testing.md for what it can show, and `fake.h` for how it works. In the process that has it, `Fake` reads what
-was counted, and `run_kernels` makes the two kernels that undercroft needs do their work.
+See docs/testing.md for its use and its limits, and `fake.h` for how it works. In the process that has it, `Fake` reads
+the counts, and `run_kernels` makes the two kernels that undercroft needs do their work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COUNTERS = (
 
 
 def missing() -> str | None:
-    """What this machine lacks for the fake; None if nothing."""
+    """The requirement of the fake that this machine lacks; None if it has all."""
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is no CUDA build"
     if _headers() is None:
@@ -88,7 +88,7 @@ def _library() -> Path:
 
 
 class Fake:
-    """What the fake of this process has counted."""
+    """The counts of this process's fake, and its settings."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(NAME)
@@ -103,13 +103,13 @@ class Fake:
         return {name: self._library.fake_count(name.encode(), int(here)) for name in COUNTERS}
 
     def during(self, call: Callable[[], Any], *, here: bool = False) -> dict[str, int]:
-        """What was counted during a call, without what was not."""
+        """Counts of a call, without the zeros."""
         before = self.counts(here=here)
         call()
         return {name: now - before[name] for name, now in self.counts(here=here).items() if now != before[name]}
 
     def violations(self) -> list[str]:
-        """What no correct program does, and this one did."""
+        """Calls of this process that no correct program makes."""
         text = ctypes.create_string_buffer(1 << 16)
         self._library.fake_violations(text, len(text))
         return text.value.decode().splitlines()
@@ -156,7 +156,7 @@ class Fake:
 def run_kernels() -> Any:
     """Let the kernels of a gather and of a scatter move bytes, in their stream's order; PyTorch still launches them.
 
-    The effect lasts as long as what is returned.
+    The effect lasts as long as the returned object.
     """
     aten = torch.library.Library("aten", "IMPL")
     for name, effect in (("index_select.out", _gather), ("index_copy_", _scatter)):

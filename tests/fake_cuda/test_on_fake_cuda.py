@@ -1,4 +1,4 @@
-"""Every file of tests/gpu on a machine without a GPU, in a process of its own that believes in two."""
+"""Every file of tests/gpu on a machine without a GPU, in a process of its own that sees two fake ones."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ def kernels() -> Iterator[None]:
 
 @pytest.fixture
 def fake() -> fake_cuda.Fake:
-    """What the fake has counted; a test that asks for it is skipped on a GPU."""
+    """The fake's counts; a test that asks for them is skipped on a GPU."""
     return fake_cuda.Fake()
 
 
 @pytest.fixture(autouse=True)
 def no_violations() -> Iterator[None]:
-    """Whatever a test does, the driver's rules hold: see `violation` in tests/fake_cuda."""
+    """The driver's rules hold after each test: see `violation` in tests/fake_cuda."""
     yield
     if fake_cuda.is_loaded():
         fake = fake_cuda.Fake()

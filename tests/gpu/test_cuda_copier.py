@@ -226,7 +226,7 @@ def test_submitting_does_not_wait_for_the_device(
 ) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
-    # The driver blocks whoever queues a copy of memory that is not pinned.
+    # The driver blocks the thread that queues a copy of memory that is not pinned.
     pinner: Any = pinned(arena) if is_pinned else Fixed(0)
     copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinner)
     job = [GroupCopy(0, np.arange(1, 17), np.arange(16) * SLOT)]
@@ -248,7 +248,7 @@ def test_submitting_does_not_wait_for_the_device(
 def test_a_device_without_free_memory_is_asked_for_buffers_once(
     fake: Fake, device: torch.device, pinned: Callable[[Arena], ArenaPinner]
 ) -> None:
-    """At each refusal PyTorch gives back what it keeps for the model, and waits for the device."""
+    """At each refusal PyTorch frees the memory that it caches for the model, and waits for the device."""
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
     copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena), strategy="gather")
@@ -290,5 +290,5 @@ def test_the_device_chooses_the_copier(device: torch.device) -> None:
 
 def test_pinning_registers_and_lets_go(device: torch.device) -> None:
     arena = Arena.create(ARENA)
-    for _ in range(2):  # a second registration of what is still registered would be refused
+    for _ in range(2):  # a second registration of a registered range would be refused
         pin_whole(device, arena).close()

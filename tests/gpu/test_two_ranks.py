@@ -1,4 +1,4 @@
-"""Two workers in processes of their own, a device each, and a real server: what production does to them, to the byte.
+"""Two workers in processes of their own, a device each, and a real server, as in production, checked to the byte.
 
 Both know the same arena, and each has its half of every payload.
 """
@@ -84,7 +84,7 @@ class Rank:
         assert self._worker._attached.pinner.wait(60)
 
     def driver(self) -> dict[str, Any]:
-        """What the fake driver has seen."""
+        """The fake driver's counts and violations."""
         if not fake_cuda.is_loaded():
             return {}
         fake = fake_cuda.Fake()
@@ -194,7 +194,7 @@ class Scheduler:
         return good
 
     def save_and_load(self, value: int) -> None:
-        """What was saved from some blocks comes back into others."""
+        """The bytes saved from some blocks are loaded into others."""
         for block in range(1, 13):
             self.ranks.fill(block, value + block)
         assert self.step(saves={block: block for block in range(1, 13)})

@@ -23,7 +23,7 @@ class Model(NamedTuple):
     layers: int
     page: int
     tokens: int
-    """Of a block."""
+    """Tokens of a block."""
 
     @property
     def blocks(self) -> int:
@@ -43,7 +43,7 @@ MODELS = {**SMALL_PAGES, "blocks outermost": Model("BLHNC", 32, 64 << 10, 16)}
 
 
 class Sparse:
-    """An arena of any size, without memory behind it. Its engine runs until the test says otherwise."""
+    """An arena of any size, without memory behind it. Its engine runs until the test ends it."""
 
     def __init__(self, size: int) -> None:
         self._arena = Arena.create(size)

@@ -1,6 +1,6 @@
 """Random saves, loads, cancellations and reuse of blocks, as vLLM would order them, checked to the byte.
 
-The caller supplies the device: what is given to ``enqueue`` runs in order on the stream that the model uses.
+The caller supplies the device: work that is given to ``enqueue`` runs in order on the stream that the model uses.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Workload:
         assert not self.running, "jobs that never end"
 
     def check(self) -> None:
-        """After everything has run on the device: what the model read there."""
+        """Check the bytes that the model has read, after everything has run on the device."""
         for what, value, parts in self.reads:
             found = b"".join(part.cpu().numpy().tobytes() for part in parts)
             assert found == self.content(value), f"the model read wrong bytes: {what}"

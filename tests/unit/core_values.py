@@ -1,4 +1,4 @@
-"""What tests give the core and take from it."""
+"""Values that tests give the core and take from it."""
 
 from __future__ import annotations
 

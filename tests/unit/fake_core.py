@@ -1,6 +1,6 @@
 """The engine's Python interface over plain dicts: for tests of the scheduler's half without the compiled core.
 
-Groups of kind "full" only. `lower` moves payloads to a pretended disk: they are owed until `promote`.
+Groups of kind "full" only. `lower` moves payloads to a pretended disk: they are pending until `promote`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FakeSession:
     is_slow = False
     """Whether grants are on their way, as from a server."""
     delivers = False
-    """Whether the disk delivers while somebody waits."""
+    """Whether the disk delivers while a caller waits."""
 
     def promote(self):
         """The disk has delivered."""

@@ -101,7 +101,7 @@ def scheduler_output(scheduled, tables):
 
 
 def worker_output(meta: UndercroftMetadata, ranks=1, failed_saves=(), failed_loads=(), invalid_blocks=()):
-    """What workers that do everything at once answer to a step's metadata."""
+    """The answer to a step's metadata of workers that do everything at once."""
     answer = UndercroftWorkerMetadata({job.transfer_id: ranks for job in meta.saves}, set(failed_saves))
     received = {job.request_id for job in meta.loads} | set(meta.failed_loads)
     return SimpleNamespace(

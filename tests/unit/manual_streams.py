@@ -116,7 +116,7 @@ class ManualStreams:
 
 
 class AtOnceExecutor:
-    """Runs what is submitted in the caller's thread."""
+    """Runs each function at once, in the caller's thread."""
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Any:
         function(*args)
@@ -127,7 +127,7 @@ class AtOnceExecutor:
 
 
 class LaterExecutor:
-    """Runs what was submitted when it is told to, or when somebody waits for a result."""
+    """Runs the submitted functions when it is told to, or when a caller waits for a result."""
 
     def __init__(self) -> None:
         self.pending: deque[Callable[[], Any]] = deque()

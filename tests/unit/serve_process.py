@@ -53,12 +53,12 @@ class ServeProcess:
         self.process.stderr.close()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit code after a signal."""
+        """The server's exit code after a signal."""
         self.process.send_signal(number)
         return self.process.wait(STOP_TIMEOUT_S)
 
     def status(self) -> dict:
-        """What it says of itself."""
+        """The server's status."""
         return _core.server_status(str(self.socket), STOP_TIMEOUT_S)
 
 

@@ -56,7 +56,7 @@ class Peer:
         return self.engine.connection()[0] == "up"
 
     def memory(self, session: int) -> np.ndarray:
-        """The arena of this session; it stays mapped, whatever becomes of its server."""
+        """The arena of this session; it stays mapped, even if its server ends."""
         if session not in self._arenas:
             address = self.engine.arena
             assert address.session == session
@@ -67,7 +67,7 @@ class Peer:
         return self._arenas[session][1]
 
     def begin_save(self, request: str, hashes: list[bytes]) -> tuple[_core.SaveGrant, list[tuple[int, bytes]]]:
-        """The grant, and (slot, hash) of what is to be copied."""
+        """The grant, and (slot, hash) of the blocks to copy."""
         asked: list[Any] = []
 
         def ask() -> bool:

@@ -1,6 +1,6 @@
 """One client of the soak, as a process: random lookups, loads, saves and disconnects until its input ends.
 
-``soak_client.py SOCKET SEED``. Prints how often it did what. Every byte that it loads is checked.
+``soak_client.py SOCKET SEED``. Prints the count of each operation. Every byte that it loads is checked.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SoakClient:
                 self.done["save"] += 1
 
     def end_load(self) -> None:
-        """Until a load ends, nobody may touch its slots."""
+        """No other client may write a load's slots before the load ends."""
         if self.loads:
             job, (_, slots) = self.loads.popitem()
             self.check(slots)

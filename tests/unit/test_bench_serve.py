@@ -1,4 +1,4 @@
-"""`undercroft bench serve` against a stand-in for a vLLM server: what it asks, and what it makes of the answers."""
+"""`undercroft bench serve` against a stand-in for a vLLM server: its requests, and its result from the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocking lookups: they wait for the disk, and use what host memory has when their time is over."""
+"""Blocking lookups: they wait for the disk, and use the hit in host memory when their time is over."""
 
 from __future__ import annotations
 

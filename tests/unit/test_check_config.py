@@ -1,4 +1,4 @@
-"""`undercroft check-config`: what vLLM would do with a configuration, without vLLM."""
+"""`undercroft check-config`: vLLM's checks of a configuration, without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and that JSON is JSON."""
+"""The command line: its output, its exit codes, and that JSON is JSON."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def test_inspect_drops_one_namespace(capsys: pytest.CaptureFixture[str], tmp_pat
     assert [space["blocks"] for space in after["namespaces"]] == [10]
     engine = _opened(tmp_path)
     assert engine.info()["blocks_recovered"] == 10
-    # While somebody uses it, nothing is removed.
+    # While an engine uses the directory, no namespace is removed.
     assert main.main(["inspect", str(tmp_path), "--drop", after["namespaces"][0]["digest"]]) == 2
     assert "in use" in capsys.readouterr().err
     engine.close()

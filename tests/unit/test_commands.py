@@ -15,7 +15,7 @@ from undercroft.cli import main
 PROGRAM = [sys.executable, "-m", "undercroft.cli.main"]
 
 BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    # arguments, what the message names, what it says is allowed
+    # arguments, the option that the message names, the values that it allows
     (("explain", "--last", "0"), "--last", "from 1 to 4096"),
     (("explain", "--last", "many"), "--last", "whole number"),
     (("explain", "--socket", "/a", "--disk-path", "/b"), "--disk-path", "not allowed with argument --socket"),

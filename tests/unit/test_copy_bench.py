@@ -1,4 +1,4 @@
-"""The copy benchmark measures what it says, at a size that takes no time."""
+"""The copy benchmark's figures are right, at a size that takes no time."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_more_than_memory_holds_is_evicted_and_read_again(tmp_path):
                 assert engine.flush()
         for turn in range(3):
             for number, hashes in enumerate(prefixes):
-                # Half of the arena is what one promotion may hold: the rest is a partial hit.
+                # One promotion may hold half of the arena: the rest is a partial hit.
                 assert client.load(f"{turn}-{number}", hashes) > 0
         stats = engine.stats()
         assert stats["host_evictions"] > 0

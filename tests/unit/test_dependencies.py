@@ -1,4 +1,4 @@
-"""What `tools/dependencies.py` allows and what not."""
+"""Packages that `tools/dependencies.py` allows and refuses."""
 
 from __future__ import annotations
 

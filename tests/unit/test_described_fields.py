@@ -61,7 +61,7 @@ REVIEWED = {
     "models/diffusion_gemma.py",
     "models/gemma4_mtp.py",
 }
-"""Files of vLLM's models that read max_model_len or the generation config, and what for."""
+"""Files of vLLM's models that read max_model_len or the generation config, and their purpose."""
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
@@ -126,7 +126,7 @@ def test_modules_that_adapters_change_are_described():
 
 
 def test_precision_of_the_multimodal_encoder_is_described():
-    """The text's KV depends on what the encoder made of a picture."""
+    """The text's KV depends on the encoder's output for a picture."""
     assert _fields("MultiModalConfig", MultiModalConfig(mm_encoder_attn_dtype="fp8")) == {
         "mm_encoder_attn_dtype": "fp8"
     }

@@ -1,4 +1,4 @@
-"""What people are told of two descriptions."""
+"""Messages about the differences of two descriptions."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 FRAMES = Path(__file__).parents[2] / "rust/ipc/src/frame.rs"
 VERSION = int(re.search(r"pub const VERSION: u16 = (\d+);", FRAMES.read_text())[1])  # type: ignore[index]
-"""Of the protocol."""
+"""Version of the protocol."""
 
 REQUEST = struct.pack("<4sHBBI16x", b"UCFT", VERSION, 1, 0, 16)
 
@@ -96,7 +96,7 @@ def test_a_worker_sees_that_the_engine_has_gone(serve: Any) -> None:
     assert arena.is_served
     server.connections.pop().close()
     assert not arena.is_served
-    # Its memory stays what it is.
+    # The arena's memory stays mapped, and shared.
     ctypes.memmove(arena.address, b"still there", 11)
     assert server.bytes[:11] == b"still there"
 

@@ -27,7 +27,7 @@ SEEDS = range(12)
 
 
 class Pinned:
-    """Stands in for what pins the arena."""
+    """Stands in for the arena's pinner."""
 
     def __init__(self, pinned_bytes: int = 0) -> None:
         self.pinned_bytes = pinned_bytes
@@ -242,7 +242,7 @@ def test_jobs_on_memory_that_is_not_pinned_yet_go_a_way_of_their_own() -> None:
 
 
 class Failing(ManualStreams):
-    """A device that fails for good at some point."""
+    """A device that fails at some point, and ever after."""
 
     failed = False
 

@@ -201,7 +201,7 @@ def test_a_process_registers_only_while_no_other_one_does() -> None:
 
     def register(address: int, size: int) -> None:
         asked.set()
-        # The turn is this process's now: nobody else gets it.
+        # The turn is this process's now: no other gets it.
         file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
         with pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

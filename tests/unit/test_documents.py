@@ -1,4 +1,4 @@
-"""The documents name what there is: paths, links, options, metrics, commands, targets, identifiers and numbers."""
+"""The documents name existing things only: paths, links, options, metrics, commands, targets, identifiers, numbers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def text(document: str) -> str:
 
 
 def quoted(document: str) -> Iterator[str]:
-    """What stands between backticks within a line or over a line's end, code blocks left out."""
+    """Texts between backticks within a line or over a line's end, code blocks left out."""
     prose = re.sub(r"```.*?```", "", text(document), flags=re.DOTALL)
     for found in re.findall(r"`([^`]+)`", prose):
         yield " ".join(found.split())
@@ -120,7 +120,7 @@ def files() -> frozenset[str]:
         check=False,
     ).stdout.splitlines()
     names = {name for name in listing if (ROOT / name).exists()}
-    if not names:  # no git here: whatever lies in the directories that are ours
+    if not names:  # no git here: every file in our directories
         ours = ("rust", "python", "tests", "tools", "examples", "benches", "docs", "deploy", ".ci", ".config")
         names = {path.relative_to(ROOT).as_posix() for top in ours for path in (ROOT / top).rglob("*")}
         names |= {path.name for path in ROOT.iterdir() if path.is_file()}

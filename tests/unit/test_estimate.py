@@ -1,4 +1,4 @@
-"""`undercroft estimate`: a trace on the engine without payloads says what the engine with payloads then does."""
+"""`undercroft estimate`: a trace has about the same hits on the engine without payloads as on a real engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def served(trace: Trace, tmp_path: Path, host: int, disk: int) -> float:
         if save is not None and (save := granted(session, save)).extents:
             session.end_transfer(save.transfer_id, True)
         session.finish_request(name)
-        # As a real engine has between two requests: what was saved is on disk.
+        # As with a real engine, saved blocks reach the disk between two requests.
         if disk and number % 8 == 0:
             assert engine.flush()
     engine.close()

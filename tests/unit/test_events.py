@@ -24,7 +24,7 @@ def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Session:
-    """Has told what is in ``told``."""
+    """A session whose events are in ``told``."""
 
     def __init__(self) -> None:
         self.told: list[tuple[bool, list[Change], bool]] = []

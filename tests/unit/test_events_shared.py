@@ -89,7 +89,7 @@ def test_each_vllm_of_a_server_tells_what_it_can_serve_and_of_its_loss(
         for each in (one, other):
             each.knows(in_host("a", "b"))
         assert (one.cleared, other.cleared) == (0, 0)
-        # The weights of one may be others now: it shares with nobody, and what was there is gone for both.
+        # The weights of one may be others now: it shares with no other, and the earlier blocks are gone for both.
         assert one.peer.session.reset(10.0)
         other.knows(set())
         one.peer.save(prompt("c"))

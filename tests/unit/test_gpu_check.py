@@ -1,4 +1,4 @@
-"""`tools/gpu_check` without a GPU: what it prints of given findings, and its parts on the CPU."""
+"""`tools/gpu_check` without a GPU: its output for given findings, and its parts on the CPU."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_device_that_is_slow_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch
 
 
 class Mistaken:
-    """A copier that does something else than what it is asked."""
+    """A copier that makes mistakes."""
 
     def __init__(self, inner: DeviceCopier, mistake: str) -> None:
         self.inner = inner

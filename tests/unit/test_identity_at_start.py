@@ -1,4 +1,4 @@
-"""What is said at start about the identity of the cache, with an engine of this process or a server's."""
+"""Log lines at start about the cache's identity, with an engine of this process or a server's."""
 
 from __future__ import annotations
 

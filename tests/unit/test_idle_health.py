@@ -1,4 +1,4 @@
-"""What an operator sees of the cache while vLLM is idle, and of options that do not count."""
+"""Log lines and gauges of the cache's health while vLLM is idle, and the names of options that do not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves whose slots come later, as from a server: the source blocks stay what they are until then."""
+"""Saves whose slots come later, as from a server: the source blocks keep their bytes until then."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ print(json.dumps(engines))
 """
 LIMIT = 1 << 20
 PR_CAPBSET_DROP, CAP_IPC_LOCK = 24, 14
-# The limit does not bind whoever has the capability, and root gets it back in exec unless it is dropped like this.
+# The limit does not bind a process with the capability, and root gets it back in exec unless it is dropped like this.
 LIMITED = f"""
 import ctypes, os, resource, sys
 ctypes.CDLL(None).prctl({PR_CAPBSET_DROP}, {CAP_IPC_LOCK}, 0, 0, 0)
@@ -35,7 +35,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 def lives(tmp_path: Path, *limited: str) -> list[dict]:
-    """What two engines over one directory say, one after the other, in a process of their own."""
+    """The reports of two engines over one directory, one after the other, in a process of their own."""
     here = str(Path(__file__).parent)
     command = [sys.executable, *limited, "-c", CHILD, str(tmp_path), here]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)

@@ -1,4 +1,4 @@
-"""Beside another connector (MultiConnector): what it loads is not taken for computed before it is."""
+"""Beside another connector (MultiConnector): tokens that it loads do not count as computed before they are loaded."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ACCEPTED = {"answer": "accepted", "tokens": 128}
 
 
 class Vllm:
-    """What the server was asked, and what it answers."""
+    """The requests that a server got, and its answer."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []

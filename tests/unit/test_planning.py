@@ -1,4 +1,4 @@
-"""What `undercroft status` says of the planner."""
+"""The planner's part of `undercroft status`."""
 
 import pytest
 

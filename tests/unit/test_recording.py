@@ -1,4 +1,4 @@
-"""The option `record`: what is written of a request, and that a file in trouble harms nobody."""
+"""The option `record`: the line of a request, and that a file that cannot be written harms no request."""
 
 from __future__ import annotations
 

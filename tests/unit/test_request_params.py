@@ -46,7 +46,7 @@ def test_what_cannot_be_used_is_named(params):
 
 
 def owed(params) -> tuple[World, Request]:
-    """A request whose prefix the disk owes."""
+    """A request whose prefix is pending on disk."""
     world = World(lookup_timeout_ms=40)
     prefix = tokens(4 * BLOCK)
     world.prefill(Request("a", prefix))

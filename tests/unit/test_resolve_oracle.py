@@ -33,7 +33,7 @@ SEEDS = range(20)
 
 
 class Pool:
-    """What vLLM's managers ask of a block pool; the hash of a block is the number of its last granule."""
+    """The part of a block pool that vLLM's managers use; the hash of a block is the number of its last granule."""
 
     hash_block_size = HASH
 

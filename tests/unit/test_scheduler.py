@@ -182,7 +182,7 @@ def test_hit_is_loaded_by_position_beyond_what_the_device_has():
     world.connector.update_state_after_alloc(request, Blocks((table,)), 0)
     assert ("end_lookup", "b") in world.session.calls
     assert not world.connector.has_pending_push_work()
-    # What was loaded is not saved again.
+    # Loaded blocks are not saved again.
     request.num_computed_tokens = 4 * BLOCK
     assert not world.step([(request, 3)]).saves
 
@@ -521,7 +521,7 @@ def test_reset_keeps_blocks_of_before_it_out():
     assert world.connector.reset_cache() is True
     world.answer(meta)
     assert not world.session.host
-    # The device still holds what the old weights computed.
+    # The device still holds blocks that the old weights computed.
     assert not world.step([(request, BLOCK)]).saves
     world.finish(request)
     assert not world.step().saves

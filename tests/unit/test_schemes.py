@@ -20,13 +20,13 @@ from undercroft import compat
 from undercroft.connector import schemes
 
 HASHES = {1: "3274417d2adc41f4"}
-"""By the number of the scheme: what vLLM makes of the same requests."""
+"""By the number of the scheme: the digest of the block hashes of `requests`."""
 PAGES = {2: "b552969b912a3deb"}
 """By the number of the scheme: the strides of pages."""
 
 
 def requests():
-    """Without adapters: undercroft adds to what vLLM hashes of those."""
+    """Requests without adapters: undercroft adds a key to the hashes of requests with one."""
     image = MultiModalFeatureSpec(
         data=None, modality="image", identifier="sky", mm_position=PlaceholderRange(offset=20, length=30), mm_hash="sky"
     )

@@ -1,4 +1,4 @@
-"""A real `undercroft serve` process: start, status, metrics, signals, and what a second one is told."""
+"""A real `undercroft serve` process: start, status, metrics, signals, and the error of a second one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`undercroft serve` and `undercroft status` without a server: arguments, what is printed, metrics."""
+"""`undercroft serve` and `undercroft status` without a server: arguments, output, metrics."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_the_socket_replaces_no_other_file_and_lies_in_no_open_directory(
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict | Exception]:
-    """What the server answers, one after the other; time passes at once, and the last answer is an interrupt."""
+    """The server's answers, one after the other; time passes at once, and the last answer is an interrupt."""
     answers: list[dict | Exception] = []
 
     def answer(_socket: str, timeout_s: float) -> dict:

@@ -1,4 +1,4 @@
-"""A soak of the server: clients that look up, load, save, hang up and are killed, and what it leaves behind.
+"""A soak of the server: clients that look up, load, save, hang up and are killed leave nothing behind.
 
 `SOAK_SECONDS` says how long; `make soak` takes a minute.
 """
@@ -39,14 +39,14 @@ def start_client(socket_path: Path, seed: int) -> subprocess.Popen[str]:
 
 
 def end_client(client: subprocess.Popen[str]) -> Counter[str]:
-    """What it did, after it has ended by itself."""
+    """Counts of the client's operations, after it has ended by itself."""
     printed, _ = client.communicate(timeout=60)
     assert client.returncode == 0, "the client says why above"
     return Counter(json.loads(printed))
 
 
 def send_rubbish(socket_path: Path, rubbish: bytes) -> None:
-    """A connection that says what no client says, and hears that it is over."""
+    """A connection that sends no valid frame, and is closed."""
     with socket.socket(socket.AF_UNIX) as other:
         other.settimeout(30)
         other.connect(str(socket_path))

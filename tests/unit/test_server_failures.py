@@ -149,7 +149,7 @@ def test_a_server_that_is_struck_costs_misses_and_comes_back(host: Host, state: 
     host.revive(state)
     until("hits are back", lambda: peer.load(PROMPT) == TOKENS)
     if save is not None:
-        # The old server's memory is gone with it; a frozen one has heard that the save was well.
+        # The memory of a killed server is gone; a frozen one gets the message that the save succeeded.
         expected = TOKENS if state == "frozen" else 0
         until("the save", lambda: peer.load(prompt("saving")) == expected)
     peer.save(prompt("after"))
@@ -220,7 +220,7 @@ def test_one_of_those_that_share_a_directory_takes_it_over_and_the_rest_follow(
     until("one has taken it over", counting(lambda: sum(peer.engine.took_over for peer in peers) == 1))
     until("all follow", counting(lambda: all(peer.load(PROMPT) == TOKENS for peer in peers)))
     until("it counts", counting(lambda: totals["disk_reads"] > 0))
-    # Its own reads, and nothing of the owner before it.
+    # The new owner's reads are counted, and none of the former owner's numbers.
     assert totals["saved_blocks"] == 0
     assert totals["disk_reads"] <= len(PROMPT)
     first = next(peer for peer in peers if peer.engine.took_over)

@@ -40,7 +40,7 @@ def test_a_request_waits_for_the_load_of_its_prefix_and_hits_on_the_device():
     assert ask(world, second) == (None, False)
     assert ask(world, second) == (None, False)
     world.answer(world.step())
-    # vLLM has cached what was loaded.
+    # vLLM has cached the loaded blocks.
     assert ask(world, second, 4 * BLOCK) == (0, False)
     counters = world.counts.collect()["counters"]
     assert {name: count for name, count in counters.items() if "lookups" in name} == {

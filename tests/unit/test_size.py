@@ -1,4 +1,4 @@
-"""`undercroft size`: what a model's KV cache comes to, from its config.json alone."""
+"""`undercroft size`: the size of a model's KV cache, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_boundary_takes_part_of_the_room() -> None:
 
 
 def test_the_index_takes_what_is_said(tmp_path: Path) -> None:
-    # A process of its own: what this one has freed would be used again, and not be counted.
+    # A process of its own: memory that this one has freed would be used again, and not be counted.
     command = [sys.executable, "-m", "undercroft.cli.main", "bench", "recover", "--path", str(tmp_path), "--json"]
     done = subprocess.run([*command, "--blocks", "400000"], check=True, capture_output=True, text=True)
     measured = json.loads(done.stdout)["bytes_per_block"]

@@ -141,6 +141,6 @@ def test_every_statistic_has_at_most_one_metric_and_every_metric_a_statistic():
         kinds = {"counter": COUNTERS, "gauge": GAUGES, "histogram": set(SAMPLES)}
         assert set(metric.sources) <= kinds[metric.kind], metric.name
         assert all(len(labels) == len(metric.labels) for labels in metric.sources.values())
-    # Of what the engine counts, only internals are not exported.
+    # Only internal counts of the engine are not exported.
     internal = {"nodes", "namespaces", "sessions", "active_lookups", "loads", "saves", "load_failures"}
     assert set(STATS_KEYS) - set(sources) == internal

@@ -45,7 +45,7 @@ def test_an_embedded_engine_is_found_by_its_directory(
 def test_all_engines_of_the_user_are_listed_and_one_alone_is_shown(
     embedded: list[_core.Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What a dead process left behind.
+    # A dead process left its socket behind.
     (tmp_path / "run" / "undercroft" / "1-00.sock").touch()
     assert len(shown(capsys)["engines"]) == 2
     assert main.main(["status"]) == 0

@@ -1,4 +1,4 @@
-"""What the planner is told of vLLM's steps."""
+"""Reports of vLLM's steps to the planner."""
 
 from types import SimpleNamespace
 

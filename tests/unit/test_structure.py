@@ -1,4 +1,4 @@
-"""What `tools/structure.py` counts."""
+"""The counts of `tools/structure.py`."""
 
 from __future__ import annotations
 

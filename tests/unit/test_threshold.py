@@ -18,7 +18,7 @@ from undercroft.vllm_patches import frontend, rejections
 
 @pytest.fixture
 def log() -> Iterator[list[logging.LogRecord]]:
-    """What is logged; by a handler of its own, since vLLM stops its loggers from propagating."""
+    """The log records, from a handler of its own, since vLLM stops its loggers from propagating."""
     records: list[logging.LogRecord] = []
 
     class Keep(logging.Handler):
@@ -32,7 +32,7 @@ def log() -> Iterator[list[logging.LogRecord]]:
 
 
 def request(tokens: int = 1000, name: str = "r", extra_args: Any = None, **fields: Any) -> Any:
-    """What the policy reads of vLLM's request."""
+    """The fields of vLLM's request that the policy reads."""
     return SimpleNamespace(
         **{
             "request_id": name,

@@ -1,4 +1,4 @@
-"""Rules of the tree that no compiler checks: file sizes, what may use what, frozen classes."""
+"""Rules of the tree that no compiler checks: file sizes, allowed imports, frozen classes."""
 
 from __future__ import annotations
 

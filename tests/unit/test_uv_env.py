@@ -1,4 +1,4 @@
-"""uv is told what pip is configured with."""
+"""uv gets pip's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""vLLM is changed in one place, and an installed undercroft stops no vLLM: what a version lacks is logged and left."""
+"""vLLM is changed in one place, and an installed undercroft stops no vLLM: a patch that does not fit is logged and left
+out."""
 
 from __future__ import annotations
 
@@ -362,7 +363,7 @@ OURS = "UndercroftConnector"
 
 
 def made_with(monkeypatch: pytest.MonkeyPatch, transfer: Any, **fields: Any) -> Any:
-    """What ``create_engine_config`` of a vLLM with the plugin answers."""
+    """The answer of ``create_engine_config`` of a vLLM with the plugin."""
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self, usage_context=None: "made")
     plugin.register()
     args = SimpleNamespace(kv_transfer_config=transfer, **fields)

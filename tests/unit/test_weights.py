@@ -234,7 +234,7 @@ def test_a_hundred_gigabytes_cost_a_second_once(tmp_path: Path) -> None:
     assert weights_digest(tmp_path, Digests(kept.path), "sampled") == first
     again = time.perf_counter() - started
     print(f"100 GB: sampled in {sampled * 1000:.0f} ms, again in {again * 1000:.1f} ms")
-    # What is asked for is 1 s and 10 ms; a busy machine gets some more.
+    # The goals are 1 s and 10 ms; a busy machine gets some more.
     assert sampled < 5
     assert again < 0.1
 

@@ -1,4 +1,4 @@
-"""What is offered of windows and states: the blocks before a boundary, never null ones; states that end a block."""
+"""Offered blocks of windows and states: the blocks before a boundary, never null ones; states that end a block."""
 
 from __future__ import annotations
 

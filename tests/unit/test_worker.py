@@ -116,7 +116,7 @@ def test_save_then_load_restores_the_bytes(host: Host, layout: str) -> None:
 
 
 def test_ranks_with_the_same_kv_have_one_shard_and_take_turns_to_save_it(host: Host) -> None:
-    """Of four ranks two hold one half of the heads each: a payload has two shards."""
+    """Two ranks of four hold the same half of the heads: a payload has two shards."""
     ranks = [Rank(host, rank=rank, ranks=4, replicas=2) for rank in range(4)]
     shard, blocks = 3 * 1024, [1, 2, 3, 5]
     slots = [2 * shard * place for place in range(len(blocks))]

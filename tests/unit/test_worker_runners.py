@@ -115,7 +115,7 @@ def test_saves_and_loads_follow_the_model(monkeypatch: pytest.MonkeyPatch, versi
         one.step(NOTHING, lambda r=one: r.fill(2, 2))
 
         def forward(r: Runner = one) -> None:
-            r.fill(2, 0)  # vLLM zeroes what it has just allocated
+            r.fill(2, 0)  # vLLM zeroes the blocks that it has just allocated
 
         answer = one.step(UndercroftMetadata("/a", 0, loads=[job(8, 2, 8192, "x")]), forward)
         assert not answer.finished_recving

@@ -1,4 +1,4 @@
-"""The workflows of the public repository call what the Makefile has, and name files that exist."""
+"""The workflows of the public repository call targets of the Makefile, and name files that exist."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def qwen3_next(model_root: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(llama: Path) -> Iterator[Reference]:
-    """What the Llama model generates without undercroft."""
+    """The Llama model's tokens without undercroft."""
     plain = Reference(llama)
     yield plain
     plain.close()

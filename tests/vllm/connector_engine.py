@@ -1,6 +1,6 @@
-"""What the tests of the connector in a real engine share.
+"""Helpers of the tests of the connector in a real engine.
 
-A process can hold only one engine with a connector at a time, so what a vLLM without any cache generates is found
+A process can hold only one engine with a connector at a time, so the tokens of a vLLM without any cache are generated
 first.
 """
 
@@ -21,7 +21,7 @@ TOKENS = 16
 
 
 class References:
-    """What a vLLM without any cache generates for prompts that were named beforehand."""
+    """The tokens of a vLLM without any cache, for prompts that were named beforehand."""
 
     def __init__(self, model: Path, *wanted: tuple[list[int], int]) -> None:
         self._known: dict[tuple[int, ...], list[int]] = {}

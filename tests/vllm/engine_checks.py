@@ -1,4 +1,4 @@
-"""What the tests of the whole connector share: looking inside, holding things up, and stepping by hand."""
+"""Helpers of the tests of the whole connector: looking inside, holding things up, and stepping by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAYLOAD = 4 * BLOCK * 2 * 128 * 4
 
 
 class Reference:
-    """What a vLLM without undercroft generates, one prompt at a time. Usable while other engines are alive."""
+    """The tokens of a vLLM without undercroft, one prompt at a time. Usable while other engines are alive."""
 
     def __init__(self, model: Path) -> None:
         self._model = model

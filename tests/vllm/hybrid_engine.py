@@ -1,4 +1,4 @@
-"""What the tests of hybrid models in real engines share."""
+"""Helpers of the tests of hybrid models in real engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Model:
     def same(self, one: Generation, other: Generation) -> bool:
         """Whether two answers are the same up to rounding: tokens, and the log probabilities of the best at each.
 
-        Where the two best tokens are as good as each other, rounding decides, and what follows cannot be compared.
+        Where the two best tokens are as good as each other, rounding decides, and later tokens cannot be compared.
         """
         # Logits in bfloat16 go by steps of 1/16 from 8 to 16.
         tolerance = 0.1 if self.dtype == "bfloat16" else 1e-3
@@ -66,7 +66,7 @@ def ask(running: Engine, ids: list[int], n: int = TOKENS, reset: bool = True) ->
 
 
 class Crowd:
-    """Drives all that is idle out of host memory, as another model's saves would: what stays is on disk."""
+    """Evicts all idle blocks from host memory, as another model's saves would; their copies on disk stay."""
 
     SIZE = 1 << 18
 
@@ -76,9 +76,9 @@ class Crowd:
         self._count = 0
 
     def push(self) -> None:
-        """Fill host memory, and write what was in it to disk before."""
+        """Write all blocks in host memory to disk, then fill host memory with others."""
         assert self._engine.flush(30.0)
-        # Half as much again: what was there may lie in pages of other sizes, which are emptied in steps.
+        # Half as much again: earlier blocks may lie in pages of other sizes, which are emptied in steps.
         self.save(3 * self._engine.stats()["host_capacity_bytes"] // self.SIZE // 2)
 
     def save(self, count: int) -> None:

@@ -26,19 +26,19 @@ ENVIRONMENT = {
 
 
 NOT_PLANNED = {"promotion_wait": "complete", "min_load_tokens": 64}
-"""Options of engines that are not told otherwise: what is loaded follows from the test, not from how busy the machine
+"""Options of engines that are not told otherwise: the loaded blocks follow from the test, not from how busy the machine
 is."""
 
 
 def set_environment() -> None:
-    """Make vLLM run in this process, with a small KV cache. What the caller has set already stays."""
+    """Make vLLM run in this process, with a small KV cache. Variables that are set already stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request came to."""
+    """The result of one request."""
 
     tokens: list[int]
     cached: int
@@ -69,9 +69,10 @@ class Engine:
     ) -> None:
         """Start it.
 
-        ``blocks``: device blocks of the KV cache (default: what 1 GiB holds). ``connector``, ``module_path``: another
-        connector than undercroft. ``executor``: "mp" for worker processes, as tensor parallelism needs (on a machine of
-        one NUMA node also VLLM_CPU_OMP_THREADS_BIND="0|1"). ``transfer``: further fields of ``KVTransferConfig``.
+        ``blocks``: device blocks of the KV cache (default: as many as fit 1 GiB). ``connector``, ``module_path``:
+        another connector than undercroft. ``executor``: "mp" for worker processes, as tensor parallelism needs (on a
+        machine of one NUMA node also VLLM_CPU_OMP_THREADS_BIND="0|1"). ``transfer``: further fields of
+        ``KVTransferConfig``.
         """
         set_environment()
         if undercroft is not None:
@@ -237,8 +238,8 @@ def _leave_modules_out_of_collections() -> None:
     """Let the garbage collector skip the modules that are loaded before the first engine.
 
     vLLM walks all objects of the process a dozen times at the start and end of an engine: most of an engine's time in
-    tests as small as these. It also freezes what an engine has made and thaws everything at its end; here what is
-    frozen once stays so, and an engine's own objects are always collected.
+    tests as small as these. It also freezes an engine's objects and thaws everything at its end; here the frozen
+    modules stay so, and an engine's own objects are always collected.
     """
     if gc.unfreeze is _nothing:
         return

@@ -1,4 +1,4 @@
-"""A connector that brings what a prefill instance has computed, for tests beside undercroft in MultiConnector.
+"""A connector that brings blocks of a prefill instance, for tests beside undercroft in MultiConnector.
 
 As NIXL does, it brings the prompt of a request with ``do_remote_prefill`` and clears the parameter. The values are
 those that a request with ``do_remote_decode`` has left in ``shared_storage_path``.
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 
 
 class RemoteConnector(ExampleConnector):
-    """Loads in the step that computes the rest; with ``kv_transfer_params.fails`` it loads before, in vain."""
+    """Loads in the step that computes the rest; with ``kv_transfer_params.fails`` it loads before, and fails."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A request aborted in each state leaves nothing behind, and disturbs nobody."""
+"""A request aborted in each state leaves nothing behind, and disturbs no other request."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_while_queued(one: Engine, reference: Reference) -> None:
 
 
 def test_before_the_first_step(one: Engine, reference: Reference) -> None:
-    """The reads that its arrival has started end for nobody."""
+    """The reads that its arrival has started end without a request."""
     add(one, "aborted", LONG, 4)
     abort(one, "aborted")
     still_right(one, reference)
@@ -111,7 +111,7 @@ def test_while_it_loads(one: Engine, reference: Reference, monkeypatch: pytest.M
         step(one, 3)
         abort(one, "aborted")
         step(one, 3)
-        # Nobody may get its blocks before the copy into them has ended.
+        # No other request may get its blocks before the copy into them has ended.
         assert one.device_blocks_in_use() >= HIT // BLOCK
         assert stats(one)["loads"] == 1
     still_right(one, reference)

@@ -1,4 +1,5 @@
-"""Beside a connector that brings tokens (P/D in MultiConnector): who loads, what is judged, whose failures count."""
+"""Beside a connector that brings tokens (P/D in MultiConnector): who loads, which tokens the threshold counts, whose
+failures count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where undercroft is asked much of: tiers smaller than what is served, many requests at once, and no step too many."""
+"""Pressure on undercroft: tiers smaller than the served prompts, many requests at once, and no step too many."""
 
 from __future__ import annotations
 
@@ -123,6 +123,6 @@ def test_preempted_requests_come_back_to_what_was_saved(engine: Make, llama: Pat
     assert [answer.tokens for answer in answers] == [reference(ids, 300) for ids in prompts]
     assert preempted
     assert loaded
-    # What was generated before the preemption is loaded too.
+    # Tokens that were generated before the preemption are loaded too.
     assert max(local + tokens for local, tokens in loaded) > 500
     nothing_left(one)

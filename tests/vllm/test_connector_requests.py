@@ -20,7 +20,7 @@ CHAT = prompt(200, seed=51)
 
 @pytest.fixture(scope="module")
 def reference(llama: Path) -> References:
-    """What a vLLM without any cache generates."""
+    """The tokens of a vLLM without any cache."""
     first = References(llama, (CHAT, 200))
     turn = CHAT + first(CHAT, 200) + prompt(20, seed=52)
     wanted = [(prompt(length, seed=length), 4) for length in LENGTHS] + [(ids, 8) for ids in FAMILY]

@@ -1,4 +1,4 @@
-"""The whole connector in real engines of their own: what it serves must be what vLLM would have computed."""
+"""The whole connector in real engines of their own: vLLM must generate the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = [prompt(897, seed=70 + i) for i in range(12)]
 
 @pytest.fixture(scope="module")
 def reference(llama: Path) -> References:
-    """What a vLLM without any cache generates."""
+    """The tokens of a vLLM without any cache."""
     return References(llama, (LONG, TOKENS), (OTHER, TOKENS), *((p, 80) for p in CROWD), *((p, 4) for p in MANY))
 
 
@@ -55,7 +55,7 @@ def test_a_wrong_block_would_be_noticed(
 
     def doubled(*args: Any) -> Any:
         planned = plan(*args)
-        # Not another order: attention does not see the order of whole blocks, whose keys know their positions.
+        # Another order would not do: attention does not see the order of whole blocks, whose keys know their positions.
         [copy] = planned.job.groups
         copy.offsets = copy.offsets.copy()
         copy.offsets[3] = copy.offsets[2]
@@ -109,7 +109,7 @@ def test_preempted_requests_resume_from_here(engine: Make, llama: Path, referenc
     answers = crowded.generate_all(CROWD, 80)
     assert [answer.tokens for answer in answers] == [reference(ids, 80) for ids in CROWD]
     settled(crowded)
-    # There was no memory for all: some were preempted, and came back with what had been saved.
+    # There was no memory for all: some requests were preempted, and came back with their saved blocks.
     assert sum(resumed) > 0
 
 

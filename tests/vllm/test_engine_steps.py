@@ -1,4 +1,4 @@
-"""The connector adds no engine step: not to what the device holds, nor to a miss, nor before a hit's load begins."""
+"""The connector adds no engine step: not to a hit of the device, nor to a miss, nor before a hit's load begins."""
 
 from __future__ import annotations
 

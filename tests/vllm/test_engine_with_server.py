@@ -19,12 +19,12 @@ pytestmark = pytest.mark.vllm
 Make = Callable[..., Engine]
 MIB = 1 << 20
 PATIENT = {"server_timeout_ms": 30_000, "lookup_spin_us": 100_000}
-"""A loaded machine may take its time; what is tested is not the deadline."""
+"""A loaded machine may take its time; these tests do not test the deadline."""
 
 
 @pytest.fixture(scope="module")
 def reference(llama: Path) -> References:
-    """What a vLLM without any cache generates."""
+    """The tokens of a vLLM without any cache."""
     return References(llama, (LONG, TOKENS), (OTHER, TOKENS))
 
 

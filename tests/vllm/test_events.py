@@ -1,4 +1,4 @@
-"""KV events: what a router that follows vLLM's ZMQ publisher knows of host memory and disk."""
+"""KV events: a router that follows vLLM's ZMQ publisher knows the blocks in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def route(engine: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[Engine, 
 
 
 def publish(running: Engine) -> None:
-    """Run a request: what has changed since the last step is published, and so is all that is left to tell."""
+    """Run a request: all changes since the last step are published, and so are all pending events."""
     running.generate(prompt(5), 1)
     running.idle_steps()
 
 
 def content(running: Engine) -> Payloads:
-    """What the engine has, node by node: its session, which may share with no other, begins again.
+    """The engine's blocks, node by node: its session, which may share with no other, begins again.
 
     The router knows all of it then, if it is right, and hears of later changes.
     """

@@ -1,4 +1,4 @@
-"""Whatever fails, requests get the tokens that they would get without a cache, and the engine goes on."""
+"""After any failure, requests get the tokens that they would get without a cache, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SESSION_CALLS = (
 
 
 class BrokenError(RuntimeError):
-    """What the tests raise."""
+    """The error that the tests raise."""
 
 
 def raising(*_: Any, **__: Any) -> Any:
@@ -44,7 +44,7 @@ def hook_errors(one: Engine) -> int:
 
 
 def keep_counts(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep vLLM from taking what is counted, so that a test can."""
+    """Keep vLLM from taking the counts, so that a test can."""
     monkeypatch.setattr(one.connector, "get_kv_connector_stats", lambda: None)
 
 
@@ -67,7 +67,7 @@ def test_every_call_to_the_engine_may_fail(
         assert hook_errors(one) > 0, call
         session.methods.clear()
         if call in ("end_transfer", "end_lookup"):
-            continue  # what the engine was never told to let go of stays
+            continue  # the engine was not told that the transfer or lookup ended: its blocks stay
         assert one.generate(LONG, 4).tokens == reference(LONG, 4)
         one.idle_steps()
         assert one.reset_device_cache()
@@ -97,7 +97,7 @@ def test_every_hook_of_the_scheduler_may_fail(
         fresh = prompt(300, seed=200 + number)
         with monkeypatch.context() as patch:
             if hook == "update_state_after_alloc":
-                # A load that was promised and never begun would wait for ever: only what comes before may fail.
+                # A load that was promised and never begun would wait for ever: only the plan before it may fail.
                 patch.setattr("undercroft.connector.scheduler.plan_load", raising)
             else:
                 patch.setattr(one.connector._scheduler, hook, raising)
@@ -142,7 +142,7 @@ def test_copies_that_cannot_start_or_fail(
 def test_claiming_a_load_that_never_happened_is_noticed(
     engine: Make, llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle of all these tests: what is not loaded shows in the tokens."""
+    """The oracle of all these tests: blocks that were not loaded change the tokens."""
     one = engine(llama, MEMORY, blocks=64)
     one.generate(LONG, 4)
     nothing_left(one)
@@ -185,7 +185,7 @@ def on_disk_options(directory: Path) -> dict[str, Any]:
 
 
 def payload_offsets(data: Path) -> list[int]:
-    """Where payloads lie in the data file: whatever is not zero."""
+    """Offsets of the payloads in the data file: the blocks that are not zero."""
     content = data.read_bytes()
     return [start for start in range(0, len(content), PAYLOAD) if any(content[start : start + 4096])]
 
@@ -207,7 +207,7 @@ def test_flipped_byte_on_disk(
     assert damaged.cached < HIT
     nothing_left(one)
     assert stats(one)["checksum_failures"] == 1
-    # What was computed anew has taken the damaged block's place.
+    # The block that was computed anew has taken the damaged block's place.
     again = one.generate(LONG, 16)
     assert (again.cached, again.tokens) == (HIT, reference(LONG, 16))
     nothing_left(one)
@@ -235,7 +235,7 @@ def test_truncated_data_file(engine: Make, llama: Path, reference: Reference, on
 def test_garbage_in_the_tables(
     engine: Make, llama: Path, reference: Reference, on_disk: dict[str, Any], file: str
 ) -> None:
-    """Records that are not believed are misses; so is a damaged superblock, unless it is to refuse the start."""
+    """Damaged records are misses; so is a damaged superblock, unless it is to refuse the start."""
     path = Path(on_disk["disk_path"], file)
     content = bytearray(path.read_bytes())
     for at in range(8, len(content), 97):

@@ -1,4 +1,4 @@
-"""Hints about prompts in a real vLLM: pins, prefetches without computing, and what the response says of them."""
+"""Hints about prompts in a real vLLM: pins, prefetches without computing, and their answers in the response."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hints(**verbs: Any) -> dict[str, Any]:
 
 
 def flood(running: Engine, blocks: int) -> None:
-    """Save so many blocks of prompts that nobody asks for again."""
+    """Save so many blocks of prompts that no test asks for again."""
     for index in range(blocks // 7 + 1):
         running.generate(prompt(7 * BLOCK + 1, seed=100 + index), 1)
     running.idle_steps()

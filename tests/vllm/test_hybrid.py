@@ -1,4 +1,4 @@
-"""Hybrid models in real engines: a hit ends only where every group has what it needs, and then its tokens are right."""
+"""Hybrid models in real engines: a hit ends only where every group has its blocks, and then its tokens are right."""
 
 from __future__ import annotations
 

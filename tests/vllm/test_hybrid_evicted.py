@@ -18,7 +18,7 @@ BLOCKS = 5
 
 
 def held(running: Engine, hashes: list[bytes]) -> set[tuple[int, int]]:
-    """The (group, block) of a prompt that host memory holds: all but what the engine would have saved now."""
+    """The (group, block) of a prompt that host memory holds: all but those that the engine would have saved now."""
     half = running.connector._scheduler
     session, groups = half._session, half._groups
     offers = [Offer(index, 0, BLOCKS) for index, of in enumerate(groups.engine_groups) if of.kind != "full"]
@@ -36,7 +36,7 @@ def held(running: Engine, hashes: list[bytes]) -> set[tuple[int, int]]:
 
 
 def longest_hit(running: Engine, hashes: list[bytes], here: set[tuple[int, int]], tokens: int) -> int:
-    """What vLLM would hit of ``tokens`` tokens if its own block pool held ``here``."""
+    """Tokens of ``tokens`` that vLLM would hit if its own block pool held ``here``."""
     manager = running.scheduler.kv_cache_manager
     pool, block = manager.block_pool, {one: index for index, one in enumerate(hashes)}
 
@@ -87,7 +87,7 @@ def test_what_is_left_of_each_group_decides(name: str, request: pytest.FixtureRe
                 assert model.same(answer, cold[count]), (more, count, sorted(here))
                 ground = all((1 - model.optional_group, block) in here for block in range(count))
                 seen.add((ground, (expected > 0) + (expected == count * model.block)))
-        # All attention there, and of the other group what a hit needs nowhere, further up, or at the end.
+        # All blocks of attention were there, and the other group had a hit's blocks nowhere, further up, or at the end.
         assert {(True, 1), (True, 2)} <= seen, seen
     finally:
         running.close()

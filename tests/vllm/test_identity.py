@@ -116,7 +116,7 @@ def test_off_without_vllms_prefix_caching(engine: Make, llama: Path, caplog: pyt
 
 
 def test_off_where_attention_is_not_causal(engine: Make, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KV of a prefix depends on what follows it, as with vLLM's attention for prefix language models."""
+    """The KV of a prefix depends on later tokens, as with vLLM's attention for prefix language models."""
     import vllm.model_executor.models.llama as modeling
     from vllm.model_executor.layers.attention import PrefillPrefixLMAttention
 

@@ -1,4 +1,4 @@
-"""What must not share a cache does not: adapters and salts. And what a sleeping engine forgets is still here."""
+"""Adapters and salts do not share a cache. Blocks that a sleeping engine forgets are still cached."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_an_adapter_that_changes_under_a_process_is_nobody_elses(
     nothing_left(one)
     make_adapter(tmp_path / "other", 4)
     (tmp_path / "other" / "adapter_model.safetensors").replace(tmp_path / "chat" / "adapter_model.safetensors")
-    # Which weights the worker has, nobody knows: what is saved now is found in this process only.
+    # The worker's weights are unknown: blocks that are saved now are found in this process only.
     assert one.generate(IDS, 1, lora_request=adapter).cached == 0
     nothing_left(one)
     assert one.generate(IDS, 1, lora_request=adapter).cached == HIT

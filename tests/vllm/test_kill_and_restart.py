@@ -86,7 +86,7 @@ def test_two_ranks_killed_and_restarted(
     with start_server(llama_with_tokenizer, tmp_path / "second.log", options, *TWO_RANKS) as client:
         found = [ask(client, ids) for ids in FIRST + TRAFFIC]
         assert [tokens for tokens, _ in found] == [reference(ids, TOKENS) for ids in FIRST + TRAFFIC]
-        # What was saved long before the kill is on disk; of the rest, what had reached it.
+        # Blocks that were saved long before the kill are on disk; later ones only if they had reached it.
         assert [cached for _, cached in found[: len(FIRST)]] == [HIT] * len(FIRST)
         client.wait_until_idle()
         assert hit_tokens(client, "disk") >= len(FIRST) * HIT
@@ -97,5 +97,5 @@ def test_two_ranks_killed_and_restarted(
     with start_server(llama_with_tokenizer, tmp_path / "third.log", options, *TWO_RANKS) as client:
         found = [ask(client, ids) for ids in FIRST + TRAFFIC]
         assert [tokens for tokens, _ in found] == [reference(ids, TOKENS) for ids in FIRST + TRAFFIC]
-        # The second server ended in an orderly way: nothing of what it had is missing.
+        # The second server ended in an orderly way: none of its blocks is missing.
         assert [cached for _, cached in found] == [HIT] * len(FIRST) + [640] * len(TRAFFIC)

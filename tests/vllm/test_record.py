@@ -1,4 +1,4 @@
-"""The option `record`: what a real engine writes, and that `undercroft estimate` finds in it what the engine found."""
+"""The option `record`: the trace of a real engine, in which `undercroft estimate` finds the engine's hits."""
 
 from __future__ import annotations
 

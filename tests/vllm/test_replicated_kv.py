@@ -29,7 +29,7 @@ def one_head(model_root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(one_head: Path) -> References:
-    """What a vLLM of one rank generates without any cache."""
+    """The tokens of a vLLM of one rank without any cache."""
     return References(one_head, (LONG, TOKENS), (MORE, TOKENS))
 
 

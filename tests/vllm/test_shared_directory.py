@@ -66,7 +66,7 @@ def test_two_servers_share_a_directory_and_one_takes_it_over(
         first.wait_until_idle()
         os.killpg(first.server.process.pid, signal.SIGKILL)
         first.server.process.wait()
-        # A hit, or a miss while nobody owns the directory: never anything else, and no error.
+        # A hit, or a miss while no engine owns the directory: never anything else, and no error.
         deadline = time.monotonic() + 120
         while ask(second, PROMPTS[2])[1] == 0:
             assert time.monotonic() < deadline

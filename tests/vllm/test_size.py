@@ -1,4 +1,4 @@
-"""`undercroft size` says of a model's config.json what the connector computes from vLLM's own KV cache groups."""
+"""`undercroft size` computes the same from a model's config.json as the connector from vLLM's own KV cache groups."""
 
 from __future__ import annotations
 

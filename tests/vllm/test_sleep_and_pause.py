@@ -1,4 +1,4 @@
-"""Sleep, pause and weight updates: vLLM never stays paused, and finds nothing of before that may be wrong now."""
+"""Sleep, pause and weight updates: vLLM never stays paused, and finds no earlier block that may be wrong now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def reference(llama: Path) -> References:
-    """What a vLLM without any cache generates."""
+    """The tokens of a vLLM without any cache."""
     return References(llama, (LONG, TOKENS))
 
 
@@ -75,7 +75,7 @@ def test_sleep_and_pause_while_the_server_is_frozen(
     assert one.reset_device_cache()
     thawed = one.generate(LONG, TOKENS)
     assert (thawed.cached, thawed.tokens) == (0, reference(LONG))
-    # What it has saved since, it finds.
+    # The engine finds the blocks that it has saved since.
     one.idle_steps()
     assert one.reset_device_cache()
     assert one.generate(LONG, TOKENS).cached == 896

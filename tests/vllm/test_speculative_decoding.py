@@ -68,7 +68,7 @@ def draft_layers(running: Engine) -> list[str]:
 
 
 def hit(method: str, blocks: int) -> int:
-    """What vLLM hits of so many cached blocks and another token."""
+    """Tokens that vLLM hits of so many cached blocks and another token."""
     return (blocks - bool(DRAFTS[method].dropped)) * BLOCK
 
 

@@ -1,4 +1,4 @@
-"""What refuses the start of a vLLM with undercroft, and what vLLM is told and shows once it runs."""
+"""Errors that refuse the start of a vLLM with undercroft, and vLLM's log lines and metrics once it runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_metrics_show_each_tier(engine: Make, llama: Path, tmp_path: Path) -> No
 
     def settle(one: Engine) -> dict[Any, float]:
         nothing_left(one)
-        one.generate([3], 1)  # what has changed meanwhile travels with a step
+        one.generate([3], 1)  # changes travel with a step
         return metrics(one)
 
     def host(name: str) -> tuple[str, tuple[tuple[str, str], ...]]:

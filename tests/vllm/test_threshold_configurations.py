@@ -34,7 +34,7 @@ def start(llama: Path) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the threshold logs. Through a logger of its own, since vLLM sets up its loggers when an engine starts."""
+    """The threshold's messages, through a logger of its own, since vLLM sets up its loggers when an engine starts."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -100,7 +100,7 @@ def test_prefix_caching_off(start: Callable[..., Engine]) -> None:
 
 
 def test_preempted_request(start: Callable[..., Engine]) -> None:
-    """One that comes back to an empty cache is given back with the tokens it has, and its neighbours go on."""
+    """A request that comes back to an empty cache is rejected with the tokens it has, and its neighbours go on."""
     one = start(blocks=18, enable_prefix_caching=False)
     prompts = [[5 + (17 * i + 7 * j) % 990 for i in range(500)] for j in range(4)]
     plain = one.generate_all(prompts, 100)

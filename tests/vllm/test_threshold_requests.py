@@ -50,7 +50,7 @@ def test_waits_for_the_lookup_and_counts_what_it_found(shared: Engine) -> None:
     assert rejected(refused)
     assert refused.kv_transfer_params["cache_threshold"]["external_tokens"] == 256
     assert shared.steps - before == 4
-    # Together with what the device holds it is enough.
+    # Together with the device's blocks it is enough.
     shared.generate(WHOLE[:385], 4)
     assert not rejected(shared.generate(WHOLE, 4, params=limit(0.7) | {"pretend": 256}))
 

@@ -46,7 +46,7 @@ def fresh(client: Client) -> Client:
 
 
 def assert_rejected(answer: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:
-    """Check a response of which every choice was rejected; returns what was measured."""
+    """Check a response of which every choice was rejected; returns its measurements."""
     for choice in answer["choices"]:
         assert (choice["finish_reason"], choice["stop_reason"]) == (REASON, None)
         assert choice.get("text", "") == ""
@@ -170,7 +170,7 @@ def test_other_protocols_answer_as_without_a_threshold(fresh: Client, name: str,
     else:
         assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 4)
         assert answer["content"][0]["text"]
-    # They were not served because of what is cached: the same prompt is rejected where it can be.
+    # The cache was not why they were served: the same prompt is rejected where it can be.
     assert fresh.metric(REJECTED) == rejected
     assert_rejected(fresh.complete(OTHER), 897)
 
@@ -321,7 +321,7 @@ def test_decode_first_example(fresh: Client, proxy: tuple[httpx.Client, bool], p
     cold, warm = http.post(path, json=body), http.post(path, json=body)
     assert (cold.headers["x-route"], warm.headers["x-route"]) == ("prefill,decode" if shared else "prefill", "decode")
     assert output(cold.text, stream) == output(warm.text, stream) == output(direct.text, stream)
-    # One for each instance on the route; what was given back is not counted.
+    # One for each instance on the route; a rejected request is not counted.
     assert fresh.metric("vllm:request_success_total") - served_before == (3 if shared else 2)
     own = http.post(path, json=body | {"cache_hit_threshold": 7})
     assert (own.status_code, own.headers["x-route"]) == (400, "decode")

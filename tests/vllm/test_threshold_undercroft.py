@@ -1,4 +1,4 @@
-"""The hit threshold with undercroft's own cache behind it: what memory and disk hold counts."""
+"""The hit threshold with undercroft's own cache behind it: blocks in host memory and on disk count."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(engine: Start, llama: Path) -> Start:
 
 @pytest.fixture(scope="module")
 def plain(llama: Path) -> Iterator[dict[str, list[int]]]:
-    """What a vLLM without any cache generates."""
+    """The tokens of a vLLM without any cache."""
     one = Engine(llama, enable_prefix_caching=False, max_model_len=2048, blocks=64)
     tokens = {name: one.generate(ids, 8).tokens for name, ids in (("whole", WHOLE), ("half", HALF))}
     one.close()

@@ -1,4 +1,4 @@
-"""The oracle itself: without a connector, tokens repeat, and depend on what the KV cache holds."""
+"""The oracle itself: without a connector, tokens repeat, and depend on the KV cache's contents."""
 
 from __future__ import annotations
 

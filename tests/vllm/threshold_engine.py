@@ -1,4 +1,4 @@
-"""An engine with the hit threshold for its tests, and what they all look at."""
+"""An engine with the hit threshold for its tests, and their shared checks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A connector that holds nothing, with the hit threshold in front: the ratio counts device hits, and what a request
-says in ``kv_transfer_params.pretend`` that a cache would add (``pretend_at_arrival``: until it is preempted). It can
-also answer late: ``late`` times None."""
+"""A connector that holds nothing, with the hit threshold in front: the ratio counts device hits, and the
+tokens that a cache would add according to a request's ``kv_transfer_params.pretend`` (``pretend_at_arrival``: until the
+request is preempted). It can also answer late: ``late`` times None."""
 
 from __future__ import annotations
 

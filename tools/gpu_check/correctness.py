@@ -32,7 +32,7 @@ def check(rig: Rig) -> list[Row]:
 
 
 def round_trip(one: Copying, blocks: int, seed: int, slots: int | None = None) -> str:
-    """What was wrong; empty if nothing was. Block 0 is left alone, as vLLM's null block is."""
+    """The first error; empty if there was none. Block 0 is left alone, as vLLM's null block is."""
     order = np.random.default_rng(seed)
     wrote = _fill(one, order)
     some = order.permutation(np.arange(1, blocks))[: blocks // 2]

@@ -1,4 +1,4 @@
-"""What machine this is, as far as it matters for copies."""
+"""Properties of this machine that matter for copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What copies and pinning cost the model: slower decode steps, and launches that wait."""
+"""The cost of copies and pinning to the model: slower decode steps, and launches that wait."""
 
 from __future__ import annotations
 

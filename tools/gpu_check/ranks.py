@@ -64,7 +64,7 @@ def check(rig: Rig) -> list[Row]:
 
 
 def _run(rig: Rig, socket: str, session: int) -> list[tuple[dict[str, Any] | None, str]]:
-    """What each rank answered, or why it did not."""
+    """Each rank's answer, or why there is none."""
     kind = rig.device.type
     path = str(Path(__file__).resolve().parent)
     started = []

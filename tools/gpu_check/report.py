@@ -1,4 +1,4 @@
-"""What was found, as a table and as one JSON object."""
+"""The findings, as a table and as one JSON object."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Rig:
             torch.cuda.current_stream(self.device).synchronize()
 
     def spin(self) -> None:
-        """Keep the model's stream busy for a while, so that whoever does not wait for the stream comes too early."""
+        """Keep the model's stream busy for a while, so that work that does not wait for the stream comes too early."""
         if self.device.type == "cuda":
             torch.cuda._sleep(SPIN_CYCLES)
 
@@ -121,7 +121,7 @@ class Copying:
             raise RuntimeError("a copy failed; the log above says why")
 
     def arena_bytes(self, slot: int) -> np.ndarray:
-        """What this rank's part of a slot holds now."""
+        """The bytes in this rank's part of a slot now."""
         begin = self.arena.address + slot * self.slot + self.rank * self.block_bytes
         return np.frombuffer((ctypes.c_uint8 * self.block_bytes).from_address(begin), dtype=np.uint8).copy()
 

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def why_not(kind: str) -> str | None:
-    """Why nothing can be checked here, and what to do; None if it can."""
+    """Why nothing can be checked here, with the remedy; None if it can."""
     try:
         import torch
 

@@ -1,4 +1,4 @@
-"""Shares of what one plain copy of pinned memory reaches."""
+"""Speeds of copies, as shares of the speed of one plain copy of pinned memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_check.rig import Copying, Rig, copying
 CASES = (("BLHNC", 32, 64 << 10), ("LBHNC", 32, 64 << 10), ("LBHNC", 80, 8 << 10), ("LBHNC", 32, 160 << 10))
 """KV cache layout, layers, bytes of a page."""
 CACHE_SHARE = 0.4
-"""Of the free device memory: kernels and address translation behave otherwise on a large cache."""
+"""Share of the free device memory: kernels and address translation behave otherwise on a large cache."""
 JOBS = 8
 SHARE = 0.97
 BOTH = 1.7

@@ -102,7 +102,7 @@ def _case(trace: Trace, model: Model, host: int, disk: int, rate: int | None, re
     disk_tokens = capacity.tokens_in(disk, model.groups) if disk else 0
     outcome: Outcome = replayed(host_tokens, disk_tokens)
     hit = outcome.host_tokens + outcome.disk_tokens
-    # Of a tier of this size, windows and states included.
+    # A tier of this size writes so many bytes, windows and states included.
     written = outcome.disk_write_tokens * disk / disk_tokens if disk_tokens else 0.0
     return {
         "host_memory": host,

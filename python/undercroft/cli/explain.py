@@ -1,4 +1,4 @@
-"""``undercroft explain``: what the last requests found in the cache, and why no more."""
+"""``undercroft explain``: the tokens that the last requests found in the cache, and why no more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from undercroft.cli import arguments, engines, output
 from undercroft.cli.sockets import absolute_path
 
 LOOKUPS_MAX = 4096
-"""As many as an engine keeps."""
+"""Number of lookups that an engine keeps."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise output.CommandError(f"{args.directory} holds no undercroft cache; give the disk_path of an engine")
     found: dict[str, Any] = _core.inspect(args.directory)
     for space in found["namespaces"]:
-        # As it is stored, where it is no object.
+        # A description that is no JSON object is shown as it is stored.
         space["description"] = descriptions.parsed(space["description"]) or space["description"]
     digests = Digests(digests_file([args.directory]))
     if args.diff is not None:

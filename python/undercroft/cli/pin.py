@@ -29,5 +29,5 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pin what is cached of each prompt."""
+    """Pin the cached blocks of each prompt."""
     return pins.run(args, "pin", {"ttl_s": max(1.0, args.ttl)})

@@ -1,6 +1,6 @@
-"""What ``undercroft pin`` and ``undercroft unpin`` share: hints about a list of prompts, or of block hashes.
+"""Shared parts of ``undercroft pin`` and ``undercroft unpin``: hints about a list of prompts, or of block hashes.
 
-A vLLM is told over HTTP, since it alone knows the tokens of a prompt and the namespace. Nothing is computed.
+The hints go to a vLLM over HTTP, since it alone knows the tokens of a prompt and the namespace. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _give(url: str, model: str, line: Any, verb: str, fields: dict[str, Any], ha
     """vLLM's answer to the hint about a line."""
     request: dict[str, Any] = line if isinstance(line, dict) else {"prompt": line}
     if hashes:
-        # The request needs a prompt, whatever it is.
+        # The request needs a prompt; any will do.
         request, fields = {"prompt": "."}, fields | {"hashes": line}
     params = {hints.NAME: {verb: fields, hints.COMPUTE: False}}
     path = "/v1/chat/completions" if "messages" in request else "/v1/completions"

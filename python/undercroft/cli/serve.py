@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from undercroft._core import Engine
 
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.scope == "engine")
-"""Of the options, those that are flags; the others are each vLLM's own."""
-# How often the engine is looked after.
+"""The options that are flags of the command; each vLLM sets the others itself."""
+# How often the engine's health is checked.
 HEALTH_INTERVAL_S = 1.0
 
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     _raise_descriptor_limit()
     engine = open_engine(config, path)
     with contextlib.closing(engine):
-        # It has no namespace of its own.
+        # The server has no namespace of its own.
         print(start_line(engine.info(), "").partition("; namespace")[0], flush=True)
         if args.metrics is not None:
             from undercroft import exporter

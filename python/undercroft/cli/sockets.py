@@ -8,7 +8,7 @@ DEFAULT_SOCKET = "default: serve.sock in $XDG_RUNTIME_DIR/undercroft, or in /tmp
 
 
 def default_socket() -> str:
-    """Where the server listens if nothing else is said."""
+    """The socket at which the server listens by default."""
     from undercroft import _core
 
     return _core.default_server_socket()

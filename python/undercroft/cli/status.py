@@ -169,7 +169,8 @@ def _disk(disk: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:
-    """An engine that goes away is waited for: it may be on its way back. That it is away is said once."""
+    """Print the status again and again. An engine that has ended is waited for, since it may be restarting; the
+    error is printed once."""
     before, said = None, ""
     while True:
         try:
@@ -186,7 +187,7 @@ def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:
             if as_json:
                 print(json.dumps(status), flush=True)
             else:
-                # To the upper left, and clear the screen.
+                # Move the cursor to the upper left, and clear the screen.
                 print("\033[H\033[2J" if sys.stdout.isatty() else "", end="")
                 print_status(status)
                 print(flush=True)

@@ -1,6 +1,6 @@
 """Keys for the weights of LoRA adapters: vLLM's block hashes hold only names and paths, which other weights may get.
 
-vLLM can live with that because its cache dies with the process. Ours survives restarts and is shared.
+vLLM's own cache ends with the process, so names are enough for it. Ours survives restarts and is shared.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LOOK_AGAIN_S = 1.0
 class Adapters:
     """A key for the weights of each adapter, which goes into the hashes of its requests' blocks.
 
-    The same in every process that has the same files there. Where an adapter's files cannot be seen, or have changed
-    since this process saw them first, nobody can tell which weights a worker has loaded: such a key is of this process
-    alone.
+    The key is the same in every process that has the same files there. Where an adapter's files cannot be seen, or
+    have changed since this process saw them first, the weights that a worker has loaded are unknown: this process
+    shares such a key with no other.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Adapters:
         if found and self._seen.setdefault(named, found) == found:
             return found
         if found:
-            # For good, also if the old files come back: a worker may have loaded these meanwhile.
+            # The key stays private, even if the old files come back: a worker may have loaded these meanwhile.
             self._seen[named] = ""
         return self._private.setdefault((*named, found), secrets.token_hex(16))
 
@@ -93,4 +93,4 @@ def _directory(path: str) -> Path | None:
 
 
 ADAPTERS = Adapters()
-"""Those of this process."""
+"""The keys of this process."""

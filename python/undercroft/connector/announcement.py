@@ -1,4 +1,4 @@
-"""How the workers hear of the engine before the first step: through a small file, while vLLM starts.
+"""How the workers learn of the engine before the first step: through a small file, while vLLM starts.
 
 A step's metadata names the arena, but pinning it takes seconds, which the first requests should not meet. vLLM asks the
 workers for handshake metadata once the scheduler's half is there, and by then the file is, too.

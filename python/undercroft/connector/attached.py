@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AttachedArena:
-    """One mapping of an arena, for as long as the arena is the same one, whatever sessions come and go."""
+    """One mapping of an arena. Sessions begin and end, and the mapping stays as long as the arena is the same."""
 
     def __init__(self, device: torch.device, mapping: Arena) -> None:
         self.mapping = mapping
@@ -45,7 +45,7 @@ class AttachedArena:
     def discard(self) -> threading.Thread:
         """Unpin and unmap the arena, in a thread of its own: to unpin 64 GiB takes the driver seconds.
 
-        Nobody may use the arena any more. The thread is returned; a process may end before it does.
+        No caller may use the arena any more. Returns the thread; a process may end before it does.
         """
         thread = threading.Thread(target=self._unpin, name="undercroft-unpin", daemon=True)
         thread.start()
@@ -77,7 +77,7 @@ class EarlyAttempt(AttachAttempt):
         super().__init__(attach_and_pin, announced.socket, announced.session)
 
     def take(self) -> AttachedArena | None:
-        """The arena, which is the caller's from now on; None if it is not attached. It will not be any more."""
+        """The arena, which the caller owns from now on; None if it is not attached. Afterwards none is attached."""
         with self._lock:
             self._is_wanted = False
             attached, self._attached = self._attached, None

@@ -9,7 +9,7 @@ from undercroft._core import Arena
 
 
 class AttachAttempt:
-    """One attempt to get the arena, on a thread of its own: an engine that is frozen takes seconds to say so."""
+    """One attempt to get the arena, on a thread of its own: with a frozen engine it takes seconds to fail."""
 
     def __init__(self, attach: Callable[[str, int], Arena], socket: str, session: int) -> None:
         self._ended = threading.Event()

@@ -66,7 +66,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def _fail_open(default: Callable[[], Any]) -> Callable[[_Hook], _Hook]:
-    """Wrap a hook: an exception is reported, and the hook answers ``default()``, which does no harm."""
+    """Wrap a hook: an exception is reported, and the hook returns ``default()``, which is safe for vLLM."""
 
     def wrap(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
@@ -129,7 +129,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         elif reason is None:
             from undercroft.connector.worker import ATTACH_TIMEOUT_S, WorkerConnector
 
-            # A server may be frozen or gone; an engine of vLLM's own is as alive as vLLM.
+            # A server may be frozen or gone; an engine of vLLM's own runs as long as vLLM.
             timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
             vllm_patches.end_copies_before_sleep(ours_in)
             self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s)
@@ -281,7 +281,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Finish the work in progress (bounded) and release memory, disks and threads."""
         with contextlib.ExitStack() as closing:
-            # Last in, first out; each runs whatever becomes of the others.
+            # Last in, first out; each runs even if another one fails.
             if self._engine is not None:
                 closing.callback(self._engine.close)
                 closing.callback(self._announcement.withdraw)
@@ -375,7 +375,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(set)
     def own_loads(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of the requests whose load is this connector's."""
+        """The requests among ``request_ids`` whose load is this connector's."""
         return set() if self._scheduler is None else self._scheduler.loading(request_ids)
 
     @_fail_open(list)
@@ -520,7 +520,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def unregister_kv_caches(self) -> None:
-        """The device's memory goes away (sleep)."""
+        """vLLM frees the device's memory (sleep)."""
         if self._worker is not None:
             self._worker.unregister_kv_caches()
 
@@ -570,7 +570,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _whose(engine: Engine, config: UndercroftConfig) -> str:
-    """Whose engine it is, if it is not this process's."""
+    """The owner of the engine, if that is not this process; else empty."""
     if config.server:
         return f"server {config.server}"
     if engine.is_shared:

@@ -1,8 +1,8 @@
 """Which settings of vLLM the bytes of a cached block depend on, field by field.
 
 vLLM's ``compute_hash()`` of a configuration is not used where it would do harm: it holds the model's path, so a copied
-model would be another one; it leaves out what the compiled graph does not depend on but KV does; and nobody can tell
-from two digests which setting differs. The tables say the same field by field, and more.
+model would be another one; it leaves out settings that change KV but not the compiled graph; and two digests do not
+show which setting differs. The tables say the same field by field, and more.
 
 A field that is in no table (a newer vLLM has added it) goes into the description, so it costs a cold start at worst;
 a test names it then.
@@ -339,4 +339,4 @@ TABLES: Mapping[str, Fields] = {
     "KernelConfig": KERNEL,
     "DiffusionConfig": DIFFUSION,
 }
-"""By the name of vLLM's class."""
+"""The tables, by the name of vLLM's class."""

@@ -1,8 +1,8 @@
 """vLLM's KV events for host memory and disk: events of the tiers for routers.
 
-The engine says which block hashes came to a tier or left it. Their tokens it does not know: the scheduler's requests
-do. So the tokens of blocks that recent requests had are remembered, and blocks that nobody has asked for since the
-start (found on disk, or saved by another vLLM of the same server) are announced without tokens.
+The engine says which block hashes came to a tier or left it. Only the scheduler's requests know their tokens. So the
+tokens of blocks that recent requests had are remembered, and blocks that no request has asked for since the start
+(found on disk, or saved by another vLLM of the same server) are announced without tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Source:
     """The request that a block's tokens are known of."""
 
     tokens: array[int]
-    """Its tokens from `first` on."""
+    """The request's tokens from `first` on."""
     first: int
     """The engine's block that they begin with."""
     lora_id: int | None
@@ -68,7 +68,7 @@ class Events:
         self._block_size = groups.engine_block_size
         self._groups = groups
         self._told: dict[int, _Group] = {}
-        """By the engine's group. Of several blocks in one block of hashes, only the last one's hash is known."""
+        """By the engine's group. A block of hashes may hold several blocks: only the last block's hash is known."""
         for index, of_engine in enumerate(groups.engine_groups):
             if of_engine.block_tokens and of_engine.index == of_engine.per_block - 1:
                 spec = kv_cache_config.kv_cache_groups[of_engine.group].kv_cache_spec
@@ -125,7 +125,7 @@ class Events:
 
     def take(self) -> list[Any]:
         """The events since the last call, as vLLM publishes them."""
-        # Whatever fails below, vLLM must not step for it for ever.
+        # vLLM must not step for events for ever, even if a call below fails.
         self.more = False
         restart, self._restart = self._restart, False
         taken = self._session.take_events(restart)
@@ -209,7 +209,7 @@ class _Run:
 
 
 class NoEvents:
-    """Nobody follows the tiers."""
+    """The events where no router follows the tiers: none."""
 
     more = False
 

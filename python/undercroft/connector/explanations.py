@@ -1,7 +1,7 @@
 """Why requests were loaded as they were: the option ``log_requests``, the request parameter ``explain``, and spans.
 
-A request is explained when vLLM admits it: the answer of its last lookup is what counts. What nobody asks for costs a
-comparison.
+A request is explained when vLLM admits it, from the answer of its last lookup. A request whose explanation is not
+wanted costs a comparison.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Explanations:
         self._asked: dict[str, tuple[int, float]] = {}
         """Tokens that the device held when the scheduler asked, and when it asked first, by request."""
         self._admitted: dict[str, dict[str, Any] | None] = {}
-        """What the response is to say, by request; None if it did not ask."""
+        """The explanation for the response, by request; None if the request did not ask for it."""
 
     def asked(self, request: Request, device_tokens: int) -> None:
         """The scheduler asks for a request: the device holds so many of its tokens."""
@@ -72,7 +72,7 @@ class Explanations:
         self._admitted[request.request_id] = told if wants else None
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
-        """What the response's ``kv_transfer_params`` say of a request that has ended."""
+        """The explanation of a request that has ended, for the response's ``kv_transfer_params``."""
         self._asked.pop(request_id, None)
         told = self._admitted.pop(request_id, None)
         return None if told is None else {request_params.EXPLAIN: told}

@@ -32,7 +32,7 @@ class EngineGroup:
     per_block: int = 1
     """Blocks of the KV cache group in ``block_tokens``."""
     index: int = 0
-    """Which of them this is."""
+    """Place of this engine group's block among the ``per_block`` blocks."""
 
     def position(self, block: int) -> int:
         """The position in the KV cache group's block table of the engine's block ``block``."""
@@ -145,7 +145,7 @@ class Groups:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some group gives up blocks that have left its window or chunk."""
+        """Whether some group frees blocks that have left its window or chunk."""
         return any(kind in ("sliding_window", "chunked_local") for kind in self.kinds)
 
     @property

@@ -1,7 +1,7 @@
-"""Hints: which of a request's hints the engine is given, when, and what the response says of them.
+"""Hints: which of a request's hints the engine is given, when, and how the response answers them.
 
-A prefetch begins when the request arrives. The others are about all that the request leaves in the cache, so they
-follow its last save. A request that is there for its hints alone is given back before anything of it is computed.
+A prefetch begins when the request arrives. The others concern all blocks that the request leaves in the cache, so they
+follow its last save. A request that is there for its hints alone ends before any of its tokens is computed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RequestHints:
         self._complete = complete
         self._may_end = may_end
         self._hints: dict[str, Hints] = {}
-        """Of the requests that have some and are computed."""
+        """The hints of requests that are computed, by request."""
         self._only: dict[str, int] = {}
         """Requests that are not computed, and how often the scheduler has asked for each."""
         self._ended: list[HintsOnly] = []
@@ -105,7 +105,7 @@ class RequestHints:
         return ended
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """A request has finished, and what is left of it is being saved: its answers, for the response."""
+        """A request has finished, and its last save has begun: returns the answers to its hints, for the response."""
         self._only.pop(request.request_id, None)
         answers = self._answers.pop(request.request_id, {})
         hints = self._hints.pop(request.request_id, None)

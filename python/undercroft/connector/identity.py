@@ -1,4 +1,4 @@
-"""Log lines at start about the identity of the cache: why it is cold, and what tells weights apart too weakly."""
+"""Log lines at start about the cache's identity: why it is cold, weights known by name only, random block hashes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _directories(config: UndercroftConfig) -> list[str]:
         return list(config.disk_path)
     from undercroft import _core
 
-    # One that is not there yet, or late: vLLM starts all the same.
+    # A server that is not there yet, or late, does not stop vLLM's start.
     with contextlib.suppress(ServerError):
         status = _core.server_status(config.server.removeprefix("unix://"), _SERVER_TIMEOUT_S)
         return [str(disk["path"]) for disk in status["info"].get("disks", ())]

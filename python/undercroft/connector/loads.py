@@ -62,7 +62,7 @@ def plan_load(
                 return None
             begun.append(load)
             extents += [(extent, extent.first_block + moved) for extent in load.extents]
-        # Of two sessions if the server was lost in between.
+        # The loads belong to two sessions if the server was lost in between.
         one_session = len({load.session for load in begun}) == 1
         copies = _pair(extents, num_computed_tokens, end, tables, groups) if one_session else None
     finally:

@@ -288,7 +288,7 @@ def _group(group: Any) -> dict[str, Any]:
 
 
 def _spec(spec: Any) -> dict[str, Any]:
-    # Every field, also those this version of undercroft has never heard of; but an unset one says nothing.
+    # Every field counts, also those that this version of undercroft does not know; an unset field is left out.
     values = {field.name: plain(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
     values["class"] = type(spec).__name__
     values["page_bytes"] = getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)

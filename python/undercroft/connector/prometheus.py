@@ -62,7 +62,7 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
             return self._counter_cls(**common)
         if kind == "histogram":
             return self._histogram_cls(**common, buckets=_SECONDS)
-        # Of several API servers each is told of some of the steps; vLLM's own gauges show the latest value, too.
+        # Each of several API servers learns of some of the steps. Like vLLM's own gauges, this shows the latest value.
         return self._gauge_cls(**common, multiprocess_mode="mostrecent")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -51,7 +51,7 @@ class Recorder:
         self._thread.start()
 
     def looked_up(self, request_id: str, cached: int) -> None:
-        """So many tokens need not be computed, as far as is known now."""
+        """The last lookup found so many tokens, which need not be computed."""
         if request_id not in self._admitted:
             self._cached[request_id] = cached
 

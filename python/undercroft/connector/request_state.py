@@ -62,7 +62,7 @@ class RequestState:
     tails_asked: tuple[int, int] | None = None
     """The whole boundary and the limit that they were looked up for."""
     save_refused: bool = False
-    """The last save left blocks out for want of memory: worth asking again."""
+    """The last save left blocks out because memory was full: it is retried."""
     refusals: int = 0
     """Saves in a row that left blocks out."""
     retry_at: int = 0

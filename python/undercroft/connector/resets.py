@@ -1,7 +1,7 @@
 """Which of vLLM's resets drop the tiers: those after which the weights may be others.
 
-vLLM's ``collective_rpc`` is the way in which weights are updated. It also serves other ends, so that a call is only a
-reason to drop more.
+vLLM updates weights through ``collective_rpc``. This function has other uses as well, so that a call is only a reason
+to drop more.
 """
 
 from __future__ import annotations
@@ -61,6 +61,6 @@ class Resets:
         self._may_have_changed = self._ever_changed = True
         self._keep_once = False
         if is_paused and self._kept:
-            # Without the sleep's reset there may be none that follows.
+            # The sleep's reset kept the tiers, and no other reset may follow.
             self.reset_cache()
             self._may_have_changed = True

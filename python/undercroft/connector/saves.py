@@ -48,9 +48,9 @@ class _Pending:
     states: Mapping[tuple[int, int], int]
     """Device blocks of states, by (engine's group, block)."""
     deadline: float
-    """Until when it waits for its slots (monotonic seconds)."""
+    """The save waits for its slots until then (monotonic seconds)."""
     pinned: list[KVCacheBlock] | None = None
-    """Blocks that it may take, once it has to wait for its slots."""
+    """Blocks that the save may take, while it waits for its slots."""
     abandoned: bool = False
 
 
@@ -70,8 +70,8 @@ class Saves:
     """The saves that workers have not acknowledged yet.
 
     A save holds a reference on each of its source blocks in vLLM's block pool, so that neither a preemption nor a
-    finished request hands them to somebody else while they are being copied. An engine in this process grants slots at
-    once, a server a little later: until then all blocks that the save may take are held.
+    finished request hands them to another request while they are being copied. An engine in this process grants slots
+    at once, a server a little later: until then all blocks that the save may take are held.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Saves:
         return held.issuperset(_blocks(copies))
 
     def acknowledge(self, answer: UndercroftWorkerMetadata) -> list[tuple[int, bool]]:
-        """Take the ranks' answers, and let go of the blocks of saves that all ranks have ended.
+        """Take the ranks' answers, and release the blocks of saves that all ranks have ended.
 
         Returns these, each with whether it may become visible: not if any rank failed. The engine must be told.
         """
@@ -267,7 +267,7 @@ class Saves:
             pending.abandoned |= any(block.block_id in block_ids for block in pending.pinned or ())
 
     def abandon(self) -> None:
-        """Let go of all device blocks at once. Saves that are being copied from them are dropped when acknowledged."""
+        """Release all device blocks at once. Saves that are being copied from them are dropped when acknowledged."""
         for pending in self._pending.values():
             pending.abandoned = True
             self._unpin(pending)
@@ -276,7 +276,7 @@ class Saves:
             self._unpin(save)
 
     def blocks_to_free(self) -> bool:
-        """Whether an acknowledgement will return a block to the pool that nobody else holds."""
+        """Whether an acknowledgement will return a block to the pool that has no other reference."""
         held: list[_Save | _Pending] = [*self._saves.values(), *self._pending.values()]
         return any(block.ref_cnt == 1 for save in held for block in save.pinned or ())
 
@@ -290,7 +290,7 @@ class Saves:
     def _unpin(self, save: _Save | _Pending) -> None:
         pinned, save.pinned = save.pinned, []
         if self._pool is not None and pinned:
-            # As vLLM frees a request: the deepest block is the first to be reused.
+            # The deepest block is the first to be reused, as when vLLM frees a request.
             self._pool.free_blocks(reversed(pinned))
 
 
@@ -321,7 +321,7 @@ def _group_copy(
     wanted = np.flatnonzero(offsets >= 0)
     table, first = tables[of_engine.group], extent.first_block
     if of_engine.kind == "state":
-        # Its table is not in the order of positions.
+        # The table of states is not in the order of positions.
         block_ids = np.array([states[extent.group, first + at] for at in wanted.tolist()], dtype=np.int64)
     elif len(wanted) and of_engine.position(first + int(wanted[-1])) >= len(table):
         raise ValueError(
@@ -329,7 +329,7 @@ def _group_copy(
             f"{of_engine.group}, but the request has {len(table)} blocks"
         )
     elif len(wanted):
-        # Of a long table only the wanted part is read.
+        # Only the wanted part of a long table is read.
         low, high = (of_engine.position(first + int(wanted[at])) for at in (0, -1))
         block_ids = np.array(table[low : high + 1], dtype=np.int64)[of_engine.per_block * (wanted - wanted[0])]
     else:

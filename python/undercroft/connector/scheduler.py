@@ -43,7 +43,7 @@ LOAD_WAIT_S = 10.0
 _RETRY_STEPS = 8
 """A refused save is asked for again after at most this many steps, and after twice as many each time that follows."""
 _DOUBLINGS = 5
-"""How often that number is doubled."""
+"""How often the number of steps is doubled."""
 RESET_TIMEOUT_S = 1.0
 """Longest wait until the disk or the server confirms a reset: vLLM stands still meanwhile."""
 _WARN_AGAIN_S = 60.0
@@ -239,7 +239,7 @@ class SchedulerConnector:
         """The copies of the workers in this step: the loads begun in it, and the blocks that it fills."""
         self._step += 1
         self.steps.scheduled(scheduler_output.num_scheduled_tokens)
-        # Before the loads are taken out: vLLM waits for them, so they must reach the workers whatever fails.
+        # Before the loads are taken out: vLLM waits for them, so they must reach the workers even if a call fails.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
         metadata.arena_socket, metadata.arena_id = arena.socket, arena.arena_id
@@ -263,7 +263,7 @@ class SchedulerConnector:
             states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self.complete_hashes(state.request, computed)
-            # To ask again costs as much as the request is long, also for a block more.
+            # The cost of asking again grows with the length of the request, even for one more block.
             due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
             if not due and not states:
                 continue
@@ -330,11 +330,11 @@ class SchedulerConnector:
             state.partial_tails = [BoundaryState(*state) for state in offered]
 
     def has_pending_push_work(self) -> bool:
-        """Whether a transfer is pending, so that the engine must go on stepping to hear of its end."""
+        """Whether a transfer is pending, so that the engine must go on stepping to learn of its end."""
         return bool(self._saves or self._loading)
 
     def loading(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of the requests that a load is pending for."""
+        """The requests among ``request_ids`` that have a pending load."""
         return self._loading.keys() & set(request_ids)
 
     def idle(self) -> bool:
@@ -342,14 +342,14 @@ class SchedulerConnector:
         return not (self._requests or self._saves or self._loading)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for saves will give device blocks back, so that nobody needs to be preempted for them."""
+        """Whether waiting for saves will free device blocks, so that no request needs to be preempted for them."""
         return self._saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
         """Drop everything of this namespace. Blocks that the device holds now are not saved any more.
 
-        True also if nobody confirms it: from the request on, this vLLM's session shares with no other and finds nothing
-        of before, and vLLM would stay paused after False.
+        Returns True without a confirmation, too: from the request on, this vLLM's session shares with no other and
+        finds no earlier block, and vLLM would stay paused after False.
         """
         self.forget_device()
         if not self._session.reset(RESET_TIMEOUT_S):
@@ -510,7 +510,7 @@ class SchedulerConnector:
         shared = self._groups.align(min(state.shared_tokens, limit))
         state.shared_boundary = shared if shared > hit else 0
         if state.shared_boundary and self._groups.has_states:
-            # As for a prefix shared on the device: vLLM ends a step there, so that the state comes to exist.
+            # vLLM ends a step there, as for a prefix shared on the device, so that the state comes to exist.
             vllm_patches.end_step_at(request, state.shared_boundary)
 
     def _kept_boundaries(self, state: RequestState, end: int, finished: bool) -> set[int]:
@@ -531,7 +531,7 @@ class SchedulerConnector:
         if interval := align(self._config.state_interval_tokens + self._groups.alignment - 1):
             ends.update(range((begin // interval + 1) * interval, end + 1, interval))
         if dropped := self._groups.dropped_tokens:
-            # Where a hit of what ends there does.
+            # A hit of a prefix that ends there ends so many tokens earlier.
             ends |= {boundary - dropped for boundary in ends}
         kept = {boundary for boundary in ends if begin < boundary <= end}
         return kept | {align(end)} if finished and align(end) else kept
@@ -586,7 +586,7 @@ class SchedulerConnector:
             state.save_refused = result.refused
             if result.refused:
                 state.saved_tokens = 0
-                # Where memory is short many are refused at once: they must not all come back in one step.
+                # When memory is short many saves are refused at once: they must not all be retried in one step.
                 half = _RETRY_STEPS // 2 << min(state.refusals, _DOUBLINGS)
                 state.refusals += 1
                 self._refused += 1

@@ -1,7 +1,7 @@
 """The properties that versions of vLLM and Python, and a machine, stand for in the description: how hashes are made,
 how pages are laid out, which attention backend writes them.
 
-A version that changes neither keeps the cache warm. A version that nobody has looked at stands for itself.
+A version that changes none of them keeps the cache warm. An unknown version stands for itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAMPLE = (bytes(range(32)), (1, 200, 70_000, 5_000_000_000), (("lora", "name"),
 
 
 def is_known_release() -> bool:
-    """Whether somebody has read this release of vLLM."""
+    """Whether the properties of this release of vLLM are known."""
     return compat.vllm_release() in RELEASES
 
 

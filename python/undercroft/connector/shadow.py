@@ -49,7 +49,7 @@ class Shadow:
             self._pending.put((request.num_prompt_tokens, request.block_hashes[:blocks]))
 
     def collect(self) -> dict[str, Any]:
-        """What was counted since the last call, as the data of `UndercroftStats`."""
+        """The counts since the last call, as the data of `UndercroftStats`."""
         with self._lock:
             counters, self._counters = self._counters, {}
         if not counters:
@@ -58,7 +58,7 @@ class Shadow:
         return {"counters": counters, "gauges": sizes}
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End, with what is pending."""
+        """End, after the pending requests."""
         self._pending.put(None)
         self._thread.join(timeout_s)
 

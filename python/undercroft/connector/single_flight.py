@@ -1,7 +1,7 @@
 """Single flight of loads onto the device.
 
 vLLM shares the device blocks of requests with one prefix once their hashes are cached, and caches the hashes of a load
-when the load has ended. A request that is told of a hit before that gets device blocks, and a copy, of its own. So a
+when the load has ended. A request that hits in a tier before that gets device blocks, and a copy, of its own. So a
 request whose next missing block is being loaded by another request waits for that load, and hits on the device then.
 """
 
@@ -19,7 +19,7 @@ class _Load:
     begin: int
     end: int
     hashes: Sequence[bytes]
-    """Of the whole blocks up to its end."""
+    """The hashes of the whole blocks up to the load's end."""
 
 
 class SingleFlight:
@@ -45,7 +45,7 @@ class SingleFlight:
             self._filled_by[block_hash] = request_id
 
     def end(self, request_id: str) -> None:
-        """That load has ended, or its blocks will not be used. Idempotent."""
+        """The request's load has ended, or its blocks will not be used. Idempotent."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return

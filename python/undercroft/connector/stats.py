@@ -268,8 +268,8 @@ class Counts:
 class EngineStats:
     """The engine's counters as differences, read at most once in ``interval`` seconds.
 
-    ``tokens_in``: the tokens that a tier of so many bytes holds. ``idle_s``: seconds after which the engine's health is
-    checked where nobody collects.
+    ``tokens_in``: the tokens that a tier of so many bytes holds. ``idle_s``: seconds without a collection after which
+    the engine's health is checked.
     """
 
     def __init__(

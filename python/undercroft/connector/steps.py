@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _UNREPORTED = 16
 """Steps without a prefill that are reported together, unless a lookup comes."""
 _IN_FLIGHT = 8
-"""Most steps that vLLM has scheduled and not ended. With more, the ends are not told as they are expected to be."""
+"""Most steps that vLLM has scheduled and not ended. With more, vLLM does not report the ends as this class expects."""
 
 
 class Steps:
@@ -28,7 +28,7 @@ class Steps:
         self._arrived = 0
         """Prompt tokens of all requests so far."""
         self._done = 0
-        """Of these, those that are computed, loaded or not needed any more."""
+        """Prompt tokens of all requests that are computed, loaded or not needed any more."""
         self._scheduled: deque[tuple[float, int, int, int]] = deque()
         """Steps that have not ended: when they were scheduled, tokens, the sum of their positions, decodes."""
         self._ended_at = 0.0
@@ -98,7 +98,7 @@ class Steps:
             return
         scheduled_at, tokens, positions, decodes = self._scheduled.popleft()
         now = time.perf_counter()
-        # One that was scheduled while another ran began when that one ended.
+        # A step that was scheduled while another step ran began when that step ended.
         began_at, self._ended_at = max(scheduled_at, self._ended_at), now
         if not tokens and not decodes:
             return

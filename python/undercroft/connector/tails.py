@@ -88,7 +88,7 @@ class Tails:
             self._session.prefetch(*self._question(state, end))
 
     def _keep(self, state: RequestState, asked: int, found: int) -> None:
-        """Let go of the lookup at ``asked``, or if that is ``found`` of all others."""
+        """End the lookup at ``asked``; if a tail was ``found``, all lookups but its own."""
         for end in state.tails if found else [asked]:
             if end != found:
                 self._session.finish_request(tail_name(state.request.request_id, end))

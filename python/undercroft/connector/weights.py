@@ -93,7 +93,7 @@ class Digests:
         return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 
     def save(self) -> None:
-        """Write the file, if something is new. Not before the disk tier is there: it takes only an empty directory."""
+        """Write the file, if a digest is new. Only after the disk tier is open: a new tier needs an empty directory."""
         if self.path is None or not self._changed:
             return
         for path in list(self._known)[:-_KEPT_MAX]:
@@ -168,13 +168,13 @@ def model_place(name: str, revision: str | None, download_dir: str | None = None
 
 def _from_modelscope() -> bool:
     """Whether vLLM fetches models from ModelScope."""
-    # As vLLM reads it: this is also asked where no vLLM is installed.
+    # The variable is read as vLLM reads it: vLLM may not be installed here.
     return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
 
 
 def _modelscope_place(name: str, revision: str | None, download_dir: str | None) -> Path | None:
     try:
-        # As vLLM calls it, but without a download.
+        # vLLM calls the same function, with a download.
         hub = importlib.import_module("modelscope.hub.snapshot_download")
         place = hub.snapshot_download(model_id=name, cache_dir=download_dir, local_files_only=True, revision=revision)
         return Path(place)
@@ -218,7 +218,7 @@ def _is_whole(files: dict[str, Path]) -> bool:
 
 def _weight_files(place: Path) -> dict[str, Path]:
     if place.is_file():
-        # Its name is the path's last part, which says nothing about its content.
+        # The file's name is the path's last part, which does not depend on the content.
         return {place.suffix: place}
     if not place.is_dir():
         return {}

@@ -1,7 +1,7 @@
 """The worker's half of the connector: it copies between device blocks and arena slots as the scheduler's half orders.
 
 The worker knows no index and no hashes. Every load ends in exactly one ``finished_recving`` of its request, every save
-in exactly one acknowledgement, whatever fails: the scheduler's half holds blocks and slots until then.
+in exactly one acknowledgement, even after a failure: the scheduler's half holds blocks and slots until then.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class WorkerConnector:
         try:
             self._leave_old_arena(metadata)
         except Exception as error:
-            # vLLM waits for the loads of this step whatever becomes of the old arena.
+            # vLLM waits for the loads of this step even if the old arena cannot be released.
             self._report(error)
         for request_id in metadata.failed_loads:
             self._end_load(request_id, ok=False)
@@ -207,7 +207,7 @@ class WorkerConnector:
             self._running[first + nth] = _Running(job, to_arena, size)
 
     def _fail(self, jobs: Sequence[TransferJob], error: Exception, *, to_arena: bool) -> None:
-        """Nothing was queued, so nothing will copy; the engine must hear that the jobs are over."""
+        """End jobs of which no copy was queued; the engine must learn that they are over."""
         self._report(error)
         for job in jobs:
             self._end(job, to_arena, ok=False)
@@ -287,7 +287,7 @@ class WorkerConnector:
         if attached is None or (_arena_key(metadata) == self._arena_key and attached.is_served):
             return
         if (metadata.arena_socket, metadata.arena_id) == (self._arena_key or ("", 0))[:2] and attached.is_served:
-            # A lost session ends once no worker copies for it; what it was lost from may be as it was.
+            # A lost session ends once no worker copies for it. Its server may still run, with the same arena.
             self._end_copies()
             attached.let_go()
             self._attached, self._kept = None, attached
@@ -296,7 +296,7 @@ class WorkerConnector:
             self._release_arena()
 
     def _release_arena(self) -> None:
-        """End all copies, and let go of the arena without waiting for the driver."""
+        """End all copies, and release the arena without waiting for the driver."""
         self._take_over_early()
         self._end_copies()
         attached, self._attached = self._attached, None

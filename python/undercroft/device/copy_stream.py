@@ -25,7 +25,7 @@ Work = Callable[[Lane], Iterator[int]]
 class _Submitted:
     ticket: int
     began: Any = None
-    """The event that the jobs of its step waited for, or the end of what ran before them."""
+    """Two events: the one that the jobs of its step waited for, and the end of the jobs before them."""
     end: Any = None
     ok: bool = True
     first: bool = False
@@ -58,7 +58,7 @@ class CopyStream:
         return ended
 
     def drain(self) -> None:
-        """Wait until all jobs have ended. Raises nothing: what failed is in `poll`'s answer."""
+        """Wait until all jobs have ended. Raises nothing: `poll` reports the jobs that failed."""
         try:
             self._lane.finish()
         except Exception as error:
@@ -122,6 +122,6 @@ class CopyStream:
 
     def _report(self, error: Exception) -> None:
         message = "undercroft: copying between device and host memory failed: %s"
-        # Numbers of copies and of the failing one differ from one time to the next; what has failed does not.
+        # The numbers in a message (copies, the one that failed) differ each time; its other words do not.
         kind = f"{type(error).__name__}: {re.sub('[0-9]+', '', str(error))}"
         self._log_once(logging.ERROR, kind, message, error, error=error)

@@ -31,7 +31,7 @@ class CpuCopier:
 
     @property
     def routine(self) -> str:
-        """How bytes are copied: what a measurement of this processor found to be the fastest."""
+        """How bytes are copied: the routine that was the fastest in a measurement of this processor."""
         return self._copier.routine
 
     def poll(self) -> list[Ended]:

@@ -3,7 +3,7 @@
 The model runner's thread records one event and hands the jobs of a step to a lane's thread, which queues everything
 else: for each chunk either one batch of copies straight between pages and slots, or, where pages are small, one kernel
 that gathers or scatters them and one batch of copies of whole shards. Jobs on memory that is not pinned have a lane of
-their own, since the driver blocks whoever queues such copies.
+their own, since the driver blocks the thread that queues such copies.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class CudaCopier:
         pin_chunk: int | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``lanes``: nobody else uses them until ``on_close`` is called. ``pinner``: pins the arena; None if all of it
-        is pinned already."""
+        """``lanes``: this copier alone uses them until ``on_close`` is called. ``pinner``: pins the arena; None if all
+        of it is pinned already."""
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: not one of {', '.join(STRATEGIES)}")
         self._layout = layout

@@ -77,7 +77,7 @@ class CudaStreams:
 
     def buffer(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
         """See `Streams.buffer`."""
-        # On the stream itself: PyTorch may hand out memory that work queued on another stream still uses.
+        # Allocate on the stream itself: PyTorch may hand out memory that work queued on another stream still uses.
         with torch.cuda.stream(stream):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 

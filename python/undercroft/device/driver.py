@@ -38,7 +38,8 @@ def why_not_pinnable(driver: Any, device: int) -> str | None:
 def allow_during_capture(driver: Any) -> None:
     """Let the calling thread register memory while another thread captures a CUDA graph.
 
-    Else the call is refused then, and the capture may be lost: vLLM captures in a mode that forbids it to all threads.
+    Without this the driver refuses the call, and the capture may fail: vLLM captures in a mode that forbids the call
+    to all threads.
     """
     mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -1,4 +1,4 @@
-"""What copies of one kind need of a device: a stream, memory on the device, and a thread that queues work.
+"""The parts of a device that copies of one kind use: a stream, memory on the device, and a thread that queues work.
 
 Lanes are made once for a device and live as long as the process; a copier borrows them. PyTorch has only 32 streams for
 each device and hands them out again and again, the model's own among them, and memory stays with the stream that it was
@@ -68,7 +68,7 @@ class Lane:
     def upload(self, numbers: np.ndarray) -> torch.Tensor:
         """At most `row_numbers` int64 values on the device, valid until as many again have been uploaded."""
         if self._numbers_used + numbers.size > self.row_numbers:
-            # What is written over may not have been read yet. This waits, on the lane's own thread, once in many jobs.
+            # Copies may still read the numbers written before. This waits, on the lane's own thread, once in many jobs.
             self.streams.finish(self.handle)
             self._numbers_used = 0
         begin, end = self._numbers_used, self._numbers_used + numbers.size
@@ -98,7 +98,7 @@ class Lanes(NamedTuple):
     save: Lane
     load: Lane
     unpinned: Lane
-    """Copies of memory that is not pinned, in both directions: the driver blocks whoever queues them."""
+    """Copies of memory that is not pinned, in both directions: the driver blocks the thread that queues them."""
 
     @classmethod
     def make(

@@ -1,7 +1,7 @@
 """Registers the arena as pinned memory of this process, in the background: the device then copies at full speed.
 
 Every process that maps the arena registers for itself. Registering is slow (it pins every page), so it runs in chunks
-on a thread of its own; until a chunk is done, copies of what it holds work unpinned.
+on a thread of its own; until a chunk is registered, its blocks are copied unpinned.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ArenaPinner:
         turns: Turns | None = None,
         chunk: int | None = None,
     ) -> None:
-        """``register(address, size)`` and ``unregister(address)`` return None, or what the driver refused with.
+        """``register(address, size)`` and ``unregister(address)`` return None, or the driver's refusal.
 
         ``populate(offset, size)`` puts memory behind a part of the region, and raises OSError when there is none.
         ``turns``: closed with the pinner. ``chunk``: `chunk_bytes` of the region if None.
@@ -122,7 +122,7 @@ class ArenaPinner:
         self._thread.join()
 
     def _run(self) -> None:
-        # One thread does both, since the driver keeps the last error for each thread: a refusal stays here.
+        # One thread registers and unregisters: the driver keeps the last error per thread, and no other sees it.
         registered: list[int] = []
         for begin in range(0, self._size, self._chunk):
             size = min(self._chunk, self._size - begin)
@@ -150,7 +150,8 @@ class ArenaPinner:
             if not has_turn:
                 return None, None
             if self._populate is not None:
-                # Else the driver faults the pages in, in its lock, and they stay small: pinned pages are not collapsed.
+                # Without this the driver faults the pages in, in its lock, and they stay small: the kernel does not
+                # collapse pinned pages.
                 try:
                     self._populate(begin, size)
                 except OSError as error:
@@ -171,7 +172,7 @@ class ArenaPinner:
 
 
 def _refusal(call: Callable[..., str | None], *args: int) -> str | None:
-    """What the driver refused with. An error that is raised counts as well: whoever closes the pinner waits for it."""
+    """The driver's refusal, or the error that was raised: a caller that closes the pinner waits for the answer."""
     try:
         return call(*args)
     except Exception as error:

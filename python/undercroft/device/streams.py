@@ -34,10 +34,10 @@ class Streams(Protocol):
         """A new stream for copies."""
 
     def record(self, stream: Any) -> Any:
-        """An event that happens when what is queued on ``stream`` so far has run."""
+        """An event that happens when all work queued on ``stream`` so far has run."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let what is queued on ``stream`` from now on run after ``event``."""
+        """Let all work queued on ``stream`` from now on run after ``event``."""
 
     def happened(self, event: Any) -> bool:
         """Whether the event has happened. Does not wait."""
@@ -49,7 +49,7 @@ class Streams(Protocol):
         """Wait until everything queued on ``stream`` has run."""
 
     def run(self, stream: Any, work: Callable[[], None]) -> None:
-        """Queue what ``work`` does with PyTorch tensors of the device."""
+        """Queue the operations of ``work`` on PyTorch tensors of the device."""
 
     def copy(self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
         """Queue copies of bytes between host and device: parallel int64 arrays of addresses and sizes."""

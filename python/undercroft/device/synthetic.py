@@ -19,7 +19,7 @@ class SyntheticCache(NamedTuple):
     config: Any
     """Stands in for vLLM's ``KVCacheConfig``."""
     views: dict[str, torch.Tensor]
-    """What vLLM registers with a connector."""
+    """The caches that vLLM registers with a connector."""
 
 
 def synthetic_cache(

@@ -16,7 +16,7 @@ class Outcome:
     """Prompt tokens that a cache would have had, and the bytes that it would have written."""
 
     tokens: int
-    """Of all prompts."""
+    """Tokens of all prompts."""
     host_tokens: int
     """Found in host memory."""
     disk_tokens: int
@@ -25,7 +25,7 @@ class Outcome:
 
     @property
     def hit_percent(self) -> float:
-        """Of all prompt tokens."""
+        """Hits in percent of all prompt tokens."""
         return 100 * (self.host_tokens + self.disk_tokens) / max(1, self.tokens)
 
 

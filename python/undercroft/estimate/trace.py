@@ -3,7 +3,7 @@ request.
 
 ``timestamp``: milliseconds; ``input_length``: tokens of the prompt; ``hash_ids``: a number for each block, which stands
 for the block's content and all before it. A recorded trace begins with a line that has ``block_tokens``, and its
-``hash_ids`` are those of all full blocks, of what was generated too; without that line blocks have 512 tokens, and
+``hash_ids`` are those of all full blocks, generated ones included. Without that line blocks have 512 tokens, and
 ``hash_ids`` are those of the prompt, the last of which may not be full.
 """
 
@@ -28,7 +28,7 @@ class Request:
 
     time_s: float
     tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     prompt_blocks: int
     """Leading blocks that the prompt is looked up for: never its last token."""
     blocks: list[int]
@@ -81,7 +81,7 @@ def read(path: Path, block_tokens: int | None = None) -> Trace:
             requests.append(_request(value, found or block_tokens or MOONCAKE_BLOCK_TOKENS, recorded=found is not None))
         except (ValueError, TypeError, KeyError) as error:
             if number > 1 and not line.endswith("\n"):
-                break  # the end of what a killed vLLM wrote
+                break  # a killed vLLM wrote part of its last line
             raise ConfigError(
                 f"{where}: {error!r}; expected an object with timestamp (milliseconds), input_length (tokens) and "
                 "hash_ids (a number for each block)"

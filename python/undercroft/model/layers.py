@@ -47,9 +47,9 @@ class Layer:
     window: int
     """Tokens of the window or chunk; 0 where there is none."""
     token_bytes: int
-    """Of one token's keys and values; 0 of a state."""
+    """Bytes of one token's keys and values; 0 for a state."""
     state_bytes: int
-    """Of one state; 0 of attention."""
+    """Bytes of one state; 0 for attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _token_bytes(config: Mapping[str, Any], element: int, ranks: int) -> int:
 
 
 def _state_bytes(config: Mapping[str, Any], precision: Precision, ranks: int) -> int:
-    """Of a Gated DeltaNet layer: the convolution's last inputs, and the matrix of each head."""
+    """Bytes of a Gated DeltaNet layer's state: the convolution's last inputs, and the matrix of each head."""
     if "linear_num_value_heads" not in config:
         raise ConfigError("the model has layers of linear attention of a kind that undercroft size does not know")
     key_heads, value_heads = _number(config, "linear_num_key_heads"), _number(config, "linear_num_value_heads")

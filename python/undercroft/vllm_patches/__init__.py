@@ -1,6 +1,6 @@
 """Everything that undercroft changes in vLLM, and nothing else: the table is in `undercroft.vllm_patches.table`.
 
-The functions that apply a patch raise nothing and return whether vLLM was changed. Of the rest of the package, only
+The functions that apply a patch raise nothing and return whether vLLM was changed. Elsewhere in the package, only
 `undercroft.compat` depends on vLLM's internals.
 """
 

@@ -136,7 +136,7 @@ def after_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) 
             try:
                 if is_reset:
                     action()
-            except Exception as error:  # The cache is reset whatever becomes of those who are told.
+            except Exception as error:  # The cache is reset even if the action fails.
                 failed(PREFIX_CACHE_RESET, error)
             return is_reset
 

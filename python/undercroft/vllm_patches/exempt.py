@@ -1,6 +1,6 @@
 """The requests that the hit threshold leaves alone: those whose answer cannot say that they were rejected.
 
-Of vLLM's HTTP server, only the endpoints of `ENDPOINTS` report a finish reason of the engine as it is. A beam search
+Only the endpoints of `ENDPOINTS` in vLLM's HTTP server report a finish reason of the engine as it is. A beam search
 asks for one token at a time, and fails on a request that brings none.
 """
 
@@ -98,7 +98,7 @@ def wrap_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_generator(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    """An asynchronous generator whose requests are exempt, and not those of whoever iterates over it."""
+    """An asynchronous generator whose own requests are exempt; requests of the code that iterates are not."""
 
     async def exempting(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         generator: Any = original(*args, **kwargs)

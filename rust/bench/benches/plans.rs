@@ -1,4 +1,4 @@
-//! What a decision of the planner costs: to go on waiting, and to load from host memory, each beside the same answer
+//! The cost of the planner's decisions: to go on waiting, and to load from host memory, each beside the same answer
 //! without a plan; and not to start.
 
 use std::hint::black_box;

@@ -1,5 +1,5 @@
-//! Two models with payloads of different sizes share a tier: what a block of one evicts of the other, at
-//! any age of the tier. `cargo bench -p undercroft-bench --bench size_classes [-- PART]`.
+//! Two models with payloads of different sizes share a tier: how much a block of one evicts of the other,
+//! at any age of the tier. `cargo bench -p undercroft-bench --bench size_classes [-- PART]`.
 
 use undercroft_bench::chats::{Chats, Directory, Store, prompt};
 use undercroft_core::io::raw::process_time;

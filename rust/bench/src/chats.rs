@@ -1,5 +1,5 @@
-//! Users of two models chat over one engine: what a payload size costs another. Payloads do not exist, and
-//! the disk carries out what it is asked when it is told to.
+//! Users of two models chat over one engine: how much one payload size costs the other. Payloads do not
+//! exist, and the disk carries out its reads and writes when it is told to.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
@@ -75,7 +75,7 @@ pub struct Store {
     sessions: [SessionId; 2],
 }
 
-/// What a turn of a chat did, in blocks.
+/// Counts of a turn of a chat, in blocks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Turn {
     /// Asked for.
@@ -87,7 +87,7 @@ pub struct Turn {
 }
 
 impl Store {
-    /// An engine on what a directory holds, or without one. `payloads`: bytes of a block of each model.
+    /// An engine with the contents of a directory, or without a directory. `payloads`: bytes of a block of each model.
     ///
     /// # Errors
     /// If a payload does not fit a page.
@@ -142,9 +142,8 @@ impl Store {
         saved
     }
 
-    /// Saves a prompt of a model as vLLM does: what is refused is offered again in the next steps, between which
-    /// the IO thread goes on. Returns
-    /// how many blocks got a slot, and how often blocks were offered again.
+    /// Saves a prompt of a model as vLLM does: refused blocks are offered again in the next steps, between which
+    /// the IO thread goes on. Returns how many blocks got a slot, and how often blocks were offered again.
     pub fn save_all(&mut self, model: usize, prompt: &[BlockHash]) -> (u64, u32) {
         let mut saved = self.save(model, prompt);
         for again in 0..STEPS_MAX {
@@ -186,7 +185,7 @@ impl Store {
         hit
     }
 
-    /// Carries out all IO that the engine wants, and what its entries have left.
+    /// Carries out all IO that the engine wants, and the work that its entries have left.
     pub fn settle(&mut self) {
         while self.poll() > 0 || self.engine.has_rest() {}
     }
@@ -225,22 +224,22 @@ impl Store {
     }
 }
 
-/// The first blocks of what a user says.
+/// The first blocks of a user's text.
 pub fn prompt(user: u64, blocks: u64) -> Vec<BlockHash> {
     (0..blocks)
         .map(|block| hash(user * USER_BLOCKS + block))
         .collect()
 }
 
-/// Users who come back at random, say 8 to 40 blocks more each time, and go for good after some turns.
+/// Users who come back at random, say 8 to 40 blocks more each time, and leave after some turns.
 #[derive(Debug)]
 pub struct Chats {
-    /// Of each user: its number, blocks so far, and turns.
+    /// Number, blocks so far, and turns of each user.
     users: Vec<(u64, u64, u64)>,
     next_user: u64,
     turns_max: u64,
     drawn: u64,
-    /// Of five users, how many are model B's.
+    /// How many of five users are model B's.
     fifths_of_b: u64,
 }
 
@@ -266,7 +265,7 @@ impl Chats {
         usize::from(user % 5 < self.fifths_of_b)
     }
 
-    /// One user comes back. With a disk, what is to be written is written.
+    /// One user comes back. With a disk, all pending writes end.
     pub fn turn(&mut self, store: &mut Store) -> Turn {
         let at = self.below(self.users.len() as u64) as usize;
         let (user, blocks, turns) = self.users[at];
@@ -296,7 +295,7 @@ impl Chats {
         }
     }
 
-    /// Part of what was asked for that is found, over so many turns.
+    /// Part of the requested blocks that is found, over so many turns.
     pub fn hit_rate(&mut self, store: &mut Store, turns: u64) -> f64 {
         let (mut asked, mut hit) = (0, 0);
         for _ in 0..turns {

@@ -1,4 +1,4 @@
-//! How fast one thread compares payloads in the arena with their checksums: what `verify_host` costs.
+//! How fast one thread compares payloads in the arena with their checksums: the cost of `verify_host`.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -20,7 +20,7 @@ const BLOCK_BYTES: u32 = 4096;
 const CHAIN: u64 = 512;
 const INSTANCE: u64 = 7;
 
-/// What opening took.
+/// Time, reads and memory of opening a directory.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct RecoverReport {
     /// From opening the directory to an engine that answers lookups, in seconds.
@@ -164,7 +164,7 @@ fn memory(field: &str) -> std::io::Result<u64> {
     Ok(kib << 10)
 }
 
-/// Bytes that this process has read so far, from whatever: page cache included.
+/// Bytes that this process has read so far, from files, pipes and the page cache.
 fn bytes_read() -> std::io::Result<u64> {
     let counts = std::fs::read_to_string("/proc/self/io")?;
     let count = counts

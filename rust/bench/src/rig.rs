@@ -38,7 +38,7 @@ pub enum BenchError {
     /// The operating system refused.
     #[error("{action}: {source}")]
     Io {
-        /// What was tried.
+        /// The operation.
         action: &'static str,
         /// The reason.
         source: std::io::Error,
@@ -48,12 +48,12 @@ pub enum BenchError {
     Argument {
         /// The argument.
         name: &'static str,
-        /// What was given.
+        /// The given value.
         value: u64,
-        /// What is allowed.
+        /// The allowed values.
         allowed: &'static str,
     },
-    /// The engine did something else than what is measured.
+    /// The engine did something else than the benchmark measures.
     #[error("the engine {0}: the figures would mean nothing")]
     Engine(String),
 }
@@ -110,7 +110,7 @@ impl Rig {
         self.engine.recovery().blocks
     }
 
-    /// Ends it well: what waits to be written is written.
+    /// Stops the engine in an orderly way: all pending writes end.
     pub(crate) fn close(self) -> Result<(), BenchError> {
         self.engine.stop(PATIENCE);
         match self.driver.enter(|engine| engine.is_quiet()) {

@@ -135,7 +135,7 @@ fn the_lower_tier_gives_what_it_gives_alone() {
 #[test]
 fn the_engine_agrees_with_the_model_on_the_sample() {
     let trace = sample();
-    // LeafHD learns by ticks, and an engine's session takes one: in a small cache that tells apart what it admits.
+    // LeafHD learns by ticks, and an engine's session takes one: in a small cache its admissions differ by that.
     for (kind, hits, inserts) in [(PolicyKind::Lru, 0.1, 0.5), (PolicyKind::LeafHd, 0.5, 4.0)] {
         for capacity in [512, 4096] {
             let engine = run_engine(&trace, &options(capacity, 0, kind));

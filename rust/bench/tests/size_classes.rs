@@ -1,4 +1,4 @@
-//! A model whose blocks have another size takes about what it saves, at any age of the tier.
+//! A model whose blocks have another size takes about as much space as it saves, at any age of the tier.
 
 use undercroft_bench::chats::{Chats, Directory, Store, prompt};
 use undercroft_core::slots::page_bytes_for;

@@ -40,7 +40,7 @@ pub enum DiskCapacity {
     },
 }
 
-/// What becomes of a directory that cannot be opened, though it is configured well.
+/// The treatment of a directory that cannot be opened, though it is configured well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnDiskError {
@@ -72,7 +72,7 @@ pub struct HostConfig {
     pub host_memory: u64,
     /// Devices of the disk tier.
     pub disks: Vec<DiskConfig>,
-    /// What becomes of a directory that cannot be opened, though it is configured well.
+    /// The treatment of a directory that cannot be opened, though it is configured well.
     pub on_disk_error: OnDiskError,
     /// The treatment of a store of another format version.
     pub disk_on_other_version: OnOtherVersion,

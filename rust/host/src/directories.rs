@@ -79,7 +79,7 @@ impl Directories {
     }
 }
 
-/// What is asked of each directory: directories on one filesystem share it.
+/// The options of each directory's store: directories on one filesystem share its space.
 pub(crate) fn store_options(config: &HostConfig) -> Vec<StoreOptions> {
     let devices: Vec<Option<u64>> = config
         .disks
@@ -269,7 +269,7 @@ mod tests {
             let root = tempfile::tempdir().unwrap();
             let (good, bad) = (root.path().join("good"), root.path().join("bad"));
             drop(start(&config(&[&bad]), choice));
-            // As a device that loses bits: the superblock is not believed.
+            // As with a device that loses bits, the superblock's checksum is wrong.
             let intact = std::fs::read(bad.join("super")).unwrap();
             let mut damaged = intact.clone();
             damaged[20] ^= 1;

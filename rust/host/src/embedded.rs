@@ -28,7 +28,7 @@ pub struct EmbeddedHost {
     engine: Arc<RunningEngine>,
     socket: PathBuf,
     arena_id: u64,
-    /// Of the sessions of this process.
+    /// The token of this process's sessions.
     token: SessionToken,
     /// `None` once it is closed.
     server: Mutex<Option<Server>>,
@@ -72,7 +72,7 @@ impl EmbeddedHost {
         })
     }
 
-    /// Where the engine is shared.
+    /// The socket at which the engine is shared.
     pub(crate) fn socket(&self) -> &PathBuf {
         &self.socket
     }
@@ -93,7 +93,7 @@ fn serve(
         own_token,
         info: Box::new(move || {
             let mut info = of_info.info();
-            // So that others that come to use this engine can tell what differs from their own.
+            // Other processes that use this engine compare these options with their own.
             info["options"] = options.clone();
             info
         }),

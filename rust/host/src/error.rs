@@ -6,7 +6,7 @@ use undercroft_core::arena::ArenaError;
 use undercroft_core::error::{RegisterError, StoreError};
 use undercroft_ipc::{AttachError, ConnectError, SocketError};
 
-/// What kind of answer an error calls for.
+/// Classes of errors, by their remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorClass {
     /// The operator changes an option.
@@ -46,7 +46,7 @@ pub enum HostError {
     /// A directory is in use, and the engine that uses it cannot be shared.
     #[error("{in_use}. It could be shared, but its engine does not answer: {reason}")]
     Owner {
-        /// Which directory, and by whom.
+        /// The message that names the directory and the process that uses it.
         in_use: String,
         /// The outcome of the attempt.
         reason: String,
@@ -66,7 +66,7 @@ pub enum HostError {
     /// There was no session yet, and so no socket to ask at.
     #[error("the engine's server cannot be asked: {0}")]
     NotConnected(String),
-    /// Nobody answers at a socket.
+    /// No server answers at a socket.
     #[error(transparent)]
     Connect(#[from] ConnectError),
     /// A worker cannot get the arena.
@@ -78,7 +78,7 @@ pub enum HostError {
 }
 
 impl HostError {
-    /// What kind of answer the error calls for.
+    /// The class of the error.
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Register(RegisterError::Broken) | Self::SecondSession | Self::Thread(_) => {

@@ -229,8 +229,8 @@ fn check(directory: &Path, record: &Record, contents: &Contents) -> Result<bool,
     Ok(intact?)
 }
 
-/// Those of the records that the table goes on telling, and whose payloads go on being others. An
-/// engine writes the new state of a slot into the table soon after the slot is used again.
+/// The records that stay in the table, and whose payloads still have another checksum. An engine writes the
+/// new state of a slot into the table soon after the slot is used again.
 fn confirm(directory: &Path, mut suspects: Vec<Record>) -> Result<Vec<Record>, HostError> {
     let end = Instant::now() + SETTLES;
     while !suspects.is_empty() {
@@ -317,7 +317,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Saves blocks of two sizes with bytes of their own, for as long as `goes_on` says so after each.
+    /// Saves blocks of two sizes with bytes of their own, until `goes_on` returns false after a block.
     fn save(engine: &RunningEngine, first: u64, goes_on: impl Fn(u64) -> bool) -> u64 {
         let driver = engine.driver();
         let sessions = [20_000, 65_536].map(|payload_bytes| {

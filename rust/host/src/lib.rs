@@ -1,8 +1,8 @@
 //! An engine for a process: its options, its directories, memory, threads and server, or the way to
 //! the engine of another process.
 //!
-//! [`open`] gives an [`EngineHost`], whoever runs the engine: this process ([`EmbeddedHost`]), the process
-//! that has the directories open ([`SharedHost`]), or `undercroft serve` ([`RemoteHost`]).
+//! [`open`] gives an [`EngineHost`]. Its engine runs in this process ([`EmbeddedHost`]), in the process that
+//! has the directories open ([`SharedHost`]), or in `undercroft serve` ([`RemoteHost`]).
 
 mod config;
 mod directories;
@@ -56,7 +56,7 @@ impl Connection {
     }
 }
 
-/// An engine that sessions can be opened on, whoever runs it.
+/// An engine that sessions can be opened on, in this process or another.
 pub trait EngineHost: Debug + Send + Sync {
     /// Opens a session, every hit of which ends `dropped_tokens` before the end of the cached
     /// prefix. An engine
@@ -73,8 +73,8 @@ pub trait EngineHost: Debug + Send + Sync {
     /// Where workers get the arena now; `None` before there was a session with a server.
     fn arena(&self) -> Option<SessionAddress>;
 
-    /// Counters and gauges, one flat object; an empty one before there was a session with a server. Those of
-    /// a server are about a second old.
+    /// Counters and gauges, one flat object; an empty one before there was a session with a server. The numbers
+    /// of a server are about a second old.
     fn stats(&self) -> Value;
 
     /// The configuration and findings; an empty object before there was a session with a server.
@@ -100,8 +100,8 @@ pub trait EngineHost: Debug + Send + Sync {
         false
     }
 
-    /// Waits until nothing is in flight or waits to be written, at most for `timeout`: whether that is so.
-    /// Of another process's engine nothing is waited for.
+    /// Waits at most `timeout` until no block is in flight or waits to be written. Returns whether that is so.
+    /// The engine of another process is not waited for.
     fn flush(&self, timeout: Duration) -> bool;
 
     /// Ends the session with a server; finishes writes under way (bounded), stops the threads and releases
@@ -127,10 +127,10 @@ pub fn open(config: HostConfig) -> Result<Box<dyn EngineHost>, HostError> {
     }
 }
 
-/// Has the engine at `socket` carry out an operation, and returns what it says; waits at most `timeout`.
+/// Has the engine at `socket` carry out an operation, and returns its answer; waits at most `timeout`.
 ///
 /// # Errors
-/// If `operation` is none, or nobody answers there.
+/// If `operation` is not a known operation, or no server answers at `socket`.
 pub fn operate(socket: &Path, operation: Value, timeout: Duration) -> Result<Value, HostError> {
     let operation: Operation = serde_json::from_value(operation)?;
     let json = undercroft_ipc::operate(socket, operation, timeout)?;
@@ -140,7 +140,7 @@ pub fn operate(socket: &Path, operation: Value, timeout: Duration) -> Result<Val
 /// The status of the server at `socket`; waits at most `timeout`.
 ///
 /// # Errors
-/// If nobody answers there.
+/// If no server answers at `socket`.
 pub fn server_status(socket: &Path, timeout: Duration) -> Result<Value, HostError> {
     let json = undercroft_ipc::server_status(socket, timeout)?;
     Ok(serde_json::from_str(&json)?)

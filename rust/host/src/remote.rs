@@ -25,7 +25,7 @@ pub struct RemoteHost {
     resolve: Mutex<Option<Resolve>>,
     timeout: Duration,
     spin: Duration,
-    /// That a directory is in use: without its owner nobody serves, and the start is refused.
+    /// The error that a directory is in use: the start fails with it if the directory's owner does not answer.
     in_use: Option<String>,
     client: OnceLock<Arc<Client>>,
 }

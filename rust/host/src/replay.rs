@@ -1,5 +1,5 @@
 //! The engine as a cache to replay traces on: its index, slots, job table and policies. Payloads do not
-//! exist, and the disk carries out what it is asked at once.
+//! exist, and the disk carries out reads and writes at once.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::engine::{Engine, EngineConfig, SessionId};
@@ -80,7 +80,7 @@ impl ReplayEngine {
             policy,
             second_touch,
             seed,
-            // Nobody asks it why.
+            // A replay asks for no explanation.
             departures: 0,
             explained_lookups: 1,
             ..EngineConfig::new(bytes(host_blocks))

@@ -15,7 +15,7 @@ use crate::running::random;
 const PAUSE_MIN: Duration = Duration::from_secs(30);
 const PAUSE_MAX: Duration = Duration::from_secs(3600);
 
-/// The directories of an engine, whoever looks at them.
+/// The directories of an engine, shared by its threads.
 #[derive(Debug, Default)]
 pub(crate) struct SharedDirectories {
     state: Mutex<State>,
@@ -26,7 +26,7 @@ pub(crate) struct SharedDirectories {
 pub(crate) struct State {
     /// Empty once the engine is stopped.
     pub(crate) directories: Vec<DirectoryState>,
-    /// Where the engine is shared.
+    /// The socket at which the engine is shared.
     pub(crate) socket: Option<PathBuf>,
     pub(crate) stopped: bool,
 }
@@ -123,7 +123,7 @@ fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
                     return true;
                 }
                 if let Some(socket) = &state.socket {
-                    // Where that fails, others do not find the engine, and say so.
+                    // If that fails, other processes do not find the engine, and report that.
                     let _ = directory.lock.publish(socket);
                 }
                 state.directories[at] = DirectoryState::Open(directory);

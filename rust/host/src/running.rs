@@ -149,7 +149,7 @@ impl RunningEngine {
         state.socket = Some(socket.to_owned());
         for directory in &state.directories {
             if let DirectoryState::Open(directory) = directory {
-                // Where that fails, others do not find the engine, and say so.
+                // If that fails, other processes do not find the engine, and report that.
                 let _ = directory.lock.publish(socket);
             }
         }

@@ -76,8 +76,8 @@ impl SharedHost {
     }
 }
 
-/// Finds the socket of the engine of the directories: the owner's, or, when nobody owns them any more, that
-/// of an engine that it opens.
+/// Finds the socket of the engine of the directories: the owner's, or, when the owner is gone, that of an
+/// engine that it opens.
 fn find_owner(config: HostConfig, taken_over: TakenOver) -> Resolve {
     let mut own: Option<Arc<EmbeddedHost>> = None;
     Box::new(move || {

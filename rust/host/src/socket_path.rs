@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::running::random;
 
 /// Directory of the sockets: `$XDG_RUNTIME_DIR/undercroft`, else `undercroft-<uid>` in the directory for temporary files.
-/// Where somebody else has taken that name: another private directory beside it, the same one each time.
+/// Where another user has taken that name: another private directory beside it, the same one each time.
 pub fn default_socket_dir() -> PathBuf {
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
         Some(dir) => PathBuf::from(dir).join("undercroft"),

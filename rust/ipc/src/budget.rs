@@ -1,7 +1,7 @@
-//! A share of something for everybody who wants some: memory of a server, or of its arena.
+//! Shares of a limited resource for all its users: memory of a server, or of its arena.
 
-/// Something of which there is a limited amount. Whoever asks may have as much as is left for the others:
-/// one who asks alone gets half of it at most, the next one half of the rest. Everybody gets the floor.
+/// A limited resource. A user may have as much as is left for the others: a single user gets half of the limit
+/// at most, the next one half of the rest. Every user gets the floor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Budget {
     limit: u64,

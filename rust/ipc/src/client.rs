@@ -62,11 +62,11 @@ pub struct ClientConfig {
 /// Whether the session is open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConnectionState {
-    /// It is.
+    /// The session is open.
     Up,
-    /// It is, but the server does not reply in time.
+    /// The session is open, but the server does not reply in time.
     Late,
-    /// It is not, and why.
+    /// The session is not open, and why.
     Down(String),
     /// The server refuses this client, and why.
     Refused(String),

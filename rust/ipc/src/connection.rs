@@ -208,7 +208,7 @@ impl ServerConnection {
 /// Waits for one of `fds`, at most for `timeout`.
 pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration) {
     let timeout = Timespec::try_from(timeout).expect("a wait takes seconds");
-    // An interruption is no error: the caller checks whatever it waits for.
+    // An interruption is no error: the caller checks its condition itself.
     let _ = poll(fds, Some(&timeout));
 }
 
@@ -232,10 +232,10 @@ pub fn server_status(path: &Path, timeout: Duration) -> Result<String, ConnectEr
     }
 }
 
-/// Has the server at `path` carry out an operation: what it says of it, as JSON. Waits at most `timeout`.
+/// Has the server at `path` carry out an operation. Returns its answer as JSON; waits at most `timeout`.
 ///
 /// # Errors
-/// If nobody answers there.
+/// If no server answers at `path`.
 pub fn operate(
     path: &Path,
     operation: Operation,

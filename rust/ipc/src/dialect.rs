@@ -3,8 +3,8 @@
 //! Server and sessions know [`VERSION`] alone. At the socket, messages of an older client are
 //! translated to this version, and answers to its own.
 //!
-//! From the first release on, [`OLDER`] has the version before [`VERSION`]. Whoever changes a message raises
-//! `VERSION` and writes the two functions that translate it; a version that is two behind goes.
+//! From the first release on, [`OLDER`] has the version before [`VERSION`]. A change of a message raises
+//! `VERSION` and comes with the two functions that translate it; a version that is two behind is removed.
 
 use crate::frame::{self, FrameError, FrameKind, HEADER_BYTES, Header, VERSION};
 

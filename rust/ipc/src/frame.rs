@@ -94,7 +94,7 @@ impl Header {
         self.encode_as(VERSION)
     }
 
-    /// The header as another version has it: what is here of a header never changes.
+    /// The header in another version: the fields of a header never change.
     pub(crate) fn encode_as(self, version: u16) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);

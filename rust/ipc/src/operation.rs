@@ -1,4 +1,4 @@
-//! What an operator asks of a running engine.
+//! An operator's questions to a running engine, and orders.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};

@@ -95,7 +95,7 @@ pub enum ClientMessage<'a> {
     Demand {
         /// The request.
         request: u64,
-        /// As [`LookupMessage::queued`], now.
+        /// [`LookupMessage::queued`] as of now.
         queued: Tokens,
     },
     /// The lookup is not needed any more. The server keeps the hashes for saves.
@@ -145,9 +145,9 @@ pub enum ClientMessage<'a> {
     Ping,
     /// The server replies with `Status`. Allowed before `Register`.
     Status,
-    /// Asks what has changed in the tiers. The server replies with `Events`.
+    /// Asks for the changes in the tiers. The server replies with `Events`.
     TakeEvents {
-        /// The client has forgotten what it was told: the server begins with what is there.
+        /// The client has forgotten all earlier events: the server begins with the blocks that are there now.
         restart: bool,
     },
     /// Tells of a prompt's future use. The server replies with `Hinted` when it has done so.
@@ -166,7 +166,7 @@ pub struct HintMessage<'a> {
     pub number: u64,
     /// The hint is about these first tokens.
     pub max: Tokens,
-    /// What is to become of them.
+    /// The treatment of the blocks.
     pub hint: Hint,
     /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
     #[serde(borrow)]
@@ -221,7 +221,7 @@ fn few_offers<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<O
     few(deserializer, OFFERS_MAX)
 }
 
-/// The same of steps.
+/// Steps, as long as they are few: nothing is allocated for more.
 fn few_steps<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Step>, D::Error> {
     few(deserializer, STEPS_MAX)
 }
@@ -284,7 +284,7 @@ pub enum ServerMessage {
     Granted {
         /// The save.
         transfer: u64,
-        /// Blocks were left out for want of memory.
+        /// Blocks were left out because memory was full.
         refused: bool,
         /// Where to copy to. Empty if there is nothing to copy.
         #[serde(with = "extents")]
@@ -312,14 +312,14 @@ pub enum ServerMessage {
         /// See [`Operation`].
         json: String,
     },
-    /// What was made of a hint.
+    /// The answer to a hint.
     Hinted {
         /// Names the hint.
         number: u64,
         /// The answer.
         answer: HintAnswer,
     },
-    /// What has changed in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
+    /// The changes in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
     Events {
         /// Everything that was told before is void.
         cleared: bool,

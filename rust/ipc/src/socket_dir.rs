@@ -1,4 +1,4 @@
-//! The directory that holds the sockets: private to the user, and kept free of dead ones.
+//! The directory that holds the sockets: private to the user, and kept free of sockets of dead processes.
 
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -36,7 +36,7 @@ pub enum SocketError {
         /// Its length.
         bytes: usize,
     },
-    /// The directory belongs to somebody else.
+    /// The directory belongs to another user.
     #[error(
         "{dir:?} belongs to uid {found}, this process runs as uid {own}; choose a directory of its own"
     )]
@@ -162,8 +162,8 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
     Ok((listener, path))
 }
 
-/// As [`listen_at`], and of many that do so at once over a dead socket one succeeds: until it listens, others
-/// would take it for dead, too.
+/// As [`listen_at`]. If many processes call it at once for the socket of a dead process, one succeeds: without the
+/// lock, the others would replace its socket before it listens.
 pub(crate) fn listen_alone(path: PathBuf) -> Result<(UnixListener, PathBuf), SocketError> {
     let dir = path.parent().unwrap_or(Path::new("/"));
     let file = File::open(dir).map_err(os(dir, "opening"))?;
@@ -177,7 +177,7 @@ pub(crate) fn listen_alone(path: PathBuf) -> Result<(UnixListener, PathBuf), Soc
         }
     }
     let made = listen_at(path);
-    // By name: a child that was forked meanwhile has the file, too.
+    // Unlock explicitly: a child that was forked meanwhile has the file open, too.
     let _ = flock(&file, FlockOperation::Unlock);
     made
 }

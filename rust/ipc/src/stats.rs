@@ -6,7 +6,7 @@ use std::time::Instant;
 use serde_json::{Map, Value, json};
 use undercroft_core::metrics::{Counters, Gauges};
 
-/// Where a server has its statistics from.
+/// The source of a server's statistics.
 #[derive(Clone)]
 pub struct StatsSource(Arc<dyn Fn() -> Value + Send + Sync>);
 
@@ -31,7 +31,7 @@ impl std::fmt::Debug for StatsSource {
 /// hundredth of the time at most.
 const REPORT_SHARE: u32 = 100;
 
-/// A report for everybody who asks, which may be a little old.
+/// A report for all clients, which may be a little old.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     last: String,

@@ -1,6 +1,6 @@
-//! Whatever bytes come: the decoders take them or leave them, and what they take is what would be sent.
+//! The decoders accept or refuse any bytes, and encode an accepted message to the same message again.
 //!
-//! `tests/corpus` holds frames of every kind; each run changes them, and starts from nothing too.
+//! `tests/corpus` holds frames of every kind; each run changes them, and starts with random bytes too.
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
@@ -216,8 +216,8 @@ fn samples() -> Vec<(String, Vec<u8>)> {
     all
 }
 
-/// Decodes as server and client do. What is taken must be the same when it is said again. Whether there is
-/// a frame whose body is decoded.
+/// Decodes as server and client do. An accepted message must be the same after encoding and decoding it again.
+/// Returns whether there is a frame whose body is decoded.
 fn take(bytes: &[u8]) -> bool {
     let Ok(Some((header, body, len))) = frame::first(bytes) else {
         return false;

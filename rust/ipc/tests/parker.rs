@@ -24,7 +24,7 @@ fn lock(mutex: &Mutex<usize>) -> MutexGuard<'_, usize> {
 struct Shared {
     frames: Mutex<usize>,
     parker: Parker,
-    /// An eventfd's count, and whoever waits for it.
+    /// An eventfd's count, and the threads that wait for it.
     count: Mutex<usize>,
     woken: Condvar,
 }

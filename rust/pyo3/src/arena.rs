@@ -20,7 +20,7 @@ use crate::errors::Result;
 pub(crate) struct PyArena {
     arena: Arc<undercroft_core::arena::Arena>,
     arena_id: u64,
-    /// Tells the engine that this process lives; `None` without an engine, and once it has let go.
+    /// Tells the engine that this process lives; `None` without an engine, and after `let_go`.
     connection: Mutex<Option<UnixStream>>,
 }
 
@@ -104,14 +104,14 @@ impl PyArena {
         let connection = connection.unwrap_or_else(PoisonError::into_inner);
         connection.as_ref().is_none_or(|connection| {
             let mut fds = [PollFd::new(connection, PollFlags::IN)];
-            // The engine says nothing more on it: what comes is its end.
+            // The engine sends nothing more on the connection: an event on it is its end.
             let nothing = Timespec::default();
             poll(&mut fds, Some(&nothing)) == Ok(0)
         })
     }
 
     /// Tell the engine that this process copies no more from or to the arena, and never will. Without it the engine
-    /// keeps what was being copied until the process is gone.
+    /// keeps the slots of pending copies until the process is gone.
     fn let_go(&self) {
         let connection = self.connection.lock();
         let mut connection = connection.unwrap_or_else(PoisonError::into_inner);

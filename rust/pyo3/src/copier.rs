@@ -15,7 +15,7 @@ use crate::arena::PyArena;
 use crate::errors::UndercroftError;
 
 /// Copies between device pages in host memory (vLLM's CPU platform) and the arena, on threads of its
-/// own. Loads go before saves. When it is dropped, it first finishes what was submitted.
+/// own. Loads go before saves. When it is dropped, it first finishes the submitted jobs.
 #[pyclass(name = "Copier", module = "undercroft._core", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyCopier {
@@ -80,7 +80,7 @@ impl PyCopier {
             .map_err(|error| UndercroftError::new_err(format!("a copy job: {error}")))
     }
 
-    /// How bytes are copied: what a measurement of this processor found to be the fastest. Waits for it.
+    /// How bytes are copied: the routine that was the fastest on this processor. Waits for the measurement.
     #[getter]
     fn routine(&self, py: Python<'_>) -> &'static str {
         py.detach(Routine::fastest).name()

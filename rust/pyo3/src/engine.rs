@@ -1,4 +1,4 @@
-//! `_core.Engine`: an engine that sessions can be opened on, whoever runs it.
+//! `_core.Engine`: an engine that sessions can be opened on, in this process or another.
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -35,7 +35,7 @@ impl Hashes<'_, '_> {
         }
         // SAFETY: a bytes object, so it has a size.
         let size = usize::try_from(unsafe { ffi::Py_SIZE(item) }).ok()?;
-        // SAFETY: as many bytes, which do not change. Nobody else runs Python code as long as this thread is
+        // SAFETY: as many bytes, which do not change. No other thread runs Python code as long as this thread is
         // attached, and nothing here does: the list holds the object until then.
         Some(unsafe { std::slice::from_raw_parts(bytes.cast(), size) })
     }

@@ -1,4 +1,4 @@
-//! Python objects to and from the core's, as JSON: for what is called now and then.
+//! Python objects to and from the core's, as JSON: for functions that are called now and then.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

@@ -9,7 +9,7 @@ use undercroft_host::HostError;
 use crate::errors::Result;
 use crate::values::{PyGroup, group_specs};
 
-/// The deepest boundary of a hit in tokens, when `present[group][block]` says what can be had.
+/// The deepest boundary of a hit in tokens, when `present[group][block]` says which blocks are cached.
 #[pyfunction]
 #[pyo3(signature = (groups, hash_block_size, alignment_tokens, present, max_tokens, num_computed_tokens = 0))]
 pub(crate) fn resolve(

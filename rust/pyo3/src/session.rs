@@ -119,8 +119,8 @@ impl PySession {
         load.map(|load| PyLoad::new(py, &load)).transpose()
     }
 
-    /// Ask for slots for the blocks of the first `num_tokens` tokens that are not cached yet; None if nobody can be
-    /// asked.
+    /// Ask for slots for the blocks of the first `num_tokens` tokens that are not cached yet; None if no server can
+    /// be asked.
     #[pyo3(signature = (request_id, hashes, num_tokens, offers = Vec::new()))]
     fn begin_save(
         &self,
@@ -155,7 +155,7 @@ impl PySession {
         self.session.finish_request(request_id);
     }
 
-    /// Tell of a prompt's future use: what was made of that, of how many tokens, and why nothing was.
+    /// Tell of a prompt's future use. Returns the outcome, the number of its tokens, and the reason of a refusal.
     #[pyo3(signature = (request_id, hashes, verb, max_tokens = None, ttl_s = 300.0, name = ""))]
     fn hint(
         &self,
@@ -196,9 +196,9 @@ impl PySession {
         })
     }
 
-    /// What has come to the tiers or left them since the last call: whether all of before is void, the changes (stored,
-    /// on disk, group, hash, hash before), and whether more is to be told at once. None if there is nothing. `restart`:
-    /// what was told is forgotten, and everything that is there is told again.
+    /// The changes in the tiers since the last call: whether all earlier changes are void, the changes (stored, on
+    /// disk, group, hash, hash before), and whether more changes can be taken at once. None if there is no change.
+    /// `restart`: the caller has forgotten all earlier changes; every block in the tiers is reported again.
     #[pyo3(signature = (restart = false))]
     fn take_events<'py>(
         &self,
@@ -264,7 +264,7 @@ fn question<'a>(
         .wait(Some(wait))
 }
 
-/// Of a limit in milliseconds (the base, and the part for every 1,000 tokens), if there is one.
+/// The wait for a limit in milliseconds (the base, and the part for every 1,000 tokens), if there is one.
 fn promotion_wait(limit_ms: Option<(f64, f64)>, planned: bool) -> PromotionWait {
     let nanoseconds = |ms: f64| timeout(ms / 1e3, 1e6).as_nanos() as u64;
     match limit_ms {

@@ -132,7 +132,7 @@ impl PySaveGrant {
         })
     }
 
-    /// None if nobody can be asked.
+    /// None if no server can be asked.
     pub(crate) fn of(py: Python<'_>, save: &Save) -> PyResult<Option<Self>> {
         match save {
             Save::Granted(grant) => Self::new(py, grant).map(Some),

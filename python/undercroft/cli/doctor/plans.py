@@ -1,4 +1,4 @@
-"""Checks of ``undercroft doctor`` that concern the disks beside the model: what running engines have measured."""
+"""Checks of ``undercroft doctor`` that compare the disks with the model, as running engines have measured both."""
 
 from __future__ import annotations
 

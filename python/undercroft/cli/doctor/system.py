@@ -204,7 +204,7 @@ def _store(found: dict[str, Any]) -> Check:
 
 def _refused_advice(path: str, error: str) -> str:
     if "belongs to uid" in error:
-        # As the volumes of Kubernetes do, whose root belongs to root.
+        # The root of a Kubernetes volume belongs to root, for example.
         return f"undercroft does not start with it. A directory below, such as {path}/undercroft, is made by itself."
     return "undercroft does not start with this directory."
 

@@ -16,7 +16,7 @@ const LEN: u64 = 6;
 /// Requests at once.
 const REQUESTS: [u64; 3] = [1, 8, 32];
 
-/// What became of requests that came at once.
+/// Outcome of requests that came at once.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct ColdReport {
     /// How many.

@@ -1,4 +1,4 @@
-//! What drives the engine during a measurement: one thread that steps as a scheduler does, asking
+//! The load on the engine during a measurement: one thread that steps as a scheduler does, asking
 //! and saving within each step and letting the IO thread work in between.
 
 use std::collections::VecDeque;
@@ -12,10 +12,10 @@ use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
 use crate::rig::{BLOCK_TOKENS, BenchError, PATIENCE, Rig, hash};
 
-/// Time between two steps: below what any model needs for one.
+/// Time between two steps: shorter than a step of any model.
 const STEP: Duration = Duration::from_millis(2);
 
-/// Steps until `done` says so; how long that took.
+/// Steps until `done` returns true. Returns how long that took.
 pub(super) fn run(
     rig: &Rig,
     what: &str,
@@ -58,7 +58,7 @@ impl Writer {
         }
     }
 
-    /// Saves what may be saved now, at most `most` blocks in all. True when everything is on disk.
+    /// Saves as many blocks as are allowed now, at most `most` in all. True when everything is on disk.
     pub(super) fn step(&mut self, rig: &Rig, engine: &mut Engine, most: u64) -> bool {
         let written = engine.counters().disk_writes - self.written_before;
         while self.next < self.end && self.saved + self.len <= most.min(written + self.window) {
@@ -77,7 +77,7 @@ impl Writer {
                 )
                 .transfer;
             engine.finish_request(rig.session, "save");
-            // The arena is full of what waits for the disk.
+            // The arena is full of blocks that wait for the disk.
             let Some(save) = save else { break };
             let blocks: usize = save.extents.iter().map(|extent| extent.offsets.len()).sum();
             engine.end_transfer(save.id, true);
@@ -119,7 +119,7 @@ impl Reader {
         }
     }
 
-    /// Takes what is answered, and asks for as much again. True when all are answered.
+    /// Takes the answers, and asks for as much again. True when all are answered.
     pub(super) fn step(&mut self, rig: &Rig, engine: &mut Engine) -> bool {
         let session = rig.session;
         let all = BLOCK_TOKENS * self.len as u32;

@@ -36,7 +36,7 @@ const ARENA_BLOCKS: u64 = 16;
 /// Writes for each read of the mixed part, as a fraction: 30 to 70.
 const MIXED: (u64, u64) = (3, 7);
 
-/// What to measure.
+/// A measurement's options.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskBench {
     /// Payload of one block, in bytes; a multiple of 4096.
@@ -132,7 +132,7 @@ impl DiskBench {
         let mut rounds = Vec::new();
         for index in 0..ROUNDS {
             let mut round = Round::default();
-            // Neither always goes first. The bare loop overwrites what the engine wrote.
+            // Neither always goes first. The bare loop overwrites the engine's blocks.
             if index % 2 == 0 {
                 self.raw(&store, index, &arena, &mut round)?;
                 self.engine(&store, index, &arena, &mut round)?;
@@ -226,7 +226,7 @@ impl DiskBench {
         Ok(())
     }
 
-    /// The memory of all parts. What the kernel has not given yet is no part of the device's speed.
+    /// The memory of all parts, populated before: page faults must not count as the device's time.
     fn arena(&self) -> Result<Arc<Arena>, BenchError> {
         let size = self.bytes(ARENA_BLOCKS * u64::from(self.depth)) + (64 << 20);
         let arena = Arc::new(Arena::create(size)?);

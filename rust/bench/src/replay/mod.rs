@@ -23,13 +23,13 @@ pub enum ReplayError {
     Engine(#[from] RegisterError),
 }
 
-/// A cache that a trace can be replayed on. It has no clock: what is offered is present at once.
+/// A cache that a trace can be replayed on. It has no clock: an offered block is present at once.
 pub trait ReplayCache {
     /// Serves a request: counts its leading blocks that are present, then offers each block to be
     /// stored. Returns the count.
     fn request(&mut self, blocks: &[u64]) -> usize;
 
-    /// What happened in each tier so far, from the upper one down.
+    /// The decisions of each tier so far, from the upper one down.
     fn counts(&self) -> Vec<Counts>;
 }
 
@@ -42,7 +42,7 @@ pub struct Counts {
     pub evicted: u64,
 }
 
-/// What a replay found.
+/// The result of a replay.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// Requests replayed.

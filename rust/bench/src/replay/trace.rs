@@ -27,7 +27,7 @@ pub enum TraceError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// A line is not a request.
@@ -40,7 +40,7 @@ pub enum TraceError {
         path: PathBuf,
         /// Number of the line, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The parser's error.
         source: serde_json::Error,
     },
     /// There is no full block in it.

@@ -1,4 +1,4 @@
-//! A cache of prefix blocks reduced to what decides hit rates: residency, leaves and the real policies.
+//! A cache of prefix blocks reduced to the parts that decide hit rates: residency, leaves and the real policies.
 
 use rustc_hash::FxHashMap;
 use undercroft_bench::replay::{Counts, ReplayCache};

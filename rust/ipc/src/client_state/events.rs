@@ -1,4 +1,4 @@
-//! What a server tells of its tiers.
+//! Events of a server's tiers, as a client receives them.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ const ASK: Duration = Duration::from_millis(5);
 #[derive(Debug, Default)]
 pub(super) struct EventState {
     taken: BlockEvents,
-    /// Somebody takes events.
+    /// The caller takes events.
     is_used: bool,
     /// When the server was asked last, on this connection.
     asked: Option<Instant>,
@@ -22,7 +22,7 @@ pub(super) struct EventState {
     is_due: bool,
     /// The server has more than it has told.
     more: bool,
-    /// What was told is forgotten: the server is to begin again, and a reply that is on its way is void.
+    /// The caller has forgotten all events: the server is to begin again, and a reply that is on its way is void.
     restart: bool,
 }
 
@@ -32,14 +32,14 @@ impl EventState {
         self.more = true;
     }
 
-    /// The session is lost: what was told is void.
+    /// The session is lost: its events are void.
     pub(super) fn lost(&mut self) {
         let restart = self.restart;
         *self = Self {
             is_used: self.is_used,
             ..Self::default()
         };
-        // Of a session that was to begin again nothing is believed.
+        // A caller that has asked for a restart holds no events that need to be voided.
         self.taken.cleared = self.is_used && !restart;
     }
 
@@ -59,8 +59,8 @@ impl EventState {
 }
 
 impl ClientState {
-    /// What the server has told since the last call; asks it for more. `restart`: for all of it, since what was told
-    /// is forgotten.
+    /// The events that have come since the last call; asks the server for more. `restart`: asks for all of them again,
+    /// since the caller has forgotten the earlier ones.
     pub(crate) fn take_events(&mut self, restart: bool, now: Instant) -> BlockEvents {
         self.events.is_used = true;
         if restart {

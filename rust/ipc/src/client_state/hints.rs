@@ -15,7 +15,7 @@ impl ClientState {
             return None;
         }
         if self.hints.len() >= HINTS_MAX {
-            // Nobody waits for their answers any more.
+            // The caller has long stopped waiting for their answers.
             self.hints.clear();
         }
         let (request, known) = self.request(hint.request, hint.hashes)?;
@@ -35,7 +35,7 @@ impl ClientState {
         Some(number)
     }
 
-    /// The server has answered a hint; whoever has stopped waiting does not hear of it.
+    /// The server has answered a hint. The answer is dropped if the caller has stopped waiting.
     pub(super) fn take_hinted(&mut self, number: u64, answer: HintAnswer) {
         if let Some(known) = self.hints.get_mut(&number) {
             *known = Some(answer);

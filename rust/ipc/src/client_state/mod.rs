@@ -26,7 +26,7 @@ mod transfers;
 const PING_PENDING: Duration = Duration::from_millis(50);
 const PING: Duration = Duration::from_secs(1);
 
-/// With more bytes of frames queued than this, the connection to a server that does not read is given up.
+/// With more bytes of frames queued than this, the connection to a server that does not read is closed.
 const OUTBOX_MAX: usize = 64 << 20;
 
 /// Where the workers of a session get the arena.
@@ -57,7 +57,7 @@ impl Polled {
     pub(crate) const NOTHING: Self = Self::Answer(Lookup::NOTHING);
 }
 
-/// How far the last lookup of a request is.
+/// Stage of a request's last lookup.
 #[derive(Debug)]
 enum Stage {
     /// There is no lookup.
@@ -79,7 +79,7 @@ struct ClientRequest {
     /// Hashes that the server has, and the last of these.
     known: u32,
     last: Option<BlockHash>,
-    /// Of the last lookup.
+    /// The arguments of the last lookup.
     computed: Tokens,
     max: Tokens,
     min: Tokens,
@@ -91,12 +91,12 @@ struct ClientRequest {
     waited: bool,
     /// The lookup repeats one that was a miss: not worth a wait.
     is_retry: bool,
-    /// Of the last answer.
+    /// The last answer's shared tokens, and why it has no more.
     shared: Tokens,
     rest: Option<Rest>,
 }
 
-/// How far a load or a save is.
+/// Stage of a load or a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TransferStage {
     Load,
@@ -131,7 +131,7 @@ pub(crate) struct ClientState {
     replies_due: VecDeque<Instant>,
     pinged: Option<Instant>,
     transfers: HashMap<TransferId, TransferStage>,
-    /// What the server tells of its tiers.
+    /// Events of the server's tiers.
     events: events::EventState,
     /// Grants that the caller has not taken yet.
     grants: Vec<SaveGrant>,
@@ -139,8 +139,7 @@ pub(crate) struct ClientState {
     hints: HashMap<u64, Option<HintAnswer>>,
     /// Resets under way, with the result of those that have ended.
     resets: HashMap<u64, Option<bool>>,
-    /// The caller has asked for a reset: the weights may be others than the namespace says, whichever
-    /// server comes.
+    /// The caller has asked for a reset: the weights may be others than the namespace says, on any server.
     pub(crate) private: bool,
 }
 

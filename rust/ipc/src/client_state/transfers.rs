@@ -106,7 +106,7 @@ impl ClientState {
                 request,
                 transfer: id.0,
                 tokens: save.tokens,
-                // Of a device that holds more pieces the rest is not saved.
+                // The pieces beyond the limit are not saved.
                 offers: save.offers[..save.offers.len().min(OFFERS_MAX)].to_vec(),
                 hashes,
             })
@@ -126,7 +126,7 @@ impl ClientState {
     pub(crate) fn end_transfer(&mut self, id: TransferId, ok: bool) {
         match self.transfers.remove(&id) {
             Some(TransferStage::Load | TransferStage::GrantedSave) => self.send_end_of(id, ok),
-            // The slots are given back when they come.
+            // The slots are returned when they come.
             Some(TransferStage::PendingSave) | None => {}
         }
     }
@@ -136,11 +136,11 @@ impl ClientState {
     }
 
     /// Asks to drop everything of the namespace. Returns the reset's id; `None` without a server. In both
-    /// cases nothing of before is found from now on.
+    /// cases no earlier block is found from now on.
     pub(crate) fn begin_reset(&mut self) -> Option<u64> {
         self.private = true;
         self.open.as_ref()?;
-        // Answers of before must not be loaded any more.
+        // Hits that were found before the reset must not be loaded any more.
         let names: Vec<Box<str>> = self.requests.keys().cloned().collect();
         for name in names {
             self.end_lookup(&name);

@@ -66,7 +66,7 @@ impl Service {
             return self.refuse();
         }
         let id = self.connections.insert(Peer::new(stream, pid));
-        // It has usually said something.
+        // A new peer has usually sent its first frame.
         self.queue.push(id, &mut self.connections[id]);
     }
 

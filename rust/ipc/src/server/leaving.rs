@@ -66,7 +66,7 @@ impl LeavingWorkers {
         });
     }
 
-    /// What to wait for: readable once a worker is gone.
+    /// Descriptors to wait for: readable once a worker is gone.
     pub(super) fn fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         let processes = self.0.iter().filter_map(|worker| worker.process.as_ref());
         processes.map(|process| PollFd::new(process, PollFlags::IN))
@@ -76,7 +76,7 @@ impl LeavingWorkers {
         self.0.len()
     }
 
-    /// Those of the process `pid`.
+    /// Number of workers of the process `pid`.
     pub(super) fn of_process(&self, pid: i32) -> usize {
         self.0.iter().filter(|worker| worker.pid == pid).count()
     }

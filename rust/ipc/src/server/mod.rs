@@ -1,5 +1,6 @@
 //! The engine's side of the socket: one thread with one event loop serves clients (lookups, loads, saves)
-//! and hands the arena's descriptor to workers. A worker is gone when it says so, or when its process is.
+//! and hands the arena's descriptor to workers. A worker is gone when it releases the arena, or when its
+//! process has ended.
 //!
 //! The thread never waits for the disk: a pending lookup is answered when its promotion has ended. A
 //! malformed or misplaced frame ends its own connection and no other.
@@ -42,12 +43,12 @@ pub enum SocketLocation<'a> {
 pub struct Served {
     /// The engine.
     pub driver: Arc<Driver>,
-    /// Its arena.
+    /// The engine's arena.
     pub arena: Arc<Arena>,
     /// Identity of the arena: another engine start has another one. Workers compare it with that of the
     /// arena that they have mapped.
     pub arena_id: u64,
-    /// With this token the workers of the engine's own process attach; of others, those of a session.
+    /// The workers of the engine's own process attach with this token; others with the token of their session.
     pub own_token: SessionToken,
     /// The engine's configuration and the machine's features, for clients and for `undercroft status`.
     pub info: Box<dyn Fn() -> Value + Send>,

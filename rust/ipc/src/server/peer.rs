@@ -1,4 +1,4 @@
-//! One connection of a server: what has come from the peer, and what it has not read yet.
+//! One connection of a server: bytes that have come from the peer, and bytes that the peer has not read yet.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
@@ -60,11 +60,11 @@ pub(super) struct Peer {
     translated: usize,
     /// The version that the peer speaks, if it is an older one.
     pub(super) dialect: Option<&'static Dialect>,
-    /// Of the budget of inboxes.
+    /// Bytes charged to the budget of inboxes.
     charged: u64,
     /// When it connected, or was answered last.
     pub(super) since: Instant,
-    /// Since when the rest of a frame is owed.
+    /// Since when the rest of a frame is missing.
     half_since: Option<Instant>,
     /// Time that was spent on it, as the fair queue counts it.
     pub(super) spent: Duration,
@@ -126,7 +126,7 @@ impl Peer {
         Ok(())
     }
 
-    /// Puts what was said since the last time into the peer's version.
+    /// Translates the replies since the last call into the peer's version.
     fn translate(&mut self) {
         if let Some(dialect) = self.dialect {
             let new = self.outbox.split_off(self.translated);
@@ -164,7 +164,7 @@ impl Peer {
                     self.inbox.extend_from_slice(&scratch[..bytes]);
                     let is_worker = matches!(self.role, Role::Worker(_));
                     if is_worker && self.inbox.len() > HEADER_BYTES {
-                        // After its first frame a worker says no more than that it lets go.
+                        // After its first frame a worker sends one header only, to release the arena.
                         return Err(End::Malformed);
                     }
                     self.charge(budget, self.inbox.capacity());
@@ -257,7 +257,7 @@ impl Peer {
         self.half_since = None;
     }
 
-    /// Whether the peer has owed the rest of a frame for longer than `timeout`.
+    /// Whether the rest of a frame has been missing for longer than `timeout`.
     pub(super) fn is_stuck(&self, now: Instant, timeout: Duration) -> bool {
         self.half_since
             .is_some_and(|since| now.saturating_duration_since(since) > timeout)

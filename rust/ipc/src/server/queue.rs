@@ -60,7 +60,7 @@ mod tests {
             for &id in &large {
                 queue.push(id, &mut peers[id]);
             }
-            // It has something to do every now and then.
+            // The small peer has work in every tenth round.
             if round % 10 == 0 {
                 queue.push(small, &mut peers[small]);
             }

@@ -30,7 +30,7 @@ use crate::stats::Report;
 /// Connections kept at a time, as far as the process may have descriptors; further ones are closed at once.
 const CONNECTIONS_MAX: usize = 1024;
 
-/// Of these, those without a session: what `undercroft status` and workers find free.
+/// Connections kept free of sessions, for `undercroft status` and workers.
 const RESERVED: usize = 256;
 
 /// Longest work for all connections before the sockets are looked at again.
@@ -42,7 +42,7 @@ const SLICE: Duration = Duration::from_micros(100);
 /// A frame that is longer is carried out in steps.
 const LONG_FRAME: usize = 32 << 10;
 
-/// How long a connection may say nothing before it has a session, and owe the rest of a frame.
+/// How long a connection without a session may be silent, and how long the rest of a frame may be missing.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 
 /// Bytes of all connections' inboxes, and those that each may have.
@@ -214,7 +214,7 @@ impl Service {
             if peer.unread() > 0 {
                 events |= PollFlags::OUT;
             }
-            // One that does not read its answers is not listened to.
+            // The server does not read from a peer that does not read its answers.
             if !peer.lacks_room && peer.unread() <= ANSWERS_MAX {
                 events |= PollFlags::IN;
             }
@@ -488,7 +488,7 @@ impl Service {
             End::Malformed => drop(self.control.malformed.fetch_add(1, Ordering::Relaxed)),
             End::Version(_) => {
                 self.control.malformed.fetch_add(1, Ordering::Relaxed);
-                // The peer finds this version in the header, and says so.
+                // The peer finds this version in the header, and names it in its error.
                 let reason = "run the same undercroft version in all processes".to_owned();
                 peer.outbox.clear();
                 ServerMessage::Refused { reason }.append_to(&mut peer.outbox);

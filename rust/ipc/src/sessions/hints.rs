@@ -13,7 +13,7 @@ use super::session::{Budgets, ServedSession};
 use crate::protocol::{HashRun, HintMessage, ServerMessage};
 
 impl ServedSession {
-    /// Carries a hint out, and appends what was made of it.
+    /// Carries a hint out, and appends the answer.
     pub(super) fn take_hint(
         &mut self,
         driver: &Driver,

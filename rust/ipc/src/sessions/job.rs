@@ -38,11 +38,11 @@ pub(super) struct HashJob {
     pub(super) left: Range<usize>,
     /// Length of each.
     pub(super) hash_bytes: usize,
-    /// What is asked about them.
+    /// The request for which the hashes are read.
     pub(super) then: Then,
 }
 
-/// What a message asks about its request's hashes.
+/// A message's request about its hashes.
 #[derive(Debug)]
 pub(super) enum Then {
     LookUp,

@@ -1,8 +1,8 @@
 //! The server's sessions: carries out the messages of clients with the engine.
 //!
 //! A session outlives a lost connection as long as a worker of its vLLM has the arena mapped: the worker
-//! may still copy from extents that the client was told of, also for a load that the server has not heard
-//! of. The client opens another session.
+//! may still copy from extents that the client has received, also for a load that has not been reported to the
+//! server. The client opens another session.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ pub(crate) struct ServedSessions {
     lookups: u64,
 }
 
-/// A token that nobody can guess, and no other session has.
+/// A token that cannot be guessed, and that no other session has.
 pub fn new_token() -> SessionToken {
     use std::hash::{BuildHasher, RandomState};
     // The keys of a RandomState are secret and random: no token can be guessed.
@@ -103,13 +103,13 @@ impl ServedSessions {
 
     /// A worker has mapped the arena for a session. False if there is no such session.
     pub(crate) fn worker_came(&mut self, token: SessionToken) -> bool {
-        // One whose client has gone, and that no worker has mapped, is being ended.
+        // A session whose client has gone, and that no worker has mapped, is being ended.
         let is_open = |session: &&mut ServedSession| session.connected || session.workers > 0;
         let session = self.sessions.get_mut(&token).filter(is_open);
         session.map(|session| session.workers += 1).is_some()
     }
 
-    /// A worker has let go of the arena, or its process is gone: it copies no more.
+    /// A worker has released the arena, or its process is gone: it copies no more.
     pub(crate) fn worker_went(&mut self, token: SessionToken) {
         if let Some(session) = self.sessions.get_mut(&token) {
             session.workers -= 1;

@@ -26,7 +26,7 @@ pub(super) struct ServedRequest {
     pub(super) over: bool,
     /// Its lookup is pending.
     pub(super) pending: bool,
-    /// Of the last lookup.
+    /// Version of the last lookup; the fields below belong to that lookup too.
     pub(super) version: u32,
     pub(super) computed: Tokens,
     pub(super) max: Tokens,

@@ -470,9 +470,9 @@ impl ServedSession {
         }
     }
 
-    /// Appends what has changed in the tiers since the last message of this kind.
+    /// Appends the changes in the tiers since the last message of this kind.
     pub(super) fn take_events(&self, driver: &Driver, restart: bool, out: &mut Vec<u8>) {
-        // An entry would have the IO thread try again what waits for memory.
+        // Entering the engine would make the IO thread retry the operations that wait for memory.
         let taken = driver.read_or_enter(
             |engine| (!restart && !engine.has_events(self.id)).then(BlockEvents::default),
             |engine| engine.take_events(self.id, restart),

@@ -33,17 +33,17 @@ impl ServedSession {
                 self.transfers.insert(transfer, load);
                 Ok(())
             }
-            // The client has begun a load that no lease keeps the payloads of: it and its workers must not
-            // believe in it. A client that keeps to the protocol is never refused.
+            // The client has begun a load whose payloads no lease keeps: its workers must not copy them. A client
+            // that keeps to the protocol is never refused.
             Some(None) => Err(Violation),
-            // The engine is broken: nobody writes into the arena any more.
+            // The engine is broken: it writes into the arena no more.
             None => Ok(()),
         }
     }
 
     /// Whether a load or a save may have this number.
     fn check_transfer(&self, transfer: u64) -> Result<(), Violation> {
-        // With its number given away, the transfer that has it could not be ended any more.
+        // With two transfers of one number, the first could not be ended any more.
         let is_free = !self.transfers.contains_key(&transfer);
         if is_free && self.transfers.len() < TRANSFERS_MAX {
             Ok(())

@@ -1,4 +1,4 @@
-//! Events: what a session is told of the tiers.
+//! Events: a session's news of the tiers.
 
 use std::collections::HashSet;
 use std::time::Instant;
@@ -9,7 +9,7 @@ use undercroft_core::session::Session;
 
 use crate::rig::{ARENA_BLOCKS, Implementation, PATIENCE, SessionRig, full, hashes, until};
 
-/// What a router knows of a session's tiers.
+/// A router's knowledge of a session's tiers.
 #[derive(Default)]
 struct Router {
     known: HashSet<(BlockHash, bool)>,
@@ -18,7 +18,7 @@ struct Router {
 }
 
 impl Router {
-    /// Takes what is told until it is `expected`.
+    /// Takes events until the known blocks are `expected`.
     fn follows(&mut self, session: &dyn Session, expected: &HashSet<(BlockHash, bool)>) {
         let start = Instant::now();
         loop {
@@ -134,7 +134,7 @@ pub(crate) fn a_restart_tells_all_again_without_voiding_what_others_say(of: Impl
     rig.save(&*session, 1, 8);
     router.follows(&*session, &in_host(1, 8));
     rig.save(&*session, 2, 4);
-    // The router has dropped everything, and what is on its way to it, too.
+    // The router has dropped its blocks, and the events on their way to it.
     router.known.clear();
     let told = session.take_events(true);
     assert!(!told.cleared);

@@ -107,7 +107,7 @@ pub(crate) fn computed_tokens_are_not_fetched(of: Implementation) {
         let question = LookupRequest::new(&name, &prompt).computed(tokens(computed));
         assert_eq!(answer(&*session, &question), miss(8), "{computed}");
     }
-    // Of one request, which has a hit.
+    // The same for one request that had a hit before.
     let question = LookupRequest::new("again", &prompt);
     assert_eq!(answer(&*session, &question), hit(8, 8));
     assert_eq!(answer(&*session, &question.computed(tokens(8))), miss(8));

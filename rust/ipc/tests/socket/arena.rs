@@ -160,7 +160,7 @@ fn connections_are_bounded() {
     });
 }
 
-/// A server that answers whatever it is told to.
+/// A server that always sends `answer`.
 fn answering(
     dir: &Path,
     answer: &'static [u8],

@@ -1,4 +1,4 @@
-//! Clients that ask for too much, or for much, hold up nobody and take no more than their share.
+//! Clients that ask for too much, or for much, delay no other client and take no more than their share.
 
 use std::io::{ErrorKind, Write};
 use std::time::Duration;
@@ -53,7 +53,7 @@ fn lookup(version: u32, hashes: HashRun<'_>) -> ClientMessage<'_> {
     })
 }
 
-/// What the server says of itself.
+/// The server's status.
 fn status(socket: &std::path::Path) -> serde_json::Value {
     serde_json::from_str(&server_status(socket, PATIENCE).unwrap()).unwrap()
 }

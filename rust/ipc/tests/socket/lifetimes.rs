@@ -1,4 +1,4 @@
-//! Who keeps what, and until when: clients that vanish, workers that still copy, sessions that part.
+//! Lifetimes of sessions and slots: clients that vanish, workers that still copy, sessions that part.
 
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::key::BlockHash;
@@ -286,7 +286,7 @@ fn a_load_goes_on_though_its_prefix_was_dropped_meanwhile() {
     });
     raw.say(&ClientMessage::FinishRequest { request: 7 });
     assert!(raw.is_served());
-    // The slots that the answer named are not given to anybody else.
+    // The slots that the answer named are not given to another request.
     assert_eq!(rig.in_use()[1], 1);
     let used = |rig: &Rig| rig.driver.enter(|engine| engine.gauges().host_used_bytes);
     assert!(used(&rig) > Some(0));

@@ -1,4 +1,4 @@
-//! A client that says whatever a test wants.
+//! A client that sends the frames of a test, valid or not.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -57,7 +57,7 @@ impl Raw {
     pub(crate) fn say(&mut self, request: &ClientMessage<'_>) {
         let mut bytes = Vec::new();
         assert!(request.append_to(&mut bytes));
-        // The server may have closed the connection for what came before.
+        // The server may have closed the connection because of an earlier message.
         let _ = self.stream.write_all(&bytes);
     }
 

@@ -16,7 +16,7 @@ use undercroft_ipc::{Client, ClientConfig, Served, Server, SocketLocation};
 
 pub(crate) const PAYLOAD: u32 = 4096;
 pub(crate) const TOKENS: u32 = 16;
-/// Of the workers of the server's own process.
+/// The token of workers of the server's own process.
 pub(crate) const OWN_TOKEN: SessionToken = SessionToken(77);
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -121,7 +121,7 @@ pub(crate) fn spec() -> NamespaceSpec {
     }
 }
 
-/// A client of whatever answers at `socket`, as patient as a loaded machine needs.
+/// A client of the server at `socket`, as patient as a loaded machine needs.
 pub(crate) fn client(socket: &Path) -> Client {
     patient_client(socket, Duration::from_secs(30))
 }

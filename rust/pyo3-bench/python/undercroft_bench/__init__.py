@@ -1,1 +1,1 @@
-"""Benchmarks of undercroft: what ``undercroft bench`` runs. No server and no vLLM loads them."""
+"""Benchmarks of undercroft, which ``undercroft bench`` runs. No server and no vLLM loads them."""

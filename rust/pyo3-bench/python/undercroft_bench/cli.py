@@ -1,4 +1,4 @@
-"""``undercroft bench``: what the machine and the engine reach, and the bare device beside it in the same run."""
+"""``undercroft bench``: speeds of the machine and the engine, and of the bare device in the same run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _not_negative = arguments.whole(0, 1 << 40)
 
 
 def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) -> None:
-    """Add what can be measured to the parser of ``undercroft bench``."""
+    """Add the kinds of measurements to the parser of ``undercroft bench``."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     lookup = _add(
@@ -138,7 +138,7 @@ def _add(
 
 
 def _print_cases(cases: list[dict[str, Any]]) -> None:
-    """A table of what was measured several times over."""
+    """Print a table of the figures that were measured for several cases."""
     if cases:
         output.print_table(list(cases[0]), ([*case.values()] for case in cases))
 
@@ -195,7 +195,7 @@ def _disk(args: argparse.Namespace) -> dict[str, Any]:
         # Small blocks are soon moved: a round that takes less than some tenths of a second measures its ends.
         blocks = args.blocks or max(1024, (2 << 30) // args.block_bytes)
         result = _until_interrupted(lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine))
-    # Beside the model of a vLLM that runs here.
+    # The plan compares the disk's speed with the model of a vLLM that runs here.
     return result | {"plan": planning.of_running(1e9 * result["read_gbps"])}
 
 
@@ -227,12 +227,12 @@ def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:
     """A directory of the benchmark's own below ``base``, removed at the end: an existing cache is never touched."""
     if base is not None:
         Path(base).mkdir(parents=True, exist_ok=True)
-    # What a measurement that was interrupted still makes there must not be an error.
+    # Files that an interrupted measurement still makes there must not be an error.
     return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-", ignore_cleanup_errors=True)
 
 
 def _until_interrupted(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of what takes long outside Python. An interrupt is heard at once: the process ends without it."""
+    """The result of a measurement that runs long outside Python. An interrupt ends the process at once, without it."""
     found: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
 
     def run() -> None:

@@ -27,8 +27,9 @@ def run_copy_bench(
     """Copy ``blocks`` blocks of ``block_bytes`` bytes, spread over ``layers`` layers, ``rounds`` times each way.
 
     Every round also copies as many bytes by one memcpy in the same direction. Speeds are medians in 1e9 bytes/s,
-    shares the medians of the rounds' own ratios. ``routine`` is what copies, ``checksum_gbps`` the speed at which one
-    thread compares blocks with their checksums. ``layout`` is one of `undercroft.device.layout.SUPPORTED_LAYOUTS`.
+    shares the medians of the rounds' own ratios. ``routine`` names the routine that copies, ``checksum_gbps`` is the
+    speed at which one thread compares blocks with their checksums. ``layout`` is one of
+    `undercroft.device.layout.SUPPORTED_LAYOUTS`.
     """
     page = block_bytes // layers
     if page == 0:

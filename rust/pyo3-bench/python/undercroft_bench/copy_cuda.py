@@ -1,4 +1,4 @@
-"""How fast blocks go between a CUDA device and the arena, and what that costs the model's own work.
+"""How fast blocks go between a CUDA device and the arena, and how much that slows the model's own work.
 
 Everything is compared with a copy of 256 MiB by one ``cudaMemcpyAsync`` between pinned host memory and the device,
 measured in every round.
@@ -62,7 +62,7 @@ class Bench:
     pinned: Callable[[int], torch.Tensor]
     """Pinned host memory (uint8) of a size in bytes."""
     cache_bytes: int = 0
-    """Size of the KV cache: how far pages lie apart tells in what kernels cost. 0: as small as the jobs allow."""
+    """Size of the KV cache: the distance of pages changes the time of kernels. 0: as small as the jobs allow."""
     strategy: str = "auto"
     rounds: int = 7
     raw_bytes: int = RAW_BYTES
@@ -171,7 +171,7 @@ class Bench:
         repeats = math.ceil(1.5 * products(count) / copies_seconds)
         for _ in range(self.rounds):
             alone = products(count)
-            # Copies wait for what the compute stream holds when they are submitted: nothing yet.
+            # Copies wait for the work that the compute stream holds when they are submitted: none yet.
             for _ in range(repeats):
                 for to_arena, groups in jobs:
                     copier.submit(to_arena, [Job(0, groups)])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 128
 BLOCKS = 8
-"""Of each prompt."""
+"""Blocks of each prompt."""
 PAYLOAD_BYTES = 4096
 CROWD_S = 4.0
 """How long the engine is asked for all requests."""
@@ -91,7 +91,7 @@ def _crowd(engine: Engine, config: UndercroftConfig, prompts: list[list[int]]) -
             connector.on_new_request(request)
         steps: list[float] = []
         end = time.perf_counter() + CROWD_S
-        # Of the first step nothing is kept.
+        # The first step is not counted.
         while time.perf_counter() < end or len(steps) < 2:
             start = time.perf_counter_ns()
             for request in waiting:

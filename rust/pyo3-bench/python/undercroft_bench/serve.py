@@ -19,7 +19,7 @@ _WORDS = ("barrel", "cellar", "ledger", "harbour", "lantern", "orchard", "quarry
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is asked."""
+    """The requests of the measurement."""
 
     prompts: int
     prompt_tokens: int
@@ -36,7 +36,7 @@ def measure(client: VllmClient, plan: Plan) -> dict[str, Any]:
     model = client.model()
     prompts = [text_of(client, model, plan.prompt_tokens, texts) for _ in range(plan.prompts)]
     with _bar("warm up", 1) as bar:
-        # What only a server's first requests pay is not part of "cold".
+        # Delays of a server's first requests alone are not part of "cold".
         client.complete(model, text_of(client, model, plan.prompt_tokens, texts), 2)
         bar.update()
     cold = _ask(client, model, prompts, plan, "cold")

@@ -1,4 +1,4 @@
-"""A client of a running vLLM server: what `undercroft bench serve` asks of it."""
+"""A client of a running vLLM server, with the requests of `undercroft bench serve`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DEVICE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one request."""
+    """The answer to one request."""
 
     ttft_s: float
     """From sending the request to the first token."""
     prompt_tokens: int
     cached_tokens: int | None
-    """Of the prompt; None if the server does not say (--enable-prompt-tokens-details)."""
+    """Tokens of the prompt; None if the server does not say (--enable-prompt-tokens-details)."""
 
 
 class VllmClient:

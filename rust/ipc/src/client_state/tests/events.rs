@@ -1,4 +1,4 @@
-//! What a server tells of its tiers, and a server that is lost.
+//! Events of a server's tiers, and a server that is lost.
 
 use undercroft_core::forest::Tier;
 use undercroft_core::session::{BlockEvent, BlockEvents};
@@ -93,7 +93,7 @@ fn a_restart_voids_what_has_come_and_what_is_on_its_way() {
     rig.state.take_events(false, rig.now);
     assert!(rig.state.take(told(vec![stored(0)], true), rig.now));
     assert_eq!(rig.state.take_events(false, rig.now).events.len(), 1);
-    // The question of before is on its way.
+    // The earlier question is on its way.
     let taken = rig.state.take_events(true, rig.now);
     assert_eq!((taken.events, taken.more), (vec![], true));
     assert!(rig.state.take(told(vec![stored(1)], false), rig.now));

@@ -187,7 +187,7 @@ fn a_burst_of_long_prompts_asks_no_more_than_can_be_sent() {
         rig.prefetch(&name, &prompt, 128_000);
     }
     assert!(!rig.state.is_overfull(), "the session would be lost");
-    // What was not asked is a miss, and a save that was not asked for is asked for later.
+    // A lookup that was not sent is a miss, and a save that was not sent is sent later.
     assert_eq!(
         rig.poll_for("burst 999", &prompt, (0, 128_000)),
         Seen::Ready(0)
