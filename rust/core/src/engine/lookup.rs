@@ -245,7 +245,10 @@ impl Engine {
             Priority::Prefetch => is_promoting,
             Priority::Demand => {
                 let gain = self.promised(state, ns, 0).saturating_sub(computed.0);
-                let waits = state.demanded_ns.is_some() && !state.failed;
+                // With more on the device, computing may serve the request, too: its wait is weighed from then on.
+                let needs_hit = state.planned.min > computed.0;
+                let is_same = needs_hit == state.planned.needs_hit;
+                let waits = state.demanded_ns.is_some() && !state.failed && is_same;
                 waits && is_promoting && gain > 0 && !self.is_late(state, gain)
             }
         };
@@ -311,7 +314,9 @@ impl Engine {
         let state = &mut self.sessions.requests[id];
         let wait = request.wait.unwrap_or(self.config.promotion_wait);
         // A request that only a hit can serve has no computing to weigh the hit against.
-        let is_weighed = wait != PromotionWait::Planned || !needs_hit(request);
+        state.planned.min = request.min.0;
+        state.planned.needs_hit = needs_hit(request);
+        let is_weighed = wait != PromotionWait::Planned || !state.planned.needs_hit;
         state.wait = Some(if is_weighed {
             wait
         } else {

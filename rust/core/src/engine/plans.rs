@@ -18,6 +18,10 @@ pub(super) struct Planned {
     end: u32,
     /// Tokens that vLLM computes before it.
     pub(super) queued: u32,
+    /// A hit of fewer tokens, with those on the device, does not serve the request.
+    pub(super) min: u32,
+    /// Whether the last lookup needed a hit to be served.
+    pub(super) needs_hit: bool,
     /// How long its promotion was to take, if that was predicted.
     pub(super) predicted_ns: Option<u64>,
     /// Its promotion goes on against the prediction: it was started to measure.
