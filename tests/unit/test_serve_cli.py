@@ -208,8 +208,11 @@ def test_the_socket_replaces_no_other_file_and_lies_in_no_open_directory(
 def readings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict | Exception]:
     """The server's answers, one after the other; time passes at once, and the last answer is an interrupt."""
     answers: list[dict | Exception] = []
+    asker = threading.current_thread()
 
     def answer(_socket: str, timeout_s: float) -> dict:
+        if threading.current_thread() is not asker:
+            raise errors.UndercroftError("the gauges of a connector of another test ask, too")
         assert 0 < timeout_s <= 5
         if not answers:
             raise KeyboardInterrupt
