@@ -329,13 +329,9 @@ impl Arena {
         len: u64,
     ) -> Result<usize, Errno> {
         let start = self.pointer(offset, len).map_err(|_| Errno::INVAL)?;
-        // SAFETY: valid for `len` bytes by the check; no process writes the slot now (aliasing
-        // rule).
-        rustix::io::pwrite(
-            file,
-            unsafe { std::slice::from_raw_parts(start, len as usize) },
-            at,
-        )
+        // SAFETY: valid for `len` bytes by the check; no process writes the slot now (aliasing rule).
+        let bytes = unsafe { std::slice::from_raw_parts(start, len as usize) };
+        rustix::io::pwrite(file, bytes, at)
     }
 
     pub(super) fn advise(&self, offset: u64, len: u64, advice: Advice) -> Result<(), Errno> {

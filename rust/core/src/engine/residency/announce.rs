@@ -109,7 +109,7 @@ impl Residency {
         }
     }
 
-    /// What a feed that is up to date has told of a namespace, by hash, group and tier.
+    /// The events that a complete feed has told of a namespace, by hash, group and tier.
     #[cfg(feature = "check")]
     pub(in crate::engine) fn announced(&self, ns: NsId) -> Vec<BlockEvent> {
         let ids = self.forest.ids();

@@ -304,7 +304,7 @@ impl Residency {
             (search.in_vain, search.vain) = (Some(freed), search.vain + 1);
         }
         if !is_empty || self.slots(region).kept_for().is_none() {
-            // What is left is used, or has left the index and is still being read.
+            // The remaining payloads are used, or have left the index and are still being read.
             self.slots_mut(region).open_run();
         }
     }
