@@ -119,6 +119,23 @@ def test_no_error_leaves_a_hook(engine, hook, caplog):
     assert connector._counts.collect()["counters"]["hook_errors"] == 3
 
 
+@pytest.mark.parametrize("observer", ["_recorder", "_explanations", "_shadow", "_threshold", "_events", "_hints"])
+def test_a_broken_observer_keeps_no_load_and_no_end_from_the_scheduler(engine, observer):
+    connector = make()
+    seen = []
+    connector._scheduler = SimpleNamespace(
+        get_num_new_matched_tokens=lambda *_: (16, True),
+        update_state_after_alloc=lambda *_: seen.append("load"),
+        request_finished=lambda *_: seen.append("end"),
+    )
+    setattr(connector, observer, Broken())
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), None, 16)
+    assert connector.request_finished_all_groups(request(), ([],)) == (False, None)
+    assert seen == ["load", "end"]
+    assert connector._counts.collect()["counters"]["hook_errors"] >= 1
+
+
 @pytest.mark.parametrize(
     "hook",
     ["handle_preemptions", "start_load_kv", "wait_for_save", "get_transfer_results", "build_connector_worker_meta"],

@@ -334,12 +334,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
                 if answer[0] == 0:
                     unread_tokens = self._scheduler.unread_tokens(request)
+            if self._explanations is not None:
+                self._explanations.asked(request, num_computed_tokens)
+            if self._recorder is not None and answer[0] is not None:
+                self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         except Exception as error:
             self._report("get_num_new_matched_tokens", error)
-        if self._explanations is not None:
-            self._explanations.asked(request, num_computed_tokens)
-        if self._recorder is not None and answer[0] is not None:
-            self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         if answer[0] is None or self._threshold is None or self._is_child:
             return answer
         return self.judge(request, num_computed_tokens, answer, unread_tokens)
@@ -393,12 +393,15 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     @_fail_open(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See `SchedulerConnector.update_state_after_alloc`."""
-        if self._recorder is not None:
-            self._recorder.admitted(request.request_id)
-        if self._explanations is not None:
-            self._explanations.admitted(request, num_external_tokens)
-        if self._scheduler is not None:
-            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        try:
+            if self._recorder is not None:
+                self._recorder.admitted(request.request_id)
+            if self._explanations is not None:
+                self._explanations.admitted(request, num_external_tokens)
+        finally:
+            # vLLM waits for the load, so the load begins even if the request cannot be recorded or explained.
+            if self._scheduler is not None:
+                self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     @_fail_open(tuple)
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -447,20 +450,23 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are never kept from being freed: blocks that are being saved are pinned."""
-        if self._threshold is not None:
-            self._threshold.discard(request.request_id)
-        if self._recorder is not None:
-            self._recorder.finished(request)
-        if self._shadow is not None:
-            self._shadow.finished(request)
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request, block_ids)
-        self._events.finished(request)
-        answers = self._hints.finished(request)
-        if self._explanations is not None and (told := self._explanations.finished(request.request_id)):
-            answers = {**(answers or {}), **told}
+        answers: dict[str, Any] = {}
+        with contextlib.ExitStack() as ending:
+            # Last in, first out; each runs even if another one fails.
+            if (explanations := self._explanations) is not None:
+                ending.callback(lambda: answers.update(explanations.finished(request.request_id) or {}))
+            ending.callback(lambda: answers.update(self._hints.finished(request) or {}))
+            ending.callback(lambda: self._events.finished(request))
+            if self._scheduler is not None:
+                ending.callback(self._scheduler.request_finished, request, block_ids)
+            if self._shadow is not None:
+                ending.callback(self._shadow.finished, request)
+            if self._recorder is not None:
+                ending.callback(self._recorder.finished, request)
+            if self._threshold is not None:
+                ending.callback(self._threshold.discard, request.request_id)
         # MultiConnector takes the parameters of one connector at most, and P/D connectors have some.
-        return False, None if self._is_child else answers
+        return False, None if self._is_child else answers or None
 
     @_fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
