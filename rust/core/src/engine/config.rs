@@ -2,6 +2,7 @@
 
 use crate::disk::format::NAMESPACES_MAX;
 use crate::policy::PolicyKind;
+use crate::remote::RemoteConfig;
 use crate::session::PromotionWait;
 
 /// Sizes, policies and limits. Times are in nanoseconds.
@@ -49,6 +50,8 @@ pub struct EngineConfig {
     pub explained_lookups: usize,
     /// Blocks that are remembered when they have left the tiers, 8 bytes each.
     pub departures: usize,
+    /// The use of a remote store; `None` if there is none.
+    pub remote: Option<RemoteConfig>,
     /// Source of every random choice.
     pub seed: u64,
     /// Seconds since 1970 when the engine's clock was at zero.
@@ -79,6 +82,7 @@ impl EngineConfig {
             event_ring: 1 << 16,
             explained_lookups: 4096,
             departures: 1 << 19,
+            remote: None,
             seed: 0,
             unix_at_zero_s: 0,
         }

@@ -19,6 +19,7 @@ use super::parts::EngineParts;
 use super::pins::Pins;
 use super::planner::Planner;
 use super::promotions::{PromotionEnd, Promotions};
+use super::remote::Remote;
 use super::requests::RequestId;
 use super::residency::{Moves, Residency};
 use super::sessions::{SessionId, Sessions, TransferKey};
@@ -42,6 +43,8 @@ pub struct Engine {
     pub(super) lookups: LastLookups,
     pub(super) pins: Pins,
     pub(super) hints: Hints,
+    /// Without a remote store there is nothing.
+    pub(super) remote: Option<Box<Remote>>,
     pub(super) counters: Counters,
     /// The health of a directory has changed since [`Engine::take_progress`].
     pub(super) health_changed: bool,
@@ -87,6 +90,7 @@ impl Engine {
             lookups: LastLookups::new(config.explained_lookups),
             pins: Pins::new(config.pin_bytes),
             hints: Hints::default(),
+            remote: None,
             counters: Counters::default(),
             health_changed: false,
             config,
@@ -111,12 +115,18 @@ impl Engine {
     /// should be asked again.
     pub fn take_progress(&mut self) -> bool {
         let ended = self.promotions.take_ended();
+        let ended = self.remote.as_mut().is_some_and(|of| of.take_ended()) || ended;
         std::mem::take(&mut self.health_changed) || ended
     }
 
     /// The promotions, and the parts that they work on.
     pub(super) fn promotions(&mut self) -> (&mut Promotions, EngineParts<'_>) {
         (&mut self.promotions, parts!(self))
+    }
+
+    /// The remote store, if there is one, and the parts that it works on.
+    pub(super) fn remote(&mut self) -> Option<(&mut Remote, EngineParts<'_>)> {
+        Some((self.remote.as_deref_mut()?, parts!(self)))
     }
 
     /// The write-back, and the parts that it works on.
@@ -201,6 +211,7 @@ impl Engine {
         let request = &mut parts.requests[id];
         request.move_lease(NONE, parts.residency);
         promotions.release(&mut request.promotions);
+        self.leave_flight(id);
     }
 
     /// Digest of a session's namespace, hexadecimal.
@@ -265,6 +276,9 @@ impl Engine {
             ..Gauges::default()
         };
         self.planner.report(&mut gauges);
+        if let Some(remote) = &self.remote {
+            remote.report(&mut gauges);
+        }
         gauges
     }
 

@@ -14,7 +14,7 @@ use crate::session::{Lookup, LookupRequest, PromotionWait, Tokens};
 use super::coordinator::Engine;
 use super::lookup::LookupCursor;
 use super::pins::PinSpec;
-use super::requests::RequestId;
+use super::requests::{RequestId, RequestState};
 use super::sessions::SessionId;
 
 /// Prefetches that hints have under way at most.
@@ -232,7 +232,12 @@ impl Engine {
         let mut at = 0;
         while let Some(&(session, id)) = self.hints.prefetches.get(at) {
             let request = self.sessions.requests.get(id);
-            match request.map(|request| request.promotions.active.is_some()) {
+            let ns = self.sessions.get(session).map(|state| state.ns);
+            let waits = |request: &RequestState| {
+                let of_remote = ns.is_some_and(|ns| self.waits_for_flight(request, ns));
+                request.promotions.active.is_some() || of_remote
+            };
+            match request.map(waits) {
                 Some(true) => at += 1,
                 Some(false) => {
                     self.end_prefetch(session, id);

@@ -23,6 +23,7 @@ impl Engine {
             || self.promotions.waits_for(None) && self.checksums.has_room()
             || self.residency.devices().any(reads)
             || self.promotions.has_probes()
+            || self.remote.as_ref().is_some_and(|remote| remote.has_work())
             || self.has_writes()
                 && (self.residency.devices()).any(|device| operations.may_write(device))
     }
@@ -34,6 +35,7 @@ impl Engine {
             || self.residency.has_searches()
             || self.writeback.has_rest()
             || self.has_hints()
+            || self.remote.as_ref().is_some_and(|remote| remote.has_rest())
     }
 
     fn has_writes(&self) -> bool {
@@ -197,6 +199,7 @@ impl Engine {
         self.residency.host_filled(node, group, visible);
         self.writeback
             .offer_new(visible, &mut self.residency, &mut self.counters);
+        self.offer_remote(visible);
         self.residency.reconcile(node);
     }
 

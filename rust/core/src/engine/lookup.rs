@@ -61,6 +61,8 @@ pub struct LookupCursor {
     host_only: bool,
     /// Why it will not be.
     unread: Reason,
+    /// Segments are on their way from the remote store: whatever is found, the answer is pending.
+    awaits_remote: bool,
 }
 
 impl LookupCursor {
@@ -133,9 +135,15 @@ impl Engine {
             };
             cursor.unread = unread;
             cursor.may_promote = unread == Reason::Complete;
+            cursor.awaits_remote = self.awaits_remote(id, ns, request);
         }
         let was_touched = self.sessions.requests[id].touched;
-        let answer = self.look_up_now(id, ns, request, cursor)?;
+        let found = self.look_up_now(id, ns, request, cursor)?;
+        let answer = if cursor.awaits_remote {
+            self.pending(id)
+        } else {
+            found
+        };
         if self.sessions.requests[id].touched && !was_touched {
             self.note_pins_used(ns, request.hashes, answer.shared());
         }
@@ -155,6 +163,9 @@ impl Engine {
         }
         // A hint's own lookup is no request's.
         let is_final = request.priority == Priority::Demand || leases;
+        if is_final && !answer.is_pending() {
+            self.leave_flight(id);
+        }
         if is_final && !answer.is_pending() && !request.request.starts_with('\0') {
             self.note_answer(id, ns, request, answer);
         }
@@ -242,14 +253,18 @@ impl Engine {
         let state = self.sessions.request(session, request)?;
         let is_promoting = state.promotions.active.is_some();
         let is_pending = match priority {
-            Priority::Prefetch => is_promoting,
+            Priority::Prefetch => is_promoting || self.waits_for_flight(state, ns),
             Priority::Demand => {
                 let gain = self.promised(state, ns, 0).saturating_sub(computed.0);
                 // With more on the device, computing may serve the request, too: its wait is weighed from then on.
                 let needs_hit = state.planned.min > computed.0;
                 let is_same = needs_hit == state.planned.needs_hit;
                 let waits = state.demanded_ns.is_some() && !state.failed && is_same;
-                waits && is_promoting && gain > 0 && !self.is_late(state, gain)
+                waits
+                    && match is_promoting {
+                        true => gain > 0 && !self.is_late(state, gain),
+                        false => self.waits_for_flight(state, ns),
+                    }
             }
         };
         let shared = state.shared;
@@ -270,7 +285,8 @@ impl Engine {
         let state = self.sessions.request(session, request);
         ns.zip(state).is_some_and(|(ns, state)| {
             let gain = self.promised(state, ns, 0);
-            state.promotions.active.is_some() && !state.failed && !self.is_late(state, gain)
+            let is_promoting = state.promotions.active.is_some() && !self.is_late(state, gain);
+            !state.failed && (is_promoting || self.waits_for_flight(state, ns))
         })
     }
 
@@ -578,6 +594,7 @@ impl Engine {
         self.residency.touch_hit(node);
         self.writeback
             .offer_hit(node, &mut self.residency, self.now_ns, &mut self.counters);
+        self.offer_remote_hit(node);
         hit
     }
 }

@@ -9,6 +9,7 @@ use crate::session::{SessionSpec, Tokens};
 
 use super::explain::Answered;
 use super::plans::Planned;
+use super::remote::RemoteShare;
 use super::requests::{BlockOffers, RequestId, RequestPromotions, RequestState, Requests};
 use super::save_cursor::SaveCursor;
 
@@ -213,6 +214,7 @@ impl Sessions {
                 lease: NONE,
                 hit_after: None,
                 promotions: RequestPromotions::default(),
+                remote: RemoteShare::default(),
                 wait: None,
                 demanded_ns: None,
                 planned: Planned::default(),

@@ -127,7 +127,8 @@ impl Expected {
         self.header_bytes() + padded.sum::<u64>()
     }
 
-    fn is_valid(&self) -> bool {
+    /// Whether the format has room for it.
+    pub fn is_valid(&self) -> bool {
         let count = self.hashes.len();
         let len = self.hashes.first().map(|hash| hash.as_bytes().len());
         let place = |payload: &SegmentPayload| (payload.hash_block, payload.group);
