@@ -63,12 +63,12 @@ impl Engine {
                 payloads,
                 bytes,
             } => {
-                let sums = match &result {
-                    Ok(RemoteDone::Got(sums)) if sums.len() == payloads.len() => Some(&sums[..]),
-                    _ => None,
+                let is_whole = |sums: &Vec<u64>| sums.len() == payloads.len();
+                let (sums, why) = match result {
+                    Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
+                    result => (None, result.err()),
                 };
                 remote.get_window.ended(bytes, sums.is_some());
-                let why = result.as_ref().err().copied();
                 if sums.is_some() {
                     let lens = payloads.iter();
                     let lens =
@@ -78,16 +78,9 @@ impl Engine {
                 } else {
                     give_up_payloads(&payloads, parts.residency);
                 }
-                remote.get_ended(
-                    (flight, segment),
-                    fingerprint,
-                    sums.is_some(),
-                    why,
-                    parts.now_ns,
-                );
-                if let Some(sums) = sums {
-                    self.fetched(&payloads, sums);
-                }
+                let get = (flight, segment, fingerprint);
+                remote.get_ended(get, sums.is_some(), why, parts.now_ns);
+                self.fetched(&payloads, &sums.unwrap_or_default());
             }
         }
     }
@@ -152,7 +145,8 @@ impl Remote {
     fn end_all(&mut self, parts: &mut EngineParts<'_>) {
         for id in self.order.clone() {
             work::queued();
-            self.flights[id].is_cut = true;
+            let flight = &mut self.flights[id];
+            (flight.is_cut, flight.is_failed) = (true, true);
             self.end_flight(id, parts.residency);
         }
     }
@@ -176,8 +170,7 @@ impl Remote {
 
     fn get_ended(
         &mut self,
-        (id, segment): (FlightId, u32),
-        fingerprint: u64,
+        (id, segment, fingerprint): (FlightId, u32, u64),
         ok: bool,
         why: Option<RemoteError>,
         now_ns: u64,

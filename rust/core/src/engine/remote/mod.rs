@@ -330,6 +330,11 @@ impl Engine {
         }
     }
 
+    /// Whether there is a store.
+    pub fn has_remote(&self) -> bool {
+        self.remote.is_some()
+    }
+
     /// Appends requests for the store to send now, at most `room`. All operations that have ended have been taken
     /// ([`Engine::complete_remote`]).
     pub fn next_remote(&mut self, room: usize, out: &mut Vec<RemoteRequest>) {
