@@ -105,11 +105,15 @@ impl Engine {
     }
 
     fn next_writes(&mut self, out: &mut Vec<IoRequest>) {
+        // A payload that waits to be written stays in the arena. A read that waits for its memory would wait for ever
+        // if the write waited for the read.
+        let least = usize::from(self.promotions.is_short());
+        let beside_reads = self.config.writes_beside_reads.max(least);
         for device in self.residency.devices() {
             // A device that writes much answers reads late.
             let is_reading =
                 self.operations.reads(device) > 0 || self.promotions.waits_for(Some(device));
-            let most = is_reading.then_some(self.config.writes_beside_reads);
+            let most = is_reading.then_some(beside_reads);
             self.operations.limit_writes(device, most);
         }
         self.namespaces
