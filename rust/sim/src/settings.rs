@@ -37,6 +37,8 @@ pub(crate) struct Settings {
     pub(crate) hangs: u64,
     /// How often a directory is away for a life, in a thousand.
     pub(crate) away: u64,
+    /// How often a directory cannot be opened at the start of a life, in a thousand.
+    pub(crate) late: u64,
     pub(crate) latency_ns: u64,
 }
 
@@ -106,6 +108,10 @@ impl Settings {
             devices
                 .iter_mut()
                 .for_each(|device| device.0 = random.range(8, 40) * device.1);
+            if random.chance(400) {
+                // The arena's payloads are the only ones: those that go for another size leave gaps.
+                devices.clear();
+            }
         }
         if crowded {
             engine.namespace_entries_max = random.range(1, 4) as usize;
@@ -141,6 +147,7 @@ impl Settings {
             tells_depth: random.chance(700),
             hangs,
             away: if random.chance(200) { 400 } else { 0 },
+            late: if random.chance(150) { 300 } else { 0 },
             engine,
             devices,
             faults,
