@@ -89,6 +89,7 @@ impl Settings {
         engine.verify_host = random.chance(300);
         engine.writes_beside_reads = random.below(4) as usize;
         engine.removals = random.pick(&[1, 3, 16]);
+        engine.tells = random.pick(&[1, 3, 16]);
         engine.event_ring = random.pick(&[1, 8, 64, 1 << 16]);
         engine.visits = random.pick(&[2, 3, 20, 1000]);
         engine.departures =
@@ -122,6 +123,8 @@ impl Settings {
         let mut faults = DeviceFaults::default();
         if roomy {
             engine.host_bytes = 24 * PAGE;
+            // Nodes that have not been told are not found.
+            engine.tells = usize::MAX;
             if random.chance(500) {
                 engine.promotion_bytes = engine.host_bytes;
             }
