@@ -62,7 +62,9 @@ def hashes(known: int, length: int, data: bytes) -> bytes:
 
 def lookup(request: int, run: bytes, version: int = 1) -> bytes:
     most = varint(2**32 - 1)
-    return frame(b"\1" + varint(request) + varint(version) + b"\0" + most + b"\0\0\0\0" + run)
+    label, computed, least, priority, wait, queued = b"\0", b"\0", b"\0", b"\0", b"\0", b"\0"
+    head = varint(request) + varint(version) + label
+    return frame(b"\1" + head + computed + most + least + priority + wait + queued + run)
 
 
 def finish(request: int) -> bytes:
@@ -226,7 +228,7 @@ def connects(path: str, _: bytes) -> None:
 def registrations(path: str, _: bytes) -> None:
     while True:
         with contextlib.suppress(OSError):
-            Client.registered(path, os.urandom(8).hex().encode() * 10_000).socket.close()
+            Client(path).call(register(os.urandom(8).hex().encode() * 10_000))
 
 
 def all_slots(path: str, _: bytes) -> None:
@@ -292,7 +294,7 @@ class GoodClient(threading.Thread):
         self.waits: list[float] = []
         self.asked_at: float | None = None
         self.refused = 0
-        self.lost = 0
+        self.lost = False
         self.ends = False
 
     def run(self) -> None:
@@ -311,7 +313,7 @@ class GoodClient(threading.Thread):
                     self.refused += answer[1 + len(varint(request))]
                     client.send(end_transfer(request, ok=False) + finish(request))
             except OSError:
-                self.lost += 1
+                self.lost = True
                 return
             time.sleep(0.002)
 
@@ -367,11 +369,16 @@ def measure(name: str, seconds: float) -> dict[str, object]:
             while time.monotonic() < end:
                 peak = max(peak, memory_mib(server.pid))
                 time.sleep(0.01)
-            during = {**good.figures(), "refused": good.refused, "lost": good.lost}
+            during = {**good.figures(), "refused": good.refused}
             good.ends = True
+            lost, ended = good.lost, attack.exitcode is not None
             attack.kill()
             attack.join()
             server.kill()
+        if lost or ended:
+            # The figures would be those of a client that nobody answers, or whom nobody disturbs.
+            who = "the server closed the good client's connection" if lost else "the abusive process ended"
+            raise SystemExit(f"server_attacks: error: {name}: {who} before the measurement did")
         return {"attack": name, "before": before, "during": during, "memory_mib": [base, peak]}
 
 
@@ -393,7 +400,7 @@ def main() -> None:
         before, during, (base, peak) = result["before"], result["during"], result["memory_mib"]
         print(
             f"{name:<38} {before['p50']:7.2f} {before['p99']:7.2f} | {during['p50']:8.2f} {during['p99']:8.2f} "
-            f"{during['max']:8.1f} {peak - base:+6.0f} {during['refused']} {'lost' if during['lost'] else ''}",
+            f"{during['max']:8.1f} {peak - base:+6.0f} {during['refused']}",
             flush=True,
         )
 
