@@ -19,6 +19,7 @@ const PUT_STALLS: u64 = 10;
 impl Engine {
     /// Takes the end of an operation of the store. An unknown token is ignored.
     pub fn complete_remote(&mut self, completion: RemoteCompletion) {
+        self.residency.allow_rest(self.config.tells);
         let RemoteCompletion { token, result } = completion;
         let Some((remote, mut parts)) = self.remote() else {
             return;

@@ -338,6 +338,7 @@ impl Engine {
     /// Appends requests for the store to send now, at most `room`. All operations that have ended have been taken
     /// ([`Engine::complete_remote`]).
     pub fn next_remote(&mut self, room: usize, out: &mut Vec<RemoteRequest>) {
+        self.residency.allow_rest(self.config.tells);
         if let Some((remote, mut parts)) = self.remote() {
             remote.next(room, &mut parts, out);
         }
