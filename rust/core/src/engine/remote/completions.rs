@@ -58,12 +58,15 @@ impl Engine {
                 parts.residency.unpin(node);
             }
             Operation::Get {
-                flight,
+                takers,
                 segment,
                 fingerprint,
                 payloads,
                 bytes,
             } => {
+                if remote.fetching.get(&segment) == Some(&Remote::id_of(token)) {
+                    remote.fetching.remove(&segment);
+                }
                 let is_whole = |sums: &Vec<u64>| sums.len() == payloads.len();
                 let (sums, why) = match result {
                     Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
@@ -79,8 +82,10 @@ impl Engine {
                 } else {
                     give_up_payloads(&payloads, parts.residency);
                 }
-                let get = (flight, segment, fingerprint);
-                remote.get_ended(get, sums.is_some(), why, parts.now_ns);
+                remote.note_object(fingerprint, why, parts.now_ns);
+                for taker in takers {
+                    remote.get_ended(taker, sums.is_some());
+                }
                 self.fetched(&payloads, &sums.unwrap_or_default());
             }
         }
@@ -169,25 +174,20 @@ impl Remote {
         }
     }
 
-    fn get_ended(
-        &mut self,
-        (id, segment, fingerprint): (FlightId, u32, u64),
-        ok: bool,
-        why: Option<RemoteError>,
-        now_ns: u64,
-    ) {
-        match why {
-            Some(RemoteError::NotFound) => {
-                self.known.remove(fingerprint);
-                self.absent.insert(fingerprint, now_ns);
-            }
-            Some(RemoteError::Corrupt) => {
-                self.known.remove(fingerprint);
-                self.broken.insert(fingerprint);
-                self.absent.insert(fingerprint, now_ns);
-            }
-            _ => {}
+    /// Remembers what a get has told of an object.
+    fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) {
+        let is_gone = matches!(why, Some(RemoteError::NotFound | RemoteError::Corrupt));
+        if is_gone {
+            self.known.remove(segment);
+            self.absent.insert(segment, now_ns);
         }
+        if why == Some(RemoteError::Corrupt) {
+            self.broken.insert(segment, now_ns);
+        }
+    }
+
+    /// A get that a flight waits for has ended.
+    fn get_ended(&mut self, (id, segment): (FlightId, u32), ok: bool) {
         if !self.flights.contains_key(id) {
             return;
         }
