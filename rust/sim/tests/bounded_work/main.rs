@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod crowd;
+mod pins;
 mod rig;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};
