@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts, one in each line: JSON text, a JSON list of token ids, or an object of fields of a completion "
         'or chat request ("-": standard input)',
     )
-    parser.add_argument("--url", default="http://localhost:8000", help="of the vLLM (%(default)s)")
+    parser.add_argument("--url", default="http://localhost:8000", help="address of vLLM (%(default)s)")
     parser.add_argument("--model", help="name of the model (the first one that vLLM serves)")
     parser.add_argument(
         "--hashes", action="store_true", help="each line is a JSON list of the block hashes of a prompt, in hexadecimal"
