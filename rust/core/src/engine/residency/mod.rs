@@ -22,6 +22,7 @@ mod pinned;
 mod reach;
 mod recovery;
 mod removal;
+mod rest;
 mod run_loss;
 mod runs;
 mod slots;

@@ -1,6 +1,6 @@
 //! Consequences of a payload's change for lookups: nodes become visible, leave the index, are freed.
 
-use crate::forest::{DiskState, HostState, NodeId, Reach, Tier};
+use crate::forest::{DiskState, HostState, NONE, NodeId, Reach, Tier};
 
 use crate::work;
 
@@ -44,45 +44,83 @@ impl Residency {
         }
     }
 
-    /// A node has gained a payload: it and the nodes below may become visible, or part of the host chain.
-    /// Appends those that became visible.
+    /// A node has gained a payload: it and the nodes below may become visible, or part of the host chain. Appends those
+    /// that became visible: of many below the node some follow in later entries.
     pub(in crate::engine) fn propagate_visible(
         &mut self,
         id: NodeId,
         became_visible: &mut Vec<NodeId>,
     ) {
+        work::node();
         // Most nodes have no children yet: nothing is allocated for them.
-        let (mut next, mut stack) = (Some(id), Vec::new());
-        let mut rises = 0;
-        while let Some(id) = next.take().or_else(|| stack.pop()) {
+        let below = self.look_again(id, became_visible);
+        if below != NONE {
+            self.show(vec![below], became_visible);
+        }
+    }
+
+    /// Looks at nodes, each with the siblings behind it, and at those below the ones that become visible.
+    pub(super) fn show(&mut self, mut siblings: Vec<NodeId>, became_visible: &mut Vec<NodeId>) {
+        while let Some(id) = siblings.pop() {
+            work::node();
+            let next = self.forest.next_sibling(id);
+            // In a chain that is saved front to back, the next node has nothing to tell yet.
+            if next == NONE && self.reach(id) == self.node(id).reach() {
+                continue;
+            }
+            if !self.rest.take() {
+                siblings.push(id);
+                break;
+            }
+            let below = self.look_again(id, became_visible);
+            siblings.extend([next, below].into_iter().filter(|&id| id != NONE));
+        }
+        self.show_later(siblings);
+    }
+
+    /// Notes how far a lookup would reach a node now. Its first child, if those below may become visible by it, or `NONE`.
+    fn look_again(&mut self, id: NodeId, became_visible: &mut Vec<NodeId>) -> NodeId {
+        let before = self.node(id).reach();
+        // A node that has left the index stays while it is in use.
+        if before == Reach::Detached {
+            return NONE;
+        }
+        let reach = self.reach(id);
+        if reach == before {
+            return NONE;
+        }
+        assert!(
+            reach > before,
+            "node {id} gained a payload and fell from {before:?} to {reach:?}"
+        );
+        self.forest.node_mut(id).set_reach(reach);
+        if before == Reach::Hidden {
+            became_visible.push(id);
+            return self.forest.first_child(id);
+        }
+        self.rise_below(id);
+        NONE
+    }
+
+    /// A visible node has become part of the host chain, and those below may be.
+    fn rise_below(&mut self, id: NodeId) {
+        // A shared prefix may have any number of branches. Where one is not told that all above it is in the
+        // arena, a lookup looks for itself.
+        let mut stack: Vec<NodeId> = self.forest.children(id).take(RISES_MAX).collect();
+        let mut rises = stack.len();
+        while let Some(id) = stack.pop() {
             work::node();
             let before = self.node(id).reach();
-            // A child that has left the index stays linked while it is in use.
-            if before == Reach::Detached {
+            // A hidden one is told when it becomes visible.
+            if before != Reach::Visible || self.reach(id) != Reach::HostChain {
                 continue;
             }
-            let reach = self.reach(id);
-            if reach == before {
-                continue;
-            }
-            assert!(
-                reach > before,
-                "node {id} gained a payload and fell from {before:?} to {reach:?}"
-            );
-            self.forest.node_mut(id).set_reach(reach);
-            if before == Reach::Hidden {
-                became_visible.push(id);
-                stack.extend(self.forest.children(id));
-                continue;
-            }
-            // A shared prefix may have any number of branches. A lookup checks for itself a branch whose flag was
-            // not updated.
-            let children = self.forest.children(id).take(RISES_MAX - rises);
-            let before = stack.len();
-            stack.extend(children);
-            rises += stack.len() - before;
-            self.is_rise_cut |= rises == RISES_MAX;
+            self.forest.node_mut(id).set_reach(Reach::HostChain);
+            let listed = stack.len();
+            stack.extend(self.forest.children(id).take(RISES_MAX - rises));
+            rises += stack.len() - listed;
         }
+        self.is_rise_cut |= rises == RISES_MAX;
     }
 
     /// A hit ends at `id`. A node whose flag was not updated is part of the host chain if all above it are.

@@ -310,6 +310,7 @@ impl Residency {
     /// Makes the nodes of a namespace visible whose chain is complete, removes the others, and renews the
     /// placeholders. Returns how many payloads were lost.
     pub(in crate::engine) fn remove_hidden(&mut self, ns: NsId) -> u64 {
+        self.allow_rest(usize::MAX);
         let before = self.disk_blocks();
         let mut stack: Vec<NodeId> = self.forest.roots(ns).collect();
         let mut visible = Vec::new();

@@ -126,6 +126,7 @@ impl Residency {
     fn detach(&mut self, id: NodeId) {
         self.withdraw(id);
         self.note_detached(id);
+        self.pass_over(id);
         let node = self.node(id);
         if !node.has_no_slots() {
             // An eviction stays on record: `explain` names it later.

@@ -137,10 +137,14 @@ impl Residency {
             .for_each(|search| search.visits = visits);
     }
 
-    /// Whether a region has no room because the search for a run goes on in the next entry.
+    /// Whether a region has no room because the search for a run goes on in the next entry. After many searches in vain
+    /// no other is waited for until a slot is freed: the next one begins in the entry in which the last one ends.
     pub(super) fn is_searching(&self, region: Region) -> bool {
         let search = self.search(region);
-        search.is_under_way() || search.visits == 0 && search.vain < VAIN_MAX
+        let freed = self.freed[region.tier() as usize];
+        let is_hopeless =
+            search.vain >= VAIN_MAX && search.in_vain == Some(freed) && search.emptying.is_none();
+        (search.is_under_way() || search.visits == 0) && !is_hopeless
     }
 
     /// Whether a search for a size class is under way.

@@ -13,6 +13,7 @@ use super::super::events::Feeds;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
 use super::removal::Removals;
+use super::rest::Rest;
 use super::runs::{Moves, RunSearch};
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
@@ -51,6 +52,7 @@ pub(in crate::engine) struct Residency {
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
     pub(super) removals: Removals,
+    pub(super) rest: Rest,
     /// A node in the host chain may not know that it is.
     pub(super) is_rise_cut: bool,
     /// How far each region was searched for pages that another size class may take: the arena, then the
@@ -84,6 +86,7 @@ impl Residency {
             freed: [0, 0],
             queued_bytes: 0,
             removals: Removals::default(),
+            rest: Rest::new(),
             is_rise_cut: false,
             searches: vec![RunSearch::default()],
             moves: Moves::default(),
