@@ -194,14 +194,14 @@ soak: build  ## Kill the engine's process under load CRASHES times, then a serve
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s tests/unit/test_serve_soak.py
 	EVENT_OPERATIONS=5000 $(BIN)/python -m pytest -q -s -n 0 tests/vllm/test_events.py -k random
 
-# A router from elsewhere, in an environment of its own.
+# Routers from elsewhere, in an environment of their own.
 ROUTER_VENV := .venv-router
 
 .PHONY: test-router
-test-router: build  ## Feed Dynamo's KV indexer from two vLLM servers and route with it
+test-router: build  ## Route between two vLLM servers with Dynamo's KV indexer and with vLLM's router
 	test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
-	$(ROUTER_VENV)/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1
-	DYNAMO_PYTHON=$(CURDIR)/$(ROUTER_VENV)/bin/python $(BIN)/python -m pytest -q -n 0 tests/vllm/test_dynamo_indexer.py
+	$(ROUTER_VENV)/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1 vllm-router==0.1.17
+	ROUTER_PYTHON=$(CURDIR)/$(ROUTER_VENV)/bin/python $(BIN)/python -m pytest -q -n 0 tests/vllm/test_routers.py
 
 # Of its own: the site needs nothing of vLLM, and its pages from the code are in the tree.
 DOCS_VENV := .venv-docs

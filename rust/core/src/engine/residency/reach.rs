@@ -104,8 +104,8 @@ impl Residency {
 
     /// A visible node has become part of the host chain, and those below may be.
     fn rise_below(&mut self, id: NodeId) {
-        // A shared prefix may have any number of branches. Where one is not told that all above it is in the
-        // arena, a lookup looks for itself.
+        // A shared prefix may have any number of branches. A lookup checks for itself a branch whose flag was
+        // not updated.
         let mut stack: Vec<NodeId> = self.forest.children(id).take(RISES_MAX).collect();
         let mut rises = stack.len();
         while let Some(id) = stack.pop() {
