@@ -76,7 +76,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plans_stopped_rest": ("counter", "waits for the disk that ended: the rest took longer than it saved"),
     "plans_stopped_guarantee": (
         "counter",
-        "waits for the disk that ended: load_margin was over, and too little had come",
+        "waits for the disk that ended: load_margin was over, and too few tokens had arrived",
     ),
     "tokens_not_loaded_disk": (
         "counter",
@@ -84,8 +84,8 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     ),
     "tokens_not_loaded_small": ("counter", "tokens in host memory that were computed by plans_compute_small"),
     "tokens_not_loaded_other_way": ("counter", "tokens on disk that were computed by plans_compute_other_way"),
-    "tokens_not_loaded_rest": ("counter", "tokens that had not come by plans_stopped_rest"),
-    "tokens_not_loaded_guarantee": ("counter", "tokens that had not come by plans_stopped_guarantee"),
+    "tokens_not_loaded_rest": ("counter", "tokens that had not arrived by plans_stopped_rest"),
+    "tokens_not_loaded_guarantee": ("counter", "tokens that had not arrived by plans_stopped_guarantee"),
     "plan_predicted_disk_seconds": ("counter", "predicted time of finished promotions, summed"),
     "plan_actual_disk_seconds": ("counter", "actual time of the same promotions, summed"),
     "plan_error_disk_seconds": ("counter", "difference of the two, without its sign, summed"),
