@@ -305,7 +305,7 @@ class UndercroftConfig:
     )]
     pin_memory: Annotated[Amount, Option(
         "size or share", "30%", _SHARE_FORMAT + " above 0%; 0 pins nothing",
-        "Maximum host memory that blocks may take which hints of requests have pinned. A percentage is taken of "
+        "Maximum host memory of the blocks that hints of requests have pinned. A percentage is taken of "
         "host_memory.",
         parse_amount, str, "engine",
     )]

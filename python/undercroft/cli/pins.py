@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser, file: str | None = None) -> N
     """The prompts, and who is told. ``file``: how many files, as argparse has it."""
     prompts.add_file(parser, file)
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--url", default="http://localhost:8000", help="of the vLLM (%(default)s)")
+    place.add_argument("--url", default="http://localhost:8000", help="address of vLLM (%(default)s)")
     place.add_argument("--socket", type=absolute_path, metavar="PATH", help="where an engine listens")
     place.add_argument("--disk-path", metavar="DIR", help="the engine that has this directory open")
     prompts.add_model(parser)
