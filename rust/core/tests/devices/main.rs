@@ -4,6 +4,7 @@
 
 mod memory;
 mod rig;
+mod room;
 
 use std::collections::VecDeque;
 
