@@ -47,6 +47,7 @@ mod recover;
 mod requests;
 mod reset;
 mod residency;
+mod retention;
 mod save;
 mod save_cursor;
 mod served;

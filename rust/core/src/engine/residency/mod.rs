@@ -2,7 +2,7 @@
 //!
 //! Every change of a payload's state goes through here. `slots` holds the changes, `reach` their
 //! consequences for lookups, `eviction` those for the policies. `runs` moves pages between size
-//! classes. `leases` keeps payloads in place,
+//! classes, `unused` evicts by age. `leases` keeps payloads in place,
 //! `hits` says what a hit needs, `admission` adds blocks, `disk_slots` chooses
 //! directories.
 
@@ -28,6 +28,7 @@ mod run_loss;
 mod runs;
 mod slots;
 mod state;
+mod unused;
 
 #[cfg(feature = "check")]
 pub(super) use check::LeaseCounts;
@@ -37,3 +38,4 @@ pub(super) use hits::PromotionPlan;
 pub(super) use recovery::{Adoption, FoundRecord};
 pub use runs::Moves;
 pub(super) use state::Residency;
+pub(super) use unused::UnusedCursor;
