@@ -34,7 +34,7 @@ struct Span {
 }
 
 impl Span {
-    /// Where a hit begins, and what its end is a multiple of.
+    /// Where a hit begins, and the multiple at which its end lies.
     fn bounds(&self) -> (u32, u32) {
         (self.local, self.align)
     }
@@ -215,7 +215,7 @@ impl Engine {
         if let Some((stop, tokens)) = stop {
             stop.count(tokens, &mut self.counters);
         }
-        // Of one that is late the answer is what is there now.
+        // A late lookup is answered with the blocks that are there now.
         Some(match stop {
             _ if !late => Reason::Complete,
             _ if is_stalled => Reason::DiskSilent,
@@ -418,7 +418,7 @@ impl Engine {
         })
     }
 
-    /// Starts to promote what a hit at `top` needs, for a hit of `least` hash blocks. Why that is not done, if not.
+    /// Starts to promote the payloads of a hit at `top`, of at least `least` hash blocks. Returns why not, if so.
     fn try_promotion(
         &mut self,
         id: RequestId,

@@ -16,7 +16,7 @@ pub(in crate::engine) struct LeaseCounts {
     pub(in crate::engine) holds: HashMap<NodeId, u32>,
 }
 
-/// What the nodes say, summed up.
+/// Sums over all nodes, to compare with the counters.
 #[derive(Debug, Default)]
 struct Sums {
     /// Slots by region: the arena, then the directories.

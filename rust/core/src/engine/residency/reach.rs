@@ -1,4 +1,4 @@
-//! What a change of a payload means for lookups: nodes become visible, leave the index, are freed.
+//! Consequences of a payload's change for lookups: nodes become visible, leave the index, are freed.
 
 use crate::forest::{DiskState, HostState, NONE, NodeId, Reach, Tier};
 
@@ -7,7 +7,7 @@ use crate::work;
 use super::slots::Loss;
 use super::state::Residency;
 
-/// Nodes below a payload that has come to the arena, which are told so at once.
+/// Nodes below a payload that has come to the arena whose flags are updated in the same entry.
 const RISES_MAX: usize = 512;
 
 impl Residency {
@@ -28,7 +28,7 @@ impl Residency {
         payloads.all(|(group, payload)| !node.requires(group) || payload.is_readable(Tier::Host))
     }
 
-    /// How far a lookup would reach a node now. What is visible stays so while its payloads move.
+    /// How far a lookup would reach a node now. A visible node stays visible while its payloads move.
     fn reach(&self, id: NodeId) -> Reach {
         let node = self.node(id);
         let above = self
@@ -104,8 +104,8 @@ impl Residency {
 
     /// A visible node has become part of the host chain, and those below may be.
     fn rise_below(&mut self, id: NodeId) {
-        // A shared prefix may have any number of branches. Where one is not told that all above it is in the
-        // arena, a lookup looks for itself.
+        // A shared prefix may have any number of branches. A lookup checks for itself a branch whose flag was
+        // not updated.
         let mut stack: Vec<NodeId> = self.forest.children(id).take(RISES_MAX).collect();
         let mut rises = stack.len();
         while let Some(id) = stack.pop() {
@@ -123,7 +123,7 @@ impl Residency {
         self.is_rise_cut |= rises == RISES_MAX;
     }
 
-    /// A hit ends at `id`. A node that was not told so is part of the host chain if all above it are.
+    /// A hit ends at `id`. A node whose flag was not updated is part of the host chain if all above it are.
     pub(in crate::engine) fn note_host_chain(&mut self, id: NodeId) {
         if !self.is_rise_cut || self.node(id).is_host_chain() {
             return;
@@ -190,7 +190,7 @@ impl Residency {
         }
     }
 
-    /// Group of a required payload of a node that is nowhere.
+    /// Group of a required payload of a node that is in no tier.
     pub(in crate::engine) fn missing_group(&self, id: NodeId) -> Option<u8> {
         let node = self.node(id);
         let mut payloads = (0u8..).zip(node.payloads());
@@ -202,7 +202,7 @@ impl Residency {
         missing.map(|(group, _)| group)
     }
 
-    /// Whether a required payload of a node is nowhere.
+    /// Whether a required payload of a node is in no tier.
     pub(super) fn lacks_payload(&self, id: NodeId) -> bool {
         self.missing_group(id).is_some()
     }

@@ -1,4 +1,4 @@
-//! The part's fields, and what others may read of them.
+//! The fields of residency, and those that other parts may read.
 
 use std::ops::Range;
 
@@ -43,11 +43,11 @@ pub(in crate::engine) struct Residency {
     pub(super) host_checksums: HostChecksums,
     pub(super) host_policies: TierPolicies,
     pub(super) disks: Vec<Disk>,
-    /// What payloads a namespace has, by [`NsId`].
+    /// The payloads that each namespace has, by [`NsId`].
     pub(super) geometry: Vec<Geometry>,
     /// The policies' time: one tick for each request.
     pub(super) tick: u64,
-    /// Slots freed since the start, by tier. Who waits for room compares.
+    /// Slots freed since the start, by tier. Waiters for room compare it.
     pub(super) freed: [u64; 2],
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
@@ -59,7 +59,7 @@ pub(in crate::engine) struct Residency {
     /// directories.
     pub(super) searches: Vec<RunSearch>,
     pub(super) moves: Moves,
-    /// A payload on disk went although others stand on it there.
+    /// A payload on disk was evicted although others depend on it there.
     pub(super) disk_gaps: bool,
     /// Who is told of changes.
     pub(in crate::engine) feeds: Feeds,
