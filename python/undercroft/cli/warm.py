@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         epilog="example: undercroft warm --url http://127.0.0.1:8000 prompts.jsonl",
     )
     prompts.add_file(parser)
-    parser.add_argument("--url", default="http://localhost:8000", help="of the vLLM (%(default)s)")
+    parser.add_argument("--url", default="http://localhost:8000", help="address of vLLM (%(default)s)")
     prompts.add_model(parser)
     parser.add_argument(
         "--parallel",
