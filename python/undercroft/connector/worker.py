@@ -176,6 +176,8 @@ class WorkerConnector:
 
     def _start(self, jobs: Sequence[TransferJob], metadata: UndercroftMetadata, *, to_arena: bool) -> None:
         """Start the jobs of a step and direction with one call of the copier, or report them as failed."""
+        if not jobs:
+            return
         if to_arena and self._replicas > 1:
             jobs = self._saved_here(jobs)
         current = [job for job in jobs if job.session == metadata.arena_session]
@@ -328,7 +330,7 @@ class WorkerConnector:
             copier.close()
 
     def _collect(self) -> None:
-        if self._copier is None:
+        if self._copier is None or not self._running:
             return
         for ticket, ok, seconds in self._copier.poll():
             ended = self._running.pop(ticket)
