@@ -68,6 +68,7 @@ impl<'a> Body<'a> {
     }
 
     /// A copy of all of them.
+    #[cfg(any(feature = "s3", feature = "redis"))]
     pub(crate) fn to_vec(self) -> Vec<u8> {
         let mut all = Vec::with_capacity(self.len() as usize);
         for chunk in self.chunks() {

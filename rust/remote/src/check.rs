@@ -1,4 +1,4 @@
-//! What an operator wants to know of a store before an engine uses it.
+//! Checks of a store before an engine uses it.
 
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use crate::objects::{Objects, StoreError};
 use crate::receiver::Receiver;
 
 /// The object by whose time the store's clock is read.
+#[cfg(feature = "s3")]
 pub(crate) const CLOCK: &str = "check/clock";
 
 /// Bytes that are written and read back.
@@ -37,13 +38,13 @@ pub enum Status {
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// Its subject.
     pub name: &'static str,
     /// How it went.
     pub status: Status,
-    /// What was found.
+    /// The finding, for people.
     pub found: String,
-    /// What to do; empty if nothing.
+    /// The remedy; empty if there is nothing to do.
     pub advice: String,
 }
 
@@ -64,7 +65,7 @@ impl Finding {
     }
 }
 
-/// What to do about a kind of failure.
+/// The remedy of a kind of failure.
 pub fn advice(kind: RemoteError) -> &'static str {
     match kind {
         RemoteError::Denied => {
@@ -93,7 +94,7 @@ pub fn check(objects: &dyn Objects) -> Vec<Finding> {
             error.to_string(),
             advice,
         ));
-        // Whatever came of it, nothing should stay.
+        // In any case nothing should stay.
         let _ = objects.delete(std::slice::from_ref(&path));
         return found;
     }

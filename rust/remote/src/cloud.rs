@@ -158,9 +158,10 @@ impl Objects for CloudStore {
         let listed = self.list("check", &mut |_| false);
         match listed {
             // Whoever may only read and write may not list.
-            Err(error) if error.kind == RemoteError::Denied => {
-                self.wait(self.head(&path, PATIENT)).map(drop).map_err(|_| error)
-            }
+            Err(error) if error.kind == RemoteError::Denied => self
+                .wait(self.head(&path, PATIENT))
+                .map(drop)
+                .map_err(|_| error),
             listed => listed,
         }
     }
@@ -237,7 +238,7 @@ impl Objects for CloudStore {
             let same = |found: ObjectMeta| {
                 SystemTime::from(found.last_modified) == entry.modified && found.size == entry.bytes
             };
-            Ok(found.is_some_and(same))
+            Result::Ok(found.is_some_and(same))
         });
         self.wait(async {
             let stream = futures_util::stream::iter(asked).buffered(REQUESTS);

@@ -12,10 +12,10 @@ use crate::objects::{Entry, Objects, Result};
 /// Objects that are removed in one call.
 const BATCH: usize = 1000;
 
-/// What a writer leaves behind that was killed is removed after this time.
+/// The files of a writer that was killed are removed after this time.
 const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
 
-/// What is to be removed.
+/// Which objects are removed.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// The oldest objects go until the others have at most so many bytes.
@@ -24,7 +24,7 @@ pub struct Limits {
     pub max_age: Option<Duration>,
     /// Younger objects stay in any case.
     pub min_age: Duration,
-    /// Says what would go, and removes nothing.
+    /// Only reports the objects that would go.
     pub dry_run: bool,
 }
 
@@ -53,14 +53,15 @@ pub struct Report {
     pub seconds: f64,
 }
 
-/// Removes what the limits say. `progress` is told how many of how many objects were looked at for removal.
+/// Removes objects by the limits. `progress` is told how many of how many objects were looked at for removal; nothing more
+/// is removed once it returns false.
 ///
 /// # Errors
-/// If the store fails. What was removed until then is removed.
+/// If the store fails. Objects that were removed until then are gone.
 pub fn collect(
     objects: &dyn Objects,
     limits: &Limits,
-    mut progress: impl FnMut(usize, usize),
+    mut progress: impl FnMut(usize, usize) -> bool,
 ) -> Result<Report> {
     let started = Instant::now();
     // Ages are by the store's clock, since its times are.
@@ -99,7 +100,9 @@ pub fn collect(
                 report.skipped_objects += 1;
             }
         }
-        progress(index * BATCH + batch.len(), chosen);
+        if !progress(index * BATCH + batch.len(), chosen) {
+            break;
+        }
     }
     if !limits.dry_run {
         report.removed_leftovers = objects.remove_leftovers(LEFTOVER_AGE)?;

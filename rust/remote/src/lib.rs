@@ -29,7 +29,7 @@ pub use objects::{Entry, Objects, Result, StoreError};
 pub use pool::{Health, LastResult, Pool};
 pub use receiver::Receiver;
 
-/// What a store needs to know besides its URL.
+/// The settings of a store besides its URL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// How long an object is wanted after its last use (`remote_ttl`). Redis removes it then; elsewhere an object of half

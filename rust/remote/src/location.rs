@@ -29,8 +29,8 @@ const SCHEMES: [(&str, Scheme, &str); 6] = [
     ("rediss", Scheme::Rediss, "rediss://host:6379/0"),
 ];
 
-/// A URL that cannot lead to a store, or a store whose configuration cannot. The message names the URL, what is allowed
-/// and what to do; it never has a password.
+/// A URL that cannot lead to a store, or a store whose configuration cannot. The message names the URL, the allowed forms
+/// and the remedy; it never has a password.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct LocationError(pub String);
@@ -50,7 +50,7 @@ impl Location {
     /// Reads a URL.
     ///
     /// # Errors
-    /// Says what is wrong with it and what is allowed.
+    /// Names the mistake and the allowed forms.
     pub fn parse(url: &str) -> Result<Self, LocationError> {
         let refused = |reason: &str| {
             let shown = without_credentials(url);
@@ -168,7 +168,7 @@ fn directory(rest: &str) -> Result<Location, &'static str> {
     })
 }
 
-/// The URL for a message: what stands before an `@` is not shown.
+/// The URL for a message: nothing before an `@` is shown.
 fn without_credentials(url: &str) -> String {
     let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
     let host_end = rest.find('/').unwrap_or(rest.len());

@@ -47,7 +47,8 @@ pub struct OfSize {
     pub get_cpu_s_per_gb: f64,
 }
 
-/// Writes about `total` bytes of objects of each size, reads them, and removes them. `progress` is told each size's rates.
+/// Writes about `total` bytes of objects of each size, reads them, and removes them. `progress` is told each size's
+/// rates; no other size follows once it returns false.
 ///
 /// # Errors
 /// If the store fails. Objects may stay below `bench/` then.
@@ -55,13 +56,16 @@ pub fn measure(
     objects: &dyn Objects,
     sizes: &[u64],
     total: u64,
-    mut progress: impl FnMut(&OfSize),
+    mut progress: impl FnMut(&OfSize) -> bool,
 ) -> Result<Measured> {
     let mut rates = Vec::with_capacity(sizes.len());
     for size in sizes {
         let rate = of_size(objects, *size, total)?;
-        progress(&rate);
+        let goes_on = progress(&rate);
         rates.push(rate);
+        if !goes_on {
+            break;
+        }
     }
     let best = rates
         .iter()

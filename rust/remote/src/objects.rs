@@ -133,12 +133,12 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
         false
     }
 
-    /// What an operator should know of the store's settings.
+    /// Findings on the store's settings.
     fn advice(&self) -> Vec<Finding> {
         Vec::new()
     }
 
-    /// Removes what writers left behind that ended while they wrote, if it is older than `age`.
+    /// Removes the files of writers that ended while they wrote, if these are older than `age`.
     ///
     /// # Errors
     /// If the store fails.

@@ -95,7 +95,11 @@ impl Pool {
             objects,
             arena,
             waker,
-            queue: Mutex::default(),
+            queue: Mutex::new(Queue {
+                // The first look at the store.
+                running: 1,
+                ..Queue::default()
+            }),
             change: Condvar::new(),
             stop: AtomicBool::new(false),
             last: Mutex::default(),
@@ -215,7 +219,9 @@ impl Shared {
             drop(queue);
             self.change.notify_all();
             self.waker.wake();
-            if let Some((path, bytes)) = after {
+            if let Some((path, bytes)) = after
+                && !self.stop.load(Ordering::Relaxed)
+            {
                 // An object that is not renewed goes when it is old.
                 let _ = self.objects.put(&path, &Body::bytes(&bytes), false);
             }
@@ -292,6 +298,8 @@ impl Shared {
     fn greet(&self) {
         let found = contained(|| Some(self.objects.greet()));
         self.note(&found.unwrap_or(Err(RemoteError::Unreachable.into())));
+        self.lock().running -= 1;
+        self.change.notify_all();
     }
 
     fn note<T>(&self, result: &Result<T>) {
@@ -299,7 +307,9 @@ impl Shared {
         let last = match result {
             Err(error) if error.kind == Stopped => return,
             // These are of one object.
-            Err(error) if !matches!(error.kind, NotFound | Corrupt) => Health::Failed(error.clone()),
+            Err(error) if !matches!(error.kind, NotFound | Corrupt) => {
+                Health::Failed(error.clone())
+            }
             _ => Health::Good,
         };
         *(self.last.lock()).unwrap_or_else(PoisonError::into_inner) = last;

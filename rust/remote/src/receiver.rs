@@ -122,6 +122,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Keeps a copy of the bytes that come.
+    #[cfg(feature = "s3")]
     pub(crate) fn keep(&mut self) {
         self.kept = Some(Vec::with_capacity(self.wanted() as usize));
     }
@@ -153,7 +154,7 @@ impl<'a> Receiver<'a> {
         Ok(self.at < self.wanted())
     }
 
-    /// Takes what is wanted from a file, straight into the arena.
+    /// Takes the wanted bytes from a file, straight into the arena.
     ///
     /// # Errors
     /// As [`Receiver::take`], or if the file cannot be read.
@@ -253,7 +254,7 @@ impl Segment<'_> {
                 .checksums;
         }
         while let Some((part, start)) = self.parts.get(self.sums.len()).copied() {
-            // What lies between the parts is not wanted.
+            // Bytes between the parts are not wanted.
             let skip = start.saturating_sub(at).min(bytes.len() as u64);
             (at, bytes) = (at + skip, &bytes[skip as usize..]);
             if at < start || bytes.is_empty() {

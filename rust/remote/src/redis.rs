@@ -7,8 +7,9 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use redis::{
-    Client, Connection, ConnectionAddr, ErrorKind, ExistenceCheck, IntoConnectionInfo,
-    RedisConnectionInfo, RedisError, ServerErrorKind, SetExpiry, SetOptions, TypedCommands,
+    Client, Connection, ConnectionAddr, ConnectionLike, ErrorKind, ExistenceCheck,
+    IntoConnectionInfo, RedisConnectionInfo, RedisError, ServerErrorKind, SetExpiry, SetOptions,
+    TypedCommands,
 };
 use undercroft_core::remote::RemoteError;
 
@@ -303,19 +304,22 @@ fn escaped(text: &str) -> String {
 }
 
 fn store_error(error: RedisError) -> StoreError {
-    let code = error.code().unwrap_or_default();
-    let words = error.detail().unwrap_or_default();
-    let kind = match (error.kind(), code) {
-        (ErrorKind::AuthenticationFailed, _)
-        | (ErrorKind::Server(ServerErrorKind::NoPerm | ServerErrorKind::ReadOnly), _)
-        | (_, "NOAUTH" | "WRONGPASS") => RemoteError::Denied,
-        (_, "OOM") => RemoteError::Full,
-        (ErrorKind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::TryAgain), _) => {
+    // While a connection is set up, and in a pipeline, the server's code is only in the text.
+    let text = error.to_string();
+    let says = |words: &[&str]| words.iter().any(|word| text.contains(word));
+    let kind = match error.kind() {
+        ErrorKind::AuthenticationFailed
+        | ErrorKind::Server(ServerErrorKind::NoPerm | ServerErrorKind::ReadOnly) => {
+            RemoteError::Denied
+        }
+        ErrorKind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::TryAgain) => {
             RemoteError::Throttled
         }
-        _ if words.contains("max number of clients") => RemoteError::Throttled,
+        _ if says(&["NOAUTH", "WRONGPASS", "NOPERM", "READONLY"]) => RemoteError::Denied,
+        _ if says(&["OOM"]) => RemoteError::Full,
+        _ if says(&["max number of clients"]) => RemoteError::Throttled,
         _ if error.is_timeout() => RemoteError::Late,
         _ => RemoteError::Unreachable,
     };
-    StoreError::new(kind, error)
+    StoreError::new(kind, text)
 }

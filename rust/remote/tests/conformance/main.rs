@@ -2,8 +2,14 @@
 //! `UNDERCROFT_TEST_S3` has the URL of a bucket (`make test-remote`).
 
 mod cases;
+#[cfg(feature = "s3")]
+mod cloud;
 mod collecting;
 mod directory;
+#[cfg(any(feature = "redis", feature = "s3"))]
+mod faults;
+#[cfg(any(feature = "redis", feature = "s3"))]
+mod proxy;
 mod rig;
 #[cfg(feature = "redis")]
 mod server;

@@ -228,9 +228,14 @@ pub fn redis() -> Result<Rig, String> {
     Rig::new(&server.url(), Box::new(server))
 }
 
-/// Each test has a prefix of its own in the bucket.
 #[cfg(feature = "s3")]
 pub fn s3() -> Result<Rig, String> {
+    Rig::new(&s3_url()?, Box::new(()))
+}
+
+/// A prefix of this test's own.
+#[cfg(feature = "s3")]
+pub fn s3_url() -> Result<String, String> {
     let url = std::env::var("UNDERCROFT_TEST_S3").map_err(
         |_| "UNDERCROFT_TEST_S3 names no bucket; `make test-remote` starts a server with one",
     )?;
@@ -238,8 +243,5 @@ pub fn s3() -> Result<Rig, String> {
         .name()
         .unwrap_or("test")
         .replace("::", "-");
-    Rig::new(
-        &format!("{url}/{test}-{}", std::process::id()),
-        Box::new(()),
-    )
+    Ok(format!("{url}/{test}-{}", std::process::id()))
 }

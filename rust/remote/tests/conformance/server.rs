@@ -51,6 +51,10 @@ impl Redis {
         panic!("redis-server does not start: {last}");
     }
 
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}/0/test", self.port)
     }
