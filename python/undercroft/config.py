@@ -425,7 +425,7 @@ class UndercroftConfig:
     )]
     log_requests: Annotated[str, Option(
         "text", "off", '"off", "misses" or "all"',
-        "Log a line for each request when it is admitted: what was on the device, what is loaded, and why no more; "
+        "Log a line for each request when it is admitted: tokens on the device, tokens loaded, and why no more; "
         "for those with something missing, or for all. `undercroft explain` shows the last ones in any case.",
         _choice("off", "misses", "all"), str,
     )]

@@ -53,7 +53,7 @@ def is_brought(kv_transfer_params: Any) -> bool:
 
 
 def check(kv_transfer_params: Any) -> None:
-    """Raise InvalidParameterError if one of ours cannot be used; other connectors' parameters are left alone."""
+    """Raise InvalidParameterError if a parameter of undercroft has an impossible value; others are not looked at."""
     _given(kv_transfer_params)
     if isinstance(kv_transfer_params, Mapping):
         value = kv_transfer_params.get(EXPLAIN)

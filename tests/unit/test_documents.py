@@ -63,6 +63,7 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
     "swap_blocks_batch",
 }
 FOREIGN_FLAGS = {
+    "--bench",
     "--block-size",
     "--data-parallel-rank",
     "--data-parallel-size",

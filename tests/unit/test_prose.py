@@ -56,6 +56,21 @@ def test_texts_of_rust_end_where_its_tests_begin(prose: ModuleType) -> None:
     assert found == [("messages", "no room for this"), ("comments", "A type of two lines.")]
 
 
+def test_tests_in_a_file_of_their_own_do_not_end_the_texts_of_rust(prose: ModuleType) -> None:
+    source = "//! A part.\n#[cfg(test)]\nmod tests;\nmod part;\n\n/// A type.\nstruct Type;\n"
+    assert [(text.line, text.words) for text in prose.of_rust("x.rs", source)] == [(1, "A part."), (6, "A type.")]
+
+
+def test_strings_of_rust_are_read_whole(prose: ModuleType) -> None:
+    source = 'f("no room \\\n    for \\"this\\"", \'"\', r#"nor "for" that"#); // a note\n"// no comment here"\n'
+    assert [(text.line, text.kind, text.words) for text in prose.of_rust("x.rs", source)] == [
+        (1, "messages", 'no room for \\"this\\"'),
+        (2, "messages", 'nor "for" that'),
+        (3, "messages", "// no comment here"),
+        (2, "comments", "a note"),
+    ]
+
+
 def test_code_in_documents_is_not_read(prose: ModuleType) -> None:
     source = "A line\nof text.\n\n```\nwhat\n```\n\n| a cell | another |\n- an item\n"
     assert [text.words for text in prose.paragraphs("x.md", source)] == [

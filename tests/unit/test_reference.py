@@ -43,6 +43,23 @@ def test_a_reference_page_is_that_of_the_code(page: str) -> None:
     )
 
 
+def test_the_readme_of_the_package_is_that_of_the_repository_without_relative_links() -> None:
+    readme = tool("package_readme")
+    text = readme.PAGE.read_text(encoding="utf-8")
+    assert text == readme.page(), "run: python tools/package_readme.py"
+    assert re.findall(r"\]\((?!https?:)", text) == []
+    assert "![" not in text
+
+
+def test_links_of_the_package_s_readme_lead_to_the_source_once_it_has_an_address() -> None:
+    text = "![A picture](docs/a.svg)\n\nSee [one](docs/one.md#top), [there](https://there) and [here](#here).\n"
+    written = tool("package_readme").written
+    assert written(text, None) == "See one, [there](https://there) and here.\n"
+    assert written(text, "https://host/a/b/") == (
+        "See [one](https://host/a/b/blob/main/docs/one.md#top), [there](https://there) and here.\n"
+    )
+
+
 def test_the_chart_is_that_of_the_results() -> None:
     chart = tool("chart")
     drawn = chart.draw((ROOT / "benches/RESULTS.md").read_text(encoding="utf-8"))

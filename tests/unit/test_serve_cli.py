@@ -344,7 +344,7 @@ def test_a_server_whose_thread_has_ended_ends() -> None:
     )
     assert done.returncode == 1
     warning, error = done.stderr.splitlines()
-    assert warning == "undercroft: NOTIFY_SOCKET /nowhere/notify cannot be told READY=1: No such file or directory"
+    assert warning == "undercroft: cannot send READY=1 to NOTIFY_SOCKET /nowhere/notify: No such file or directory"
     assert error == "undercroft: error: the server's thread has ended"
 
 

@@ -25,7 +25,10 @@ class Engine:
 
     disks = ({"path": "/cache", "health": "good"},)
 
+    infos = 0
+
     def info(self):
+        self.infos += 1
         return {"io_engine": "io_uring", "disks": list(self.disks)}
 
 
@@ -49,6 +52,25 @@ def test_an_io_engine_is_named_only_with_a_disk_tier():
     assert EngineStats(engine).collect(100.0)["io_engine"] == "io_uring"
     engine.disks = ()
     assert not EngineStats(engine).collect(100.0)["io_engine"]
+
+
+def test_the_name_of_the_io_engine_is_asked_for_again_only_after_a_takeover():
+    engine = Engine()
+    stats = EngineStats(engine)
+    before = engine.infos
+    for second in range(3):
+        assert stats.collect(100.0 + 2 * second)["io_engine"] == "io_uring"
+    assert engine.infos == before + 1
+    engine.took_over, engine.disks = True, ()
+    assert not stats.collect(110.0)["io_engine"]
+
+
+def test_collections_are_added_up_and_empty_ones_left_out():
+    first, second = {"counters": {"saved_blocks": 1}, "gauges": {"nodes": 3}}, {"counters": {"saved_blocks": 2}}
+    both = UndercroftStats.of({}, first, {}, second)
+    assert both.data == {"counters": {"saved_blocks": 3}, "gauges": {"nodes": 3}}
+    assert first["counters"] == {"saved_blocks": 1}
+    assert UndercroftStats.of({}, {}).is_empty()
 
 
 def test_a_counter_that_began_again_from_zero_counts_what_it_has():

@@ -152,6 +152,8 @@ def disk(path: Path, capacity: str = "36MiB") -> dict[str, Any]:
 
 OPERATIONS = int(os.environ.get("EVENT_OPERATIONS", "80"))
 """Operations of each seed; `make soak` has more."""
+LIVES = 3 + OPERATIONS // 500
+"""Starts of the engine among them."""
 
 
 def operate(running: Engine, chance: random.Random) -> str:
@@ -176,6 +178,7 @@ def operate(running: Engine, chance: random.Random) -> str:
     return "prompt"
 
 
+@pytest.mark.timeout(300 + OPERATIONS)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_router_knows_what_the_engine_has_after_random_operations(
     route: Callable[..., tuple[Engine, Router]], llama: Path, tmp_path: Path, seed: int
@@ -183,11 +186,11 @@ def test_a_router_knows_what_the_engine_has_after_random_operations(
     """Prompts that share prefixes, tiers that are too small for them, hints, resets and restarts."""
     chance = random.Random(seed)
     done: Counter[str] = Counter()
-    for life in range(3):
+    for life in range(LIVES):
         running, router = route(llama, disk(tmp_path), blocks=48)
         running.idle_steps()
         assert router.follow() == content(running)
-        for _ in range(OPERATIONS * (life + 1) // 3 - OPERATIONS * life // 3):
+        for _ in range(OPERATIONS * (life + 1) // LIVES - OPERATIONS * life // LIVES):
             kind = operate(running, chance)
             done[kind] += 1
             if chance.random() < 0.2 or "reset" in kind:

@@ -18,9 +18,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "explain",
         parents=[shared],
-        help="show what the last requests found, and why no more",
+        help="show how many tokens the last requests found, and why no more",
         description="Asks `undercroft serve`, or the engine inside a vLLM, for the last lookups that it answered: "
-        "tokens of the prompt, on the device, found in the cache and loaded, and why the rest was not. An engine "
+        "tokens of the prompt, on the device, found in the cache and loaded, and why no more. An engine "
         f"keeps the last {LOOKUPS_MAX}. Exit code 1 if no engine answers, or it knows no such request.",
         epilog="example: undercroft explain --misses --last 50",
     )

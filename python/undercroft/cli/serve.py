@@ -173,4 +173,4 @@ def notify(state: str) -> None:
             # A leading @ stands for the zero byte of an abstract address.
             notify.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
         except OSError as error:
-            logger.warning("undercroft: NOTIFY_SOCKET %s cannot be told %s: %s", address, state, error.strerror)
+            logger.warning("undercroft: cannot send %s to NOTIFY_SOCKET %s: %s", state, address, error.strerror)

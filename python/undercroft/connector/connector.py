@@ -264,17 +264,17 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     @_fail_open(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The counters' growth since the last call; None if nothing was."""
-        stats = UndercroftStats()
+        parts: list[dict[str, Any]] = []
         if self._engine_stats is not None and self._scheduler is not None:
             # vLLM asks at the end of each step.
             self._scheduler.steps.ended()
-            stats.data = self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle())
+            parts.append(self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle()))
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
-            stats = stats.aggregate(UndercroftStats({"counters": counters}))
+            parts.append({"counters": counters})
         if self._shadow is not None:
-            stats = stats.aggregate(UndercroftStats(self._shadow.collect()))
+            parts.append(self._shadow.collect())
         # Last, since they are forgotten once taken.
-        stats = stats.aggregate(UndercroftStats(self._counts.collect()))
+        stats = UndercroftStats.of(*parts, self._counts.collect())
         return None if stats.is_empty() else stats
 
     @_fail_open(_nothing)
@@ -548,11 +548,11 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and self.has_connector_metadata():
             self._worker.start_load_kv(self._get_connector_metadata())
 
-    @_fail_open(_nothing)
+    # vLLM calls the next two for each layer: no wrapper.
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only after its load has ended."""
 
-    @_fail_open(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: blocks are saved whole, in `wait_for_save`."""
 

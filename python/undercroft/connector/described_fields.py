@@ -33,10 +33,10 @@ class Fields:
 
 
 _ROUNDING = "how the work is split or which kernel computes the same formula: equal to rounding"
-_MEMORY = "how much memory there is and where, not what is in it"
+_MEMORY = "how much memory there is and where, not its contents"
 _OUTPUT = "works on logits, tokens or answers, after the KV is written"
 _INPUT = "which requests are accepted and how they become tokens; hashes are of tokens"
-_START = "how the process starts and what it prepares"
+_START = "how the process starts and prepares itself"
 _DERIVED = "vLLM derives it from other fields"
 _REFUSED = "undercroft is off with any value but the usual one"
 _WHERE = "where processes run and how they find each other"
@@ -104,7 +104,7 @@ CACHE = Fields(
             _DERIVED: "user_specified_block_size is_attention_free effective_attention_block_size "
             "cache_hit_alignment_tokens _block_size_resolved",
             _REFUSED: "enable_prefix_caching",
-            "which states are kept, not what they hold": "prefix_cache_retention_interval "
+            "which states are kept, not their contents": "prefix_cache_retention_interval "
             "enable_mamba_shared_prefix_checkpoint",
             "how long a log of decoded tokens grows before it is folded into the state: equal to rounding": (
                 "replayssm_buffer_len"

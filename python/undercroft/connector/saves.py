@@ -318,8 +318,14 @@ def _group_copy(
 ) -> GroupCopy:
     of_engine = groups.engine_groups[extent.group]
     offsets = np.frombuffer(extent.offsets, dtype="<i8")
-    wanted = np.flatnonzero(offsets >= 0)
     table, first = tables[of_engine.group], extent.first_block
+    low, end = of_engine.position(first), of_engine.position(first + offsets.size - 1) + 1
+    if of_engine.kind != "state" and offsets.size and end <= len(table) and offsets.min() >= 0:
+        # All blocks are wanted, as of most prompts that are new.
+        block_ids = np.array(table[low : end : of_engine.per_block], dtype=np.int64)
+        if block_ids.min() > NULL_BLOCK:
+            return GroupCopy(of_engine.group, block_ids, offsets)
+    wanted = np.flatnonzero(offsets >= 0)
     if of_engine.kind == "state":
         # The table of states is not in the order of positions.
         block_ids = np.array([states[extent.group, first + at] for at in wanted.tolist()], dtype=np.int64)

@@ -189,6 +189,8 @@ COUNTERS = _counters()
 GAUGES = frozenset(
     {name for name, (kind, _) in STATS_KEYS.items() if kind == "gauge"}.union(CAPACITY_KEYS, SHADOW_KEYS)
 )
+_COUNTED = tuple(name for name in STATS_KEYS if name in COUNTERS)
+_GAUGED = tuple(name for name in STATS_KEYS if name in GAUGES)
 SAMPLES = ("lookup_seconds", "wait_seconds")
 """Single observations, for histograms: from first question to answer, of all lookups and of those that waited."""
 
@@ -206,6 +208,15 @@ class UndercroftStats(KVConnectorStats):
     def reset(self) -> None:
         """Forget everything."""
         self.data = {}
+
+    @classmethod
+    def of(cls, *parts: dict[str, Any]) -> UndercroftStats:
+        """The data of several collections together. Most are empty in most steps."""
+        stats = cls()
+        for data in parts:
+            if data:
+                stats = stats.aggregate(cls(data)) if stats.data else cls(data)
+        return stats
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
@@ -306,6 +317,8 @@ class EngineStats:
         self._tokens_in = functools.cache(tokens_in)
         self._interval = interval
         self._last: dict[str, float] = {}
+        self._io_engine: tuple[bool, str] | None = None
+        """The name of the IO engine, and whether it is that of directories that were taken over."""
         self._due = 0.0
         self._health = DiskHealth(engine)
         self._remote = RemoteHealth(engine)
@@ -327,12 +340,13 @@ class EngineStats:
         self._check(stats)
         if not stats:
             return {}
+        # Often most are zero.
         counters = {
             name: since
-            for name in STATS_KEYS
-            if name in COUNTERS and name in stats and (since := _since(stats[name], self._last.get(name, 0)))
+            for name in _COUNTED
+            if (count := stats.get(name)) and (since := _since(count, self._last.get(name, 0)))
         }
-        gauges = {name: stats[name] for name in STATS_KEYS if name in GAUGES and name in stats}
+        gauges = {name: stats[name] for name in _GAUGED if name in stats}
         for key in CAPACITY_KEYS:
             if tokens := self._tokens_in(stats.get(key.replace("tokens", "bytes"), 0)):
                 gauges[key] = tokens
@@ -340,13 +354,19 @@ class EngineStats:
         return {
             "counters": counters,
             "gauges": gauges,
-            "io_engine": io_engine(self._engine.info()),
+            "io_engine": self._io_engine_name(),
             "socket": self._engine.arena.socket,
         }
 
     def close(self) -> None:
         """End the checks."""
         self._closed.set()
+
+    def _io_engine_name(self) -> str:
+        took_over = self._engine.took_over
+        if self._io_engine is None or self._io_engine[0] != took_over:
+            self._io_engine = took_over, io_engine(self._engine.info())
+        return self._io_engine[1]
 
     def _stats(self) -> dict[str, float]:
         if self._engine.is_shared and not self._engine.took_over:

@@ -143,10 +143,14 @@ def block_copies(layout: GroupLayout, block_ids: np.ndarray, payload_offsets: np
     ids = np.asarray(block_ids, dtype=np.int64)
     starts = np.asarray(payload_offsets, dtype=np.int64) + rank * layout.shard_bytes
     check_blocks(layout, ids, starts)
+    addresses = np.multiply.outer(ids, layout.strides)
+    addresses += layout.addresses
+    sizes = np.empty_like(addresses)
+    sizes[:] = layout.sizes
     return Copies(
-        addresses=(layout.addresses + ids[:, None] * layout.strides).reshape(-1),
-        offsets=(starts[:, None] + layout.shard_offsets).reshape(-1),
-        sizes=np.tile(layout.sizes, ids.size),
+        addresses=addresses.ravel(),
+        offsets=np.add.outer(starts, layout.shard_offsets).ravel(),
+        sizes=sizes.ravel(),
     )
 
 
@@ -156,8 +160,8 @@ def check_blocks(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray) 
         raise ValueError(
             f"group {layout.group}: {block_ids.shape} block ids for {slots.shape} slots; both must be as long"
         )
-    outside = (block_ids <= NULL_BLOCK) | (block_ids >= layout.num_blocks)
-    if outside.any():
+    if block_ids.size and (block_ids.min() <= NULL_BLOCK or block_ids.max() >= layout.num_blocks):
+        outside = (block_ids <= NULL_BLOCK) | (block_ids >= layout.num_blocks)
         raise ValueError(
             f"group {layout.group}: device block {int(block_ids[outside][0])} cannot be copied; "
             f"blocks {NULL_BLOCK + 1} to {layout.num_blocks - 1} can"

@@ -119,8 +119,8 @@ PREFIX_CACHE_RESET = Patch(
     ("BlockPool.reset_prefix_cache",),
     "the instance of undercroft's scheduler",
     "vLLM refuses a reset while blocks are referenced, and asks the connector only afterwards. The wrapper releases "
-    "the blocks that are being saved first. Routers take the event of the reset for one of all tiers: the wrapper has "
-    "them told again what the tiers hold.",
+    "the blocks that are being saved first. Routers understand the event of the reset as a reset of all tiers: the "
+    "wrapper sends them the blocks of the tiers again.",
     "0.31 to 0.33",
     "A reset of vLLM's prefix cache is refused while saves are running, and routers forget the tiers with it.",
 )

@@ -51,7 +51,7 @@ impl Buddy {
             order += 1;
         }
         let is_new = self.free[order].insert(unit);
-        assert!(is_new, "the run at unit {unit} is given back twice");
+        assert!(is_new, "the run at unit {unit} is freed twice");
     }
 
     /// Takes all free units of an aligned run, which is not free as a whole.

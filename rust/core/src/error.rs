@@ -175,8 +175,8 @@ pub enum StoreError {
     },
     /// Other users may put files into the directory.
     #[error(
-        "disk_path {path} has mode {mode:04o}: other users can write to it; choose another disk_path, or, if nobody has put \
-         anything there, run: chmod 700 {path}"
+        "disk_path {path} has mode {mode:04o}: other users can write to it; choose another disk_path, or, if no other \
+         user has put files there, run: chmod 700 {path}"
     )]
     Mode {
         /// The directory.

@@ -427,7 +427,7 @@ pub struct BlockEvent {
     pub group: u8,
     /// The block hash that it ends with.
     pub hash: BlockHash,
-    /// The block hash before; `None` for the first of a prompt, and for a payload that has left.
+    /// Hash of the block before; `None` for the first block of a prompt, and for a payload that has left.
     pub parent: Option<BlockHash>,
 }
 

@@ -33,7 +33,7 @@ impl Budget {
 
     pub(crate) fn give_back(&mut self, bytes: u64) {
         let left = self.used.checked_sub(bytes);
-        self.used = left.expect("no more is given back than was taken");
+        self.used = left.expect("no more is released than was taken");
     }
 }
 

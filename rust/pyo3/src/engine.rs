@@ -10,7 +10,7 @@ use undercroft_core::session::Tokens;
 use undercroft_host::{EngineHost, HostConfig, HostError, open};
 
 use crate::errors::Result;
-use crate::json::{to_json, to_python};
+use crate::json::{object, to_json, to_python};
 use crate::session::PySession;
 use crate::values::{PyArenaAddress, PyGroup, group_specs, timeout};
 
@@ -74,12 +74,12 @@ impl PyEngine {
 
     /// Counters and gauges since the start, as one flat dict of numbers.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        to_python(py, &self.host.stats())
+        object(py, &self.host.stats())
     }
 
     /// The configuration and findings.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        to_python(py, &self.host.info())
+        object(py, &self.host.info())
     }
 
     /// The status, for `undercroft status`. Raises ServerError.

@@ -376,7 +376,7 @@ impl World {
         }
         let blocks = self.blocks(session, request, &extents, epoch)?;
         self.sessions[session].requests[request].promise = Some(blocks);
-        if self.random.chance(400) {
+        if self.random.chance(500) {
             // The device may have gained blocks, never lost them.
             let more = self.random.below(u64::from(tokens - local)) as u32;
             let local = if self.random.chance(200) {
@@ -458,8 +458,7 @@ impl World {
         self.note(|| format!("reset namespace {namespace}"));
         if !self.models[namespace].private {
             self.history.undurable.push(namespace);
-            let attached = &self.disks.attached;
-            let away = (0..self.disks.devices.len()).filter(|at| !attached.contains(at));
+            let away = self.out_of_reach();
             self.history.stale.extend(away);
             self.part(session);
         }

@@ -60,7 +60,9 @@ pub(crate) struct Disks {
     pub(crate) devices: Vec<SimDevice>,
     /// Devices that the engine has, by its numbers.
     pub(crate) attached: Vec<usize>,
-    /// Devices that answer nothing now, by the engine's numbers.
+    /// Those of them that could not be opened yet, by the engine's numbers.
+    pub(crate) absent: BTreeSet<usize>,
+    /// Those that answer nothing now, by the engine's numbers.
     hung: BTreeSet<usize>,
     pub(crate) faults: DeviceFaults,
     flights: Vec<Flight>,
@@ -73,6 +75,7 @@ impl Disks {
     pub(crate) fn new(devices: Vec<SimDevice>, depth: usize, latency_ns: u64) -> Self {
         Self {
             attached: (0..devices.len()).collect(),
+            absent: BTreeSet::new(),
             hung: BTreeSet::new(),
             devices,
             faults: DeviceFaults::default(),
@@ -98,8 +101,12 @@ impl Disks {
 
     /// The images of the directories that the engine has.
     pub(crate) fn images(&self) -> Vec<DeviceImage> {
-        let attached = self.attached.iter();
-        attached.map(|&at| self.devices[at].image()).collect()
+        let attached = self.attached.iter().enumerate();
+        let image = |(device, &at): (usize, &usize)| match self.absent.contains(&device) {
+            true => DeviceImage::absent(),
+            false => self.devices[at].image(),
+        };
+        attached.map(image).collect()
     }
 
     fn device_mut(&mut self, device: usize) -> &mut SimDevice {
@@ -131,6 +138,7 @@ impl Disks {
     ) -> Result<(), String> {
         let (device, file, offset, len) = target(&request);
         if device >= self.attached.len()
+            || self.absent.contains(&device)
             || !offset.is_multiple_of(IO_ALIGN)
             || !len.is_multiple_of(IO_ALIGN)
         {

@@ -32,6 +32,7 @@ mod disks;
 mod events;
 mod explain;
 mod hints;
+mod late;
 mod model;
 mod namespaces;
 mod participants;
@@ -82,6 +83,12 @@ pub struct Stats {
     pub hangs: u64,
     /// Starts with other directories than before.
     pub away: u64,
+    /// Directories that could not be opened at a start.
+    pub absent: u64,
+    /// Of these, those that were opened later.
+    pub late: u64,
+    /// Payloads evicted from pages while others stood on them.
+    pub gaps: u64,
     /// Bits that flipped in payloads in the arena.
     pub changes: u64,
     /// Changed payloads that the engine found before a hit or a write.
@@ -126,6 +133,9 @@ impl Stats {
         self.corruptions += other.corruptions;
         self.hangs += other.hangs;
         self.away += other.away;
+        self.absent += other.absent;
+        self.late += other.late;
+        self.gaps += other.gaps;
         self.changes += other.changes;
         self.changes_found += other.changes_found;
         self.changes_loaded += other.changes_loaded;

@@ -37,6 +37,8 @@ pub(crate) struct Settings {
     pub(crate) hangs: u64,
     /// How often a directory is away for a life, in a thousand.
     pub(crate) away: u64,
+    /// How often a directory cannot be opened at the start of a life, in a thousand.
+    pub(crate) late: u64,
     pub(crate) latency_ns: u64,
 }
 
@@ -87,6 +89,7 @@ impl Settings {
         engine.verify_host = random.chance(300);
         engine.writes_beside_reads = random.below(4) as usize;
         engine.removals = random.pick(&[1, 3, 16]);
+        engine.tells = random.pick(&[1, 3, 16]);
         engine.event_ring = random.pick(&[1, 8, 64, 1 << 16]);
         engine.visits = random.pick(&[2, 3, 20, 1000]);
         engine.departures =
@@ -106,6 +109,10 @@ impl Settings {
             devices
                 .iter_mut()
                 .for_each(|device| device.0 = random.range(8, 40) * device.1);
+            if random.chance(400) {
+                // The arena's payloads are the only ones: those that go for another size leave gaps.
+                devices.clear();
+            }
         }
         if crowded {
             engine.namespace_entries_max = random.range(1, 4) as usize;
@@ -116,6 +123,8 @@ impl Settings {
         let mut faults = DeviceFaults::default();
         if roomy {
             engine.host_bytes = 24 * PAGE;
+            // Nodes that have not been told are not found.
+            engine.tells = usize::MAX;
             if random.chance(500) {
                 engine.promotion_bytes = engine.host_bytes;
             }
@@ -141,6 +150,7 @@ impl Settings {
             tells_depth: random.chance(700),
             hangs,
             away: if random.chance(200) { 400 } else { 0 },
+            late: if random.chance(150) { 300 } else { 0 },
             engine,
             devices,
             faults,

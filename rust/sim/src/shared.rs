@@ -9,8 +9,8 @@ use undercroft_core::work::Work;
 
 /// Units of work that an entry of a simulated engine may do: its prompts have 24 hash blocks of at most three
 /// groups, and its pages at most 64 slots. Making room and giving a page its records are most of it, for each of up to
-/// three directories at once; a search for pages of other size classes looks at up to 4096 nodes more.
-pub(crate) const UNITS_MAX: u64 = 3_200 + 4096;
+/// three directories at once; a search for pages of other size classes looks at 500 nodes of each, or somewhat more.
+pub(crate) const UNITS_MAX: u64 = 3_200 + 3 * 500;
 
 /// An engine that the world and its sessions share.
 #[derive(Debug)]

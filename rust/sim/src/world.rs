@@ -47,7 +47,7 @@ pub(crate) struct History {
     pub(crate) roomy_broken: bool,
     /// Requests so far: numbers them.
     pub(crate) names: u64,
-    /// Directories that were away during a reset.
+    /// Directories that were out of reach during a reset, and hold what they held then.
     pub(crate) stale: BTreeSet<usize>,
     /// Bits that have flipped in the arena in this life.
     pub(crate) changes: u64,
@@ -148,6 +148,7 @@ impl World {
             self.log.stats.evictions += counters.host_evictions;
             let moves = self.engine.with(|engine| engine.moves());
             self.log.stats.moved_runs += moves.runs;
+            self.log.stats.gaps += moves.gaps;
             self.log.stats.filled_gaps += moves.filled_gaps;
             self.log.stats.corruptions += counters.checksum_failures;
             self.log.stats.changes_found += counters.host_checksum_failures;
@@ -159,7 +160,7 @@ impl World {
     fn start(&mut self) -> Result<(), String> {
         let mut config = self.settings.engine.clone();
         // The engine cannot know the instances on a directory that is away: real seeds differ.
-        if self.settings.away > 0 || self.random.chance(500) {
+        if self.settings.away + self.settings.late > 0 || self.random.chance(500) {
             config.seed = self.random.next();
         }
         if !self.settings.roomy && self.random.chance(150) {
@@ -175,6 +176,8 @@ impl World {
         self.checksums.clear();
         self.arena.abandon();
         self.leave_and_come_back();
+        self.disks.absent.clear();
+        self.lose_some();
         self.engine = SharedEngine::new(Engine::new(config));
         if self.settings.tells_depth {
             let depth = self.settings.depth;
@@ -217,6 +220,7 @@ impl World {
             }
             self.disks.attached.push(at);
             if self.history.stale.remove(&at) {
+                self.note(|| format!("the operator empties directory {at}"));
                 let (capacity, page) = self.settings.devices[at];
                 self.disks.devices[at] = SimDevice::new(capacity, page);
             }
@@ -252,6 +256,7 @@ impl World {
             self.log.stats.hangs += u64::from(hangs);
             self.note(|| format!("device {device} hangs: {hangs}"));
         }
+        self.open_late();
         match self.random.below(100) {
             0..=19 => self.start_io(),
             20..=44 => self.end_io(),

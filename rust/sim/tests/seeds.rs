@@ -45,10 +45,12 @@ fn lives() {
     let stats = run_all(0..SEEDS);
     println!("{stats:?}");
     assert!(stats.crashes >= 10_000, "too few crashes: {stats:?}");
-    assert!(stats.blocks_checked > 90_000, "too few loads: {stats:?}");
+    assert!(stats.blocks_checked > 100_000, "too few loads: {stats:?}");
     assert!(stats.corruptions > 100, "too few faults: {stats:?}");
     assert!(stats.moved_runs > 1000, "too few moved pages: {stats:?}");
+    assert!(stats.gaps > 200, "too few gaps: {stats:?}");
     assert!(stats.filled_gaps > 0, "too few gaps: {stats:?}");
+    assert!(stats.late > 500, "too few late directories: {stats:?}");
     assert!(stats.explained > 0, "no answer was explained: {stats:?}");
     assert!(stats.changes_found > 400, "too few changes: {stats:?}");
     assert!(stats.changes_loaded > 100, "too few changes: {stats:?}");

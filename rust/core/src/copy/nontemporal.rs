@@ -9,6 +9,7 @@
 use super::Routine;
 
 /// Below this many bytes an ordinary copy is as fast.
+#[cfg(any(target_arch = "x86_64", test))]
 const STREAM_MIN: usize = 2048;
 
 /// Copies `len` bytes as `routine` says. The stores become visible to other threads in order only after [`fence`].

@@ -452,7 +452,7 @@ fn size_data(path: &Path, data_bytes: u64, page_bytes: u64) -> Result<u64, Store
         Err(errno @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => {
             let kept = found.len().min(data_bytes) / page_bytes * page_bytes;
             file.set_len(found.len().min(data_bytes))
-                .map_err(failed(path, "give back space"))?;
+                .map_err(failed(path, "free space"))?;
             match kept {
                 0 => Err(failed(path, "allocate the data file")(errno.into())),
                 kept => Ok(kept),

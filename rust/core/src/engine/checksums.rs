@@ -104,7 +104,7 @@ impl Checksums {
         let was_in_flight = self.in_flight.remove(&(node, group));
         assert!(
             was_in_flight,
-            "a checksum of node {node} group {group} ends that nobody began"
+            "a checksum of node {node} group {group} ends that was never begun"
         );
     }
 

@@ -34,6 +34,8 @@ pub struct EngineConfig {
     /// Nodes that one entry of the engine removes at most when many are removed together: those of a reset namespace,
     /// or of a directory that is given up.
     pub removals: usize,
+    /// Nodes that one entry tells at most that a payload above them has arrived; the others wait for later entries.
+    pub tells: usize,
     /// Nodes that one entry looks at, in search of the end of a hit; and half as many, in each region, in search of
     /// pages for another size class. At least 2.
     pub visits: u32,
@@ -75,6 +77,7 @@ impl EngineConfig {
             second_touch: false,
             writes_beside_reads: 2,
             removals: 128,
+            tells: 128,
             visits: 1000,
             verify_host: false,
             namespaces_max: 1024,

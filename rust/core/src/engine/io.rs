@@ -33,6 +33,7 @@ impl Engine {
     pub fn has_rest(&self) -> bool {
         self.residency.has_removals()
             || self.residency.has_searches()
+            || self.residency.has_rest()
             || self.writeback.has_rest()
             || self.has_hints()
             || self.remote.as_ref().is_some_and(|remote| remote.has_rest())
@@ -77,6 +78,7 @@ impl Engine {
         self.last_poll_ns = self.now_ns;
         self.residency.allow_searches(self.config.visits / 2);
         self.residency.continue_removals(self.config.removals);
+        self.continue_rest();
         self.residency.continue_searches(&mut self.counters);
         self.step_hints();
         self.operations.set_room(room.into());
@@ -87,6 +89,18 @@ impl Engine {
         promotions.next_reads(&mut parts, out);
         promotions.next_probes(&mut parts, out);
         self.next_writes(out);
+    }
+
+    /// Tells nodes that payloads above them have arrived. Those that become visible by it are offered to disk.
+    fn continue_rest(&mut self) {
+        self.residency.allow_rest(self.config.tells);
+        if self.residency.has_rest() {
+            let mut visible = Vec::new();
+            self.residency.continue_rest(&mut visible);
+            self.writeback
+                .offer_new(&visible, &mut self.residency, &mut self.counters);
+            self.offer_remote(&visible);
+        }
     }
 
     /// Notes whether a device answers. A device that does not gets no new operations, and no
@@ -107,11 +121,15 @@ impl Engine {
     }
 
     fn next_writes(&mut self, out: &mut Vec<IoRequest>) {
+        // A payload that waits to be written stays in the arena. A read that waits for its memory would wait for ever
+        // if the write waited for the read.
+        let least = usize::from(self.promotions.is_short());
+        let beside_reads = self.config.writes_beside_reads.max(least);
         for device in self.residency.devices() {
             // A device that writes much answers reads late.
             let is_reading =
                 self.operations.reads(device) > 0 || self.promotions.waits_for(Some(device));
-            let most = is_reading.then_some(self.config.writes_beside_reads);
+            let most = is_reading.then_some(beside_reads);
             self.operations.limit_writes(device, most);
         }
         self.namespaces
@@ -123,6 +141,7 @@ impl Engine {
 
     /// Takes the end of an IO operation. An unknown token is ignored.
     pub fn complete(&mut self, completion: IoCompletion) {
+        self.residency.allow_rest(self.config.tells);
         let Some((device, operation)) = self.operations.end(completion.token, self.now_ns) else {
             return;
         };

@@ -9,7 +9,7 @@ use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens
 use super::coordinator::Engine;
 use super::plans::Reads;
 use super::promotions::PromotionEnd;
-use super::requests::{RequestId, RequestState};
+use super::requests::RequestId;
 use super::residency::Residency;
 use super::sessions::SessionId;
 
@@ -34,7 +34,7 @@ struct Span {
 }
 
 impl Span {
-    /// Where a hit begins, and what its end is a multiple of.
+    /// Where a hit begins, and the multiple at which its end lies.
     fn bounds(&self) -> (u32, u32) {
         (self.local, self.align)
     }
@@ -226,7 +226,7 @@ impl Engine {
         if let Some((stop, tokens)) = stop {
             stop.count(tokens, &mut self.counters);
         }
-        // Of one that is late the answer is what is there now.
+        // A late lookup is answered with the blocks that are there now.
         Some(match stop {
             _ if !late => Reason::Complete,
             _ if is_stalled => Reason::DiskSilent,
@@ -238,56 +238,6 @@ impl Engine {
     fn pending(&self, id: RequestId) -> Lookup {
         let shared = self.sessions.requests[id].shared;
         Lookup::Pending { shared }
-    }
-
-    /// The answer [`Lookup::Pending`], if [`Engine::lookup`] would give it again. Changes nothing, so that
-    /// a crowd of pending requests costs little.
-    pub fn still_pending(
-        &self,
-        session: SessionId,
-        request: &str,
-        computed: Tokens,
-        priority: Priority,
-    ) -> Option<Lookup> {
-        let ns = self.sessions.get(session)?.ns;
-        let state = self.sessions.request(session, request)?;
-        let is_promoting = state.promotions.active.is_some();
-        let is_pending = match priority {
-            Priority::Prefetch => is_promoting || self.waits_for_flight(state, ns),
-            Priority::Demand => {
-                let gain = self.promised(state, ns, 0).saturating_sub(computed.0);
-                // With more on the device, computing may serve the request, too: its wait is weighed from then on.
-                let needs_hit = state.planned.min > computed.0;
-                let is_same = needs_hit == state.planned.needs_hit;
-                let waits = state.demanded_ns.is_some() && !state.failed && is_same;
-                waits
-                    && match is_promoting {
-                        true => gain > 0 && !self.is_late(state, gain),
-                        false => self.waits_for_flight(state, ns),
-                    }
-            }
-        };
-        let shared = state.shared;
-        is_pending.then_some(Lookup::Pending { shared })
-    }
-
-    /// Where a request's promotion ends if all goes well; `otherwise` without one. In tokens.
-    fn promised(&self, state: &RequestState, ns: NsId, otherwise: u32) -> u32 {
-        let promotion = state.promotions.active.as_ref();
-        promotion.map_or(otherwise, |promotion| {
-            promotion.boundary() * self.residency.hash_block_size(ns)
-        })
-    }
-
-    /// Whether a request's promotion is under way, and a demanded lookup would say so.
-    pub fn is_promoting(&self, session: SessionId, request: &str) -> bool {
-        let ns = self.sessions.get(session).map(|session| session.ns);
-        let state = self.sessions.request(session, request);
-        ns.zip(state).is_some_and(|(ns, state)| {
-            let gain = self.promised(state, ns, 0);
-            let is_promoting = state.promotions.active.is_some() && !self.is_late(state, gain);
-            !state.failed && (is_promoting || self.waits_for_flight(state, ns))
-        })
     }
 
     /// The request's lookup is not needed any more. Idempotent.
@@ -434,7 +384,7 @@ impl Engine {
         })
     }
 
-    /// Starts to promote what a hit at `top` needs, for a hit of `least` hash blocks. Why that is not done, if not.
+    /// Starts to promote the payloads of a hit at `top`, of at least `least` hash blocks. Returns why not, if so.
     fn try_promotion(
         &mut self,
         id: RequestId,

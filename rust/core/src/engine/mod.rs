@@ -40,6 +40,7 @@ mod lookup;
 mod namespaces;
 mod operations;
 mod parts;
+mod pending;
 mod pins;
 mod planner;
 mod plans;

@@ -158,13 +158,14 @@ impl Engine {
             for bytes in piece.chunks(BLOCK_BYTES) {
                 block.clear();
                 for bytes in bytes.chunks_exact(RECORD_BYTES) {
-                    if let Some(found) = decode(self, index, bytes) {
-                        self.residency
-                            .forest()
-                            .prefetch(found.ns, &found.record.hash);
-                        block.push(found);
-                    }
+                    block.extend(decode(self, index, bytes));
                     index += 1;
+                }
+                // Apart from the decoding, so that the processor has several of these loads under way.
+                for found in &block {
+                    self.residency
+                        .forest()
+                        .prefetch(found.ns, &found.record.hash);
                 }
                 for found in &block {
                     taken.0 += 1;

@@ -118,8 +118,8 @@ pub(super) struct Promotion {
     /// It was cut because a device did not answer.
     pub(super) silent: bool,
     pub(super) started_ns: u64,
-    /// When the budget had room for all of it.
-    pub(super) admitted_ns: Option<u64>,
+    /// Since when its next read has found no memory, although it could start otherwise.
+    pub(super) short_ns: Option<u64>,
 }
 
 impl Promotion {

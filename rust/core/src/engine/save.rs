@@ -127,6 +127,7 @@ impl Engine {
     pub fn start_save(&mut self, session: SessionId, save: &SaveRequest<'_>) -> Option<TransferId> {
         let state = self.sessions.get(session)?;
         self.residency.allow_searches(self.config.visits / 2);
+        self.residency.allow_rest(self.config.tells);
         // Blocks that this request has saved or found before are not counted as found again.
         let known = state.saved.get(save.request).copied().unwrap_or(0);
         let (ns, request) = (state.ns, state.requests.get(save.request).copied());
@@ -194,6 +195,7 @@ impl Engine {
             };
         };
         self.residency.allow_searches(self.config.visits / 2);
+        self.residency.allow_rest(self.config.tells);
         let leased = cursor.tail;
         let epoch = if leased == NONE {
             0
@@ -526,6 +528,7 @@ impl Engine {
 
     /// The copies of some of a save's payloads have ended: they are readable, or their slots are freed.
     pub(super) fn end_saved(&mut self, payloads: &[(NodeId, u8)], ok: bool) {
+        self.residency.allow_rest(self.config.tells);
         let mut visible = Vec::new();
         for &(node, group) in payloads {
             if !ok {

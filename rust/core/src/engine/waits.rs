@@ -42,13 +42,13 @@ impl Engine {
         if self.now_ns >= after(polled_ns, NO_POLL_STALLS) {
             return true;
         }
-        // Reads in flight end, or their device is known not to answer. A read that cannot start although
-        // its promotion has waits for memory: as long as others are read from its device.
+        // Reads in flight end, or their device is known not to answer. A read that finds no memory waits for as long as
+        // others are read from its device: then whoever holds the memory may wait for this one.
         let device = promotion.place.and_then(QueuePlace::device);
-        let (Some(device), Some(admitted_ns)) = (device, promotion.admitted_ns) else {
+        let (Some(device), Some(short_ns)) = (device, promotion.short_ns) else {
             return false;
         };
-        let since_ns = self.operations.read_progress_ns(device).max(admitted_ns);
+        let since_ns = self.operations.read_progress_ns(device).max(short_ns);
         self.last_poll_ns >= after(since_ns, 1)
     }
 }

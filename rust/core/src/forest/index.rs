@@ -224,7 +224,7 @@ impl Forest {
         assert_eq!(
             self.depth(parent) + 1,
             self.depth(id),
-            "node {id} does not stand on {parent}"
+            "node {id} is not a child of {parent}"
         );
         self.unlink(id);
         self.node_mut(id).links.parent = parent;

@@ -80,7 +80,7 @@ impl RawLoop {
         let buffers = arena.size() / u64::from(self.block_bytes);
         if buffers < u64::from(self.depth) {
             return Err(io::Error::other(
-                "the arena is smaller than what is in flight",
+                "the arena is smaller than the transfers in flight",
             ));
         }
         let mut run = Run {

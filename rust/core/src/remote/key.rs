@@ -8,7 +8,7 @@ use crate::key::{BlockHash, NamespaceDigest};
 pub const REMOTE_VERSION: u32 = 1;
 
 /// Bytes of the namespace's digest that a name has. The object's header has all of the digest.
-const NAMESPACE_BYTES: usize = 16;
+const DIGEST_BYTES: usize = 16;
 
 /// The name of an object: that of a segment, the run of hash blocks that ends with one block hash. The hash fixes the
 /// whole prefix, so the name fixes the content.
@@ -30,7 +30,7 @@ impl ObjectKey {
     /// one engine group.
     pub fn path(&self) -> String {
         let mut path = format!("{REMOTE_VERSION}/");
-        push_hex(&mut path, &self.namespace.0[..NAMESPACE_BYTES]);
+        push_hex(&mut path, &self.namespace.0[..DIGEST_BYTES]);
         path.push('/');
         let end = self.end.as_bytes();
         push_hex(&mut path, &end[..1]);

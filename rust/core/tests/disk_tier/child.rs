@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 const STORE: &str = "UNDERCROFT_TEST_STORE";
+/// The command that runs a binary for another processor, if this one runs by it.
+const RUNNER: &str = "UNDERCROFT_TEST_RUNNER";
 
 /// The directory that a child works on; `None` if this is no child.
 pub(crate) fn store() -> Option<PathBuf> {
@@ -13,8 +15,10 @@ pub(crate) fn store() -> Option<PathBuf> {
 /// Starts an ignored test of this binary as a process of its own.
 pub(crate) fn start(test: &str, store: &Path, umask: &str) -> Child {
     let test_binary = std::env::current_exe().unwrap();
+    let runner = std::env::var(RUNNER).unwrap_or_default();
     Command::new("sh")
         .args(["-c", "umask \"$1\"; shift; exec \"$@\"", "sh", umask])
+        .args(runner.split_whitespace())
         .arg(test_binary)
         .args([test, "--exact", "--ignored", "--nocapture"])
         .env(STORE, store)

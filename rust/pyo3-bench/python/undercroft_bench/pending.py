@@ -41,6 +41,8 @@ def measure(pending: int) -> dict[str, Any]:
             "disk_path": directory,
             "disk_capacity": 2 * payloads + (64 << 20),
             "promotion_memory": PAYLOAD_BYTES,
+            # All wait to the end: a plan would have the first ones computed meanwhile.
+            "promotion_wait": "complete",
         }
         config = UndercroftConfig.parse(options, {})
         prompts = [[index * 7919 + at for at in range(BLOCKS * BLOCK_TOKENS + 1)] for index in range(pending + 1)]

@@ -83,7 +83,7 @@ impl Life {
 
     fn config(&mut self) -> EngineConfig {
         let random = &mut self.random;
-        let mut config = config(24 + random.below(100), 1 << random.below(4));
+        let mut config = config(64 * (1 + random.below(3)), 1 << random.below(4));
         config.policy = [PolicyKind::Lru, PolicyKind::LeafHd][random.below(2) as usize];
         config.seed = random.next();
         config.verify_host = random.chance(200);
@@ -116,7 +116,7 @@ impl Life {
         let config = self.config();
         let depth = 1 + self.random.below(30) as usize;
         let latency_ns = 1 + self.random.below(40 * MILLISECOND);
-        let disk = [0, 0, 40, 400][self.random.below(4) as usize];
+        let disk = [0, 0, 128, 512][self.random.below(4) as usize];
         let mut host = Host::new(config, Connection::new(depth, latency_ns), disk);
         host.store.faults = self.faults;
         host

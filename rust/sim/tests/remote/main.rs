@@ -214,6 +214,25 @@ fn a_request_that_is_aborted_stops_what_only_it_waits_for() {
 }
 
 #[test]
+fn segments_on_their_way_serve_the_next_request() {
+    let hashes = chain(&[(1, 64)]);
+    let config = config(256, 8);
+    let mut objects = computed(&config, &hashes);
+    let (mut reader, session) = host(config);
+    let mut random = Random(4);
+    let question = LookupRequest::new("a", &hashes);
+    assert!(reader.look(session, &question).is_pending());
+    reader.run(2, &mut objects, &mut random);
+    reader.enter(|engine| engine.finish_request(session, "a"));
+    assert_eq!(objects.gets, 2, "they are on their way");
+    let (tokens, _) = reader.ask(session, "b", &hashes, &mut objects, &mut random);
+    assert_eq!(tokens, 64 * BLOCK);
+    assert_eq!(reader.load((session, "b"), tokens, &hashes, MODEL), 64);
+    assert_eq!(objects.gets, 8);
+    reader.check();
+}
+
+#[test]
 fn writes_keep_to_their_rate_and_to_a_quarter_of_the_arena() {
     let hashes = chain(&[(1, 512)]);
     let (mut objects, mut random) = (Objects::default(), Random(5));

@@ -115,12 +115,6 @@ impl Connection {
         self.flights.len()
     }
 
-    /// When the next operation may end.
-    pub(crate) fn next_due_ns(&self) -> Option<u64> {
-        let due = self.flights.iter().map(|flight| flight.due_ns).min();
-        due.filter(|&due| due < u64::MAX && !self.is_frozen)
-    }
-
     /// Operations that hang end some time.
     pub(crate) fn wake(&mut self, now_ns: u64) {
         self.is_frozen = false;
@@ -242,9 +236,12 @@ impl Connection {
                 key, expect, parts, ..
             } => {
                 // A store may have written anything before it fails.
-                for part in parts.iter().filter(|_| random.chance(500)) {
-                    let junk = vec![random.below(256) as u8; part.len as usize];
-                    arena.write(part.arena_offset, &junk).expect("in the arena");
+                for part in parts {
+                    if random.chance(500) {
+                        let junk = vec![random.below(256) as u8; part.len as usize];
+                        let written = arena.write(part.arena_offset, &junk);
+                        written.expect("in the arena");
+                    }
                 }
                 if fails {
                     return Err(error);

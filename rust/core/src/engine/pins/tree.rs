@@ -212,7 +212,7 @@ impl PinTree {
             ensure!(!span.nodes.is_empty(), "a pinned run without nodes");
             ensure!(
                 self.firsts.get(&span.nodes[0]) == Some(&key),
-                "a run that nobody finds"
+                "a run that no walk finds"
             );
             ensure!(
                 !span.pins.is_empty() || span.below.len() > 1,

@@ -47,7 +47,7 @@ impl Promotions {
             let Some(place) = promotion.place else {
                 ensure!(
                     promotion.is_issued() && has > 0,
-                    "{id:?}: nobody goes on with its promotion"
+                    "{id:?}: no entry goes on with its promotion"
                 );
                 continue;
             };

@@ -76,6 +76,8 @@ pub(super) struct Promotions {
     ended: bool,
     /// A request that is demanded has found no memory since the last question.
     lacks_memory: bool,
+    /// A read found no memory in the last pass.
+    is_short: bool,
 }
 
 impl Promotions {
@@ -88,12 +90,18 @@ impl Promotions {
             probes: Vec::new(),
             ended: false,
             lacks_memory: false,
+            is_short: false,
         }
     }
 
     /// Whether a request that is demanded has found no memory since this was called last.
     pub(super) fn take_lack(&mut self) -> bool {
         std::mem::take(&mut self.lacks_memory)
+    }
+
+    /// Whether a read waits for memory.
+    pub(super) fn is_short(&self) -> bool {
+        self.is_short
     }
 
     /// Bytes that one more promotion of a request may bring.
@@ -163,7 +171,7 @@ impl Promotions {
             continues: request.bytes > 0,
             silent: false,
             started_ns: now_ns,
-            admitted_ns: None,
+            short_ns: None,
         });
     }
 

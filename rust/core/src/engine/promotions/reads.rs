@@ -37,6 +37,7 @@ impl Promotions {
         parts: &mut EngineParts<'_>,
         out: &mut Vec<IoRequest>,
     ) {
+        self.is_short = false;
         if self.read_queues.is_empty() {
             return;
         }
@@ -140,8 +141,7 @@ impl Promotions {
                         parts.counters,
                     );
                 if !starts {
-                    self.lacks_memory |= may_start && parts.requests[id].promotions.demanded;
-                    return Issued::Waits(Some(device));
+                    return self.wait(id, device, may_start, parts);
                 }
                 self.charge(id, node, group, parts);
                 out.push(read_request(node, group, parts));
@@ -156,6 +156,36 @@ impl Promotions {
         }
     }
 
+    /// A request's next read waits, `for_memory` if nothing else keeps it. A prefetch that has waited so for too long is
+    /// given up, as nobody asks for it who would do that: its memory, and its part of the budget, go to others.
+    fn wait(
+        &mut self,
+        id: RequestId,
+        device: DeviceIndex,
+        for_memory: bool,
+        parts: &mut EngineParts<'_>,
+    ) -> Issued {
+        let now_ns = parts.now_ns;
+        let request = &mut parts.requests[id].promotions;
+        self.is_short |= for_memory;
+        self.lacks_memory |= for_memory && request.demanded;
+        let promotion = request.active.as_mut().expect("its reads are issued");
+        let since_ns = promotion.short_ns.unwrap_or(now_ns);
+        promotion.short_ns = for_memory.then_some(since_ns);
+        let since_ns = since_ns.max(parts.operations.read_progress_ns(device));
+        if !for_memory
+            || request.demanded
+            || now_ns < since_ns.saturating_add(parts.config.stall_ns)
+        {
+            return Issued::Waits(Some(device));
+        }
+        self.end(id, PromotionEnd::GivenUp, parts);
+        let request = &mut parts.requests[id];
+        request.move_lease(NONE, parts.residency);
+        self.release(&mut request.promotions);
+        Issued::All
+    }
+
     /// A request's promotion has a payload in the arena, or being read, and goes on to the next.
     fn pass(&mut self, id: RequestId, node: NodeId, group: u8, parts: &mut EngineParts<'_>) {
         let request = &mut parts.requests[id].promotions;
@@ -163,6 +193,7 @@ impl Promotions {
         let promotion = request.active.as_mut().expect("its reads are issued");
         let before = std::mem::replace(&mut promotion.reached, node);
         promotion.next += 1;
+        promotion.short_ns = None;
         let is_read = parts.residency.node(node).payload(group).host == HostState::Reading;
         let is_compared = parts.config.verify_host && parts.checksums.is_in_flight(node, group);
         if is_read || is_compared {
@@ -200,14 +231,9 @@ impl Promotions {
             self.evict_prefetches(id, rest, parts);
         }
         let slot = parts.residency.slot_bytes(node, group);
-        let now_ns = parts.now_ns;
         let request = &mut parts.requests[id].promotions;
         let is_admitted = self.budget.admit(id, request, slot);
         *admits &= is_admitted;
-        let promotion = request.active.as_mut().expect("it goes on");
-        if promotion.reserved.is_some() {
-            promotion.admitted_ns = Some(now_ns);
-        }
         is_admitted
     }
 

@@ -39,13 +39,15 @@ impl Remote {
                 Operation::Probe { .. } => {}
                 Operation::Put { bytes: of, .. } => bytes[1] += of,
                 Operation::Get {
-                    flight,
+                    takers,
                     payloads,
                     bytes: of,
                     ..
                 } => {
                     bytes[0] += of;
-                    *gets.entry(*flight).or_default() += 1;
+                    for (flight, _) in takers {
+                        *gets.entry(*flight).or_default() += 1;
+                    }
                     for &(node, group) in payloads {
                         let state = residency.node(node).payload(group).host;
                         ensure!(

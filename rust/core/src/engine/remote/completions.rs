@@ -19,6 +19,7 @@ const PUT_STALLS: u64 = 10;
 impl Engine {
     /// Takes the end of an operation of the store. An unknown token is ignored.
     pub fn complete_remote(&mut self, completion: RemoteCompletion) {
+        self.residency.allow_rest(self.config.tells);
         let RemoteCompletion { token, result } = completion;
         let Some((remote, mut parts)) = self.remote() else {
             return;
@@ -57,18 +58,21 @@ impl Engine {
                 parts.residency.unpin(node);
             }
             Operation::Get {
-                flight,
+                takers,
                 segment,
                 fingerprint,
                 payloads,
                 bytes,
             } => {
-                let sums = match &result {
-                    Ok(RemoteDone::Got(sums)) if sums.len() == payloads.len() => Some(&sums[..]),
-                    _ => None,
+                if remote.fetching.get(&segment) == Some(&Remote::id_of(token)) {
+                    remote.fetching.remove(&segment);
+                }
+                let is_whole = |sums: &Vec<u64>| sums.len() == payloads.len();
+                let (sums, why) = match result {
+                    Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
+                    result => (None, result.err()),
                 };
                 remote.get_window.ended(bytes, sums.is_some());
-                let why = result.as_ref().err().copied();
                 if sums.is_some() {
                     let lens = payloads.iter();
                     let lens =
@@ -78,16 +82,11 @@ impl Engine {
                 } else {
                     give_up_payloads(&payloads, parts.residency);
                 }
-                remote.get_ended(
-                    (flight, segment),
-                    fingerprint,
-                    sums.is_some(),
-                    why,
-                    parts.now_ns,
-                );
-                if let Some(sums) = sums {
-                    self.fetched(&payloads, sums);
+                remote.note_object(fingerprint, why, parts.now_ns);
+                for taker in takers {
+                    remote.get_ended(taker, sums.is_some());
                 }
+                self.fetched(&payloads, &sums.unwrap_or_default());
             }
         }
     }
@@ -152,7 +151,8 @@ impl Remote {
     fn end_all(&mut self, parts: &mut EngineParts<'_>) {
         for id in self.order.clone() {
             work::queued();
-            self.flights[id].is_cut = true;
+            let flight = &mut self.flights[id];
+            (flight.is_cut, flight.is_failed) = (true, true);
             self.end_flight(id, parts.residency);
         }
     }
@@ -174,26 +174,20 @@ impl Remote {
         }
     }
 
-    fn get_ended(
-        &mut self,
-        (id, segment): (FlightId, u32),
-        fingerprint: u64,
-        ok: bool,
-        why: Option<RemoteError>,
-        now_ns: u64,
-    ) {
-        match why {
-            Some(RemoteError::NotFound) => {
-                self.known.remove(fingerprint);
-                self.absent.insert(fingerprint, now_ns);
-            }
-            Some(RemoteError::Corrupt) => {
-                self.known.remove(fingerprint);
-                self.broken.insert(fingerprint);
-                self.absent.insert(fingerprint, now_ns);
-            }
-            _ => {}
+    /// Remembers what a get has told of an object.
+    fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) {
+        let is_gone = matches!(why, Some(RemoteError::NotFound | RemoteError::Corrupt));
+        if is_gone {
+            self.known.remove(segment);
+            self.absent.insert(segment, now_ns);
         }
+        if why == Some(RemoteError::Corrupt) {
+            self.broken.insert(segment, now_ns);
+        }
+    }
+
+    /// A get that a flight waits for has ended.
+    fn get_ended(&mut self, (id, segment): (FlightId, u32), ok: bool) {
         if !self.flights.contains_key(id) {
             return;
         }

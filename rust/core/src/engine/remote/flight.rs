@@ -40,6 +40,8 @@ pub(super) struct Flight {
     pub(super) bytes: u64,
     /// Nothing more is fetched.
     pub(super) is_cut: bool,
+    /// The store does not answer, or fails.
+    pub(super) is_failed: bool,
     /// It has ended; the lease goes on while requests are to look.
     pub(super) is_over: bool,
     pub(super) waiters: Vec<RequestId>,

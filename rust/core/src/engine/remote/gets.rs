@@ -120,8 +120,7 @@ impl Remote {
         self.held += bytes;
         self.announce(id, next);
         if reserved.payloads.is_empty() {
-            self.flights[id].came(segment);
-            self.unannounce(id, segment);
+            self.take_along(id, segment);
             return None;
         }
         self.flights[id].gets += 1;
@@ -134,20 +133,43 @@ impl Remote {
         };
         let of_request = reserved.payloads.iter().zip(&reserved.indices);
         let of_request: Vec<RemotePart> = of_request.map(parts_of).collect();
+        let place = (self.flights[id].ns, key.end);
         let operation = Operation::Get {
-            flight: id,
-            segment,
+            takers: vec![(id, segment)],
+            segment: place,
             fingerprint: fingerprint(&key.namespace, &key.end),
             payloads: reserved.payloads,
             bytes,
         };
         let token = self.send(operation, parts.now_ns);
+        self.fetching.insert(place, Self::id_of(token));
         Some(RemoteRequest::Get {
             token,
             key,
             expect: Box::new(reserved.expected),
             parts: of_request,
         })
+    }
+
+    /// A flight's segment is here, or is being filled: by a save, or for another flight, whose get it waits for, too.
+    fn take_along(&mut self, id: FlightId, segment: u32) {
+        let place = (self.flights[id].ns, self.flights[id].end_of(segment));
+        let get = self.fetching.get(&place);
+        let get = get.and_then(|&get| self.operations.get_mut(get));
+        match get {
+            // It may never end.
+            Some(get) if get.is_late => self.flights[id].ends_at(segment),
+            Some(get) => {
+                if let Operation::Get { takers, .. } = &mut get.operation {
+                    takers.push((id, segment));
+                    self.flights[id].gets += 1;
+                }
+            }
+            None => {
+                self.flights[id].came(segment);
+                self.unannounce(id, segment);
+            }
+        }
     }
 
     /// Frees what ended flights hold for requests that the scheduler has not asked for.

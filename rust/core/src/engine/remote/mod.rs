@@ -24,7 +24,7 @@ mod search;
 mod spaces;
 mod waits;
 
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 use slotmap::{Key, KeyData, SlotMap};
 
 use crate::forest::{NONE, NodeId, NsId};
@@ -64,8 +64,10 @@ enum Operation {
         flight: FlightId,
     },
     Get {
-        flight: FlightId,
-        segment: u32,
+        /// The flights that wait for it, and the segment's place in each.
+        takers: Vec<(FlightId, u32)>,
+        /// The namespace, and the block hash at the end of the segment.
+        segment: (NsId, BlockHash),
         fingerprint: u64,
         /// Payloads being filled, in the order of the request's parts.
         payloads: Vec<(NodeId, u8)>,
@@ -112,12 +114,14 @@ pub(super) struct Remote {
     order: Vec<FlightId>,
     /// Flights by the ends of their segments that are on their way, and of the next one.
     by_segment: FxHashMap<(NsId, BlockHash), FlightId>,
+    /// Segments that are being fetched.
+    fetching: FxHashMap<(NsId, BlockHash), RemoteId>,
     held: u64,
     held_max: u64,
     known: Recent,
     absent: Recent,
     /// Objects that were not what their names say: they are to be replaced.
-    broken: FxHashSet<u64>,
+    broken: Recent,
     puts: PutQueue,
     breaker: Breaker,
     get_window: Window,
@@ -144,11 +148,12 @@ impl Remote {
             flights: SlotMap::default(),
             order: Vec::new(),
             by_segment: FxHashMap::default(),
+            fetching: FxHashMap::default(),
             held: 0,
             held_max: promotion_bytes,
             known: Recent::new(KNOWN_MAX, KNOWN_NS),
             absent: Recent::new(ABSENT_MAX, config.absent_ns),
-            broken: FxHashSet::default(),
+            broken: Recent::new(ABSENT_MAX, KNOWN_NS),
             puts: PutQueue::new(config.write_rate),
             breaker: Breaker::new(config.stall_ns),
             get_window: Window::new(config.window_bytes),
@@ -330,9 +335,15 @@ impl Engine {
         }
     }
 
+    /// Whether there is a store.
+    pub fn has_remote(&self) -> bool {
+        self.remote.is_some()
+    }
+
     /// Appends requests for the store to send now, at most `room`. All operations that have ended have been taken
     /// ([`Engine::complete_remote`]).
     pub fn next_remote(&mut self, room: usize, out: &mut Vec<RemoteRequest>) {
+        self.residency.allow_rest(self.config.tells);
         if let Some((remote, mut parts)) = self.remote() {
             remote.next(room, &mut parts, out);
         }

@@ -288,7 +288,7 @@ impl Remote {
             key,
             header: header.encode(),
             parts: of_request,
-            if_absent: !self.broken.contains(&segment),
+            if_absent: !self.broken.contains(segment, parts.now_ns),
         })
     }
 
@@ -302,7 +302,7 @@ impl Remote {
         self.puts.writing.remove(&segment);
         match result {
             Ok(RemoteDone::Stored) => {
-                self.broken.remove(&segment);
+                self.broken.remove(segment);
                 self.absent.remove(segment);
                 self.known.insert(segment, now_ns);
             }

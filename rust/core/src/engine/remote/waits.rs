@@ -79,7 +79,8 @@ impl Engine {
         let of = &remote.flights[flight];
         let is_of_ns = of.ns == ns;
         let came = (of.found, of.depth_of(of.arrived));
-        let gave_up = is_of_ns && !of.is_over;
+        // A store that is silent costs a request its time limit once.
+        let gave_up = is_of_ns && (!of.is_over || of.is_failed);
         let share = &mut self.sessions.requests[id].remote;
         share.gave_up |= gave_up;
         if is_of_ns && came.1 > came.0 {
@@ -217,6 +218,7 @@ impl Remote {
             lease: NONE,
             bytes: 0,
             is_cut: false,
+            is_failed: false,
             is_over: false,
             waiters: vec![id],
         });

@@ -1,4 +1,4 @@
-//! What the feeds of events are told: the changes of payloads, and what was there before.
+//! Events for the feeds: each change of a payload, and a replay of the payloads that were there before.
 
 use crate::forest::{NONE, NodeId, NsId, Tier};
 use crate::session::BlockEvent;
@@ -31,7 +31,7 @@ impl Residency {
         self.feeds.note(self.node(id).ns, id, event);
     }
 
-    /// A node is about to leave the index: nobody finds its payloads any more.
+    /// A node is about to leave the index: no lookup finds its payloads any more.
     pub(super) fn note_detached(&mut self, id: NodeId) {
         if self.feeds.is_empty() {
             return;
@@ -52,7 +52,7 @@ impl Residency {
         in_tiers.collect()
     }
 
-    /// Tells some more of what a namespace has in the tiers.
+    /// Tells a feed of some more payloads that a namespace has in the tiers.
     pub(in crate::engine) fn step_replay(
         &self,
         ns: NsId,
@@ -97,7 +97,7 @@ impl Residency {
         let top = replay.path.last().copied();
         let top = top.filter(|&(id, epoch)| self.forest.is_live(id, epoch));
         let Some((top, _)) = top else {
-            // The node has gone meanwhile: what is left of the path is told as it is.
+            // The node was freed meanwhile: the replay goes on with the rest of the path as it is.
             replay.path.pop();
             replay.climbs = false;
             return;

@@ -1,4 +1,4 @@
-//! For which size class pages are searched and emptied, and how long: a class that needs none any more holds up nobody.
+//! For which size class pages are searched and emptied, and how long: a class that needs no page delays no other.
 
 use crate::slots::Class;
 
@@ -40,8 +40,8 @@ impl Residency {
         }
     }
 
-    /// Whether the search under way, or an empty run, is another class's. It is no more if that class has not asked for
-    /// long, or has what it needs while this one has nothing.
+    /// Whether the search under way, or an empty run, belongs to another class. It no longer does if that class has not
+    /// asked for long, or has a slot while this class has none.
     pub(super) fn is_others(&mut self, region: Region, class: Class, has_nothing: bool) -> bool {
         let is_kept = self.slots(region).kept_for().is_some();
         let of_refused = self.slots(region).blocks() / OTHERS_MAX;

@@ -1,6 +1,6 @@
 //! The invariants of residency, checked in full.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::forest::{DiskState, Evictability, HostState, NONE, NodeId, NodeRef, Reach, Tier};
 use crate::slots::{Class, Owner, slot_offset};
@@ -16,7 +16,7 @@ pub(in crate::engine) struct LeaseCounts {
     pub(in crate::engine) holds: HashMap<NodeId, u32>,
 }
 
-/// What the nodes say, summed up.
+/// Sums over all nodes, to compare with the counters.
 #[derive(Debug, Default)]
 struct Sums {
     /// Slots by region: the arena, then the directories.
@@ -26,6 +26,8 @@ struct Sums {
     queued_bytes: u64,
     /// Detached children of each node, which it does not list.
     detached: HashMap<NodeId, Children>,
+    /// Nodes that later entries tell that they are visible.
+    to_show: HashSet<NodeId>,
 }
 
 /// Children of a node, and those that are active, by tier.
@@ -45,6 +47,7 @@ impl Residency {
     ) -> Result<(), String> {
         let mut sums = Sums {
             slots: vec![0; 1 + self.disks.len()],
+            to_show: self.nodes_to_show().collect(),
             ..Sums::default()
         };
         for id in self.forest.ids().filter(|&id| self.node(id).is_detached()) {
@@ -58,7 +61,7 @@ impl Residency {
             self.check_tree(id, &sums)?;
             self.check_counts(id)?;
             self.check_uses(id, leases)?;
-            self.check_reach(id)?;
+            self.check_reach(id, &sums)?;
             self.check_disk_chain(id, writes_failed)?;
             for group in self.node(id).groups() {
                 self.check_slots(id, group)?;
@@ -87,6 +90,12 @@ impl Residency {
         let payloads = whole.flat_map(|id| self.node(id).payloads());
         let durable = payloads.filter(|payload| payload.disk == DiskState::Present);
         durable.count() as u64
+    }
+
+    fn nodes_to_show(&self) -> impl Iterator<Item = NodeId> {
+        let next = |&id: &NodeId| Some(self.forest.next_sibling(id)).filter(|&id| id != NONE);
+        let firsts = self.rest.hidden();
+        firsts.flat_map(move |first| std::iter::successors(Some(first), next))
     }
 
     fn regions(&self) -> impl Iterator<Item = Region> + use<> {
@@ -239,9 +248,10 @@ impl Residency {
         Ok(())
     }
 
-    fn check_reach(&self, id: NodeId) -> Result<(), String> {
+    fn check_reach(&self, id: NodeId, sums: &Sums) -> Result<(), String> {
         let node = self.node(id);
-        if node.is_detached() || self.is_being_removed(id) {
+        let is_to_show = sums.to_show.contains(&id) && !node.is_visible();
+        if node.is_detached() || self.is_being_removed(id) || is_to_show {
             return Ok(());
         }
         let above = self.parent(id).map(|parent| self.node(parent).reach());

@@ -12,7 +12,7 @@ use super::state::Residency;
 /// Why a payload gets no slot on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum DiskRefusal {
-    /// The policy keeps what the disk has.
+    /// The policy keeps the payloads that the disk has.
     Admission,
     /// Everything on disk is in use.
     Full,

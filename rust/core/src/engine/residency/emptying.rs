@@ -10,7 +10,7 @@ use super::run_loss::RunLoss;
 use super::slots::Loss;
 use super::state::Residency;
 
-/// What an eviction costs, in nodes that are looked at.
+/// Cost of an eviction, in nodes that are looked at.
 const EVICTION_VISITS: u32 = 16;
 
 /// A run that is being emptied. It is closed: nothing new comes to it.

@@ -1,7 +1,7 @@
 //! Eviction: which payloads may go, and which go when a region is full.
 //!
-//! Leaves go with all they hold. Of a node above other payloads of the tier, only the optional payloads
-//! may go: blocks that have left their window, and states between boundaries.
+//! A leaf is evicted with all its payloads. A node above other payloads of the tier loses only its optional
+//! payloads: blocks that have left their window, and states between boundaries.
 
 use smallvec::SmallVec;
 
@@ -92,7 +92,7 @@ impl Residency {
         node.set_evictability(tier, Evictability::Kept);
     }
 
-    /// What of a node's payloads of a tier may be evicted.
+    /// Which of a node's payloads of a tier may be evicted.
     pub(super) fn evictability(&self, id: NodeId, tier: Tier) -> Evictability {
         let node = self.node(id);
         if node.is_detached() || node.uses().pins > 0 || node.uses().holds > 0 {
@@ -152,7 +152,7 @@ impl Residency {
     }
 
     /// Makes room in a region for one slot of a size class, or more. False if nothing may go, or if the caller
-    /// `waits` for the end of a search that may find what is better to lose.
+    /// `waits` for the end of a search that may find payloads of less worth.
     ///
     /// Space moves between models by use: the class's own first candidate goes, unless a run of other
     /// classes' pages is worth less.
@@ -191,7 +191,7 @@ impl Residency {
         self.node(id).evictability(Tier::Host) == Evictability::Leaf
     }
 
-    /// Evicts what may go of a candidate's payloads of a tier.
+    /// Evicts those of a candidate's payloads of a tier that may be evicted.
     pub(super) fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
         work::eviction();
         let (parent, last) = (self.parent(id), self.node(id).touch().last);

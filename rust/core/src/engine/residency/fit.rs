@@ -66,8 +66,8 @@ impl Residency {
         })
     }
 
-    /// Gives a directory that was absent its slots. What has payloads that do not fit its pages is not
-    /// written there.
+    /// Gives a directory that was absent its slots. A namespace whose payloads do not fit the directory's pages
+    /// is not written there.
     pub(in crate::engine) fn open_disk(
         &mut self,
         device: DeviceIndex,

@@ -1,4 +1,4 @@
-//! What payloads each namespace has, and in which size class they lie in each region.
+//! The payloads of each namespace, and their size class in each region.
 
 use crate::forest::{DeviceIndex, Tier};
 use crate::namespace::NamespaceSpec;

@@ -1,4 +1,4 @@
-//! What a hit needs, and where it lies.
+//! The payloads that a hit needs, and where they lie.
 
 use crate::forest::{DeviceIndex, HostState, NONE, NodeId, Tier};
 use crate::resolve::{may_end_at, resolve_part};
@@ -113,8 +113,8 @@ impl Residency {
         reach
     }
 
-    /// Plans the promotion of what a hit at `target` needs beyond `local`, or of the longest part of it
-    /// that `budget` bytes suffice for and that ends at a multiple of `align` hash blocks. `None` if nothing of it fits.
+    /// Plans the promotion of the payloads that a hit at `target` needs beyond `local`, or of its longest part
+    /// that fits `budget` bytes and ends at a multiple of `align` hash blocks. `None` if no part fits.
     pub(in crate::engine) fn plan_promotion(
         &self,
         target: NodeId,
@@ -138,7 +138,7 @@ impl Residency {
             }
             payloads = self.needed_payloads(self.forest.ancestor(target, boundary), local);
             unread = self.missing_bytes(&payloads);
-            // A window or a state at the new end may be more than what was left out.
+            // A window or a state at the new end may take more bytes than the part that was left out.
             room -= room / 16;
         }
         let mut reads = payloads.iter();
@@ -202,7 +202,7 @@ impl Residency {
         bytes
     }
 
-    /// Bytes that a payload takes of the arena beyond what it has there.
+    /// Bytes that a payload takes of the arena beyond those that it has there.
     fn missing(&self, (id, group): (NodeId, u8)) -> u64 {
         match self.node(id).payload(group).host {
             HostState::Present | HostState::Reading => 0,
@@ -210,7 +210,7 @@ impl Residency {
         }
     }
 
-    /// The depth to which `room` bytes suffice for what is missing, front to back.
+    /// The depth to which `room` bytes suffice for the missing payloads, front to back.
     fn affordable(&self, payloads: &[(NodeId, u8)], mut room: u64) -> u32 {
         for &payload in payloads {
             match room.checked_sub(self.missing(payload)) {

@@ -42,8 +42,8 @@ impl Residency {
         (known != UNKNOWN).then_some(known)
     }
 
-    /// Takes the checksum of what a payload's slot in the arena holds now: false if the payload had another
-    /// one before. The first one is kept.
+    /// Takes the checksum of the bytes that a payload's slot in the arena holds now: false if the payload had
+    /// another checksum before. The first checksum is kept.
     pub(in crate::engine) fn is_unchanged(&mut self, id: NodeId, group: u8, found: u64) -> bool {
         match self.host_checksum(id, group) {
             Some(known) => known == found,
@@ -54,7 +54,7 @@ impl Residency {
         }
     }
 
-    /// Notes the checksum that the payload will have that is about to fill its slot.
+    /// Notes the checksum of a payload that is about to fill its slot.
     pub(super) fn set_host_checksum(&mut self, id: NodeId, group: u8, checksum: Option<u64>) {
         let place = self.host_place(id, group);
         self.host_checksums.set(place, checksum.unwrap_or(UNKNOWN));

@@ -1,4 +1,4 @@
-//! Leases keep payloads where they are; touches tell the policies what was used.
+//! Leases keep payloads where they are; touches tell the policies which payloads were used.
 
 use crate::forest::{DiskState, NONE, NodeId, Tier, Touch};
 use crate::namespace::GroupKind;
@@ -90,7 +90,7 @@ impl Residency {
         }
     }
 
-    /// Makes a node one of the current tick, without counting a hit.
+    /// Sets a node's last use to the current tick, without counting a hit.
     pub(in crate::engine) fn renew(&mut self, id: NodeId) {
         // A policy that learns ages accounts for every change of one by itself.
         if self.node(id).touch().last != self.tick && !self.touches_every_block() {
@@ -101,7 +101,7 @@ impl Residency {
         }
     }
 
-    /// Has the records of a node's payloads on disk tell of its last touch, some time.
+    /// Marks the records of a node's payloads on disk: a later write stores the last touch in them.
     fn note_touch(&mut self, id: NodeId) {
         if self.node(id).slots(Tier::Disk) == 0 {
             return;

@@ -1,10 +1,9 @@
-//! Residency: which payload is in which tier, what of it a lookup finds, and what may be evicted.
+//! Residency: which payload is in which tier, which payloads a lookup finds, and which may be evicted.
 //!
-//! Every change of a payload's state goes through here. `slots` holds the changes, `reach` their
+//! Every change of a payload's state happens in these modules. `slots` holds the changes, `reach` their
 //! consequences for lookups, `eviction` those for the policies. `runs` moves pages between size
-//! classes. `leases` keeps payloads in place,
-//! `hits` says what a hit needs, `admission` adds blocks, `disk_slots` chooses
-//! directories.
+//! classes. `leases` keeps payloads in place, `hits` lists the payloads of a hit, `admission` adds
+//! blocks, `disk_slots` chooses directories.
 
 mod admission;
 mod announce;
@@ -23,6 +22,7 @@ mod pinned;
 mod reach;
 mod recovery;
 mod removal;
+mod rest;
 mod run_loss;
 mod runs;
 mod slots;

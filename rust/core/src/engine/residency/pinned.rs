@@ -1,4 +1,4 @@
-//! What a pin keeps: the node that it ends at, and its bytes.
+//! The payloads that a pin keeps: the node at its end, and their bytes.
 
 use crate::forest::{DiskState, HostState, NodeId, NsId, Tier};
 use crate::key::HashSource;

@@ -1,13 +1,13 @@
-//! What a change of a payload means for lookups: nodes become visible, leave the index, are freed.
+//! Consequences of a payload's change for lookups: nodes become visible, leave the index, are freed.
 
-use crate::forest::{DiskState, HostState, NodeId, Reach, Tier};
+use crate::forest::{DiskState, HostState, NONE, NodeId, Reach, Tier};
 
 use crate::work;
 
 use super::slots::Loss;
 use super::state::Residency;
 
-/// Nodes below a payload that has come to the arena, which are told so at once.
+/// Nodes below a payload that has come to the arena whose flags are updated in the same entry.
 const RISES_MAX: usize = 512;
 
 impl Residency {
@@ -28,7 +28,7 @@ impl Residency {
         payloads.all(|(group, payload)| !node.requires(group) || payload.is_readable(Tier::Host))
     }
 
-    /// How far a lookup would reach a node now. What is visible stays so while its payloads move.
+    /// How far a lookup would reach a node now. A visible node stays visible while its payloads move.
     fn reach(&self, id: NodeId) -> Reach {
         let node = self.node(id);
         let above = self
@@ -44,48 +44,86 @@ impl Residency {
         }
     }
 
-    /// A node has gained a payload: it and the nodes below may become visible, or part of the host chain.
-    /// Appends those that became visible.
+    /// A node has gained a payload: it and the nodes below may become visible, or part of the host chain. Appends those
+    /// that became visible: of many below the node some follow in later entries.
     pub(in crate::engine) fn propagate_visible(
         &mut self,
         id: NodeId,
         became_visible: &mut Vec<NodeId>,
     ) {
+        work::node();
         // Most nodes have no children yet: nothing is allocated for them.
-        let (mut next, mut stack) = (Some(id), Vec::new());
-        let mut rises = 0;
-        while let Some(id) = next.take().or_else(|| stack.pop()) {
-            work::node();
-            let before = self.node(id).reach();
-            // A child that has left the index stays linked while it is in use.
-            if before == Reach::Detached {
-                continue;
-            }
-            let reach = self.reach(id);
-            if reach == before {
-                continue;
-            }
-            assert!(
-                reach > before,
-                "node {id} gained a payload and fell from {before:?} to {reach:?}"
-            );
-            self.forest.node_mut(id).set_reach(reach);
-            if before == Reach::Hidden {
-                became_visible.push(id);
-                stack.extend(self.forest.children(id));
-                continue;
-            }
-            // A shared prefix may have any number of branches. Where one is not told that all above it is in the
-            // arena, a lookup looks for itself.
-            let children = self.forest.children(id).take(RISES_MAX - rises);
-            let before = stack.len();
-            stack.extend(children);
-            rises += stack.len() - before;
-            self.is_rise_cut |= rises == RISES_MAX;
+        let below = self.look_again(id, became_visible);
+        if below != NONE {
+            self.show(vec![below], became_visible);
         }
     }
 
-    /// A hit ends at `id`. A node that was not told so is part of the host chain if all above it are.
+    /// Looks at nodes, each with the siblings behind it, and at those below the ones that become visible.
+    pub(super) fn show(&mut self, mut siblings: Vec<NodeId>, became_visible: &mut Vec<NodeId>) {
+        while let Some(id) = siblings.pop() {
+            work::node();
+            let next = self.forest.next_sibling(id);
+            // In a chain that is saved front to back, the next node has nothing to tell yet.
+            if next == NONE && self.reach(id) == self.node(id).reach() {
+                continue;
+            }
+            if !self.rest.take() {
+                siblings.push(id);
+                break;
+            }
+            let below = self.look_again(id, became_visible);
+            siblings.extend([next, below].into_iter().filter(|&id| id != NONE));
+        }
+        self.show_later(siblings);
+    }
+
+    /// Notes how far a lookup would reach a node now. Its first child, if those below may become visible by it, or `NONE`.
+    fn look_again(&mut self, id: NodeId, became_visible: &mut Vec<NodeId>) -> NodeId {
+        let before = self.node(id).reach();
+        // A node that has left the index stays while it is in use.
+        if before == Reach::Detached {
+            return NONE;
+        }
+        let reach = self.reach(id);
+        if reach == before {
+            return NONE;
+        }
+        assert!(
+            reach > before,
+            "node {id} gained a payload and fell from {before:?} to {reach:?}"
+        );
+        self.forest.node_mut(id).set_reach(reach);
+        if before == Reach::Hidden {
+            became_visible.push(id);
+            return self.forest.first_child(id);
+        }
+        self.rise_below(id);
+        NONE
+    }
+
+    /// A visible node has become part of the host chain, and those below may be.
+    fn rise_below(&mut self, id: NodeId) {
+        // A shared prefix may have any number of branches. A lookup checks for itself a branch whose flag was
+        // not updated.
+        let mut stack: Vec<NodeId> = self.forest.children(id).take(RISES_MAX).collect();
+        let mut rises = stack.len();
+        while let Some(id) = stack.pop() {
+            work::node();
+            let before = self.node(id).reach();
+            // A hidden one is told when it becomes visible.
+            if before != Reach::Visible || self.reach(id) != Reach::HostChain {
+                continue;
+            }
+            self.forest.node_mut(id).set_reach(Reach::HostChain);
+            let listed = stack.len();
+            stack.extend(self.forest.children(id).take(RISES_MAX - rises));
+            rises += stack.len() - listed;
+        }
+        self.is_rise_cut |= rises == RISES_MAX;
+    }
+
+    /// A hit ends at `id`. A node whose flag was not updated is part of the host chain if all above it are.
     pub(in crate::engine) fn note_host_chain(&mut self, id: NodeId) {
         if !self.is_rise_cut || self.node(id).is_host_chain() {
             return;
@@ -152,7 +190,7 @@ impl Residency {
         }
     }
 
-    /// Group of a required payload of a node that is nowhere.
+    /// Group of a required payload of a node that is in no tier.
     pub(in crate::engine) fn missing_group(&self, id: NodeId) -> Option<u8> {
         let node = self.node(id);
         let mut payloads = (0u8..).zip(node.payloads());
@@ -164,7 +202,7 @@ impl Residency {
         missing.map(|(group, _)| group)
     }
 
-    /// Whether a required payload of a node is nowhere.
+    /// Whether a required payload of a node is in no tier.
     pub(super) fn lacks_payload(&self, id: NodeId) -> bool {
         self.missing_group(id).is_some()
     }

@@ -21,7 +21,7 @@ pub(in crate::engine) struct FoundRecord {
     pub(in crate::engine) record: Record,
 }
 
-/// What is remembered of records while they are taken over.
+/// State of a takeover of records: known cells and the last node.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Adoption {
     /// Order of writing of the record of each cell, by directory.
@@ -161,7 +161,7 @@ impl Residency {
         Some(id)
     }
 
-    /// A node that a record names as its parent: of what is not known yet.
+    /// A node that a record names as its parent, made if it is not known yet.
     fn make_parent(&mut self, ns: NsId, depth: u32, hash: BlockHash) -> Option<NodeId> {
         if depth == 0 {
             return None;
@@ -199,7 +199,7 @@ impl Residency {
             return None;
         }
         let id = self.node_of(found, adoption)?;
-        // What is older of the same payload goes, and what claims the same bytes.
+        // Drops an older copy of the same payload, and payloads that claim the same bytes.
         let group = record.group;
         let mut older: Vec<Owner> = Vec::new();
         let node = self.node(id);
@@ -310,6 +310,7 @@ impl Residency {
     /// Makes the nodes of a namespace visible whose chain is complete, removes the others, and renews the
     /// placeholders. Returns how many payloads were lost.
     pub(in crate::engine) fn remove_hidden(&mut self, ns: NsId) -> u64 {
+        self.allow_rest(usize::MAX);
         let before = self.disk_blocks();
         let mut stack: Vec<NodeId> = self.forest.roots(ns).collect();
         let mut visible = Vec::new();

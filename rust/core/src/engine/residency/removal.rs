@@ -1,7 +1,7 @@
 //! Removal of many nodes, in steps: an entry of the engine does a bounded part of it.
 //!
-//! What is removed cannot be found from the first step on. A namespace that ends is known to nobody any more. The
-//! root of a subtree leaves the index at once, and [`Residency::deepest`] stops above it.
+//! From the first step on, no lookup finds a node that is being removed: a namespace that ends has no user any
+//! more, and the root of a subtree leaves the index at once, so that [`Residency::deepest`] stops above it.
 
 use std::collections::VecDeque;
 
@@ -12,7 +12,7 @@ use crate::work;
 use super::slots::Loss;
 use super::state::Residency;
 
-/// What is being removed.
+/// The removals under way.
 ///
 /// Invariants: the root of a subtree is detached, and has children; all nodes of the subtree are below it.
 #[derive(Debug, Default)]
@@ -45,7 +45,7 @@ impl Residency {
         !self.removals.is_empty()
     }
 
-    /// Goes on with what is being removed, for about `steps` nodes. Returns whether there was anything.
+    /// Goes on with the removals, for about `steps` nodes. Returns whether there was a node to remove.
     pub(in crate::engine) fn continue_removals(&mut self, steps: usize) -> bool {
         let was_any = self.has_removals();
         for _ in 0..steps {
@@ -122,13 +122,14 @@ impl Residency {
         true
     }
 
-    /// Takes a node out of the index: nobody finds it any more, and no policy knows it.
+    /// Takes a node out of the index: no lookup finds it any more, and no policy knows it.
     fn detach(&mut self, id: NodeId) {
         self.withdraw(id);
         self.note_detached(id);
+        self.pass_over(id);
         let node = self.node(id);
         if !node.has_no_slots() {
-            // Of what was evicted the eviction is remembered.
+            // An eviction stays on record: `explain` names it later.
             let (ns, hash) = (node.ns, node.hash);
             self.departures.note(ns, &hash, Tier::Host, false);
         }
@@ -140,7 +141,7 @@ impl Residency {
         }
     }
 
-    /// Removes all nodes of a namespace that nobody finds any more. Its index is free when the last one has
+    /// Removes all nodes of a namespace that no lookup finds any more. Its index is free when the last node is
     /// gone.
     pub(in crate::engine) fn remove_namespace(&mut self, ns: NsId) {
         if self.forest.first_root(ns) != NONE {
@@ -193,7 +194,7 @@ impl Residency {
         Some((above, self.node(above).depth))
     }
 
-    /// Whether a node has left the index, or stands on one that has.
+    /// Whether a node or one of its ancestors has left the index.
     pub(in crate::engine) fn has_left_index(&self, id: NodeId) -> bool {
         let is_below = || {
             let mut ancestors = self.forest.ancestors(id);
@@ -208,7 +209,7 @@ impl Residency {
         self.removals.devices.push_back((device, 0));
     }
 
-    /// A directory is being given up: what it holds is lost, removed or not.
+    /// A directory is being given up: its payloads are lost, removed or not.
     pub(in crate::engine) fn is_being_given_up(&self, device: DeviceIndex) -> bool {
         let mut devices = self.removals.devices.iter();
         devices.any(|&(other, _)| other == device)

@@ -1,4 +1,4 @@
-//! What evicting a run of pages would lose, while that is being added up.
+//! The loss by evicting a run of pages, added up step by step.
 
 use std::collections::VecDeque;
 
@@ -11,16 +11,16 @@ use crate::work;
 use super::geometry::Region;
 use super::state::Residency;
 
-/// Nodes that stand on one payload that goes, at most: all of them are out of reach from the same entry on.
+/// Limit of the nodes below one evicted payload: all of them are out of reach from the same entry on.
 const BELOW_MAX: u32 = 512;
 
-/// What evicting a run would lose, of the payloads that were looked at.
+/// The loss by evicting a run, as far as its payloads were looked at.
 ///
-/// Invariant: nothing that stands on these is in use, unless `is_used`.
+/// Invariant: neither these payloads nor those below them are in use, unless `is_used`.
 #[derive(Debug)]
 pub(super) struct RunLoss {
     pub(super) run: Run,
-    /// Of the run.
+    /// Bytes of the run.
     pub(super) bytes: f64,
     /// Bytes, each divided by the ticks since its last use.
     pub(super) loss: f64,
@@ -70,8 +70,8 @@ impl Residency {
         1.0 / (1 + self.tick.saturating_sub(last)) as f64
     }
 
-    /// Adds up what the next payload of a run loses. Returns how much that was to do, in nodes, and whether the run may go
-    /// once that is known.
+    /// Adds the loss of the next payload of a run. Returns the work done, in nodes, and, once it is known, whether the
+    /// run may be evicted.
     pub(super) fn add_up(
         &self,
         region: Region,
@@ -147,7 +147,7 @@ impl Residency {
     }
 
     /// Looks at a node and those below. Returns the tick at which one of them was used last, `None` if one
-    /// is in use or has left the index, or there are too many. Adds what `lost` ones are worth, each once.
+    /// is in use or has left the index, or there are too many. Adds the worth of each `lost` node once.
     fn look_below(&self, id: NodeId, losses: &mut RunLoss, lost: bool) -> Option<u64> {
         let mut youngest = self.node(id).touch().last;
         let mut bytes = 0.0;
@@ -177,7 +177,7 @@ impl Residency {
             let before = stack.len();
             let most = (losses.visits - bottom) as usize;
             stack.extend(self.forest.children(id).take(most));
-            // A child that has left the index is not listed: it goes soon, or is in use, with what is above.
+            // A child that has left the index is not listed: it is freed soon, or it and its ancestors are in use.
             if stack.len() - before < node.children() as usize {
                 return None;
             }

@@ -1,10 +1,10 @@
 //! Pages move between size classes: the search for the run of pages that goes, over several entries.
 //!
-//! A page holds parts of many chains. Leaves alone would not empty it, and to evict all that stands on its
-//! nodes would empty most of an aged tier. So exactly the payloads in the run go (`emptying`). What stands on
-//! them stays, out of reach until a request saves the missing payloads again.
+//! A page holds parts of many chains. Evicting leaves alone would not empty it, and evicting everything below its
+//! nodes would empty most of an aged tier. So exactly the payloads in the run are evicted (`emptying`). The
+//! payloads below them stay, out of reach until a request saves the missing payloads again.
 //!
-//! What a run would lose is added up node by node (`run_loss`). Between two entries others use the engine: a run goes
+//! The loss is added up node by node (`run_loss`). Between two entries others use the engine: a run is evicted
 //! only if none of the nodes that were looked at was used meanwhile ([`Residency::note_use`]).
 
 use std::collections::VecDeque;
@@ -24,7 +24,7 @@ use super::state::Residency;
 const CANDIDATES: usize = 6;
 /// Runs that a search looks at beside these: in time, the whole region.
 const OTHER_RUNS: u64 = 8;
-/// Nodes that a search looks at for one run: so many runs are looked at, or few that much stands on.
+/// Nodes that a search looks at for one run, on average: many small runs, or few with long chains below.
 const RUN_VISITS: [u32; 4] = [2048, 512, 4096, 1024];
 /// Searches in vain after which a payload is refused: until then it waits for the next one.
 const VAIN_MAX: usize = 16;
@@ -37,7 +37,7 @@ pub(super) struct RunSearch {
     in_vain: Option<u64>,
     /// Searches in vain, one after the other.
     vain: usize,
-    /// What the present entry may still do.
+    /// Nodes that the present entry may still look at.
     pub(super) visits: u32,
     pub(super) pass: Option<Pass>,
     pub(super) emptying: Option<Emptying>,
@@ -49,7 +49,7 @@ pub(super) struct RunSearch {
 #[derive(Debug)]
 pub(super) struct Pass {
     class: Class,
-    /// What a byte of the class's own next candidate is worth.
+    /// Worth of a byte of the class's own next candidate.
     own_worth: f64,
     /// Nodes that are looked at for one run.
     run_visits: u32,
@@ -61,14 +61,14 @@ pub(super) struct Pass {
     best: Option<RunLoss>,
 }
 
-/// What the size classes have done to each other since the start.
+/// Counters of pages that moved between size classes since the start.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Moves {
     /// Runs of pages that another class got.
     pub runs: u64,
-    /// Payloads evicted from runs while others stood on them.
+    /// Payloads evicted from runs while others depended on them.
     pub gaps: u64,
-    /// Of these, those that were saved again.
+    /// Those of them that were saved again.
     pub filled_gaps: u64,
 }
 
@@ -137,10 +137,14 @@ impl Residency {
             .for_each(|search| search.visits = visits);
     }
 
-    /// Whether a region has no room because the search for a run goes on in the next entry.
+    /// Whether a region has no room because the search for a run goes on in the next entry. After many searches in vain
+    /// no other is waited for until a slot is freed: the next one begins in the entry in which the last one ends.
     pub(super) fn is_searching(&self, region: Region) -> bool {
         let search = self.search(region);
-        search.is_under_way() || search.visits == 0 && search.vain < VAIN_MAX
+        let freed = self.freed[region.tier() as usize];
+        let is_hopeless =
+            search.vain >= VAIN_MAX && search.in_vain == Some(freed) && search.emptying.is_none();
+        (search.is_under_way() || search.visits == 0) && !is_hopeless
     }
 
     /// Whether a search for a size class is under way.
@@ -151,7 +155,7 @@ impl Residency {
             || search.emptying.is_some() && self.slots(region).closed_for() == Some(class)
     }
 
-    /// Whether a search is under way that goes on although nobody asks.
+    /// Whether a search is under way that goes on although no class asks.
     pub(in crate::engine) fn has_searches(&self) -> bool {
         self.searches.iter().any(RunSearch::goes_on)
     }
@@ -169,7 +173,7 @@ impl Residency {
         }
     }
 
-    /// A node is used from now on, or gets a child: a run that it stands on stays.
+    /// A node is used from now on, or gets a child: a run with payloads of its ancestors stays.
     pub(super) fn note_use(&mut self, id: NodeId) {
         let searches = self.searches.iter_mut();
         for run in searches.flat_map(RunSearch::watched) {
@@ -212,7 +216,7 @@ impl Residency {
         !self.slots(region).is_full(class)
     }
 
-    /// Does what the entry may still do of a search under way.
+    /// Goes on with a search, as far as the entry may still look at nodes.
     fn go_on(&mut self, region: Region, counters: &mut Counters) {
         while self.search(region).visits > 0 {
             if self.search(region).emptying.is_some() {
@@ -291,8 +295,8 @@ impl Residency {
         search.vain += 1;
     }
 
-    /// The run being emptied is empty, or it stays because one of its nodes is used. Whoever asks again and again may be
-    /// who uses that node: this counts as a search in vain.
+    /// The run being emptied is empty, or it stays because one of its nodes is used. The class that asks again and
+    /// again may be the user of that node: this counts as a search in vain.
     pub(super) fn end_emptying(&mut self, region: Region, is_empty: bool) {
         let freed = self.freed[region.tier() as usize];
         let search = self.search_mut(region);
@@ -345,7 +349,7 @@ impl Residency {
         }
         let mut around = around.into_iter();
         let mut runs = VecDeque::new();
-        // In turns: neither kind uses up what may be looked at.
+        // In turns: neither kind uses up the nodes that may be looked at.
         for number in next..next + OTHER_RUNS {
             runs.push_back(self.slots(region).run_number(number, class));
             runs.extend(around.next());

@@ -10,7 +10,7 @@ use super::state::Residency;
 /// Why a payload leaves a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Loss {
-    /// For space: the policy remembers what it was worth.
+    /// For space: the policy remembers its worth.
     Evicted,
     /// For any other reason.
     Dropped,
@@ -54,7 +54,7 @@ impl Residency {
             );
             payload.host = state;
             payload.host_slot = slot_number(offset);
-            // What is read from disk has the checksum of its record, or fails.
+            // A read from disk yields the checksum of its record, or fails.
             (state == HostState::Reading).then_some(payload.checksum)
         });
         node.change_uses(|uses| uses.busy += 1);
@@ -223,8 +223,8 @@ impl Residency {
         self.free_disk(id, group, Loss::Dropped);
     }
 
-    /// A payload on disk is not what its record says, or cannot be read: it is gone, and its record is to
-    /// be overwritten. The caller reconciles `id`.
+    /// A payload on disk differs from its record, or cannot be read: it is lost, and its record is to be
+    /// overwritten. The caller reconciles `id`.
     pub(in crate::engine) fn drop_unreadable(&mut self, id: NodeId, group: u8) {
         let node = self.node(id);
         let (device, payload) = (node.device, node.payload(group));

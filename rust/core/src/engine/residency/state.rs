@@ -1,4 +1,4 @@
-//! The part's fields, and what others may read of them.
+//! The fields of residency, and those that other parts may read.
 
 use std::ops::Range;
 
@@ -13,6 +13,7 @@ use super::super::events::Feeds;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
 use super::removal::Removals;
+use super::rest::Rest;
 use super::runs::{Moves, RunSearch};
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
@@ -42,22 +43,23 @@ pub(in crate::engine) struct Residency {
     pub(super) host_checksums: HostChecksums,
     pub(super) host_policies: TierPolicies,
     pub(super) disks: Vec<Disk>,
-    /// What payloads a namespace has, by [`NsId`].
+    /// The payloads that each namespace has, by [`NsId`].
     pub(super) geometry: Vec<Geometry>,
     /// The policies' time: one tick for each request.
     pub(super) tick: u64,
-    /// Slots freed since the start, by tier. Who waits for room compares.
+    /// Slots freed since the start, by tier. Waiters for room compare it.
     pub(super) freed: [u64; 2],
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
     pub(super) removals: Removals,
+    pub(super) rest: Rest,
     /// A node in the host chain may not know that it is.
     pub(super) is_rise_cut: bool,
     /// How far each region was searched for pages that another size class may take: the arena, then the
     /// directories.
     pub(super) searches: Vec<RunSearch>,
     pub(super) moves: Moves,
-    /// A payload on disk went although others stand on it there.
+    /// A payload on disk was evicted although others depend on it there.
     pub(super) disk_gaps: bool,
     /// Who is told of changes.
     pub(in crate::engine) feeds: Feeds,
@@ -84,6 +86,7 @@ impl Residency {
             freed: [0, 0],
             queued_bytes: 0,
             removals: Removals::default(),
+            rest: Rest::new(),
             is_rise_cut: false,
             searches: vec![RunSearch::default()],
             moves: Moves::default(),
