@@ -1,16 +1,20 @@
 //! The remote store of an engine of this process.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use undercroft_core::arena::Arena;
-use undercroft_core::driver::Driver;
+use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::key::NamespaceDigest;
 use undercroft_core::remote::RemoteWrite;
 use undercroft_remote::{Health, LastResult, Objects, Pool, advice, describe};
 
 use crate::config::HostConfig;
 use crate::error::HostError;
+
+/// How long a start waits until the engine has its store, which takes microseconds.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The remote store, for reports. The engine's IO thread has its operations.
 #[derive(Debug)]
@@ -40,6 +44,8 @@ impl RemoteTier {
         let pool = pool.map_err(HostError::Thread)?;
         let last = pool.last_result();
         driver.attach_remote(Box::new(pool));
+        // The first lookup should not miss because the IO thread has not come to it.
+        driver.wait_until(ATTACH_TIMEOUT, |engine| engine.has_remote());
         Ok(Some(Self {
             url: location.to_string(),
             objects,

@@ -1,7 +1,6 @@
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use undercroft_core::driver::EngineAccess;
 use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
