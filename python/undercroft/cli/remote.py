@@ -14,7 +14,12 @@ from undercroft.units import format_size
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("remote", help="remove old objects from a remote store")
+    parser = commands.add_parser(
+        "remote",
+        help="remove old objects from a remote store",
+        description="Looks after a remote store. Each KIND takes --json.",
+        epilog="example: undercroft remote gc s3://bucket/undercroft",
+    )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     gc = kinds.add_parser(
         "gc",
