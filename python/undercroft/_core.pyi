@@ -169,7 +169,8 @@ class Engine:
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``pin_memory``
         (bytes; default: three tenths of it), ``io_engine``, ``io_depth``,
         ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
-        ``disk_write_rate`` (bytes per second), ``remote`` (URL), ``remote_object`` (bytes), ``remote_write``,
+        ``disk_write_rate`` (bytes per second), ``disk_ttl`` (seconds), ``remote`` (URL), ``remote_object`` (bytes),
+        ``remote_write``,
         ``remote_write_rate`` (bytes per second), ``remote_ttl`` (seconds), ``verify_host``, ``inject_faults`` (see
         `limit_reads`),
         ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
@@ -452,7 +453,7 @@ class Copier:
     def submit(
         self, to_arena: bool, jobs: list[tuple[int, int]], addresses: bytes, offsets: bytes, sizes: bytes
     ) -> None:
-        """Queue jobs, all of them or none: of each its number and how many of the pieces are its own. The pieces are
+        """Queue jobs, all of them or none. Each job is a pair: its number, and the number of its pieces. The pieces are
         little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
 
         The memory at the addresses must stay valid, and untouched by others, until the job is returned by `poll`. A

@@ -324,7 +324,7 @@ class UndercroftConfig:
     )]
     pin_memory: Annotated[Amount, Option(
         "size or share", "30%", _SHARE_FORMAT + " above 0%; 0 pins nothing",
-        "Maximum host memory that blocks may take which hints of requests have pinned. A percentage is taken of "
+        "Maximum host memory of the blocks that hints of requests have pinned. A percentage is taken of "
         "host_memory.",
         parse_amount, str, "engine",
     )]
@@ -352,6 +352,11 @@ class UndercroftConfig:
         "size", 0, SIZE_FORMAT + "; 0 is unlimited",
         "Maximum bytes per second written to disk. Blocks beyond it stay in host memory only.",
         parse_size, str, "engine",
+    )]
+    disk_ttl: Annotated[int, Option(
+        "number", 0, "0 to 3155760000 seconds; 0 keeps them",
+        "Time to live on disk: blocks that no request has used for so many seconds are evicted from the directories.",
+        _integer(0, 3_155_760_000), _text_number, "engine",
     )]
     remote: Annotated[str, Option(
         "URL", "", REMOTE_FORMAT,

@@ -69,7 +69,7 @@ def start_line(
     many bytes holds. ``index_bytes``: the memory of the index of so many tokens.
     """
     if not info:
-        return f"undercroft: {where} is not there yet; serving without it until it is; namespace {namespace[:12]}"
+        return f"undercroft: {where} does not answer yet; vLLM serves without it until then; namespace {namespace[:12]}"
 
     def size(capacity: int) -> str:
         return format_size(capacity) + (f" ({tokens_in(capacity):,} tokens)" if tokens_in is not None else "")

@@ -112,6 +112,7 @@ BAD = {
     "on_disk_error": ["ignore", False],
     "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
+    "disk_ttl": [-1, "7d", 0.5, True, None],
     "remote": [
         1,
         "/mnt/shared",
@@ -161,7 +162,7 @@ def test_bad_values_are_refused(name, value):
 @pytest.mark.parametrize("url", ["redis://:hunter2@host/0", "s3://key:hunter2@bucket", "x://hunter2@y"])
 def test_credentials_in_a_url_are_refused_and_not_shown(url):
     for given in ({"remote": url}, {}):
-        with pytest.raises(ConfigError, match="(?i)remote") as error:
+        with pytest.raises(ConfigError, match=r"(?i)remote") as error:
             parse(given, **({} if given else {"UNDERCROFT_REMOTE": url}))
         assert "hunter2" not in str(error.value)
 

@@ -59,7 +59,7 @@ def add_engine(parser: argparse.ArgumentParser, path: Callable[[str], str]) -> N
     """The arguments that say which running engine is meant."""
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
-        "--socket", type=path, metavar="PATH", help="where the engine listens (the only engine of this user)"
+        "--socket", type=path, metavar="PATH", help="socket of the engine (default: the only engine of this user)"
     )
     place.add_argument("--disk-path", metavar="DIR", help="the engine that has this directory open")
 

@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         "--socket",
         type=absolute_path,
         metavar="PATH",
-        help=f'where it listens; vLLM is told "server": "unix://PATH" ({DEFAULT_SOCKET})',
+        help=f'socket to listen on; vLLM finds it by "server": "unix://PATH" ({DEFAULT_SOCKET})',
     )
     parser.add_argument(
         "--metrics",
@@ -55,10 +55,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
     for option in ENGINE_OPTIONS:
         several = option.name == "disk_path"
         default = f" Default: {option.default}." if option.default != [] else ""
+        kind = "BOOL" if option.type == "true or false" else option.type.partition(" ")[0].upper()
         parser.add_argument(
             option.flag,
             action="append" if several else "store",
-            metavar="DIR" if several else option.name.rpartition("_")[2].upper(),
+            metavar="DIR" if several else kind,
             help=f"{option.help} Allowed: {option.allowed}.{default}".replace("%", "%%"),
         )
     parser.set_defaults(run=run)

@@ -66,7 +66,7 @@ def check_seed(reason: str, config: UndercroftConfig, *, is_shared: bool) -> Non
     if is_shared:
         where = f"server = {config.server!r}" if config.server else f"disk_path = {list(config.disk_path)}, in use,"
         raise ConfigError(
-            f"undercroft: {where} with random block hashes: {reason}; they would only take space from the others. "
+            f"undercroft: {where} with random block hashes: {reason}; no other process would ever hit these blocks. "
             f"{advice}"
         )
     kept = f" Blocks that it saves in {', '.join(config.disk_path)} are never found again." if config.disk_path else ""

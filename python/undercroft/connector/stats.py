@@ -76,7 +76,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plans_stopped_rest": ("counter", "waits for the disk that ended: the rest took longer than it saved"),
     "plans_stopped_guarantee": (
         "counter",
-        "waits for the disk that ended: load_margin was over, and too little had come",
+        "waits for the disk that ended: load_margin was over, and too few tokens had arrived",
     ),
     "tokens_not_loaded_disk": (
         "counter",
@@ -84,8 +84,8 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     ),
     "tokens_not_loaded_small": ("counter", "tokens in host memory that were computed by plans_compute_small"),
     "tokens_not_loaded_other_way": ("counter", "tokens on disk that were computed by plans_compute_other_way"),
-    "tokens_not_loaded_rest": ("counter", "tokens that had not come by plans_stopped_rest"),
-    "tokens_not_loaded_guarantee": ("counter", "tokens that had not come by plans_stopped_guarantee"),
+    "tokens_not_loaded_rest": ("counter", "tokens that had not arrived by plans_stopped_rest"),
+    "tokens_not_loaded_guarantee": ("counter", "tokens that had not arrived by plans_stopped_guarantee"),
     "plan_predicted_disk_seconds": ("counter", "predicted time of finished promotions, summed"),
     "plan_actual_disk_seconds": ("counter", "actual time of the same promotions, summed"),
     "plan_error_disk_seconds": ("counter", "difference of the two, without its sign, summed"),
@@ -101,7 +101,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plan_disk_bytes_per_s": ("gauge", "learned rate of all disks together; 0 before enough was read"),
     "plan_disk_latency_seconds": ("gauge", "learned latency of the slowest disk"),
     "plan_copy_bytes_per_s": ("gauge", "learned rate of loads from host memory; 0 before enough were made"),
-    "plan_copy_latency_seconds": ("gauge", "learned time of a load beside its bytes"),
+    "plan_copy_latency_seconds": ("gauge", "learned fixed time of a load, whatever its bytes"),
     "plan_prefill_tokens_per_s": ("gauge", "learned rate of computing at a prompt's start; 0 before enough steps"),
     "plan_prefill_tokens_per_s_32k": ("gauge", "the same at 32,768 tokens"),
     **{
@@ -171,7 +171,7 @@ SCHEDULER_KEYS: dict[str, str] = {
     "failed_loads": "loads the workers reported as failed",
     "rejected_request": "requests rejected by their own hit threshold",
     "rejected_global": "requests rejected by the configured hit threshold",
-    "shadow_prompt_tokens": "prompt tokens that the caches of the option shadow were asked for",
+    "shadow_prompt_tokens": "prompt tokens looked up in the caches of the option shadow",
     **{f"shadow_hit_tokens_{number}": f"tokens that the cache of size {number} would have had" for number in SHADOWS},
     "hints_unknown": "hints of unknown kinds, which were ignored",
     "hints_unserved": "hints that no engine could take: the server was away",

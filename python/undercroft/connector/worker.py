@@ -245,7 +245,7 @@ class WorkerConnector:
     def _attached_copier(self, key: tuple[str, int, int], layout: DeviceLayout) -> DeviceCopier:
         """Attach the arena, but not soon after a failure: a frozen engine must not cost a wait in every step."""
         if self._clock() < self._attach_after:
-            raise WorkerError(f"the arena at {key[0]} could not be attached; the next attempt follows later")
+            raise WorkerError(f"the arena at {key[0]} cannot be attached now; undercroft tries again later")
         try:
             self._attached = self._attached or self._attach_now(key, layout)
             return make_copier(layout, self._attached.mapping, self._shard, self._attached.pinner)

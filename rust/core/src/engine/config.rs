@@ -27,6 +27,8 @@ pub struct EngineConfig {
     pub load_margin: f64,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub write_rate: u64,
+    /// Seconds after which payloads that no request has used are evicted from disk; 0 if they stay.
+    pub disk_ttl_s: u64,
     /// Write only blocks that have been hit before (endurance mode).
     pub second_touch: bool,
     /// Writes that may be in flight while a read is.
@@ -74,6 +76,7 @@ impl EngineConfig {
             promotion_wait: PromotionWait::Complete,
             load_margin: 0.25,
             write_rate: 0,
+            disk_ttl_s: 0,
             second_touch: false,
             writes_beside_reads: 2,
             removals: 128,

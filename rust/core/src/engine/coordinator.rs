@@ -22,6 +22,7 @@ use super::promotions::{PromotionEnd, Promotions};
 use super::remote::Remote;
 use super::requests::RequestId;
 use super::residency::{Moves, Residency};
+use super::retention::Retention;
 use super::sessions::{SessionId, Sessions, TransferKey};
 use super::writeback::WriteBack;
 
@@ -45,6 +46,7 @@ pub struct Engine {
     pub(super) hints: Hints,
     /// Without a remote store there is nothing.
     pub(super) remote: Option<Box<Remote>>,
+    pub(super) retention: Retention,
     pub(super) counters: Counters,
     /// The health of a directory has changed since [`Engine::take_progress`].
     pub(super) health_changed: bool,
@@ -60,6 +62,7 @@ macro_rules! parts {
             requests: &mut $engine.sessions.requests,
             operations: &mut $engine.operations,
             checksums: &mut $engine.checksums,
+            retention: &$engine.retention,
             rates: &mut $engine.planner.rates,
             counters: &mut $engine.counters,
             now_ns: $engine.now_ns,
@@ -91,6 +94,7 @@ impl Engine {
             pins: Pins::new(config.pin_bytes),
             hints: Hints::default(),
             remote: None,
+            retention: Retention::new(config.disk_ttl_s),
             counters: Counters::default(),
             health_changed: false,
             config,
@@ -157,7 +161,7 @@ impl Engine {
     }
 
     /// Seconds since 1970.
-    fn unix_s(&self) -> u32 {
+    pub(super) fn unix_s(&self) -> u32 {
         let now_s = self.config.unix_at_zero_s + self.now_ns / 1_000_000_000;
         u32::try_from(now_s).unwrap_or(u32::MAX)
     }

@@ -3,7 +3,7 @@
 //! Hints never take resources that a running request needs: prefetches have a part of the promotion budget, pins a
 //! budget of their own, and blocks that are leased, in flight or shared stay.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::forest::{NONE, NodeId, NsId};
 use crate::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
@@ -101,6 +101,34 @@ impl Engine {
         };
         count(request.hint, answer, &mut self.counters);
         Some(answer)
+    }
+
+    /// A session of the namespace whose digest begins with `namespace`, or of the only one that sessions use. The error
+    /// says which there are.
+    pub fn session_in(&self, namespace: &str) -> Result<SessionId, String> {
+        let mut found: Vec<(NsId, SessionId)> = Vec::new();
+        for (ns, session) in self.sessions.by_namespace() {
+            let is_meant = self.digest_of(ns).starts_with(namespace);
+            if is_meant && found.iter().all(|&(other, _)| other != ns) {
+                found.push((ns, session));
+            }
+        }
+        if let &[(_, session)] = found.as_slice() {
+            return Ok(session);
+        }
+        let used: BTreeSet<String> = self
+            .sessions
+            .by_namespace()
+            .map(|(ns, _)| self.digest_of(ns))
+            .collect();
+        let used = Vec::from_iter(used).join(", ");
+        Err(format!(
+            "namespace = {namespace:?}: allowed is the beginning of one digest of those in use: {used}"
+        ))
+    }
+
+    fn digest_of(&self, ns: NsId) -> String {
+        self.namespaces.digest(ns).to_hex()
     }
 
     fn reach_of(&self, ns: NsId, request: &HintRequest<'_>) -> Reach {

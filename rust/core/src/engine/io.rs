@@ -37,6 +37,7 @@ impl Engine {
             || self.writeback.has_rest()
             || self.has_hints()
             || self.remote.as_ref().is_some_and(|remote| remote.has_rest())
+            || self.retention.has_rest()
     }
 
     fn has_writes(&self) -> bool {
@@ -55,8 +56,10 @@ impl Engine {
 
     /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
     pub fn has_touched(&self) -> bool {
-        // Pins end at their time.
-        !self.pins.is_empty() || self.residency.disks().iter().any(Disk::has_touched)
+        // Pins and payloads end at their time.
+        !self.pins.is_empty()
+            || self.retention.is_on()
+            || self.residency.disks().iter().any(Disk::has_touched)
     }
 
     /// Marks the ages of all payloads to be written: the engine ends.
@@ -78,6 +81,7 @@ impl Engine {
         self.last_poll_ns = self.now_ns;
         self.residency.allow_searches(self.config.visits / 2);
         self.residency.continue_removals(self.config.removals);
+        self.evict_unused();
         self.continue_rest();
         self.residency.continue_searches(&mut self.counters);
         self.step_hints();

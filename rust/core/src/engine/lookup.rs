@@ -520,8 +520,7 @@ impl Engine {
         }
     }
 
-    /// The answer that there is a hit that ends at `node`: leases it, and counts the request's hit once. It ends there
-    /// for a reason.
+    /// Answers with a hit that ends at `node`, for `reason`: leases the node, and counts the request's hit once.
     fn hit(&mut self, id: RequestId, node: NodeId, local: u32, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
         state.answered.reason = reason;

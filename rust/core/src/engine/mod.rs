@@ -50,6 +50,7 @@ mod remote;
 mod requests;
 mod reset;
 mod residency;
+mod retention;
 mod save;
 mod save_cursor;
 mod served;

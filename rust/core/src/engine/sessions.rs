@@ -163,6 +163,11 @@ impl Sessions {
         Some(state)
     }
 
+    /// All sessions, with their namespaces.
+    pub(super) fn by_namespace(&self) -> impl Iterator<Item = (NsId, SessionId)> + '_ {
+        self.sessions.iter().map(|(id, state)| (state.ns, id))
+    }
+
     pub(super) fn get(&self, session: SessionId) -> Option<&SessionState> {
         self.sessions.get(session)
     }

@@ -49,7 +49,7 @@ const SILENCE_MAX: Duration = Duration::from_secs(10);
 const INBOX_LIMIT: u64 = 64 << 20;
 const INBOX_FLOOR: u64 = 768 << 10;
 
-/// How often silent connections are looked for, and how long the listener is left alone after accepting has
+/// Interval of the search for silent connections, and pause of the listener after accepting has
 /// failed.
 pub(super) const PAUSE: Duration = Duration::from_secs(1);
 
@@ -406,7 +406,7 @@ impl Service {
                 let done = self
                     .served
                     .driver
-                    .read(|engine| operation.carry_out(engine));
+                    .enter(|engine| operation.carry_out(engine));
                 let json = done.unwrap_or_default().to_string();
                 (Role::New, ServerMessage::Operated { json })
             }

@@ -35,14 +35,17 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         type=_positive,
         default=1,
         metavar="C",
-        help="served: with more than one, lookups a second of so many processes (%(default)s)",
+        help="served: client processes; more than one measures lookups a second (%(default)s)",
     )
     lookup.add_argument(
         "--keys", type=_positive, default=8192, metavar="N", help="block hashes of the prompt (%(default)s)"
     )
     lookup.add_argument("--rounds", type=_positive, default=2000, metavar="R", help="lookups measured (%(default)s)")
     lookup.add_argument(
-        "--pending", type=_positive, metavar="N", help="instead: steps that ask for N requests that wait for the disk"
+        "--pending",
+        type=_positive,
+        metavar="N",
+        help="measure steps that ask for N requests waiting for the disk",
     )
 
     disk = _add(kinds, shared, "disk", "the disk tier through the whole engine, against a bare O_DIRECT loop", _disk)
@@ -117,9 +120,13 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     serve.epilog = "example: undercroft bench serve --url http://localhost:8000 --prompts 16 --prompt-tokens 8192"
     serve.add_argument("--url", required=True, help="where vLLM listens, such as http://localhost:8000")
     serve.add_argument("--api-key", metavar="KEY", help="as vLLM was given it (default: $OPENAI_API_KEY)")
-    serve.add_argument("--prompts", type=_positive, default=8, metavar="N", help="prompts (%(default)s)")
-    serve.add_argument("--prompt-tokens", type=_positive, default=4096, metavar="T", help="of each (%(default)s)")
-    serve.add_argument("--max-tokens", type=_positive, default=8, metavar="T", help="of each answer (%(default)s)")
+    serve.add_argument("--prompts", type=_positive, default=8, metavar="N", help="number of prompts (%(default)s)")
+    serve.add_argument(
+        "--prompt-tokens", type=_positive, default=4096, metavar="T", help="tokens of each prompt (%(default)s)"
+    )
+    serve.add_argument(
+        "--max-tokens", type=_positive, default=8, metavar="T", help="length of each answer (%(default)s)"
+    )
     serve.add_argument(
         "--fill-tokens",
         type=_positive,
