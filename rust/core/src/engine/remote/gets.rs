@@ -115,6 +115,7 @@ impl Remote {
         }
         let flight = &mut self.flights[id];
         flight.next += 1;
+        flight.ends.push(reserved.end);
         let next = flight.next;
         flight.bytes += bytes;
         self.held += bytes;

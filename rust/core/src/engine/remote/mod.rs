@@ -241,21 +241,17 @@ impl Remote {
     fn end_flight(&mut self, id: FlightId, residency: &mut Residency) {
         let flight = &mut self.flights[id];
         flight.is_over = true;
-        let depth = flight.depth_of(flight.arrived);
-        let lease = flight.lease;
+        // Nodes below that the store did not fill go, and with them the deepest.
+        let kept = match flight.arrived.checked_sub(1) {
+            Some(last) => flight.ends[last as usize],
+            None if flight.ends.is_empty() => flight.lease,
+            None => NONE,
+        };
         self.order.retain(|&of| of != id);
         self.has_ended = true;
         self.forget_segments(id);
-        if lease == NONE {
-            return;
-        }
-        let is_there = depth > 0 && !residency.has_left_index(lease);
-        let kept = if is_there {
-            residency.forest().ancestor(lease, depth)
-        } else {
-            NONE
-        };
-        self.move_lease(id, kept, residency);
+        let is_there = kept != NONE && !residency.has_left_index(kept);
+        self.move_lease(id, if is_there { kept } else { NONE }, residency);
     }
 
     /// Moves a flight's lease to `node` (`NONE`: to nothing).

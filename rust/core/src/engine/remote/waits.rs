@@ -215,6 +215,7 @@ impl Remote {
             arrived: 0,
             next: 0,
             gets: 0,
+            ends: Vec::new(),
             lease: NONE,
             bytes: 0,
             is_cut: false,
