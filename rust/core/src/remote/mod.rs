@@ -7,6 +7,8 @@
 pub mod key;
 pub mod segment;
 
+use serde::{Deserialize, Serialize};
+
 pub use key::{ObjectKey, REMOTE_VERSION};
 pub use segment::{Expected, SegmentError, SegmentHeader, SegmentPayload};
 
@@ -164,7 +166,8 @@ pub trait RemoteStore: Send + std::fmt::Debug {
 }
 
 /// Which segments are written to the remote store.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum RemoteWrite {
     /// Every complete segment.
     #[default]
