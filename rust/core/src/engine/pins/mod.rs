@@ -205,7 +205,7 @@ impl Pins {
         }
     }
 
-    /// The pin without a name that ends at a node, of a chain that is `shared`.
+    /// The unnamed pin that ends at a node, among the pins on the chain of `shared`.
     fn unnamed_at(&self, node: NodeId, shared: &Shared) -> Option<PinKey> {
         self.tree.pins_on(shared).find(|&key| {
             let pin = &self.pins[key];
