@@ -169,7 +169,7 @@ class Engine:
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``pin_memory``
         (bytes; default: three tenths of it), ``io_engine``, ``io_depth``,
         ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
-        ``disk_write_rate`` (bytes per second), ``verify_host``, ``inject_faults`` (see `limit_reads`),
+        ``disk_write_rate`` (bytes per second), ``disk_ttl`` (seconds), ``verify_host``, ``inject_faults`` (see `limit_reads`),
         ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
         directory is in use by another engine of this user, use that one, and take the directories over when it ends).
         With ``server`` the engine's own options mean nothing.

@@ -334,6 +334,11 @@ class UndercroftConfig:
         "Maximum bytes per second written to disk. Blocks beyond it stay in host memory only.",
         parse_size, str, "engine",
     )]
+    disk_ttl: Annotated[int, Option(
+        "number", 0, "0 to 3155760000 seconds; 0 keeps them",
+        "Time to live on disk: blocks that no request has used for so many seconds are evicted from the directories.",
+        _integer(0, 3_155_760_000), _text_number, "engine",
+    )]
     verify_host: Annotated[bool, Option(
         "true or false", False, "true or false",
         "Compare the checksums of blocks in host memory before each hit, besides the comparison on their way to disk.",

@@ -60,6 +60,7 @@ METRICS: tuple[Metric, ...] = (
         {
             "load_bytes": ("host", "load"), "save_bytes": ("host", "save"),
             "disk_read_bytes": ("disk", "load"), "disk_write_bytes": ("disk", "save"),
+            "remote_get_bytes": ("remote", "load"), "remote_put_bytes": ("remote", "save"),
         },
     ),
     Metric(
@@ -68,6 +69,7 @@ METRICS: tuple[Metric, ...] = (
         {
             "load_seconds": ("host", "load"), "save_seconds": ("host", "save"),
             "disk_read_seconds": ("disk", "load"), "disk_write_seconds": ("disk", "save"),
+            "remote_get_seconds": ("remote", "load"), "remote_put_seconds": ("remote", "save"),
         },
     ),
     Metric(
@@ -75,6 +77,7 @@ METRICS: tuple[Metric, ...] = (
         {
             "loads_done": ("host", "load"), "saves_done": ("host", "save"),
             "disk_reads": ("disk", "load"), "disk_writes": ("disk", "save"),
+            "remote_gets": ("remote", "load"), "remote_puts": ("remote", "save"),
         },
     ),
     _one("promotions", "counter", "Lookups that read from disk."),
@@ -166,6 +169,21 @@ METRICS: tuple[Metric, ...] = (
     _one("pin_capacity_bytes", "gauge", "Budget of pins."),
     Metric("pins_ended", "counter", "Pins that ended without being released, by the reason.", ("reason",),
            {f"pins_{reason}": (reason,) for reason in ("expired", "over_budget", "gave_way", "lost")}),
+    _one("remote_lookups", "counter", "Prompts whose missing blocks were looked for in the remote store."),
+    _one("remote_probes", "counter", "Segments that the remote store was asked for without reading them."),
+    _one("remote_hit_tokens", "counter", "Tokens loaded that were read from the remote store for their request."),
+    Metric("remote_not_transferred", "counter", "Segments neither read from the remote store nor written to it.",
+           ("direction", "reason"),
+           {"remote_gets_without_memory": ("load", "memory"), "remote_puts_known": ("save", "known"),
+            "remote_puts_failed": ("save", "failed"), "remote_puts_dropped_queue": ("save", "queue"),
+            "remote_puts_dropped_gone": ("save", "gone")}),
+    Metric("remote_failures", "counter", "Operations of the remote store without a usable result, by the kind.",
+           ("kind",),
+           {"remote_failures": ("failed",), "remote_corrupt": ("corrupt",), "remote_throttled": ("throttled",)}),
+    _one("remote_breaker_open", "gauge", "1 while the remote store gets no requests because it failed, else 0."),
+    _one("remote_window_bytes", "gauge", "Bytes that reads from the remote store may have in flight."),
+    _one("remote_get_bytes_in_flight", "gauge", "Bytes of segments that are being read from the remote store."),
+    _one("remote_put_queue_segments", "gauge", "Segments that wait to be written to the remote store."),
     Metric("rejected_requests", "counter", "Requests rejected by the hit threshold, by the source of the threshold.",
            ("source",), {"rejected_request": ("request",), "rejected_global": ("global",)}),
     _one("hook_errors", "counter", "Errors caught in the connector's hooks."),

@@ -112,6 +112,7 @@ BAD = {
     "on_disk_error": ["ignore", False],
     "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
+    "disk_ttl": [-1, "7d", 0.5, True, None],
     "reset_with_prefix_cache": [1, "no", None],
     "shadow": ["lots", 0, ["1GiB", "0"], ["1GiB"] * 5, None],
     "log_requests": ["yes", True, 1, None],

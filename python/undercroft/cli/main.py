@@ -28,6 +28,7 @@ COMMANDS = (
     "estimate",
     "pin",
     "unpin",
+    "warm",
 )
 """Subcommands; the module of each has its name."""
 

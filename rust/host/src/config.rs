@@ -98,6 +98,8 @@ pub struct HostConfig {
     pub disk_admission: DiskAdmission,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub disk_write_rate: u64,
+    /// Seconds after which blocks that no request has used are evicted from disk; 0 if they stay.
+    pub disk_ttl: u64,
     /// Compare the checksums of blocks in host memory before each hit.
     pub verify_host: bool,
     /// The disks can be made slow, or to hang ([`crate::EngineHost::limit_reads`]): for benchmarks.
@@ -173,6 +175,7 @@ impl HostConfig {
             load_margin: self.load_margin.unwrap_or(defaults.load_margin),
             second_touch: self.disk_admission == DiskAdmission::SecondTouch,
             write_rate: self.disk_write_rate,
+            disk_ttl_s: self.disk_ttl,
             verify_host: self.verify_host,
             ..defaults
         }

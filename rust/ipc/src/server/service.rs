@@ -406,7 +406,7 @@ impl Service {
                 let done = self
                     .served
                     .driver
-                    .read(|engine| operation.carry_out(engine));
+                    .enter(|engine| operation.carry_out(engine));
                 let json = done.unwrap_or_default().to_string();
                 (Role::New, ServerMessage::Operated { json })
             }
