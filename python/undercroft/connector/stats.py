@@ -131,7 +131,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "remote_puts_failed": ("counter", "failed writes to the remote store"),
     "remote_puts_dropped_queue": ("counter", "segments not written: too many wait to be written already"),
     "remote_puts_dropped_gone": ("counter", "segments not written: their blocks left host memory first"),
-    "remote_corrupt": ("counter", "objects that differ from what their names promise, or fail their checksum"),
+    "remote_corrupt": ("counter", "objects that do not match their names, or fail their checksum"),
     "remote_failures": ("counter", "operations of the remote store that failed or took too long"),
     "remote_throttled": ("counter", "operations that the remote store refused for their number"),
     "remote_degraded": ("gauge", "1 if the last operation of the remote store failed, else 0"),

@@ -262,7 +262,7 @@ class WorkerConnector:
             raise
 
     def _attach_now(self, key: tuple[str, int, int], layout: DeviceLayout) -> AttachedArena:
-        """The arena as it is mapped and pinned already, if it is the same one; else as it is attached now."""
+        """The arena: the one that is mapped and pinned already, if it is the same; else the one attached now."""
         socket, arena_id, session = key
         # A step waits once for each attempt.
         timeout_s = self._attach_timeout_s if self._attempt is None else 0.0

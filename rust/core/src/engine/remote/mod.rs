@@ -120,7 +120,7 @@ pub(super) struct Remote {
     held_max: u64,
     known: Recent,
     absent: Recent,
-    /// Objects that were not what their names say: they are to be replaced.
+    /// Objects that did not match their names: they are to be replaced.
     broken: Recent,
     puts: PutQueue,
     breaker: Breaker,
@@ -237,7 +237,7 @@ impl Remote {
         }
     }
 
-    /// A flight has ended: its waiters look again. What has come is leased until they have.
+    /// A flight has ended: its waiters look again. The blocks that have arrived are leased until then.
     fn end_flight(&mut self, id: FlightId, residency: &mut Residency) {
         let flight = &mut self.flights[id];
         flight.is_over = true;
@@ -367,7 +367,7 @@ impl Engine {
         }
     }
 
-    /// A request no longer waits for a flight, nor needs what it brought.
+    /// A request no longer waits for a flight, nor needs its blocks.
     pub(super) fn leave_flight(&mut self, id: RequestId) {
         let Some(remote) = self.remote.as_deref_mut() else {
             return;
