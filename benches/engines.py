@@ -3,12 +3,14 @@ token with the steps that it takes."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
@@ -26,6 +28,44 @@ class FirstToken:
     """Engine steps up to the one that gave it."""
     steps_before: int
     """Engine steps before the one that computed the request's first tokens, or began to load them."""
+    cpu_seconds: float = 0.0
+    """Processor time of this thread, which is vLLM's: without the time that other processes had the core. vLLM polls
+    while it waits, so that a wait counts."""
+    ours_seconds: float = 0.0
+    """Of these, those in the connector's hooks, if `OURS` measures."""
+
+
+class HookTime:
+    """Processor time that this thread spends in the connector's hooks, of all engines."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._is_inside = False
+
+    def measure(self) -> None:
+        """Measure from now on."""
+        from undercroft.connector.connector import UndercroftConnector
+
+        for name, hook in list(vars(UndercroftConnector).items()):
+            if isinstance(hook, FunctionType) and not name.startswith("_"):
+                setattr(UndercroftConnector, name, self._timed(hook))
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return hook(*args, **kwargs)
+            self._is_inside, start = True, time.thread_time()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - start
+                self._is_inside = False
+
+        return timed
+
+
+OURS = HookTime()
 
 
 class Runner:
@@ -50,19 +90,21 @@ class Runner:
         self._names += 1
         with self as engine:
             before = engine.steps
-            start = time.perf_counter()
+            ours_start = OURS.seconds
+            start, cpu_start = time.perf_counter(), time.thread_time()
             add(engine, str(self._names), ids, 1)
             steps_before = -1
             while not engine.llm.llm_engine.step():
                 if steps_before < 0 and begun(engine):
                     steps_before = engine.steps - before - 1
-            seconds = time.perf_counter() - start
+            seconds, cpu_seconds = time.perf_counter() - start, time.thread_time() - cpu_start
+            ours_seconds = OURS.seconds - ours_start
             steps = engine.steps - before
             steps_before = steps - 1 if steps_before < 0 else steps_before
             engine.idle_steps()
             if forget and not engine.reset_device_cache():
                 raise RuntimeError("the device's cache is in use")
-            return FirstToken(seconds, steps, steps_before)
+            return FirstToken(seconds, steps, steps_before, cpu_seconds, ours_seconds)
 
     def close(self) -> None:
         """Stop the engine."""
@@ -83,7 +125,7 @@ Ask = Callable[[Runner, int], FirstToken]
 
 
 def compare(runners: dict[str, Runner], ask: Ask, rounds: int) -> dict[str, Any]:
-    """Medians of both engines over ``rounds`` requests each, in turn."""
+    """Medians of "on" and "off" over ``rounds`` requests each, in turn. "twin": another engine like "off"."""
     taken: dict[str, list[FirstToken]] = {name: [] for name in runners}
     for turn in range(-3, rounds):
         for name in sorted(runners, reverse=bool(turn % 2)):
@@ -92,10 +134,15 @@ def compare(runners: dict[str, Runner], ask: Ask, rounds: int) -> dict[str, Any]
                 taken[name].append(result)
     seconds = {name: [result.seconds * 1e3 for result in results] for name, results in taken.items()}
     on, off = statistics.median(seconds["on"]), statistics.median(seconds["off"])
-    return {
+    cpu = {name: statistics.median(result.cpu_seconds * 1e3 for result in taken[name]) for name in ("on", "off")}
+    more = {"twin_ms": statistics.median(seconds["twin"]) - off} if "twin" in seconds else {}
+    return more | {
         "on_ms": on,
         "off_ms": off,
         "added_ms": on - off,
+        "on_cpu_ms": cpu["on"],
+        "off_cpu_ms": cpu["off"],
+        "ours_ms": statistics.median(result.ours_seconds * 1e3 for result in taken["on"]),
         "noise_ms": abs(statistics.median(seconds["off"][::2]) - statistics.median(seconds["off"][1::2])),
         "on_steps": max(result.steps for result in taken["on"]),
         "off_steps": max(result.steps for result in taken["off"]),

@@ -5,7 +5,8 @@
 Two real vLLM engines on the CPU platform, one with undercroft and its planner and one without, take turns with the same
 prompt: one that the device's own prefix cache holds, one that is not cached, and one that host memory holds (and the
 engine without undercroft computes). In two lines the engine beside it has undercroft without the planner. "noise"
-is the difference between two halves of the rounds of the other engine.
+is the difference between two halves of the rounds of the other engine, and "twin" that of a second engine without
+undercroft to the first. "in our calls": processor time in the connector's hooks, and its part of that of the request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from engines import Ask, FirstToken, Runner, compare
+from engines import OURS, Ask, FirstToken, Runner, compare
 
 from real_engine import prompt, set_environment
 
@@ -54,21 +55,27 @@ def main() -> None:
             return Runner(model, {"host_memory": "512MiB", **disk, **options}, blocks=256)
 
         runners = {"on": runner("on", planned), "unplanned": runner("unplanned", {}), "off": Runner(model, blocks=256)}
+        runners["twin"] = Runner(model, blocks=256)
+        OURS.measure()
         try:
-            results = [
-                {"prompt": name} | compare({"on": runners["on"], "off": runners[beside]}, ask, arguments.rounds)
-                for name, (beside, ask) in cases.items()
-            ]
+            results = []
+            for name, (beside, ask) in cases.items():
+                sides = {"on": runners["on"], "off": runners[beside]}
+                if name in ("on the device", "nowhere"):
+                    sides["twin"] = runners["twin"]
+                results.append({"prompt": name} | compare(sides, ask, arguments.rounds))
         finally:
             for runner in runners.values():
                 runner.close()
     if arguments.json:
         print(json.dumps(results))
         return
-    print("| prompt | with, without ms (p50) | added ms (noise) | steps with, without | steps before it begins |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| prompt | with, without ms (p50) | added ms (noise, twin) | in our calls | steps with, without | before |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for r in results:
-        times = f"{r['on_ms']:.2f}, {r['off_ms']:.2f} | {r['added_ms']:+.2f} ({r['noise_ms']:.2f})"
+        noise = f"{r['noise_ms']:.2f}" + (f", {r['twin_ms']:+.2f}" if "twin_ms" in r else "")
+        times = f"{r['on_ms']:.2f}, {r['off_ms']:.2f} | {r['added_ms']:+.2f} ({noise})"
+        times += f" | {r['ours_ms']:.2f}, {r['ours_ms'] / r['on_cpu_ms']:.1%} of {r['on_cpu_ms']:.2f}"
         print(f"| {r['prompt']} | {times} | {r['on_steps']}, {r['off_steps']} | {r['on_steps_before']} |")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+import undercroft
 from engine_checks import add, begun, finish, nothing_left, step
 from real_engine import Engine, prompt
 
@@ -17,6 +20,8 @@ Start = Callable[..., Engine]
 DTYPES = {"llama": "float32", "gemma2": "float32", "qwen3_next": "bfloat16"}
 LONG = prompt(1000)
 """Seven blocks of 128 tokens, or one of the 640 that Qwen's blocks have."""
+MOST_CALLS_COLD, MOST_CALLS_ANSWERS = 180, 70
+"""Calls of undercroft's functions in the step of a new prompt, without its arrival, and in a later one."""
 SEVERAL = [prompt(700, seed=90 + i) for i in range(3)]
 
 
@@ -61,3 +66,35 @@ def test_the_first_step_takes_every_request_up_that_need_not_wait_for_the_disk(s
         assert (request.status.name == "WAITING_FOR_REMOTE_KVS") is (held == "in host memory")
         finish(one)
     nothing_left(one)
+
+
+def calls(work: Callable[[], object]) -> int:
+    """How many functions of undercroft's Python package ``work`` calls on this thread, which is vLLM's."""
+    package, found = str(Path(undercroft.__file__).parent), 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_step_takes_few_calls_with_a_new_prompt_and_with_answers_only(
+    engine: Start, llama: Path, tmp_path: Path
+) -> None:
+    options = {"host_memory": "128MiB", "disk_path": str(tmp_path / "cache"), "disk_capacity": "256MiB"}
+    one = engine(llama, options, blocks=96)
+    cold, answers = [], []
+    for seed in range(8):
+        add(one, str(seed), prompt(1000, seed=200 + seed), 6)
+        cold.append(calls(lambda: step(one)))
+        answers += [calls(lambda: step(one)) for _ in range(3)]
+        finish(one)
+    # The least: once in a second the engine's counters are read, and a copy may end in any step.
+    assert min(cold) <= MOST_CALLS_COLD
+    assert min(answers) <= MOST_CALLS_ANSWERS

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from undercroft.model.layers import DTYPE_BYTES
-from undercroft.units import SIZE_FORMAT, parse_size
+from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, parse_duration, parse_size
 
 
 def size(text: str) -> int:
@@ -23,6 +23,14 @@ def size(text: str) -> int:
 def sizes(text: str) -> list[int]:
     """Sizes separated by commas."""
     return [size(part) for part in text.split(",")]
+
+
+def duration(text: str) -> int:
+    """Seconds of a time such as "3d"."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}. Allowed: {DURATION_FORMAT}") from None
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

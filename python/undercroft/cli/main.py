@@ -24,6 +24,7 @@ COMMANDS = (
     "doctor",
     "check-config",
     "inspect",
+    "remote",
     "size",
     "estimate",
     "pin",

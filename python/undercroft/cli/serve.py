@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from undercroft.cli.output import CommandError
 from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
-from undercroft.connector.health import DiskHealth, NamespaceHealth
+from undercroft.connector.health import DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import ConfigError
 from undercroft.log import logger
@@ -151,7 +151,7 @@ def _watch(engine: Engine, stop: threading.Event) -> None:
 
     Raises CommandError if the engine or its server has failed: to start anew is all that helps.
     """
-    health, namespaces = DiskHealth(engine), NamespaceHealth()
+    health, remote, namespaces = DiskHealth(engine), RemoteHealth(engine), NamespaceHealth()
     while not stop.wait(HEALTH_INTERVAL_S):
         stats = engine.stats()
         if not stats["host_capacity_bytes"]:
@@ -160,6 +160,7 @@ def _watch(engine: Engine, stop: threading.Event) -> None:
         if state != "up":
             raise CommandError(why)
         health.check(stats["disk_degraded"])
+        remote.check(stats["remote_degraded"])
         namespaces.check(stats["volatile_namespaces"])
 
 

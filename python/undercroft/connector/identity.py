@@ -58,6 +58,11 @@ def warn_of_names(description: str) -> None:
 def check_seed(reason: str, config: UndercroftConfig, *, is_shared: bool) -> None:
     """Warn of block hashes with a random seed; refuse them in a tier that other processes use."""
     advice = "Set PYTHONHASHSEED to the same value everywhere, or use --prefix-caching-hash-algo sha256 or sha256_cbor."
+    if config.remote:
+        raise ConfigError(
+            f"undercroft: remote = {config.remote!r} with random block hashes: {reason}; no other host would find the "
+            f"blocks. {advice}"
+        )
     if is_shared:
         where = f"server = {config.server!r}" if config.server else f"disk_path = {list(config.disk_path)}, in use,"
         raise ConfigError(

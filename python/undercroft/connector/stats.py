@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
-from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
+from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
 from undercroft.metrics import SHADOWS
@@ -131,9 +131,10 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "remote_puts_failed": ("counter", "failed writes to the remote store"),
     "remote_puts_dropped_queue": ("counter", "segments not written: too many wait to be written already"),
     "remote_puts_dropped_gone": ("counter", "segments not written: their blocks left host memory first"),
-    "remote_corrupt": ("counter", "objects that differ from what their names promise, or fail their checksum"),
+    "remote_corrupt": ("counter", "objects that do not match their names, or fail their checksum"),
     "remote_failures": ("counter", "operations of the remote store that failed or took too long"),
     "remote_throttled": ("counter", "operations that the remote store refused for their number"),
+    "remote_degraded": ("gauge", "1 if the last operation of the remote store failed, else 0"),
     "remote_breaker_open": ("gauge", "1 while the remote store gets no requests because it failed, else 0"),
     "remote_window_bytes": ("gauge", "bytes that reads from the remote store may have in flight"),
     "remote_get_bytes_in_flight": ("gauge", "bytes of segments that are being read from the remote store"),
@@ -320,6 +321,7 @@ class EngineStats:
         """The name of the IO engine, and whether it is that of directories that were taken over."""
         self._due = 0.0
         self._health = DiskHealth(engine)
+        self._remote = RemoteHealth(engine)
         self._namespaces = NamespaceHealth()
         self._link = ConnectionHealth(engine)
         self._checking = threading.Lock()
@@ -381,6 +383,7 @@ class EngineStats:
             self._link.check()
             if stats:
                 self._health.check(int(stats.get("disk_degraded", 0)))
+                self._remote.check(int(stats.get("remote_degraded", 0)))
                 self._namespaces.check(int(stats.get("volatile_namespaces", 0)))
         finally:
             self._checking.release()

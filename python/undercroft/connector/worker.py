@@ -176,6 +176,8 @@ class WorkerConnector:
 
     def _start(self, jobs: Sequence[TransferJob], metadata: UndercroftMetadata, *, to_arena: bool) -> None:
         """Start the jobs of a step and direction with one call of the copier, or report them as failed."""
+        if not jobs:
+            return
         if to_arena and self._replicas > 1:
             jobs = self._saved_here(jobs)
         current = [job for job in jobs if job.session == metadata.arena_session]
@@ -260,7 +262,7 @@ class WorkerConnector:
             raise
 
     def _attach_now(self, key: tuple[str, int, int], layout: DeviceLayout) -> AttachedArena:
-        """The arena as it is mapped and pinned already, if it is the same one; else as it is attached now."""
+        """The arena: the one that is mapped and pinned already, if it is the same; else the one attached now."""
         socket, arena_id, session = key
         # A step waits once for each attempt.
         timeout_s = self._attach_timeout_s if self._attempt is None else 0.0
@@ -328,7 +330,7 @@ class WorkerConnector:
             copier.close()
 
     def _collect(self) -> None:
-        if self._copier is None:
+        if self._copier is None or not self._running:
             return
         for ticket, ok, seconds in self._copier.poll():
             ended = self._running.pop(ticket)

@@ -415,7 +415,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
     }
 }
 
-/// The remote store, which the IO thread owns, and what goes there and comes from there in a turn.
+/// The remote store, which the IO thread owns, with the requests and completions of a turn.
 #[derive(Default)]
 struct Remote {
     store: Option<Box<dyn RemoteStore>>,

@@ -166,6 +166,7 @@ pub struct Gauges {
     pub plan_prefill_tokens_per_s: u64,
     pub plan_prefill_tokens_per_s_32k: u64,
     pub plan_bytes_per_token: u64,
+    pub remote_degraded: u64,
     pub remote_breaker_open: u64,
     pub remote_window_bytes: u64,
     pub remote_get_bytes_in_flight: u64,

@@ -7,6 +7,8 @@
 pub mod key;
 pub mod segment;
 
+use serde::{Deserialize, Serialize};
+
 pub use key::{ObjectKey, REMOTE_VERSION};
 pub use segment::{Expected, SegmentError, SegmentHeader, SegmentPayload};
 
@@ -38,7 +40,7 @@ pub enum RemoteRequest {
         token: u64,
         /// The object.
         key: ObjectKey,
-        /// What its header has to say.
+        /// The fields that its header must have.
         expect: Box<Expected>,
         /// The payloads to bring, in the object's order: often all. Others are not read, or dropped.
         parts: Vec<RemotePart>,
@@ -86,7 +88,7 @@ pub enum RemoteDone {
 pub enum RemoteError {
     /// There is no such object.
     NotFound,
-    /// The object is not what was expected, or a part does not match its checksum. The store deletes it if it may.
+    /// The object is not the expected one, or a part does not match its checksum. The store deletes it if it may.
     Corrupt,
     /// The store does not know the credentials, or they do not allow the operation.
     Denied,
@@ -122,7 +124,7 @@ impl std::fmt::Display for RemoteError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::NotFound => "there is no such object",
-            Self::Corrupt => "the object is not what its name says",
+            Self::Corrupt => "the object does not match its name",
             Self::Denied => "the store denies access",
             Self::Throttled => "the store asks for fewer requests",
             Self::Late => "the store takes too long",
@@ -139,7 +141,7 @@ impl std::fmt::Display for RemoteError {
 pub struct RemoteCompletion {
     /// The request's token.
     pub token: u64,
-    /// What came of it.
+    /// The result.
     pub result: Result<RemoteDone, RemoteError>,
 }
 
@@ -164,7 +166,8 @@ pub trait RemoteStore: Send + std::fmt::Debug {
 }
 
 /// Which segments are written to the remote store.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum RemoteWrite {
     /// Every complete segment.
     #[default]

@@ -253,7 +253,7 @@ impl SegmentHeader {
     }
 }
 
-/// Reads the header at the start of an object and compares it with what was asked for.
+/// Reads the header at the start of an object and compares it with the expected one.
 ///
 /// # Errors
 /// Says why the bytes are not that object.

@@ -42,7 +42,7 @@ const SLICE: Duration = Duration::from_micros(100);
 /// A frame that is longer is carried out in steps.
 const LONG_FRAME: usize = 32 << 10;
 
-/// How long a connection without a session may be silent, and how long the rest of a frame may be missing.
+/// Longest silence of a connection without a session, and longest wait for the rest of a frame.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 
 /// Bytes of all connections' inboxes, and those that each may have.

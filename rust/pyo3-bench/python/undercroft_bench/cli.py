@@ -14,6 +14,7 @@ from typing import Any
 from undercroft.cli import arguments, output, planning
 from undercroft.device.layout import SUPPORTED_LAYOUTS
 from undercroft.errors import ConfigError
+from undercroft.units import format_size
 
 _positive = arguments.whole(1, 1 << 40)
 _not_negative = arguments.whole(0, 1 << 40)
@@ -98,6 +99,20 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         "--policy", choices=("lru", "leafhd"), default="lru", help="eviction policy of both tiers (%(default)s)"
     )
     replay.add_argument("--second-touch", action="store_true", help="write blocks to disk from their second use on")
+
+    remote = _add(kinds, shared, "remote", "a remote store: writes, reads and probes, by size of the objects", _remote)
+    remote.epilog = "example: undercroft bench remote s3://bucket/undercroft --sizes 4MiB,16MiB"
+    remote.add_argument("url", metavar="URL", help="as the option remote; nothing stays there")
+    remote.add_argument(
+        "--sizes",
+        type=arguments.sizes,
+        default="1MiB,4MiB,16MiB,64MiB",
+        metavar="SIZE,...",
+        help="of objects (%(default)s)",
+    )
+    remote.add_argument(
+        "--total", type=arguments.size, default=1 << 30, metavar="SIZE", help="bytes of each size (1GiB)"
+    )
 
     serve = _add(
         kinds, shared, "serve", "time to first token of a running vLLM: cold, and again from the cache", _serve
@@ -217,6 +232,29 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import _bench
 
     return _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
+
+
+def _remote(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft import _core
+
+    found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: None)
+    cases = [
+        {
+            "object": format_size(one["object_bytes"]),
+            "put_gbps": round(one["put_bytes_per_s"] / 1e9, 3),
+            "get_gbps": round(one["get_bytes_per_s"] / 1e9, 3),
+            "get_ms": round(one["get_ms"], 1),
+            "put_cpu_s_per_gb": round(one["put_cpu_s_per_gb"], 2),
+            "get_cpu_s_per_gb": round(one["get_cpu_s_per_gb"], 2),
+        }
+        for one in found["sizes"]
+    ]
+    return {
+        "probe_ms": round(found["probe_ms"], 2),
+        "probe_32_ms": round(found["probe_32_ms"], 2),
+        "advised_remote_object": format_size(found["advised_bytes"]).replace(" ", ""),
+        "cases": cases,
+    }
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:

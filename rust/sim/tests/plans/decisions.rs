@@ -1,10 +1,10 @@
 //! Single decisions on devices of one rate, after the planner has learned it.
 
 use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::{LookupRequest, Tokens};
+use undercroft_core::session::{LookupRequest, Step, Tokens};
 
 use super::disk::{Device, Random, SECOND};
-use super::{BLOCK, BlockHash, Compute, Life, POLL, Sums};
+use super::{BLOCK, BlockHash, CHUNK, Compute, Life, POLL, Sums};
 
 /// Blocks of each prompt.
 const BLOCKS: u32 = 32;
@@ -96,6 +96,26 @@ fn a_slow_disk_is_measured_with_blocks_for_which_nobody_waits() {
     assert_eq!((measured(&life), reads(&life)), (before + 2, began + 8));
     let answer = life.engine.lookup(life.session, &request(&prompts[3]));
     assert!(answer.is_pending());
+}
+
+#[test]
+fn a_wait_is_a_quarter_of_computing_although_most_steps_before_it_were_held_up() {
+    let (mut life, prompts) = learned(5.0, 1);
+    for i in 0..64 {
+        let held_up = if i % 8 == 0 { 1.0 } else { 2.5 };
+        let step = Step {
+            tokens: CHUNK,
+            positions: u64::from(CHUNK).pow(2) / 2,
+            decodes: 0,
+            duration_ns: (life.compute.step_ns(0, CHUNK, 0) * held_up) as u64,
+        };
+        life.engine.report_steps(life.session, &[step]);
+    }
+    life.device = Device::steady(1.0);
+    let mut sums = Sums::default();
+    life.ask(&prompts[0], &mut sums)
+        .expect("within the guarantee");
+    assert_eq!(life.engine.counters().plans_stopped_guarantee, 1);
 }
 
 #[test]

@@ -54,6 +54,8 @@ pub(crate) struct Device {
     latency_ns: u64,
     /// A read hangs so often, for a second.
     hangs: f64,
+    /// Reads that were held up by a phase without a rate all end with it.
+    ends_at_once: bool,
     free_ns: u64,
 }
 
@@ -78,6 +80,27 @@ impl Device {
             phases,
             latency_ns: random.log(2e4, 5e5) as u64,
             hangs,
+            ends_at_once: false,
+            free_ns: 0,
+        }
+    }
+
+    /// A device that is fast, then answers nothing, then is slow, and at last fast again. `ends_ns`: the ends of the first
+    /// three phases; `bytes_per_s`: when it is fast, and when slow.
+    pub(crate) fn lying(random: &mut Random, ends_ns: [u64; 3], bytes_per_s: [f64; 2]) -> Self {
+        let [fast, slow] = bytes_per_s;
+        let [hangs_ns, slow_ns, fast_ns] = ends_ns;
+        let phases = [(0, fast), (hangs_ns, 0.0), (slow_ns, slow), (fast_ns, fast)];
+        let phase = |(from_ns, bytes_per_s)| Phase {
+            from_ns,
+            bytes_per_s,
+        };
+        Self {
+            random: Random::new(random.next()),
+            phases: phases.map(phase).into(),
+            latency_ns: random.log(2e4, 5e5) as u64,
+            hangs: 0.0,
+            ends_at_once: random.chance(0.5),
             free_ns: 0,
         }
     }
@@ -93,6 +116,7 @@ impl Device {
             }],
             latency_ns: 100_000,
             hangs: 0.0,
+            ends_at_once: false,
             free_ns: 0,
         }
     }
@@ -100,18 +124,35 @@ impl Device {
     /// When a read of so many bytes ends that begins now: one after the other.
     pub(crate) fn read(&mut self, bytes: u32, now_ns: u64) -> u64 {
         let start_ns = self.free_ns.max(now_ns);
-        let at = self
-            .phases
-            .partition_point(|phase| phase.from_ns <= start_ns);
-        let rate = self.phases[at.max(1) - 1].bytes_per_s;
         let noise = 0.8 + 0.4 * self.random.unit();
         let hang_ns = if self.random.chance(self.hangs) {
             SECOND
         } else {
             0
         };
-        self.free_ns = start_ns + (f64::from(bytes) / rate * noise * 1e9) as u64 + hang_ns;
+        self.free_ns = self.end_ns(f64::from(bytes) * noise, start_ns) + hang_ns;
         self.free_ns + self.latency_ns
+    }
+
+    /// When so many bytes are read, through the phases.
+    fn end_ns(&self, bytes: f64, start_ns: u64) -> u64 {
+        let first = self
+            .phases
+            .partition_point(|phase| phase.from_ns <= start_ns);
+        let (mut left, mut at_ns) = (bytes, start_ns);
+        for (index, phase) in self.phases.iter().enumerate().skip(first.max(1) - 1) {
+            let next = self.phases.get(index + 1);
+            let until_ns = next.map_or(u64::MAX, |next| next.from_ns);
+            let could = (until_ns - at_ns) as f64 / 1e9 * phase.bytes_per_s;
+            if left <= could {
+                return at_ns + (left / phase.bytes_per_s * 1e9) as u64;
+            }
+            (left, at_ns) = (left - could, until_ns);
+            if phase.bytes_per_s == 0.0 && self.ends_at_once {
+                return until_ns;
+            }
+        }
+        unreachable!("the last phase has a rate and no end")
     }
 }
 

@@ -10,6 +10,7 @@ use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::io::{IoCompletion, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::policy::PolicyKind;
 use undercroft_core::remote::RemoteConfig;
 use undercroft_core::session::{Extent, Load, Lookup, LookupRequest, SaveRequest, Tokens};
 use undercroft_core::slots::page_bytes_for;
@@ -92,6 +93,7 @@ pub(crate) struct Host {
     /// Payloads on disk, by place.
     disk: HashMap<u64, Vec<u8>>,
     pub(crate) now_ns: u64,
+    pub(crate) policy: PolicyKind,
     /// Units of work of the entry that did most.
     pub(crate) most_work: Work,
 }
@@ -110,6 +112,7 @@ pub(crate) fn config(slots: u64, segment: u64) -> EngineConfig {
 impl Host {
     pub(crate) fn new(config: EngineConfig, store: Connection, disk_slots: u64) -> Self {
         let arena = Arena::create(config.host_bytes).expect("memory");
+        let policy = config.policy;
         let mut engine = Engine::new(config);
         if disk_slots > 0 {
             let capacity = disk_slots * SLOT;
@@ -132,6 +135,7 @@ impl Host {
             store,
             disk: HashMap::new(),
             now_ns: 0,
+            policy,
             most_work: Work::default(),
         }
     }

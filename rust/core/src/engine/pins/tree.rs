@@ -104,7 +104,7 @@ impl PinTree {
         }
     }
 
-    /// Pins that end on a chain, the deepest ones first: each of them keeps what the later ones keep.
+    /// Pins that end on a chain, the deepest ones first: each of them keeps the blocks of the later ones.
     pub(super) fn pins_on<'a>(&'a self, shared: &'a Shared) -> impl Iterator<Item = PinKey> + 'a {
         let spans = shared.full.iter().rev();
         spans.flat_map(|&(_, key)| self.spans[key].pins.iter().copied())

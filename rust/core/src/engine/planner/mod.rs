@@ -182,7 +182,7 @@ impl Planner {
             };
             let waits = [reading.first_ns, reading.all_ns].map(|ns| (ns - free_ns).max(0.0));
             let [first_ns, all_ns] = waits;
-            if first_ns > self.margin * more.saved_ns {
+            if first_ns > self.margin * more.saved_ns * model.steps.certain_part() {
                 // The guarantee would end the wait before anything has come.
                 more.cost_ns = f64::INFINITY;
             }
@@ -230,7 +230,8 @@ impl Planner {
             let predicts = follows_prediction && rates_known && model.steps.is_known();
             let wait = Wait {
                 waited_ns: waited_ns as f64,
-                compute_ns: all.saved_ns + model.steps.queue_ns(prompt.queued),
+                compute_ns: (all.saved_ns + model.steps.queue_ns(prompt.queued))
+                    * model.steps.certain_part(),
                 arrived: f64::from(here - prompt.computed) / tokens,
                 block: f64::from(block) / tokens,
                 all,

@@ -70,8 +70,8 @@ pub(in crate::engine) enum Stop {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct Wait {
     pub(in crate::engine) waited_ns: f64,
-    /// Time that computing would take instead of waiting, from the start: for the awaited tokens, and for the tokens
-    /// that vLLM would compute before them.
+    /// Time that computing would take at least instead of waiting, from the start: for the awaited tokens, and for the
+    /// tokens that vLLM would compute before them.
     pub(in crate::engine) compute_ns: f64,
     /// The part of the tokens that has come, 0 to 1.
     pub(in crate::engine) arrived: f64,

@@ -11,6 +11,11 @@ const PREFILL: u32 = 16;
 const KEEP: f64 = 1.0 - 1.0 / 32.0;
 /// A step counts as at most so many times its prediction: a step in which the process was held up says nothing.
 const CLIP: f64 = 3.0;
+/// The fastest of about so many recent steps with a prefill says what is certain: a step takes longer than it must when
+/// the process is held up, and never less.
+const RECENT: f64 = 32.0;
+/// The least part of a prediction that is taken for certain.
+const CERTAIN: f64 = 0.5;
 /// The assumption before the first measurement: 2 ms, and 20,000 tokens a second.
 const PRIOR: [f64; TERMS] = [2e6, 50e6, 0.0, 0.0];
 /// The weight of the assumption about each term, as a part of the steps' weight in it. Where they do not tell the terms
@@ -50,6 +55,8 @@ pub(super) struct StepModel {
     chunk: u32,
     /// Decodes of the last step.
     running: u32,
+    /// The part of the predicted time that a prefill takes at least.
+    certain: f64,
 }
 
 impl Default for StepModel {
@@ -61,6 +68,7 @@ impl Default for StepModel {
             prefill_steps: 0,
             chunk: 1,
             running: 0,
+            certain: 1.0,
         }
     }
 }
@@ -89,6 +97,9 @@ impl StepModel {
         let expected = dot(terms, self.factors).max(1e3);
         let mut ns = step.duration_ns as f64;
         if self.is_known() {
+            if step.tokens.saturating_mul(4) >= self.chunk {
+                self.note_part(ns / expected);
+            }
             ns = ns.min(expected * CLIP);
         }
         // The fit weighs the error as a share of the step's time: a long step counts no more than a short one.
@@ -101,6 +112,12 @@ impl StepModel {
             self.decodes.add(terms, ns, weight);
         }
         self.fit();
+    }
+
+    /// A long step has taken this part of its prediction.
+    fn note_part(&mut self, part: f64) {
+        let part = part.clamp(CERTAIN, 1.0);
+        self.certain = part.min(self.certain + (part - self.certain) / RECENT);
     }
 
     fn fit(&mut self) {
@@ -120,6 +137,11 @@ impl StepModel {
             times[term] += scale * PRIOR[term];
         }
         self.factors = not_negative(&products, &times);
+    }
+
+    /// The part of a predicted time of computing that computing takes at least, by the fastest of the recent steps.
+    pub(super) fn certain_part(&self) -> f64 {
+        self.certain
     }
 
     /// Whether enough steps were seen.
@@ -313,6 +335,29 @@ mod tests {
             ..step(512, 0, 0)
         });
         assert!(model.saved_ns(0, 2048, 2049) < 1.2 * before, "{model:?}");
+    }
+
+    #[test]
+    fn certain_is_what_the_fastest_of_the_recent_steps_took() {
+        let held_up = |i: u64| Step {
+            duration_ns: step(512, 0, 0).duration_ns * if i.is_multiple_of(5) { 1 } else { 2 },
+            ..step(512, 0, 0)
+        };
+        let mut model = learned((0..60).map(held_up));
+        let predicted = model.saved_ns(0, 512, 1025);
+        let least = step(512, 0, 0).duration_ns as f64;
+        assert!(predicted > 1.3 * least, "the mean: {model:?}");
+        let certain = predicted * model.certain_part();
+        assert!(
+            (0.85..1.1).contains(&(certain / least)),
+            "{certain} of {least}: {model:?}"
+        );
+        // One fast step is enough, and counts until many others have come.
+        model.add(&step(512, 0, 0));
+        let certain = model.saved_ns(0, 512, 1025) * model.certain_part();
+        assert!(certain < 1.1 * least, "{certain} of {least}: {model:?}");
+        (0..300).for_each(|i| model.add(&step(512, 512 * (i % 8), 0)));
+        assert!(model.certain_part() > 0.95, "{model:?}");
     }
 
     #[test]

@@ -174,7 +174,7 @@ impl Remote {
         }
     }
 
-    /// Remembers what a get has told of an object.
+    /// Remembers the result of a get of an object.
     fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) {
         let is_gone = matches!(why, Some(RemoteError::NotFound | RemoteError::Corrupt));
         if is_gone {

@@ -34,6 +34,8 @@ pub(super) struct Flight {
     pub(super) next: u32,
     /// Gets in flight.
     pub(super) gets: u32,
+    /// The nodes at the end of the first segments: those whose gets have begun. The lease keeps them.
+    pub(super) ends: Vec<NodeId>,
     /// Leased: the deepest node that the flight has made, or stands on; `NONE` if there is none.
     pub(super) lease: NodeId,
     /// Slot bytes that it has filled or is filling, which the lease keeps.

@@ -115,6 +115,7 @@ impl Remote {
         }
         let flight = &mut self.flights[id];
         flight.next += 1;
+        flight.ends.push(reserved.end);
         let next = flight.next;
         flight.bytes += bytes;
         self.held += bytes;
@@ -172,7 +173,7 @@ impl Remote {
         }
     }
 
-    /// Frees what ended flights hold for requests that the scheduler has not asked for.
+    /// Frees the leases of ended flights whose requests the scheduler does not ask for.
     fn release_idle(&mut self, but: FlightId, parts: &mut EngineParts<'_>) {
         let requests = &*parts.requests;
         let is_demanded = |&id: &RequestId| requests[id].promotions.demanded;

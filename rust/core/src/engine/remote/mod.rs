@@ -120,7 +120,7 @@ pub(super) struct Remote {
     held_max: u64,
     known: Recent,
     absent: Recent,
-    /// Objects that were not what their names say: they are to be replaced.
+    /// Objects that did not match their names: they are to be replaced.
     broken: Recent,
     puts: PutQueue,
     breaker: Breaker,
@@ -237,25 +237,21 @@ impl Remote {
         }
     }
 
-    /// A flight has ended: its waiters look again. What has come is leased until they have.
+    /// A flight has ended: its waiters look again. The blocks that have arrived are leased until then.
     fn end_flight(&mut self, id: FlightId, residency: &mut Residency) {
         let flight = &mut self.flights[id];
         flight.is_over = true;
-        let depth = flight.depth_of(flight.arrived);
-        let lease = flight.lease;
+        // Nodes below that the store did not fill go, and with them the deepest.
+        let kept = match flight.arrived.checked_sub(1) {
+            Some(last) => flight.ends[last as usize],
+            None if flight.ends.is_empty() => flight.lease,
+            None => NONE,
+        };
         self.order.retain(|&of| of != id);
         self.has_ended = true;
         self.forget_segments(id);
-        if lease == NONE {
-            return;
-        }
-        let is_there = depth > 0 && !residency.has_left_index(lease);
-        let kept = if is_there {
-            residency.forest().ancestor(lease, depth)
-        } else {
-            NONE
-        };
-        self.move_lease(id, kept, residency);
+        let is_there = kept != NONE && !residency.has_left_index(kept);
+        self.move_lease(id, if is_there { kept } else { NONE }, residency);
     }
 
     /// Moves a flight's lease to `node` (`NONE`: to nothing).
@@ -371,7 +367,7 @@ impl Engine {
         }
     }
 
-    /// A request no longer waits for a flight, nor needs what it brought.
+    /// A request no longer waits for a flight, nor needs its blocks.
     pub(super) fn leave_flight(&mut self, id: RequestId) {
         let Some(remote) = self.remote.as_deref_mut() else {
             return;

@@ -71,7 +71,7 @@ impl Engine {
         true
     }
 
-    /// A request's flight has ended, or takes too long for it. What has come stays leased until the request is answered.
+    /// A request's flight has ended, or takes too long for it. The blocks that have arrived stay leased until the request is answered.
     fn note_flight(&mut self, id: RequestId, flight: FlightId, ns: NsId) {
         let Some(remote) = self.remote.as_deref() else {
             return;
@@ -215,6 +215,7 @@ impl Remote {
             arrived: 0,
             next: 0,
             gets: 0,
+            ends: Vec::new(),
             lease: NONE,
             bytes: 0,
             is_cut: false,
