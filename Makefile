@@ -115,6 +115,10 @@ $(BIN)/python -m pytest -q -m alone $(1) || alone=$$?; \
 case $$others$$alone in 00|05|50) ;; *) echo "error: pytest ended with $$others and $$alone" >&2; exit 1 ;; esac
 endef
 
+.PHONY: test-remote
+test-remote: | cargo  ## The contract of remote stores: a directory, Redis, Ceph's S3 gateway (Debian packages, 70 MB once)
+	tools/remote_servers cargo test -p undercroft-remote --features s3,redis
+
 .PHONY: test-vllm-033
 test-vllm-033: build  ## Engine tests on vLLM 0.33 (its Python files over the CPU build of 0.32; 340 MB once)
 	overlay="$$($(BIN)/python tools/overlay.py 0.33.0)"; \

@@ -74,7 +74,8 @@ def _unpack(packages: tuple[str, ...], tree: Path) -> None:
     shutil.rmtree(new, ignore_errors=True)
     for directory in ("etc/apt.conf.d", "etc/preferences.d", "state/lists/partial", "cache/archives/partial"):
         (apt / directory).mkdir(parents=True, exist_ok=True)
-    sources = [f"deb [arch=amd64,arm64 signed-by={KEYS}] {MIRROR} {suite} main" for suite in (RELEASE, f"{RELEASE}-backports")]
+    origin = f"deb [arch=amd64,arm64 signed-by={KEYS}] {MIRROR}"
+    sources = [f"{origin} {suite} main" for suite in (RELEASE, f"{RELEASE}-backports")]
     (apt / "etc/sources.list").write_text("\n".join(sources) + "\n")
     (apt / "state/status").touch()
     (apt / "apt.conf").write_text(

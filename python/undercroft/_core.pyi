@@ -169,7 +169,10 @@ class Engine:
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``pin_memory``
         (bytes; default: three tenths of it), ``io_engine``, ``io_depth``,
         ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
-        ``disk_write_rate`` (bytes per second), ``verify_host``, ``inject_faults`` (see `limit_reads`),
+        ``disk_write_rate`` (bytes per second), ``disk_ttl`` (seconds), ``remote`` (URL), ``remote_object`` (bytes),
+        ``remote_write``,
+        ``remote_write_rate`` (bytes per second), ``remote_ttl`` (seconds), ``verify_host``, ``inject_faults`` (see
+        `limit_reads`),
         ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
         directory is in use by another engine of this user, use that one, and take the directories over when it ends).
         With ``server`` the engine's own options mean nothing.
@@ -450,7 +453,7 @@ class Copier:
     def submit(
         self, to_arena: bool, jobs: list[tuple[int, int]], addresses: bytes, offsets: bytes, sizes: bytes
     ) -> None:
-        """Queue jobs, all of them or none: of each its number and how many of the pieces are its own. The pieces are
+        """Queue jobs, all of them or none. Each job is a pair: its number, and the number of its pieces. The pieces are
         little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
 
         The memory at the addresses must stay valid, and untouched by others, until the job is returned by `poll`. A
@@ -523,4 +526,39 @@ def drop_namespace(directory: str, digest: str) -> int:
     """Remove namespaces from a cache directory that is not in use: how many whose digest starts with ``digest``.
 
     At least eight hexadecimal digits. Raises ConfigError, StoreError.
+    """
+
+def remote_gc(
+    url: str,
+    progress: Callable[[list[int]], object],
+    *,
+    max_bytes: int | None = None,
+    max_age: int | None = None,
+    min_age: int = 60,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Removes old objects from a remote store; ages are in seconds. ``progress([done, total])`` is called now and then.
+
+    Keys of the result: objects, bytes, removed_objects, removed_bytes, skipped_objects, removed_leftovers,
+    excess_bytes, oldest_s, dry_run, seconds. Raises ConfigError, UndercroftError.
+    """
+
+def remote_contents(url: str) -> dict[str, Any]:
+    """The contents of a remote store. Changes nothing of undercroft's.
+
+    Keys: objects, bytes, other_objects, namespaces (a list of digest, description, objects, bytes, oldest_s, newest_s).
+    Raises ConfigError, UndercroftError.
+    """
+
+def remote_check(url: str) -> list[dict[str, str]]:
+    """Findings on a remote store: name, status ("ok", "warn" or "fail"), found and advice of each. Raises
+    ConfigError."""
+
+def remote_measure(
+    url: str, sizes: list[int], total: int, progress: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Speeds of a remote store, with about ``total`` bytes of objects of each size.
+
+    Keys: probe_ms, probe_32_ms, sizes (the values that ``progress`` gets: object_bytes, put_bytes_per_s,
+    get_bytes_per_s, get_ms, put_cpu_s_per_gb, get_cpu_s_per_gb), advised_bytes. Raises ConfigError, UndercroftError.
     """

@@ -35,7 +35,7 @@ class Group(Protocol):
 
 
 def boundary_blocks(group: Group) -> int:
-    """Blocks that one more place where a hit may end needs of a group; of a chunk, the most. 0 for full attention."""
+    """Blocks of a group that one more possible end of a hit takes; for chunks, the maximum. 0 for full attention."""
     if group.kind == "state":
         return 1
     if group.kind == "sliding_window":

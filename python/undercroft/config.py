@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from undercroft.errors import ConfigError
-from undercroft.units import SIZE_FORMAT, Amount, parse_amount, parse_size
+from undercroft.remote_url import REMOTE_FORMAT, check_remote, without_credentials
+from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, Amount, parse_amount, parse_duration, parse_size
 
 ENV_PREFIX = "UNDERCROFT_"
 EXTRA_CONFIG = "kv_connector_extra_config"
@@ -126,6 +127,24 @@ def _positive_amount(value: Any) -> Amount:
     if amount.size == 0:
         raise ValueError("zero")
     return amount
+
+
+_REMOTE_OBJECT_MIN = 1 << 20
+_REMOTE_OBJECT_MAX = 64 << 20
+
+
+def _remote_object(value: Any) -> int:
+    size = parse_size(value)
+    if not _REMOTE_OBJECT_MIN <= size <= _REMOTE_OBJECT_MAX:
+        raise ValueError("out of range")
+    return size
+
+
+def _remote_ttl(value: Any) -> int:
+    seconds = parse_duration(value)
+    if seconds < 60:
+        raise ValueError("less than a minute")
+    return seconds
 
 
 SHADOWS_MAX = 4
@@ -305,7 +324,7 @@ class UndercroftConfig:
     )]
     pin_memory: Annotated[Amount, Option(
         "size or share", "30%", _SHARE_FORMAT + " above 0%; 0 pins nothing",
-        "Maximum host memory that blocks may take which hints of requests have pinned. A percentage is taken of "
+        "Maximum host memory of the blocks that hints of requests have pinned. A percentage is taken of "
         "host_memory.",
         parse_amount, str, "engine",
     )]
@@ -333,6 +352,40 @@ class UndercroftConfig:
         "size", 0, SIZE_FORMAT + "; 0 is unlimited",
         "Maximum bytes per second written to disk. Blocks beyond it stay in host memory only.",
         parse_size, str, "engine",
+    )]
+    disk_ttl: Annotated[int, Option(
+        "number", 0, "0 to 3155760000 seconds; 0 keeps them",
+        "Time to live on disk: blocks that no request has used for so many seconds are evicted from the directories.",
+        _integer(0, 3_155_760_000), _text_number, "engine",
+    )]
+    remote: Annotated[str, Option(
+        "URL", "", REMOTE_FORMAT,
+        "Store that many hosts share, below the disk: a directory of a shared file system, an object store, or Redis. "
+        "Credentials come from the environment, from files, or from the machine's role. Needs block hashes that are "
+        "equal everywhere.",
+        check_remote, str, "engine",
+    )]
+    remote_object: Annotated[int, Option(
+        "size", "16MiB", SIZE_FORMAT + "; 1MiB to 64MiB",
+        "Minimum size of an object in the remote store. A prefix is shared in whole objects; larger ones transfer "
+        "with fewer requests.",
+        _remote_object, str, "engine",
+    )]
+    remote_write: Annotated[str, Option(
+        "text", "all", '"all", "second_touch" or "none"',
+        "Blocks that are written to the remote store: all, those used a second time, or none (this host only reads).",
+        _choice("all", "second_touch", "none"), str, "engine",
+    )]
+    remote_write_rate: Annotated[int, Option(
+        "size", "500MB", SIZE_FORMAT + "; 0 is unlimited",
+        "Maximum bytes per second written to the remote store. Blocks beyond it are not written there.",
+        parse_size, str, "engine",
+    )]
+    remote_ttl: Annotated[int, Option(
+        "time", "3d", DURATION_FORMAT + "; at least 1m",
+        "Time that an object is kept after its last use. Redis removes it then. In other stores, reading an object "
+        "renews it when half of this time has passed; `undercroft remote gc` removes the old ones.",
+        _remote_ttl, str, "engine",
     )]
     verify_host: Annotated[bool, Option(
         "true or false", False, "true or false",
@@ -438,11 +491,12 @@ class UndercroftConfig:
             if option.name in extra_config:
                 value = extra_config[option.name]
                 is_text = flags and isinstance(value, str)
-                where = f"{option.flag} {value}" if flags else f"{option.name} = {value!r} in {EXTRA_CONFIG}"
+                shown = without_credentials(value)
+                where = f"{option.flag} {shown}" if flags else f"{option.name} = {shown!r} in {EXTRA_CONFIG}"
             elif environ.get(option.env, "") != "":
                 value = environ[option.env]
                 is_text = True
-                where = f"environment variable {option.env} = {value!r}"
+                where = f"environment variable {option.env} = {without_credentials(value)!r}"
             else:
                 values[option.name] = option.parse(option.default)
                 continue

@@ -81,7 +81,7 @@ def _unknown(_one: str, _other: str) -> list[str]:
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any], files_of: FilesOf = _unknown) -> list[str]:
-    """One text for each field in which two descriptions differ: the first one's value, and the second one's.
+    """One text for each field in which two descriptions differ, with the values of both.
 
     The text about weights names the files that differ, as far as ``files_of`` knows them.
     """

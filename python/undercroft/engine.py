@@ -69,7 +69,7 @@ def start_line(
     many bytes holds. ``index_bytes``: the memory of the index of so many tokens.
     """
     if not info:
-        return f"undercroft: {where} is not there yet; serving without it until it is; namespace {namespace[:12]}"
+        return f"undercroft: {where} does not answer yet; vLLM serves without it until then; namespace {namespace[:12]}"
 
     def size(capacity: int) -> str:
         return format_size(capacity) + (f" ({tokens_in(capacity):,} tokens)" if tokens_in is not None else "")
@@ -88,6 +88,8 @@ def start_line(
         )
     if not info.get("disks"):
         parts.append("no disk tier")
+    if info.get("remote"):
+        parts.append(f"remote {info['remote']['url']}")
     if tokens_in is not None and index_bytes is not None:
         tiers = [info["host_memory"], *(disk["capacity"] for disk in info.get("disks", ()) if "capacity" in disk)]
         parts.append(f"index up to {format_size(sum(index_bytes(tokens_in(tier)) for tier in tiers))}")

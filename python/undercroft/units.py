@@ -1,4 +1,4 @@
-"""Amounts of memory, disk and bandwidth as people write them: "16GiB", "1.5 TB", "25%"."""
+"""Amounts of memory, disk, bandwidth and time as people write them: "16GiB", "1.5 TB", "25%", "3d"."""
 
 from __future__ import annotations
 
@@ -69,6 +69,27 @@ def parse_amount(value: object) -> Amount:
     if unit.upper() not in _UNITS:
         raise ValueError(f"unknown unit {unit!r}")
     return Amount(size=round(number * _UNITS[unit.upper()]))
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+DURATION_FORMAT = "seconds as a number, or with a unit (s, m, h, d)"
+"""The input of `parse_duration`, for messages."""
+
+
+def parse_duration(value: object) -> int:
+    """Seconds of ``value``, a whole number or text such as "3d". Raises ValueError with the reason."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{type(value).__name__} is not a duration")
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+)\s*([smhd]?)\s*", value, re.ASCII)
+        if match is None:
+            raise ValueError("not a duration")
+        return int(match[1]) * _SECONDS[match[2] or "s"]
+    if not math.isfinite(value) or value != int(value):
+        raise ValueError("not a whole number of seconds")
+    if value < 0:
+        raise ValueError("negative")
+    return int(value)
 
 
 def format_size(size: float) -> str:

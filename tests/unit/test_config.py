@@ -112,6 +112,21 @@ BAD = {
     "on_disk_error": ["ignore", False],
     "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
+    "disk_ttl": [-1, "7d", 0.5, True, None],
+    "remote": [
+        1,
+        "/mnt/shared",
+        "ftp://host/dir",
+        "file://mnt",
+        "file:///",
+        "s3://",
+        "s3:///prefix",
+        "s3://b/p?region=x",
+    ],
+    "remote_object": ["1KiB", "65MiB", 0, "big", True],
+    "remote_write": ["some", None, 1],
+    "remote_write_rate": ["fast", -1, "10%"],
+    "remote_ttl": ["59s", 0, "3w", -1, "", None, True],
     "reset_with_prefix_cache": [1, "no", None],
     "shadow": ["lots", 0, ["1GiB", "0"], ["1GiB"] * 5, None],
     "log_requests": ["yes", True, 1, None],
@@ -142,6 +157,23 @@ def test_bad_values_are_refused(name, value):
     assert name in message
     assert repr(value) in message
     assert "Allowed: " in message
+
+
+@pytest.mark.parametrize("url", ["redis://:hunter2@host/0", "s3://key:hunter2@bucket", "x://hunter2@y"])
+def test_credentials_in_a_url_are_refused_and_not_shown(url):
+    for given in ({"remote": url}, {}):
+        with pytest.raises(ConfigError, match=r"(?i)remote") as error:
+            parse(given, **({} if given else {"UNDERCROFT_REMOTE": url}))
+        assert "hunter2" not in str(error.value)
+
+
+def test_options_of_the_remote_store_are_read():
+    config = parse(
+        {"remote": "s3://bucket/prefix", "remote_object": "4MiB", "remote_write_rate": 0}, UNDERCROFT_REMOTE_TTL="12h"
+    )
+    assert (config.remote, config.remote_object, config.remote_write_rate) == ("s3://bucket/prefix", 4 << 20, 0)
+    assert (config.remote_ttl, config.remote_write) == (12 * 3600, "all")
+    assert parse({}).remote_ttl == 3 * 86_400
 
 
 def test_names_of_other_connectors_get_the_option_that_does_the_same():

@@ -32,9 +32,11 @@ SUFFIXES = r"\.(?:rs|py|pyi|md|toml|txt|service|so)"
 
 # Names of others: vLLM, CUDA, the kernel, the shell. A name that is neither here nor in the sources is a mistake.
 FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
+    "AZURE_STORAGE_ACCOUNT_KEY",
     "AllBlocksCleared",
     "BHLNC",
     "BLNHC",
+    "GOOGLE_APPLICATION_CREDENTIALS",
     "LBNHC",
     "LHBNC",
     "MAX_JOBS",

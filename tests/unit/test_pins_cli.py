@@ -4,59 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
+from http_vllm import HttpVllm, serving
+from served_client import Peer, prompt
+from undercroft import _core
 from undercroft.cli.main import main
 
 ACCEPTED = {"answer": "accepted", "tokens": 128}
 
 
-class Vllm:
-    """The requests that a server got, and its answer."""
+class Vllm(HttpVllm):
+    """A vLLM that gives each hint the same answer."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.answer: dict[str, Any] | None = ACCEPTED
+        super().__init__(self._answer)
+        self.hint: dict[str, Any] | None = ACCEPTED
         self.status = 200
+
+    def _answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        [verb, _] = body["kv_transfer_params"]["kv_hints"]
+        answers = None if self.hint is None else {"kv_hints": {verb: self.hint}}
+        return self.status, {"kv_transfer_params": answers}
 
 
 @pytest.fixture
 def vllm() -> Iterator[tuple[Vllm, str]]:
-    known = Vllm()
-
-    class Handler(BaseHTTPRequestHandler):
-        def _send(self, body: dict[str, Any]) -> None:
-            content = json.dumps(body).encode()
-            self.send_response(known.status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def do_GET(self) -> None:
-            self._send({"data": [{"id": "first"}, {"id": "second"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            known.asked.append((self.path, body))
-            [verb, _] = body["kv_transfer_params"]["kv_hints"]
-            answers = None if known.answer is None else {"kv_hints": {verb: known.answer}}
-            self._send({"kv_transfer_params": answers})
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield known, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(known := Vllm()) as url:
+        yield known, url
 
 
 def lines(tmp_path: Path, *values: Any) -> str:
@@ -81,13 +59,13 @@ def test_each_prompt_is_pinned_and_nothing_is_computed(
 
 def test_hashes_are_handed_on(vllm: tuple[Vllm, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known, url = vllm
-    known.answer = {"answer": "rejected", "tokens": 0, "reason": "not_pinned"}
+    known.hint = {"answer": "rejected", "tokens": 0, "reason": "not_pinned"}
     file = lines(tmp_path, ["ab" * 32, "cd" * 32])
     assert main(["unpin", "--url", url, "--hashes", "--id", "chat", "--json", file]) == 1
     [(_, body)] = known.asked
     expected = {"release": {"id": "chat", "hashes": ["ab" * 32, "cd" * 32]}, "compute": False}
     assert body["kv_transfer_params"]["kv_hints"] == expected
-    assert json.loads(capsys.readouterr().out) == {"answers": [known.answer]}
+    assert json.loads(capsys.readouterr().out) == {"answers": [known.hint]}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +91,7 @@ def test_a_server_that_knows_no_hints_or_is_away_is_named(
     vllm: tuple[Vllm, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known, url = vllm
-    known.answer = None
+    known.hint = None
     file = lines(tmp_path, "text")
     assert main(["pin", "--url", url, file]) == 1
     assert "does not answer hints" in capsys.readouterr().err
@@ -122,3 +100,42 @@ def test_a_server_that_knows_no_hints_or_is_away_is_named(
     assert "HTTP 400" in capsys.readouterr().err
     assert main(["pin", "--url", "http://127.0.0.1:1", file]) == 1
     assert "no vLLM answers there" in capsys.readouterr().err
+
+
+def test_the_pin_of_a_name_is_ended_without_a_file(vllm: tuple[Vllm, str], capsys: pytest.CaptureFixture[str]) -> None:
+    known, url = vllm
+    assert main(["unpin", "--url", url, "--id", "chat"]) == 0
+    [(_, body)] = known.asked
+    assert body["kv_transfer_params"]["kv_hints"] == {"release": {"id": "chat"}, "compute": False}
+    assert main(["unpin", "--url", url]) == 2
+    assert "--id" in capsys.readouterr().err
+
+
+def test_blocks_are_pinned_at_the_socket_of_an_engine_inside_a_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disks = [{"path": str(tmp_path / "cache"), "capacity": 64 << 20}]
+    options = {"host_memory": 16 << 20, "disks": disks, "share": True, "socket_dir": str(tmp_path / "run")}
+    peer = Peer(_core.Engine(options))
+    try:
+        peer.save(prompt("a"))
+        file = lines(tmp_path, [block.hex() for block in prompt("a")], [block.hex() for block in prompt("b")])
+        where = ["--disk-path", str(tmp_path / "cache")]
+        assert main(["pin", *where, "--hashes", "--json", file]) == 1
+        unknown = {"answer": "rejected", "tokens": 0, "reason": "not_cached"}
+        assert json.loads(capsys.readouterr().out) == {"answers": [ACCEPTED, unknown]}
+        assert peer.engine.stats()["pins"] == 1
+        one = lines(tmp_path, [block.hex() for block in prompt("a")])
+        assert main(["unpin", *where, "--hashes", one]) == 0
+        assert main(["pin", *where, "--hashes", "--id", "system", one]) == 0
+        assert main(["unpin", *where, "--id", "system"]) == 0
+        assert peer.engine.stats()["pins"] == 0
+        capsys.readouterr()
+        assert main(["unpin", *where, "--id", "system"]) == 1
+        assert "not_pinned" in capsys.readouterr().out
+        assert main(["pin", *where, "--namespace", "zz", "--hashes", one]) == 1
+        assert "allowed is the beginning of one digest of those in use" in capsys.readouterr().err
+        assert main(["pin", *where, one]) == 2
+        assert "give --hashes and block hashes, or --url" in capsys.readouterr().err
+    finally:
+        peer.close()

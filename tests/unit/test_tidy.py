@@ -16,7 +16,7 @@ LAYERS = (
     ("key", "error", "explain", "metrics", "checksum", "memory", "panics", "size", "work", "buddy", "pool"),
     ("arena", "slots", "copy"),
     ("namespace", "forest", "resolve", "policy"),
-    ("disk", "hint", "session"),
+    ("disk", "hint", "remote", "session"),
     ("engine",),
     ("driver",),
     ("embedded",),

@@ -47,19 +47,26 @@ def answers(running: Engine, ids: list[int], **verbs: Any) -> dict[str, Any]:
     return found["kv_hints"]
 
 
-def test_a_pinned_prompt_outlives_a_flood(engine: Make, llama: Path) -> None:
+def test_a_pinned_conversation_outlives_ten_turnovers_of_the_cache(engine: Make, llama: Path) -> None:
     running = engine(llama, {"host_memory": "32MiB"}, blocks=64)
-    accepted = {"answer": "accepted", "tokens": 5 * BLOCK}
-    assert answers(running, CHAT, pin={"ttl_s": 600}) == {"pin": accepted}
+    chat = CHAT
+    for turn in range(3):
+        chat = chat + prompt(turn * BLOCK, seed=20 + turn)
+        accepted = {"answer": "accepted", "tokens": len(chat) // BLOCK * BLOCK}
+        assert answers(running, chat, pin={"ttl_s": 600, "id": "chat"}) == {"pin": accepted}
+    blocks = 8
+    assert (stats(running)["pins"], stats(running)["pin_bytes"]) == (1, blocks * PAYLOAD)
     assert running.generate(OTHER, 1).kv_transfer_params is None
     capacity = stats(running)["host_capacity_bytes"] // PAYLOAD
     flood(running, 10 * capacity)
     assert stats(running)["host_evictions"] > 9 * capacity
     assert cached(running, OTHER) == 0
-    assert cached(running, CHAT) == 5 * BLOCK
-    assert answers(running, CHAT, release=True) == {"release": accepted}
+    assert cached(running, chat) == blocks * BLOCK
+    # The others have all that the pin leaves them.
+    assert stats(running)["host_blocks"] == capacity
+    assert answers(running, chat, release={"id": "chat"}) == {"release": accepted}
     flood(running, 2 * capacity)
-    assert cached(running, CHAT) == 0
+    assert cached(running, chat) == 0
     nothing_left(running)
 
 
@@ -158,3 +165,9 @@ def test_hints_over_http(llama_with_tokenizer: Path, tmp_path: Path) -> None:
         assert main(["pin", "--url", client.server.url, str(file)]) == 0
         assert main(["unpin", "--url", client.server.url, str(file)]) == 0
         assert main(["unpin", "--url", client.server.url, str(file)]) == 1
+        # A prompt that nobody has asked for is computed first, and pinned then.
+        file.write_text(json.dumps(OTHER), encoding="utf-8")
+        assert main(["pin", "--url", client.server.url, str(file)]) == 1
+        assert main(["warm", "--url", client.server.url, str(file)]) == 0
+        client.wait_until_idle()
+        assert main(["pin", "--url", client.server.url, str(file)]) == 0

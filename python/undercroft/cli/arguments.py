@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from undercroft.model.layers import DTYPE_BYTES
-from undercroft.units import SIZE_FORMAT, parse_size
+from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, parse_duration, parse_size
 
 
 def size(text: str) -> int:
@@ -23,6 +23,14 @@ def size(text: str) -> int:
 def sizes(text: str) -> list[int]:
     """Sizes separated by commas."""
     return [size(part) for part in text.split(",")]
+
+
+def duration(text: str) -> int:
+    """Seconds of a time such as "3d"."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}. Allowed: {DURATION_FORMAT}") from None
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
@@ -51,7 +59,7 @@ def add_engine(parser: argparse.ArgumentParser, path: Callable[[str], str]) -> N
     """The arguments that say which running engine is meant."""
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
-        "--socket", type=path, metavar="PATH", help="where the engine listens (the only engine of this user)"
+        "--socket", type=path, metavar="PATH", help="socket of the engine (default: the only engine of this user)"
     )
     place.add_argument("--disk-path", metavar="DIR", help="the engine that has this directory open")
 

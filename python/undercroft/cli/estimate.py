@@ -56,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--trace-block",
         type=arguments.whole(1, 1 << 20),
         metavar="TOKENS",
-        help="tokens of a block of a trace that does not say (512, as Mooncake's)",
+        help="tokens of a block, if the trace does not say (512, as in Mooncake's)",
     )
     for name in ("eviction_policy", "disk_admission"):
         option = next(option for option in OPTIONS if option.name == name)

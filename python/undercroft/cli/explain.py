@@ -25,14 +25,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         epilog="example: undercroft explain --misses --last 50",
     )
     arguments.add_engine(parser, absolute_path)
-    parser.add_argument("--request", metavar="ID", default="", help="requests whose id begins so (as in vLLM's log)")
-    parser.add_argument("--misses", action="store_true", help="those with something missing only")
+    parser.add_argument("--request", metavar="ID", default="", help="requests whose id, as in vLLM's log, begins so")
+    parser.add_argument("--misses", action="store_true", help="only requests with a missing part")
     parser.add_argument(
         "--last",
         type=arguments.whole(1, LOOKUPS_MAX),
         default=20,
         metavar="N",
-        help="so many, the latest last (%(default)s)",
+        help="number of lookups, the latest last (%(default)s)",
     )
     parser.set_defaults(run=run)
 

@@ -1,5 +1,5 @@
-"""``undercroft inspect DIR``: the contents of a cache directory; ``--verify`` reads and checks every payload,
-``--diff`` compares two namespaces, ``--drop`` removes one."""
+"""``undercroft inspect DIR|URL``: the contents of a cache directory or a remote store; of a directory,
+``--verify`` reads and checks every payload, ``--diff`` compares two namespaces, ``--drop`` removes one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from undercroft import descriptions
-from undercroft.cli import output
+from undercroft.cli import inspect_remote, output
 from undercroft.connector.releases import release_of
 from undercroft.connector.weights import SAMPLED, Digests, digests_file, model_place, weights_digest
 from undercroft.units import format_size
@@ -26,12 +26,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "inspect",
         parents=[shared],
-        help="list the contents of a cache directory",
-        description="Shows namespaces, blocks, bytes and age of a cache directory. Changes nothing "
-        "without --drop. Exit code 1 if --verify finds a corrupt payload.",
+        help="list the contents of a cache directory or a remote store",
+        description="Shows namespaces, blocks, bytes and age of a cache directory, or those of a remote store. Changes "
+        "nothing without --drop. Exit code 1 if --verify finds a corrupt payload.",
         epilog="example: undercroft inspect /mnt/nvme0/undercroft --verify",
     )
-    parser.add_argument("directory", metavar="DIR", help="the disk_path of an engine")
+    parser.add_argument("directory", metavar="DIR|URL", help="the disk_path of an engine, or the URL of a remote store")
     parser.add_argument("--verify", action="store_true", help="read every payload and compare its checksum")
     parser.add_argument(
         "--drop",
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary, and the result of the verification."""
     from undercroft import _core
 
+    if "://" in args.directory:
+        return inspect_remote.run(args)
     if not (Path(args.directory) / "super").exists():
         raise output.CommandError(f"{args.directory} holds no undercroft cache; give the disk_path of an engine")
     found: dict[str, Any] = _core.inspect(args.directory)

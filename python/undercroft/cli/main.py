@@ -24,10 +24,12 @@ COMMANDS = (
     "doctor",
     "check-config",
     "inspect",
+    "remote",
     "size",
     "estimate",
     "pin",
     "unpin",
+    "warm",
 )
 """Subcommands; the module of each has its name."""
 

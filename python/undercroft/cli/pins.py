@@ -1,34 +1,45 @@
 """Shared parts of ``undercroft pin`` and ``undercroft unpin``: hints about a list of prompts, or of block hashes.
 
-The hints go to a vLLM over HTTP, since it alone knows the tokens of a prompt and the namespace. Nothing is computed.
+The hints go to a vLLM over HTTP, which knows the tokens of a prompt, or with block hashes to an engine's own socket.
+Nothing is computed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-import urllib.error
-import urllib.request
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from undercroft import hints
+from undercroft.cli import engines, prompts
 from undercroft.cli.output import CommandError
+from undercroft.cli.sockets import absolute_path
+from undercroft.errors import ConfigError
 
-_TIMEOUT_S = 60.0
+DESCRIPTION = (
+    "Gives a hint about each line of the file to a vLLM, or with --socket or --disk-path to an engine itself, which "
+    "needs block hashes. Nothing is computed. Exit code 1 if the hint holds for none of the blocks of a line."
+)
+
+Give = Callable[[Any], dict[str, Any]]
+"""Gives the hint about a line; the answer."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The prompts, and the vLLM that is told."""
+def add_arguments(parser: argparse.ArgumentParser, file: str | None = None) -> None:
+    """The prompts, and who is told. ``file``: how many files, as argparse has it."""
+    prompts.add_file(parser, file)
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--url", default="http://localhost:8000", help="address of vLLM (%(default)s)")
+    place.add_argument("--socket", type=absolute_path, metavar="PATH", help="where an engine listens")
+    place.add_argument("--disk-path", metavar="DIR", help="the engine that has this directory open")
+    prompts.add_model(parser)
     parser.add_argument(
-        "file",
-        type=Path,
-        help="prompts, one in each line: JSON text, a JSON list of token ids, or an object of fields of a completion "
-        'or chat request ("-": standard input)',
+        "--namespace",
+        metavar="DIGEST",
+        default="",
+        help="beginning of the digest of the engine's namespace, where it has several (`undercroft status`)",
     )
-    parser.add_argument("--url", default="http://localhost:8000", help="of the vLLM (%(default)s)")
-    parser.add_argument("--model", help="name of the model (the first one that vLLM serves)")
     parser.add_argument(
         "--hashes", action="store_true", help="each line is a JSON list of the block hashes of a prompt, in hexadecimal"
     )
@@ -37,13 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> int:
     """Give the hint ``verb`` with ``fields`` for each line of the file. 1 if it holds for none of a line's blocks."""
+    to_engine = args.socket is not None or args.disk_path is not None
+    if to_engine and args.file is not None and not args.hashes:
+        raise ConfigError("an engine does not know the tokens of a prompt; give --hashes and block hashes, or --url")
     lines = _lines(args)
     if args.name:
         if len(lines) > 1:
             raise CommandError(f"--id {args.name}: the name is one pin's, and the file has {len(lines)} lines")
         fields = fields | {"id": args.name}
-    model = args.model or _model(args.url)
-    answers = [_give(args.url, model, line, verb, fields, args.hashes) for line in lines]
+    give = _to_engine(args, verb, fields) if to_engine else _to_vllm(args, verb, fields)
+    answers = [give(line) for line in lines]
     if args.json:
         print(json.dumps({"answers": answers}))
     else:
@@ -54,71 +68,48 @@ def run(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> int:
 
 
 def _lines(args: argparse.Namespace) -> list[Any]:
-    try:
-        text = sys.stdin.read() if str(args.file) == "-" else args.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{args.file}: it cannot be read ({error})") from None
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            raise CommandError(f"{args.file}, line {number}: it is not JSON; allowed: {_allowed(args)}") from None
-        if not _is_possible(found[-1], args.hashes):
-            raise CommandError(f"{args.file}, line {number}: allowed: {_allowed(args)}")
-    if not found:
-        raise CommandError(f"{args.file}: it has no line")
-    return found
-
-
-def _allowed(args: argparse.Namespace) -> str:
+    if args.file is None:
+        if not args.name:
+            raise ConfigError("a file of prompts is needed, or --id with the name of a pin")
+        return [None]
     if args.hashes:
-        return hints.HASHES_ALLOWED
-    return 'text in quotes, a list of token ids, or an object with "prompt" or "messages"'
+        return prompts.read(args.file, lambda line: hints.parse_hashes(line) is not None, hints.HASHES_ALLOWED)
+    return prompts.read(args.file, prompts.is_prompt, prompts.ALLOWED)
 
 
-def _is_possible(line: Any, hashes: bool) -> bool:
-    if hashes:
-        return hints.parse_hashes(line) is not None
-    if isinstance(line, dict):
-        return "prompt" in line or "messages" in line
-    is_ids = isinstance(line, list) and line and all(isinstance(one, int) for one in line)
-    return bool(isinstance(line, str) or is_ids)
+def _to_vllm(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> Give:
+    url = args.url.rstrip("/")
+    model = args.model or prompts.first_model(url)
+
+    def give(line: Any) -> dict[str, Any]:
+        named = fields
+        if line is None or args.hashes:
+            # The request needs a prompt; any will do.
+            line, named = {"prompt": "."}, fields if line is None else fields | {"hashes": line}
+        params = {hints.NAME: {verb: named, hints.COMPUTE: False}}
+        found = prompts.complete(url, model, line, {"kv_transfer_params": params})
+        answers = (found.get("kv_transfer_params") or {}).get(hints.NAME) or {}
+        if verb not in answers:
+            raise CommandError(f"{url}: the vLLM there does not answer hints; is undercroft its connector?")
+        return dict(answers[verb])
+
+    return give
 
 
-def _give(url: str, model: str, line: Any, verb: str, fields: dict[str, Any], hashes: bool) -> dict[str, Any]:
-    """vLLM's answer to the hint about a line."""
-    request: dict[str, Any] = line if isinstance(line, dict) else {"prompt": line}
-    if hashes:
-        # The request needs a prompt; any will do.
-        request, fields = {"prompt": "."}, fields | {"hashes": line}
-    params = {hints.NAME: {verb: fields, hints.COMPUTE: False}}
-    path = "/v1/chat/completions" if "messages" in request else "/v1/completions"
-    body = {"model": model, "max_tokens": 1, **request, "stream": False, "kv_transfer_params": params}
-    found = _ask(url + path, body)
-    answers = (found.get("kv_transfer_params") or {}).get(hints.NAME) or {}
-    if verb not in answers:
-        raise CommandError(f"{url}: the vLLM there does not answer hints; is undercroft its connector?")
-    return dict(answers[verb])
+def _to_engine(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> Give:
+    socket = engines.socket_of(args)
 
+    def give(line: Any) -> dict[str, Any]:
+        hint = {
+            "namespace": args.namespace,
+            "verb": verb,
+            "hashes": line or [],
+            "ttl_ns": int(fields.get("ttl_s", 0) * 1e9),
+            "name": fields.get("id", ""),
+        }
+        said = engines.operate(socket, {"hint": hint})
+        if "error" in said:
+            raise CommandError(f"unix://{socket}: {said['error']}")
+        return said
 
-def _model(url: str) -> str:
-    models = _ask(url + "/v1/models", None).get("data") or []
-    if not models:
-        raise CommandError(f"{url}: it serves no model")
-    return str(models[0]["id"])
-
-
-def _ask(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    content = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            return dict(json.load(response))
-    except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")[:500]
-        raise CommandError(f"{url}: HTTP {error.code}: {text}") from None
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{url}: no vLLM answers there ({error})") from None
+    return give

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from undercroft.cli.output import CommandError
 from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
-from undercroft.connector.health import DiskHealth, NamespaceHealth
+from undercroft.connector.health import DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import ConfigError
 from undercroft.log import logger
@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         "--socket",
         type=absolute_path,
         metavar="PATH",
-        help=f'where it listens; vLLM is told "server": "unix://PATH" ({DEFAULT_SOCKET})',
+        help=f'socket to listen on; vLLM finds it by "server": "unix://PATH" ({DEFAULT_SOCKET})',
     )
     parser.add_argument(
         "--metrics",
@@ -55,10 +55,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
     for option in ENGINE_OPTIONS:
         several = option.name == "disk_path"
         default = f" Default: {option.default}." if option.default != [] else ""
+        kind = "BOOL" if option.type == "true or false" else option.type.partition(" ")[0].upper()
         parser.add_argument(
             option.flag,
             action="append" if several else "store",
-            metavar="DIR" if several else option.name.rpartition("_")[2].upper(),
+            metavar="DIR" if several else kind,
             help=f"{option.help} Allowed: {option.allowed}.{default}".replace("%", "%%"),
         )
     parser.set_defaults(run=run)
@@ -150,7 +151,7 @@ def _watch(engine: Engine, stop: threading.Event) -> None:
 
     Raises CommandError if the engine or its server has failed: to start anew is all that helps.
     """
-    health, namespaces = DiskHealth(engine), NamespaceHealth()
+    health, remote, namespaces = DiskHealth(engine), RemoteHealth(engine), NamespaceHealth()
     while not stop.wait(HEALTH_INTERVAL_S):
         stats = engine.stats()
         if not stats["host_capacity_bytes"]:
@@ -159,6 +160,7 @@ def _watch(engine: Engine, stop: threading.Event) -> None:
         if state != "up":
             raise CommandError(why)
         health.check(stats["disk_degraded"])
+        remote.check(stats["remote_degraded"])
         namespaces.check(stats["volatile_namespaces"])
 
 

@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--watch",
         type=arguments.seconds,
         metavar="S",
-        help="show it again every S seconds; with --json, an object a line",
+        help="repeat every S seconds; with --json, one object per line",
     )
     parser.set_defaults(run=run)
 

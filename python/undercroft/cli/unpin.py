@@ -12,10 +12,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "unpin",
         parents=[shared],
-        help="end the pins of prompts",
+        help="end the pins of prompts, or the pin of a name",
+        description=pins.DESCRIPTION,
         epilog="example: undercroft unpin --url http://127.0.0.1:8000 prompts.jsonl",
     )
-    pins.add_arguments(parser)
+    pins.add_arguments(parser, file="?")
     parser.set_defaults(run=run)
 
 

@@ -190,7 +190,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             whose = _whose(engine, config)
             logger.info(start_line(engine.info(), session.namespace, whose, tokens_in, index_bytes))
             if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
-                logger.warning("undercroft: the options of the engine that is shared count: %s", "; ".join(ignored))
+                logger.warning("undercroft: the engine is shared, and its own options apply: %s", "; ".join(ignored))
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
             self._announce(engine)

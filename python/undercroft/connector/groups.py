@@ -207,7 +207,7 @@ def _why_not_deployed_so(vllm_config: VllmConfig) -> str | None:
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has a scheduler of its own, whose saves hold one shard"
     if parallel.tensor_parallel_size > 1 and (hosts := compat.hosts(parallel)) > 1:
-        return f"tensor parallelism over {hosts} nodes: the cache's memory can be reached on one only"
+        return f"tensor parallelism over {hosts} nodes: only one of them can reach the cache's memory"
     if getattr(vllm_config, "lora_config", None) is not None and not compat.hashes_adapters():
         return "this vLLM's block hashes do not tell LoRA adapters apart in a way known here"
     aux_output = getattr(vllm_config, "aux_output_config", None)

@@ -1,5 +1,5 @@
-"""Logs when a disk directory or the engine of another process stops working or works again, and when namespaces have
-no entry on disk."""
+"""Logs when a disk directory, the remote store or the engine of another process stops working or works again, and when
+namespaces have no entry on disk."""
 
 from __future__ import annotations
 
@@ -48,6 +48,33 @@ class DiskHealth:
             self._said[path] = health
             meaning = _MEANING.get(health, health)
             logger.error("undercroft: disk %s %s (%s). Host memory is not affected.", path, meaning, disk["fault"])
+
+
+class RemoteHealth:
+    """Logs when the remote store cannot be used, and when it can again."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._said = False
+
+    def check(self, degraded: int) -> None:
+        """``degraded``: the engine's gauge ``remote_degraded``; called about once a second."""
+        if bool(degraded) == self._said:
+            return
+        remote = self._engine.info().get("remote") or {}
+        health = remote.get("health")
+        if health == "failed" and not self._said:
+            self._said = True
+            logger.error(
+                "undercroft: remote %s cannot be used: %s. To do: %s. Host memory and disk are not affected; the store "
+                "is tried again.",
+                remote["url"],
+                remote["fault"],
+                remote["advice"],
+            )
+        elif health == "good" and self._said:
+            self._said = False
+            logger.warning("undercroft: remote %s works again", remote["url"])
 
 
 class NamespaceHealth:

@@ -58,10 +58,15 @@ def warn_of_names(description: str) -> None:
 def check_seed(reason: str, config: UndercroftConfig, *, is_shared: bool) -> None:
     """Warn of block hashes with a random seed; refuse them in a tier that other processes use."""
     advice = "Set PYTHONHASHSEED to the same value everywhere, or use --prefix-caching-hash-algo sha256 or sha256_cbor."
+    if config.remote:
+        raise ConfigError(
+            f"undercroft: remote = {config.remote!r} with random block hashes: {reason}; no other host would find the "
+            f"blocks. {advice}"
+        )
     if is_shared:
         where = f"server = {config.server!r}" if config.server else f"disk_path = {list(config.disk_path)}, in use,"
         raise ConfigError(
-            f"undercroft: {where} with random block hashes: {reason}; they would only take space from the others. "
+            f"undercroft: {where} with random block hashes: {reason}; no other process would ever hit these blocks. "
             f"{advice}"
         )
     kept = f" Blocks that it saves in {', '.join(config.disk_path)} are never found again." if config.disk_path else ""

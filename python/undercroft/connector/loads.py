@@ -24,7 +24,7 @@ class LoadPlan:
 
     job: TransferJob
     transfers: tuple[int, ...]
-    """The engine's loads that it carries out: that of whole blocks, that of a tail, or both."""
+    """The engine's loads behind it: of whole blocks, of a tail, or both."""
     host_tokens: int
     """Tokens that were found in host memory."""
     disk_tokens: int

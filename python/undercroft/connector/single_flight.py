@@ -54,7 +54,7 @@ class SingleFlight:
                 del self._filled_by[block_hash]
 
     def fills(self, request_id: str, hashes: Sequence[bytes], begin: int, end: int) -> bool:
-        """Whether another request's load gives the device the block ``begin`` of a hit that ends before block ``end``.
+        """Whether another request's load brings block ``begin`` to the device, for a hit that ends before ``end``.
 
         ``hashes``: the chain of the request that asks.
         """

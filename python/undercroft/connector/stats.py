@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
-from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth
+from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
 from undercroft.metrics import SHADOWS
@@ -76,7 +76,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plans_stopped_rest": ("counter", "waits for the disk that ended: the rest took longer than it saved"),
     "plans_stopped_guarantee": (
         "counter",
-        "waits for the disk that ended: load_margin was over, and too little had come",
+        "waits for the disk that ended: load_margin was over, and too few tokens had arrived",
     ),
     "tokens_not_loaded_disk": (
         "counter",
@@ -84,8 +84,8 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     ),
     "tokens_not_loaded_small": ("counter", "tokens in host memory that were computed by plans_compute_small"),
     "tokens_not_loaded_other_way": ("counter", "tokens on disk that were computed by plans_compute_other_way"),
-    "tokens_not_loaded_rest": ("counter", "tokens that had not come by plans_stopped_rest"),
-    "tokens_not_loaded_guarantee": ("counter", "tokens that had not come by plans_stopped_guarantee"),
+    "tokens_not_loaded_rest": ("counter", "tokens that had not arrived by plans_stopped_rest"),
+    "tokens_not_loaded_guarantee": ("counter", "tokens that had not arrived by plans_stopped_guarantee"),
     "plan_predicted_disk_seconds": ("counter", "predicted time of finished promotions, summed"),
     "plan_actual_disk_seconds": ("counter", "actual time of the same promotions, summed"),
     "plan_error_disk_seconds": ("counter", "difference of the two, without its sign, summed"),
@@ -101,7 +101,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plan_disk_bytes_per_s": ("gauge", "learned rate of all disks together; 0 before enough was read"),
     "plan_disk_latency_seconds": ("gauge", "learned latency of the slowest disk"),
     "plan_copy_bytes_per_s": ("gauge", "learned rate of loads from host memory; 0 before enough were made"),
-    "plan_copy_latency_seconds": ("gauge", "learned time of a load beside its bytes"),
+    "plan_copy_latency_seconds": ("gauge", "learned fixed time of a load, whatever its bytes"),
     "plan_prefill_tokens_per_s": ("gauge", "learned rate of computing at a prompt's start; 0 before enough steps"),
     "plan_prefill_tokens_per_s_32k": ("gauge", "the same at 32,768 tokens"),
     **{
@@ -117,6 +117,28 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "pins_over_budget": ("counter", "pins that ended because others needed their part of the budget"),
     "pins_gave_way": ("counter", "pins that ended because a running request found no host memory"),
     "pins_lost": ("counter", "pins that ended because their blocks were dropped"),
+    "remote_lookups": ("counter", "prompts whose missing blocks were looked for in the remote store"),
+    "remote_probes": ("counter", "segments that the remote store was asked for without reading them"),
+    "remote_gets": ("counter", "segments read from the remote store"),
+    "remote_get_bytes": ("counter", "bytes of these segments"),
+    "remote_get_seconds": ("counter", "time from submission to completion of these reads, summed"),
+    "remote_gets_without_memory": ("counter", "reads from the remote store given up: no host memory is free"),
+    "remote_hit_tokens": ("counter", "tokens loaded that were read from the remote store for their request"),
+    "remote_puts": ("counter", "segments written to the remote store"),
+    "remote_put_bytes": ("counter", "bytes of these segments"),
+    "remote_put_seconds": ("counter", "time from submission to completion of these writes, summed"),
+    "remote_puts_known": ("counter", "segments not written: the remote store had them already"),
+    "remote_puts_failed": ("counter", "failed writes to the remote store"),
+    "remote_puts_dropped_queue": ("counter", "segments not written: too many wait to be written already"),
+    "remote_puts_dropped_gone": ("counter", "segments not written: their blocks left host memory first"),
+    "remote_corrupt": ("counter", "objects that do not match their names, or fail their checksum"),
+    "remote_failures": ("counter", "operations of the remote store that failed or took too long"),
+    "remote_throttled": ("counter", "operations that the remote store refused for their number"),
+    "remote_degraded": ("gauge", "1 if the last operation of the remote store failed, else 0"),
+    "remote_breaker_open": ("gauge", "1 while the remote store gets no requests because it failed, else 0"),
+    "remote_window_bytes": ("gauge", "bytes that reads from the remote store may have in flight"),
+    "remote_get_bytes_in_flight": ("gauge", "bytes of segments that are being read from the remote store"),
+    "remote_put_queue_segments": ("gauge", "segments that wait to be written to the remote store"),
     "plan_bytes_per_token": ("gauge", "bytes of a token in the tiers, of the model that reported last"),
 }
 """Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""
@@ -149,7 +171,7 @@ SCHEDULER_KEYS: dict[str, str] = {
     "failed_loads": "loads the workers reported as failed",
     "rejected_request": "requests rejected by their own hit threshold",
     "rejected_global": "requests rejected by the configured hit threshold",
-    "shadow_prompt_tokens": "prompt tokens that the caches of the option shadow were asked for",
+    "shadow_prompt_tokens": "prompt tokens looked up in the caches of the option shadow",
     **{f"shadow_hit_tokens_{number}": f"tokens that the cache of size {number} would have had" for number in SHADOWS},
     "hints_unknown": "hints of unknown kinds, which were ignored",
     "hints_unserved": "hints that no engine could take: the server was away",
@@ -299,6 +321,7 @@ class EngineStats:
         """The name of the IO engine, and whether it is that of directories that were taken over."""
         self._due = 0.0
         self._health = DiskHealth(engine)
+        self._remote = RemoteHealth(engine)
         self._namespaces = NamespaceHealth()
         self._link = ConnectionHealth(engine)
         self._checking = threading.Lock()
@@ -360,6 +383,7 @@ class EngineStats:
             self._link.check()
             if stats:
                 self._health.check(int(stats.get("disk_degraded", 0)))
+                self._remote.check(int(stats.get("remote_degraded", 0)))
                 self._namespaces.check(int(stats.get("volatile_namespaces", 0)))
         finally:
             self._checking.release()

@@ -147,7 +147,7 @@ def digests_file(disk_paths: Sequence[str]) -> Path | None:
 
 
 def model_place(name: str, revision: str | None, download_dir: str | None = None) -> Path | None:
-    """The file or directory of a model, also of one that vLLM has fetched from Hugging Face; None elsewhere."""
+    """The file or directory of a model, which vLLM may have fetched from Hugging Face; None if there is neither."""
     path = Path(name)
     if path.exists():
         return path

@@ -247,7 +247,7 @@ class WorkerConnector:
     def _attached_copier(self, key: tuple[str, int, int], layout: DeviceLayout) -> DeviceCopier:
         """Attach the arena, but not soon after a failure: a frozen engine must not cost a wait in every step."""
         if self._clock() < self._attach_after:
-            raise WorkerError(f"the arena at {key[0]} could not be attached; the next attempt follows later")
+            raise WorkerError(f"the arena at {key[0]} cannot be attached now; undercroft tries again later")
         try:
             self._attached = self._attached or self._attach_now(key, layout)
             return make_copier(layout, self._attached.mapping, self._shard, self._attached.pinner)
@@ -262,7 +262,7 @@ class WorkerConnector:
             raise
 
     def _attach_now(self, key: tuple[str, int, int], layout: DeviceLayout) -> AttachedArena:
-        """The arena as it is mapped and pinned already, if it is the same one; else as it is attached now."""
+        """The arena: the one that is mapped and pinned already, if it is the same; else the one attached now."""
         socket, arena_id, session = key
         # A step waits once for each attempt.
         timeout_s = self._attach_timeout_s if self._attempt is None else 0.0

@@ -134,7 +134,7 @@ class ArenaPinner:
                 break
             registered.append(self._address + begin)
             self._pinned = begin + size
-            # The driver holds a lock while it registers, and the model's launches need it as well: half the time each.
+            # The driver holds a lock while it registers, which the model's launches need: each gets half the time.
             self._stop.wait(took)
         self._settled.set()
         self._stop.wait()

@@ -15,6 +15,7 @@ use crate::disk::DeviceImage;
 use crate::engine::Engine;
 use crate::io::{ChecksumQueue, DeviceFiles, IoCompletion, IoEngine, IoRequest, Waker};
 use crate::panics::contained;
+use crate::remote::{RemoteCompletion, RemoteRequest, RemoteStore};
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
@@ -86,6 +87,8 @@ struct State {
     stopped: bool,
     /// Directories that have been opened since the engine started.
     opened: Vec<OpenedDevice>,
+    /// A remote store that has been attached since.
+    remote: Option<Box<dyn RemoteStore>>,
 }
 
 /// A directory for the device that had none.
@@ -187,6 +190,7 @@ impl Driver {
                 stop_at: None,
                 stopped: false,
                 opened: Vec::new(),
+                remote: None,
             }),
             waiting: AtomicUsize::new(0),
             progress: Condvar::new(),
@@ -218,6 +222,21 @@ impl Driver {
                 files,
                 image,
             });
+            state.waits = false;
+        }
+        self.shared.waker.wake();
+    }
+
+    /// Wakes the IO thread: a remote store does so when a completion is ready.
+    pub fn waker(&self) -> Waker {
+        self.shared.waker.clone()
+    }
+
+    /// Gives the engine its remote store, which wakes the IO thread by [`Driver::waker`]. The first one counts, and only
+    /// with [`EngineConfig::remote`](crate::engine::EngineConfig::remote).
+    pub fn attach_remote(&self, store: Box<dyn RemoteStore>) {
+        if let Some(mut state) = self.shared.lock() {
+            state.remote = Some(store);
             state.waits = false;
         }
         self.shared.waker.wake();
@@ -318,6 +337,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
     let mut rooms: Vec<usize> = Vec::new();
     let mut started = Vec::new();
     let mut checksums = ChecksumQueue::new(Arc::clone(io.arena()));
+    let mut remote = Remote::default();
     let mut timeout = Some(Duration::ZERO);
     loop {
         io.wait(timeout, &mut completions);
@@ -328,13 +348,15 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             SUM_BYTES_BUSY
         };
         checksums.advance(most, &mut completions);
+        remote.drain();
         let Some(mut state) = shared.lock() else {
             return;
         };
-        let mut progress = !completions.is_empty();
+        let mut progress = !completions.is_empty() || !remote.completions.is_empty();
         for completion in completions.drain(..) {
             state.engine.complete(completion);
         }
+        remote.complete(&mut state);
         for opened in std::mem::take(&mut state.opened) {
             if io.replace_files(opened.device, opened.files).is_ok() {
                 state.engine.open_disk(opened.device, &opened.image);
@@ -351,11 +373,15 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
                 state.engine.next_checksums(&mut started);
             }
         }
+        if stopping.is_none() {
+            remote.next(&mut state.engine);
+        }
         // Promotions may have ended without a completion.
         progress |= state.engine.take_progress();
         let (waits, has_operations) = (state.engine.has_io(), state.engine.has_operations());
         let touched = state.engine.has_touched();
         let has_rest = state.engine.has_rest();
+        let has_remote_work = state.engine.has_remote_work();
         state.waits = true;
         if progress {
             shared.progress.notify_all();
@@ -373,16 +399,61 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         for request in requests.drain(..) {
             io.submit(request);
         }
+        remote.submit();
         timeout = match stopping {
             _ if !checksums.is_empty() => Some(Duration::ZERO),
             None if has_rest => Some(REST_PAUSE),
             // Requests that could not be started are looked at again; requests that wait for a
             // device wait for a completion.
+            None if !waits && has_remote_work => Some(RETRY),
             None if !waits => has_operations.then_some(LOOK),
             _ => Some(RETRY),
         };
         if touched && timeout.is_none() {
             timeout = Some(TOUCHED);
+        }
+    }
+}
+
+/// The remote store, which the IO thread owns, with the requests and completions of a turn.
+#[derive(Default)]
+struct Remote {
+    store: Option<Box<dyn RemoteStore>>,
+    requests: Vec<RemoteRequest>,
+    completions: Vec<RemoteCompletion>,
+}
+
+impl Remote {
+    fn drain(&mut self) {
+        if let Some(store) = &mut self.store {
+            store.drain(&mut self.completions);
+        }
+    }
+
+    /// Takes a store that was attached, and tells the engine of the operations that have ended.
+    fn complete(&mut self, state: &mut State) {
+        if let Some(store) = state.remote.take()
+            && self.store.is_none()
+        {
+            self.store = Some(store);
+            state.engine.attach_remote();
+        }
+        for completion in self.completions.drain(..) {
+            state.engine.complete_remote(completion);
+        }
+    }
+
+    fn next(&mut self, engine: &mut Engine) {
+        if let Some(store) = &self.store {
+            engine.next_remote(store.room(), &mut self.requests);
+        }
+    }
+
+    fn submit(&mut self) {
+        if let Some(store) = &mut self.store {
+            for request in self.requests.drain(..) {
+                store.submit(request);
+            }
         }
     }
 }

@@ -162,8 +162,8 @@ pub enum StoreError {
     },
     /// The directory belongs to another user.
     #[error(
-        "disk_path {path} belongs to uid {owner}, this process runs as uid {uid}; choose another disk_path: a directory in \
-         it that does not exist yet is made, and is this user's"
+        "disk_path {path} belongs to uid {owner}, this process runs as uid {uid}; choose another disk_path, \
+         such as a new directory in it, which undercroft creates for this user"
     )]
     Owner {
         /// The directory.

@@ -7,6 +7,8 @@ use crate::session::Tokens;
 
 /// Bytes of the longest name of a pin.
 pub const PIN_NAME_MAX: usize = 64;
+/// The longest time to live of a pin: a day.
+pub const TTL_MAX_NS: u64 = 86_400_000_000_000;
 
 /// The treatment that a hint asks for a prompt's blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -21,6 +21,7 @@ pub mod namespace;
 pub mod panics;
 pub mod policy;
 mod pool;
+pub mod remote;
 pub mod resolve;
 pub mod session;
 pub mod size;

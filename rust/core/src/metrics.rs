@@ -88,6 +88,23 @@ pub struct Counters {
     pub pins_over_budget: u64,
     pub pins_gave_way: u64,
     pub pins_lost: u64,
+    pub remote_lookups: u64,
+    pub remote_probes: u64,
+    pub remote_gets: u64,
+    pub remote_get_bytes: u64,
+    pub remote_get_ns: u64,
+    pub remote_gets_without_memory: u64,
+    pub remote_hit_tokens: u64,
+    pub remote_puts: u64,
+    pub remote_put_bytes: u64,
+    pub remote_put_ns: u64,
+    pub remote_puts_known: u64,
+    pub remote_puts_failed: u64,
+    pub remote_puts_dropped_queue: u64,
+    pub remote_puts_dropped_gone: u64,
+    pub remote_corrupt: u64,
+    pub remote_failures: u64,
+    pub remote_throttled: u64,
 }
 
 impl Counters {
@@ -149,4 +166,9 @@ pub struct Gauges {
     pub plan_prefill_tokens_per_s: u64,
     pub plan_prefill_tokens_per_s_32k: u64,
     pub plan_bytes_per_token: u64,
+    pub remote_degraded: u64,
+    pub remote_breaker_open: u64,
+    pub remote_window_bytes: u64,
+    pub remote_get_bytes_in_flight: u64,
+    pub remote_put_queue_segments: u64,
 }

@@ -10,7 +10,9 @@ use undercroft_core::disk::open::OnOtherVersion;
 use undercroft_core::engine::EngineConfig;
 use undercroft_core::io::IoEngineChoice;
 use undercroft_core::policy::PolicyKind;
+use undercroft_core::remote::{RemoteConfig, RemoteWrite};
 use undercroft_ipc::SocketLocation;
+use undercroft_remote::Location;
 
 use crate::error::HostError;
 
@@ -98,6 +100,18 @@ pub struct HostConfig {
     pub disk_admission: DiskAdmission,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub disk_write_rate: u64,
+    /// Seconds after which blocks that no request has used are evicted from disk; 0 if they stay.
+    pub disk_ttl: u64,
+    /// URL of the remote store; empty for none.
+    pub remote: String,
+    /// Least bytes of an object in the remote store; by default 16 MiB.
+    pub remote_object: Option<u64>,
+    /// Which blocks are written to the remote store.
+    pub remote_write: RemoteWrite,
+    /// Bytes a second that may be written to the remote store; by default 500,000,000, and 0 is unlimited.
+    pub remote_write_rate: Option<u64>,
+    /// How long an object is kept after its last use, in seconds; by default three days.
+    pub remote_ttl: Option<u64>,
     /// Compare the checksums of blocks in host memory before each hit.
     pub verify_host: bool,
     /// The disks can be made slow, or to hang ([`crate::EngineHost::limit_reads`]): for benchmarks.
@@ -157,6 +171,36 @@ impl HostConfig {
         }
     }
 
+    /// Where the remote store is; `None` without one.
+    pub(crate) fn remote_location(&self) -> Result<Option<Location>, HostError> {
+        if self.remote.is_empty() {
+            return Ok(None);
+        }
+        let location = Location::parse(&self.remote);
+        Ok(Some(
+            location.map_err(|error| HostError::Option(error.to_string()))?,
+        ))
+    }
+
+    /// The settings of the remote store itself.
+    pub(crate) fn remote_options(&self) -> undercroft_remote::Options {
+        let defaults = undercroft_remote::Options::default();
+        undercroft_remote::Options {
+            ttl: self.remote_ttl.map_or(defaults.ttl, Duration::from_secs),
+        }
+    }
+
+    /// The engine's part of the options of the remote store.
+    fn remote(&self) -> Option<RemoteConfig> {
+        let defaults = RemoteConfig::default();
+        (!self.remote.is_empty()).then(|| RemoteConfig {
+            object_bytes: self.remote_object.unwrap_or(defaults.object_bytes),
+            write: self.remote_write,
+            write_rate: self.remote_write_rate.unwrap_or(defaults.write_rate),
+            ..defaults
+        })
+    }
+
     /// Size of the arena: whole pages.
     pub(crate) fn arena_bytes(&self) -> u64 {
         self.host_memory / ARENA_ALIGN * ARENA_ALIGN
@@ -173,7 +217,9 @@ impl HostConfig {
             load_margin: self.load_margin.unwrap_or(defaults.load_margin),
             second_touch: self.disk_admission == DiskAdmission::SecondTouch,
             write_rate: self.disk_write_rate,
+            disk_ttl_s: self.disk_ttl,
             verify_host: self.verify_host,
+            remote: self.remote(),
             ..defaults
         }
     }
@@ -247,6 +293,32 @@ mod tests {
         );
         assert!(refused(r#"{"host_memory": -1}"#).starts_with("host_memory: "));
         assert!(!choice.contains("line"));
+    }
+
+    #[test]
+    fn the_options_of_a_remote_store_have_effect_only_with_its_url() {
+        let of = |json: &str| HostConfig::from_json(json).unwrap().engine().remote;
+        assert_eq!(of(r#"{"remote_write": "none"}"#), None);
+        let found = of(
+            r#"{"remote": "file:///d", "remote_object": 1048576, "remote_write": "second_touch",
+            "remote_write_rate": 7, "remote_ttl": 60}"#,
+        );
+        let expected = RemoteConfig {
+            object_bytes: 1 << 20,
+            write: RemoteWrite::SecondTouch,
+            write_rate: 7,
+            ..RemoteConfig::default()
+        };
+        assert_eq!(found, Some(expected));
+        let config = HostConfig {
+            remote: "redis://:secret@host".to_owned(),
+            ..HostConfig::default()
+        };
+        let refused = config.remote_location().unwrap_err().to_string();
+        assert!(
+            refused.starts_with("remote is ") && !refused.contains("secret"),
+            "{refused}"
+        );
     }
 
     #[test]

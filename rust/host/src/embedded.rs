@@ -46,6 +46,7 @@ impl EmbeddedHost {
         of_engine.seed = random();
         let unix = SystemTime::now().duration_since(UNIX_EPOCH);
         of_engine.unix_at_zero_s = unix.unwrap_or_default().as_secs();
+        config.remote_location()?;
         // Before the memory is taken: they may be in use.
         let directories = Directories::open(config)?;
         let arena = Arc::new(Arena::create(config.arena_bytes())?);
@@ -57,6 +58,7 @@ impl EmbeddedHost {
             Arc::clone(&arena),
             (None, config.inject_faults),
         )?;
+        engine.attach_remote(config)?;
         let (engine, arena_id) = (Arc::new(engine), random());
         let token = new_token();
         let server = serve(config, &engine, arena_id, token)?;
@@ -110,6 +112,9 @@ impl EngineHost for EmbeddedHost {
         namespace: NamespaceSpec,
         dropped_tokens: Tokens,
     ) -> Result<Arc<dyn Session>, HostError> {
+        if let Some(remote) = self.engine.remote() {
+            remote.describe(&namespace.description);
+        }
         let driver = Arc::clone(self.engine.driver());
         let spec = SessionSpec {
             dropped_tokens,

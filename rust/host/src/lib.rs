@@ -11,6 +11,7 @@ mod error;
 pub mod inspect;
 mod namespace;
 mod remote;
+mod remote_tier;
 pub mod replay;
 mod retry;
 mod running;

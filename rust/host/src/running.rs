@@ -1,7 +1,7 @@
 //! An engine over its directories and its arena, with its threads: all but the server.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,8 +14,10 @@ use undercroft_core::io::fault::{FaultControl, FaultEngine};
 use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
 use undercroft_ipc::stats_json;
 
+use crate::config::HostConfig;
 use crate::directories::{Directories, DirectoryState};
 use crate::error::HostError;
+use crate::remote_tier::RemoteTier;
 use crate::retry::{self, SharedDirectories};
 
 /// An engine and its threads. Its directories are locked until it is stopped or dropped.
@@ -28,6 +30,8 @@ pub struct RunningEngine {
     /// Makes the disks slow, if faults can be injected.
     faults: Option<FaultControl>,
     directories: Arc<SharedDirectories>,
+    /// The remote store, if there is one.
+    remote: OnceLock<RemoteTier>,
     /// The thread that tries directories again.
     retry: Mutex<Option<JoinHandle<()>>>,
 }
@@ -98,8 +102,26 @@ impl RunningEngine {
             recovery,
             faults,
             directories,
+            remote: OnceLock::new(),
             retry: Mutex::new(retry),
         })
+    }
+
+    /// Gives the engine the remote store that the options name, if they name one.
+    ///
+    /// # Errors
+    /// If the options cannot lead to a store.
+    pub(crate) fn attach_remote(&self, config: &HostConfig) -> Result<(), HostError> {
+        if let Some(remote) = RemoteTier::start(config, &self.driver, &self.arena)? {
+            // There is one call for an engine.
+            let _ = self.remote.set(remote);
+        }
+        Ok(())
+    }
+
+    /// The remote store, if there is one.
+    pub(crate) fn remote(&self) -> Option<&RemoteTier> {
+        self.remote.get()
     }
 
     /// The way into the engine.
@@ -155,7 +177,8 @@ impl RunningEngine {
         }
     }
 
-    /// Counters and gauges. A directory of which a file was deleted counts as degraded.
+    /// Counters and gauges. A directory of which a file was deleted counts as degraded, and so does a remote store whose
+    /// last operation failed.
     pub(crate) fn stats(&self) -> Value {
         let taken = self
             .driver
@@ -168,6 +191,7 @@ impl RunningEngine {
             .filter(|(directory, (health, _))| *health == Health::Good && directory.lacks_file());
         gauges.disk_degraded += missing.count() as u64;
         drop(state);
+        gauges.remote_degraded = self.remote().is_some_and(RemoteTier::has_failed).into();
         stats_json(&counters, &gauges)
     }
 
@@ -187,6 +211,7 @@ impl RunningEngine {
             "io_fallback": self.io.fallback,
             "registered_buffers": self.io.registered_buffers,
             "disks": disks,
+            "remote": self.remote().map(RemoteTier::info),
             "blocks_recovered": self.recovery.blocks,
             "records_dropped": self.recovery.dropped,
             "records_damaged": self.recovery.damaged,

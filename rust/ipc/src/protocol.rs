@@ -216,12 +216,12 @@ pub struct SaveMessage<'a> {
     pub hashes: HashRun<'a>,
 }
 
-/// Offers, as long as they are few: nothing is allocated for more.
+/// Reads offers. A frame with more than `OFFERS_MAX` fails before memory is allocated for them.
 fn few_offers<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Offer>, D::Error> {
     few(deserializer, OFFERS_MAX)
 }
 
-/// Steps, as long as they are few: nothing is allocated for more.
+/// Reads steps. A frame with more than `STEPS_MAX` fails before memory is allocated for them.
 fn few_steps<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Step>, D::Error> {
     few(deserializer, STEPS_MAX)
 }

@@ -39,7 +39,7 @@ impl PyCopier {
         })
     }
 
-    /// Queue jobs, all of them or none: of each its number and how many of the pieces are its own. The pieces are
+    /// Queue jobs, all of them or none. Each job is a pair: its number, and the number of its pieces. The pieces are
     /// little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
     ///
     /// The memory at the addresses must stay valid, and untouched by others, until the job is

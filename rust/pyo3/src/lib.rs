@@ -9,6 +9,7 @@ mod hashes;
 mod inspect;
 mod json;
 mod memory;
+mod remote;
 mod replay;
 mod resolve;
 mod session;
@@ -29,6 +30,8 @@ mod _core {
     use crate::inspect::{descriptions, drop_namespace, examine, inspect_directory, verify};
     #[pymodule_export]
     use crate::memory::{available_memory, probe_io_uring, slots_in};
+    #[pymodule_export]
+    use crate::remote::{remote_check, remote_contents, remote_gc, remote_measure};
     #[pymodule_export]
     use crate::replay::PyReplay;
     #[pymodule_export]

@@ -86,6 +86,9 @@ impl Settings {
             engine.write_rate = random.range(1, 200) << 20;
         }
         engine.second_touch = random.chance(150);
+        if random.chance(150) {
+            engine.disk_ttl_s = random.range(1, 3);
+        }
         engine.verify_host = random.chance(300);
         engine.writes_beside_reads = random.below(4) as usize;
         engine.removals = random.pick(&[1, 3, 16]);
@@ -131,6 +134,7 @@ impl Settings {
             engine.promotion_wait = PromotionWait::Complete;
             engine.min_load_tokens = engine.min_load_tokens.or(Some(1));
             engine.write_rate = 0;
+            engine.disk_ttl_s = 0;
             engine.second_touch = false;
             devices.iter_mut().for_each(|device| device.0 = 24 * PAGE);
         } else if random.chance(600) {

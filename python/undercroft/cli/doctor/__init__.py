@@ -41,6 +41,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
             if several
             else f"the option {option.name} (default: {option.default})".replace("%", "%%"),
         )
+    parser.add_argument(
+        "--remote", metavar="URL", help="also check this remote store: reachability, credentials, latency, clock"
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name in _SIZES if (value := getattr(args, name)) is not None}
     config = UndercroftConfig.parse(given, {}, flags=True)
     checks = []
-    for check in _checks(config, args.role):
+    for check in _checks(config, args.role, args.remote):
         checks.append(check)
         if not args.json:
             _print(check)
@@ -59,16 +62,25 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _checks(config: UndercroftConfig, role: str) -> Iterator[Check]:
+def _checks(config: UndercroftConfig, role: str, remote: str | None) -> Iterator[Check]:
     """The longest check comes last: torch takes seconds to load."""
     from undercroft.cli.doctor import plans, system
 
     yield from system.checks(config, role)
+    if remote is not None:
+        yield from _remote_checks(remote)
     with contextlib.suppress(ImportError):
         yield from plans.checks()
     from undercroft.cli.doctor import software
 
     yield from software.checks(role)
+
+
+def _remote_checks(url: str) -> Iterator[Check]:
+    from undercroft import _core
+
+    for found in _core.remote_check(url):
+        yield Check(found["name"], found["status"], found["found"], found["advice"])  # type: ignore[arg-type]
 
 
 def _print(check: Check) -> None:

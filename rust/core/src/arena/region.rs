@@ -306,6 +306,11 @@ impl Arena {
         Ok(unsafe { std::slice::from_raw_parts(start, len as usize) }.to_vec())
     }
 
+    /// Appends a copy of a range to `out`.
+    pub fn append_to(&self, out: &mut Vec<u8>, offset: u64, len: u64) -> Result<(), OutOfBounds> {
+        self.with(offset, len, |bytes| out.extend_from_slice(bytes))
+    }
+
     /// One `pread` into the range; the number of bytes read, which may be short.
     pub fn pread(
         &self,

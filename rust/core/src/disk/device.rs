@@ -130,7 +130,7 @@ impl Disk {
         self.slots.rivals(class, offset)
     }
 
-    /// Takes a slot without rivals that a store on disk says is in use; the number of its record from now on.
+    /// Takes a slot without rivals that, by its record on disk, is in use. Returns the number of its record from now on.
     pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> u32 {
         let now = self.slots.claim(class, offset, record, owner);
         if now != record {

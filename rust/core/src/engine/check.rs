@@ -24,6 +24,9 @@ impl Engine {
         let reading = self.check_operations()?;
         self.promotions.check(&self.sessions.requests, &reading)?;
         self.pins.check(&self.residency)?;
+        if let Some(remote) = &self.remote {
+            remote.check(&self.sessions.requests, &self.residency)?;
+        }
         let requests = self.sessions.requests.values();
         let shares = requests.flat_map(|request| {
             let priority = request.promotions.priority();
@@ -66,6 +69,9 @@ impl Engine {
             if reached != NONE {
                 *counts.pins.entry(reached).or_default() += 1;
             }
+        }
+        for node in self.remote.iter().flat_map(|remote| remote.leases()) {
+            *counts.pins.entry(node).or_default() += 1;
         }
         for (node, _) in self.checksums.in_flight() {
             *counts.pins.entry(node).or_default() += 1;

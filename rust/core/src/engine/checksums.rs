@@ -134,7 +134,7 @@ impl Engine {
 
     /// Whether the checksum of a payload that is saved now is ever compared.
     pub(super) fn needs_checksums(&self) -> bool {
-        self.config.verify_host || !self.residency.disks().is_empty()
+        self.config.verify_host || !self.residency.disks().is_empty() || self.remote.is_some()
     }
 
     /// The checksum of a payload in the arena was computed.

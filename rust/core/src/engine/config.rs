@@ -2,6 +2,7 @@
 
 use crate::disk::format::NAMESPACES_MAX;
 use crate::policy::PolicyKind;
+use crate::remote::RemoteConfig;
 use crate::session::PromotionWait;
 
 /// Sizes, policies and limits. Times are in nanoseconds.
@@ -26,6 +27,8 @@ pub struct EngineConfig {
     pub load_margin: f64,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub write_rate: u64,
+    /// Seconds after which payloads that no request has used are evicted from disk; 0 if they stay.
+    pub disk_ttl_s: u64,
     /// Write only blocks that have been hit before (endurance mode).
     pub second_touch: bool,
     /// Writes that may be in flight while a read is.
@@ -51,6 +54,8 @@ pub struct EngineConfig {
     pub explained_lookups: usize,
     /// Blocks that are remembered when they have left the tiers, 8 bytes each.
     pub departures: usize,
+    /// The use of a remote store; `None` if there is none.
+    pub remote: Option<RemoteConfig>,
     /// Source of every random choice.
     pub seed: u64,
     /// Seconds since 1970 when the engine's clock was at zero.
@@ -71,6 +76,7 @@ impl EngineConfig {
             promotion_wait: PromotionWait::Complete,
             load_margin: 0.25,
             write_rate: 0,
+            disk_ttl_s: 0,
             second_touch: false,
             writes_beside_reads: 2,
             removals: 128,
@@ -82,6 +88,7 @@ impl EngineConfig {
             event_ring: 1 << 16,
             explained_lookups: 4096,
             departures: 1 << 19,
+            remote: None,
             seed: 0,
             unix_at_zero_s: 0,
         }

@@ -19,8 +19,10 @@ use super::parts::EngineParts;
 use super::pins::Pins;
 use super::planner::Planner;
 use super::promotions::{PromotionEnd, Promotions};
+use super::remote::Remote;
 use super::requests::RequestId;
 use super::residency::{Moves, Residency};
+use super::retention::Retention;
 use super::sessions::{SessionId, Sessions, TransferKey};
 use super::writeback::WriteBack;
 
@@ -42,6 +44,9 @@ pub struct Engine {
     pub(super) lookups: LastLookups,
     pub(super) pins: Pins,
     pub(super) hints: Hints,
+    /// Without a remote store there is nothing.
+    pub(super) remote: Option<Box<Remote>>,
+    pub(super) retention: Retention,
     pub(super) counters: Counters,
     /// The health of a directory has changed since [`Engine::take_progress`].
     pub(super) health_changed: bool,
@@ -57,6 +62,7 @@ macro_rules! parts {
             requests: &mut $engine.sessions.requests,
             operations: &mut $engine.operations,
             checksums: &mut $engine.checksums,
+            retention: &$engine.retention,
             rates: &mut $engine.planner.rates,
             counters: &mut $engine.counters,
             now_ns: $engine.now_ns,
@@ -87,6 +93,8 @@ impl Engine {
             lookups: LastLookups::new(config.explained_lookups),
             pins: Pins::new(config.pin_bytes),
             hints: Hints::default(),
+            remote: None,
+            retention: Retention::new(config.disk_ttl_s),
             counters: Counters::default(),
             health_changed: false,
             config,
@@ -111,12 +119,18 @@ impl Engine {
     /// should be asked again.
     pub fn take_progress(&mut self) -> bool {
         let ended = self.promotions.take_ended();
+        let ended = self.remote.as_mut().is_some_and(|of| of.take_ended()) || ended;
         std::mem::take(&mut self.health_changed) || ended
     }
 
     /// The promotions, and the parts that they work on.
     pub(super) fn promotions(&mut self) -> (&mut Promotions, EngineParts<'_>) {
         (&mut self.promotions, parts!(self))
+    }
+
+    /// The remote store, if there is one, and the parts that it works on.
+    pub(super) fn remote(&mut self) -> Option<(&mut Remote, EngineParts<'_>)> {
+        Some((self.remote.as_deref_mut()?, parts!(self)))
     }
 
     /// The write-back, and the parts that it works on.
@@ -147,7 +161,7 @@ impl Engine {
     }
 
     /// Seconds since 1970.
-    fn unix_s(&self) -> u32 {
+    pub(super) fn unix_s(&self) -> u32 {
         let now_s = self.config.unix_at_zero_s + self.now_ns / 1_000_000_000;
         u32::try_from(now_s).unwrap_or(u32::MAX)
     }
@@ -201,6 +215,7 @@ impl Engine {
         let request = &mut parts.requests[id];
         request.move_lease(NONE, parts.residency);
         promotions.release(&mut request.promotions);
+        self.leave_flight(id);
     }
 
     /// Digest of a session's namespace, hexadecimal.
@@ -265,6 +280,9 @@ impl Engine {
             ..Gauges::default()
         };
         self.planner.report(&mut gauges);
+        if let Some(remote) = &self.remote {
+            remote.report(&mut gauges);
+        }
         gauges
     }
 

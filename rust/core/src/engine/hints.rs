@@ -3,7 +3,7 @@
 //! Hints never take resources that a running request needs: prefetches have a part of the promotion budget, pins a
 //! budget of their own, and blocks that are leased, in flight or shared stay.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::forest::{NONE, NodeId, NsId};
 use crate::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
@@ -14,7 +14,7 @@ use crate::session::{Lookup, LookupRequest, PromotionWait, Tokens};
 use super::coordinator::Engine;
 use super::lookup::LookupCursor;
 use super::pins::PinSpec;
-use super::requests::RequestId;
+use super::requests::{RequestId, RequestState};
 use super::sessions::SessionId;
 
 /// Prefetches that hints have under way at most.
@@ -101,6 +101,34 @@ impl Engine {
         };
         count(request.hint, answer, &mut self.counters);
         Some(answer)
+    }
+
+    /// A session of the namespace whose digest begins with `namespace`, or of the only one that sessions use. The error
+    /// says which there are.
+    pub fn session_in(&self, namespace: &str) -> Result<SessionId, String> {
+        let mut found: Vec<(NsId, SessionId)> = Vec::new();
+        for (ns, session) in self.sessions.by_namespace() {
+            let is_meant = self.digest_of(ns).starts_with(namespace);
+            if is_meant && found.iter().all(|&(other, _)| other != ns) {
+                found.push((ns, session));
+            }
+        }
+        if let &[(_, session)] = found.as_slice() {
+            return Ok(session);
+        }
+        let used: BTreeSet<String> = self
+            .sessions
+            .by_namespace()
+            .map(|(ns, _)| self.digest_of(ns))
+            .collect();
+        let used = Vec::from_iter(used).join(", ");
+        Err(format!(
+            "namespace = {namespace:?}: allowed is the beginning of one digest of those in use: {used}"
+        ))
+    }
+
+    fn digest_of(&self, ns: NsId) -> String {
+        self.namespaces.digest(ns).to_hex()
     }
 
     fn reach_of(&self, ns: NsId, request: &HintRequest<'_>) -> Reach {
@@ -232,7 +260,12 @@ impl Engine {
         let mut at = 0;
         while let Some(&(session, id)) = self.hints.prefetches.get(at) {
             let request = self.sessions.requests.get(id);
-            match request.map(|request| request.promotions.active.is_some()) {
+            let ns = self.sessions.get(session).map(|state| state.ns);
+            let waits = |request: &RequestState| {
+                let of_remote = ns.is_some_and(|ns| self.waits_for_flight(request, ns));
+                request.promotions.active.is_some() || of_remote
+            };
+            match request.map(waits) {
                 Some(true) => at += 1,
                 Some(false) => {
                     self.end_prefetch(session, id);

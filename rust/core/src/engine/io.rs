@@ -23,6 +23,7 @@ impl Engine {
             || self.promotions.waits_for(None) && self.checksums.has_room()
             || self.residency.devices().any(reads)
             || self.promotions.has_probes()
+            || self.remote.as_ref().is_some_and(|remote| remote.has_work())
             || self.has_writes()
                 && (self.residency.devices()).any(|device| operations.may_write(device))
     }
@@ -35,6 +36,8 @@ impl Engine {
             || self.residency.has_rest()
             || self.writeback.has_rest()
             || self.has_hints()
+            || self.remote.as_ref().is_some_and(|remote| remote.has_rest())
+            || self.retention.has_rest()
     }
 
     fn has_writes(&self) -> bool {
@@ -53,8 +56,10 @@ impl Engine {
 
     /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
     pub fn has_touched(&self) -> bool {
-        // Pins end at their time.
-        !self.pins.is_empty() || self.residency.disks().iter().any(Disk::has_touched)
+        // Pins and payloads end at their time.
+        !self.pins.is_empty()
+            || self.retention.is_on()
+            || self.residency.disks().iter().any(Disk::has_touched)
     }
 
     /// Marks the ages of all payloads to be written: the engine ends.
@@ -76,6 +81,7 @@ impl Engine {
         self.last_poll_ns = self.now_ns;
         self.residency.allow_searches(self.config.visits / 2);
         self.residency.continue_removals(self.config.removals);
+        self.evict_unused();
         self.continue_rest();
         self.residency.continue_searches(&mut self.counters);
         self.step_hints();
@@ -97,6 +103,7 @@ impl Engine {
             self.residency.continue_rest(&mut visible);
             self.writeback
                 .offer_new(&visible, &mut self.residency, &mut self.counters);
+            self.offer_remote(&visible);
         }
     }
 
@@ -215,6 +222,7 @@ impl Engine {
         self.residency.host_filled(node, group, visible);
         self.writeback
             .offer_new(visible, &mut self.residency, &mut self.counters);
+        self.offer_remote(visible);
         self.residency.reconcile(node);
     }
 

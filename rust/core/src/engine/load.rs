@@ -56,6 +56,8 @@ impl Engine {
         let bytes = self.residency.slot_bytes_of(&payloads);
         let promise = self.promise(id, computed, external);
         self.note_load(id);
+        let hash_block_size = self.residency.spec_of(target).hash_block_size;
+        self.count_remote_tokens(id, hash_block_size, (computed, external));
         // The load's lease begins before the request's ends: a promotion may depend on the latter.
         self.residency.pin_hit(target);
         self.release_hit(id);

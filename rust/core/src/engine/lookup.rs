@@ -9,7 +9,7 @@ use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens
 use super::coordinator::Engine;
 use super::plans::Reads;
 use super::promotions::PromotionEnd;
-use super::requests::{RequestId, RequestState};
+use super::requests::RequestId;
 use super::residency::Residency;
 use super::sessions::SessionId;
 
@@ -61,6 +61,8 @@ pub struct LookupCursor {
     host_only: bool,
     /// Why it will not be.
     unread: Reason,
+    /// Segments are on their way from the remote store: whatever is found, the answer is pending.
+    awaits_remote: bool,
 }
 
 impl LookupCursor {
@@ -133,9 +135,15 @@ impl Engine {
             };
             cursor.unread = unread;
             cursor.may_promote = unread == Reason::Complete;
+            cursor.awaits_remote = self.awaits_remote(id, ns, request);
         }
         let was_touched = self.sessions.requests[id].touched;
-        let answer = self.look_up_now(id, ns, request, cursor)?;
+        let found = self.look_up_now(id, ns, request, cursor)?;
+        let answer = if cursor.awaits_remote {
+            self.pending(id)
+        } else {
+            found
+        };
         if self.sessions.requests[id].touched && !was_touched {
             self.note_pins_used(ns, request.hashes, answer.shared());
         }
@@ -155,6 +163,9 @@ impl Engine {
         }
         // A hint's own lookup is no request's.
         let is_final = request.priority == Priority::Demand || leases;
+        if is_final && !answer.is_pending() {
+            self.leave_flight(id);
+        }
         if is_final && !answer.is_pending() && !request.request.starts_with('\0') {
             self.note_answer(id, ns, request, answer);
         }
@@ -227,51 +238,6 @@ impl Engine {
     fn pending(&self, id: RequestId) -> Lookup {
         let shared = self.sessions.requests[id].shared;
         Lookup::Pending { shared }
-    }
-
-    /// The answer [`Lookup::Pending`], if [`Engine::lookup`] would give it again. Changes nothing, so that
-    /// a crowd of pending requests costs little.
-    pub fn still_pending(
-        &self,
-        session: SessionId,
-        request: &str,
-        computed: Tokens,
-        priority: Priority,
-    ) -> Option<Lookup> {
-        let ns = self.sessions.get(session)?.ns;
-        let state = self.sessions.request(session, request)?;
-        let is_promoting = state.promotions.active.is_some();
-        let is_pending = match priority {
-            Priority::Prefetch => is_promoting,
-            Priority::Demand => {
-                let gain = self.promised(state, ns, 0).saturating_sub(computed.0);
-                // With more on the device, computing may serve the request, too: its wait is weighed from then on.
-                let needs_hit = state.planned.min > computed.0;
-                let is_same = needs_hit == state.planned.needs_hit;
-                let waits = state.demanded_ns.is_some() && !state.failed && is_same;
-                waits && is_promoting && gain > 0 && !self.is_late(state, gain)
-            }
-        };
-        let shared = state.shared;
-        is_pending.then_some(Lookup::Pending { shared })
-    }
-
-    /// Where a request's promotion ends if all goes well; `otherwise` without one. In tokens.
-    fn promised(&self, state: &RequestState, ns: NsId, otherwise: u32) -> u32 {
-        let promotion = state.promotions.active.as_ref();
-        promotion.map_or(otherwise, |promotion| {
-            promotion.boundary() * self.residency.hash_block_size(ns)
-        })
-    }
-
-    /// Whether a request's promotion is under way, and a demanded lookup would say so.
-    pub fn is_promoting(&self, session: SessionId, request: &str) -> bool {
-        let ns = self.sessions.get(session).map(|session| session.ns);
-        let state = self.sessions.request(session, request);
-        ns.zip(state).is_some_and(|(ns, state)| {
-            let gain = self.promised(state, ns, 0);
-            state.promotions.active.is_some() && !state.failed && !self.is_late(state, gain)
-        })
     }
 
     /// The request's lookup is not needed any more. Idempotent.
@@ -554,8 +520,7 @@ impl Engine {
         }
     }
 
-    /// The answer that there is a hit that ends at `node`: leases it, and counts the request's hit once. It ends there
-    /// for a reason.
+    /// Answers with a hit that ends at `node`, for `reason`: leases the node, and counts the request's hit once.
     fn hit(&mut self, id: RequestId, node: NodeId, local: u32, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
         state.answered.reason = reason;
@@ -578,6 +543,7 @@ impl Engine {
         self.residency.touch_hit(node);
         self.writeback
             .offer_hit(node, &mut self.residency, self.now_ns, &mut self.counters);
+        self.offer_remote_hit(node);
         hit
     }
 }

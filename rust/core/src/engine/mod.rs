@@ -15,6 +15,7 @@
 //! - `events`: the changes in the tiers, for sessions that ask;
 //! - `pins`: leases that hints ask for, with their budget; `hints` carries these and the other hints out;
 //! - `planner`: whether loading or computing takes less time, by measurement;
+//! - `remote`: the remote store, the segments that come from there and those that go there;
 //! - `operations`: the purpose of each IO operation in flight.
 //!
 //! A part never calls another but residency, which calls none: an effect on others is returned, and the
@@ -39,14 +40,17 @@ mod lookup;
 mod namespaces;
 mod operations;
 mod parts;
+mod pending;
 mod pins;
 mod planner;
 mod plans;
 mod promotions;
 mod recover;
+mod remote;
 mod requests;
 mod reset;
 mod residency;
+mod retention;
 mod save;
 mod save_cursor;
 mod served;

@@ -199,6 +199,28 @@ impl Engine {
         Some((stop, boundary - arrived.clamp(prompt.computed, boundary)))
     }
 
+    /// Whether a request's planned wait for segments of so many hash blocks from the remote store is over, of which those
+    /// up to `arrived` have come, and those up to `end` are to. Nothing is predicted: the guarantee counts.
+    pub(super) fn remote_plan_stops(
+        &self,
+        state: &RequestState,
+        (arrived, end): (u32, u32),
+        segment: u32,
+        waited_ns: u64,
+    ) -> bool {
+        let prompt = self.prompt(state);
+        let size = self.hash_block_size_of(state);
+        let ends = (arrived * size, (end * size).min(prompt.end), segment * size);
+        let stop = self.planner.stop(&prompt, ends, waited_ns, || 0.0, false);
+        stop.is_some()
+    }
+
+    /// The tokens that a hit of so many hash blocks adds to those that the device holds.
+    pub(super) fn gain_of(&self, state: &RequestState, depth: u32) -> u32 {
+        let tokens = depth * self.hash_block_size_of(state);
+        tokens.saturating_sub(state.planned.computed)
+    }
+
     /// Hash blocks that a hit could have now, if the promotion ended.
     fn arrived(&self, promotion: &Promotion) -> u32 {
         let missing = promotion.payloads.get(front(promotion, &self.residency));

@@ -9,6 +9,7 @@ use super::explain::Answered;
 use super::planner::ReadShare;
 use super::plans::Planned;
 use super::promotions::QueuePlace;
+use super::remote::RemoteShare;
 use super::residency::Residency;
 use super::sessions::SessionId;
 
@@ -31,6 +32,7 @@ pub(super) struct RequestState {
     /// While the last answer is a hit: the hash blocks before those that the lease keeps in the arena.
     pub(super) hit_after: Option<u32>,
     pub(super) promotions: RequestPromotions,
+    pub(super) remote: RemoteShare,
     /// The request's wait, instead of
     /// [`EngineConfig::promotion_wait`](super::EngineConfig::promotion_wait).
     pub(super) wait: Option<PromotionWait>,

@@ -49,7 +49,13 @@ impl Engine {
             .add_private(ns, &mut self.residency, is_unused);
         // The payloads fitted when the session was opened; there may be too many namespaces, the session then keeps its
         // namespace, which is volatile and empty.
-        let Ok(private) = private else { return };
+        let Ok(private) = private else {
+            // Other hosts must not get these blocks.
+            if let Some(remote) = &mut self.remote {
+                remote.bar(self.namespaces.instance(ns));
+            }
+            return;
+        };
         let state = self.sessions.get_mut(session);
         state.expect("the caller has found the session").ns = private;
     }

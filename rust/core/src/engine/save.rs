@@ -301,8 +301,8 @@ impl Engine {
         blocks
     }
 
-    /// Reserves slots for required payloads that were evicted from the middle of the chain that was here when the save
-    /// began, front to back. Returns whether all are done; `Err` if one is refused.
+    /// Reserves slots, front to back, for required payloads that are missing in the middle of the chain that existed when
+    /// the save began. Returns whether all are done; `Err` if one is refused.
     fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) -> Result<bool, SlotRefusal> {
         // The save's lease keeps these nodes: they are the tail, and nodes above.
         while plan.cursor.gaps.at != NONE {

@@ -9,6 +9,7 @@ use crate::session::{SessionSpec, Tokens};
 
 use super::explain::Answered;
 use super::plans::Planned;
+use super::remote::RemoteShare;
 use super::requests::{BlockOffers, RequestId, RequestPromotions, RequestState, Requests};
 use super::save_cursor::SaveCursor;
 
@@ -162,6 +163,11 @@ impl Sessions {
         Some(state)
     }
 
+    /// All sessions, with their namespaces.
+    pub(super) fn by_namespace(&self) -> impl Iterator<Item = (NsId, SessionId)> + '_ {
+        self.sessions.iter().map(|(id, state)| (state.ns, id))
+    }
+
     pub(super) fn get(&self, session: SessionId) -> Option<&SessionState> {
         self.sessions.get(session)
     }
@@ -213,6 +219,7 @@ impl Sessions {
                 lease: NONE,
                 hit_after: None,
                 promotions: RequestPromotions::default(),
+                remote: RemoteShare::default(),
                 wait: None,
                 demanded_ns: None,
                 planned: Planned::default(),

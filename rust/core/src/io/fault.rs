@@ -24,7 +24,7 @@ struct ScriptState {
 }
 
 impl Script {
-    /// Adds verdicts for calls of one kind behind those that are there.
+    /// Appends verdicts for calls of one kind.
     #[must_use]
     pub fn then(self, kind: CallKind, verdicts: impl IntoIterator<Item = Verdict>) -> Self {
         self.lock()

@@ -37,10 +37,10 @@ impl Lane {
 /// The events that operations in flight wait for.
 #[derive(Debug)]
 pub(super) struct Queues {
-    /// Writes whose checksums are to be computed, with the epochs of their slots, and how far that of
-    /// the first one is. The source stays as it is until the write has been delivered, so the device does
-    /// not wait for that.
+    /// Writes whose checksums are to be computed, with the epochs of their slots. The source stays as it is
+    /// until the write has been delivered, so the device does not wait for the checksum.
     pub(super) unsummed: VecDeque<(u32, u16)>,
+    /// The first of these checksums, as far as it is computed.
     pub(super) summing: Summing,
     /// Operations whose transfers have ended.
     pub(super) ended: VecDeque<u16>,

@@ -3,8 +3,8 @@
 /// Bits of a packed word that hold the tick; two more hold the hit class.
 const TICK_BITS: u32 = 30;
 const TICK_MASK: u32 = (1 << TICK_BITS) - 1;
-/// An empty place of the table, a vacant entry of the ring: zero, so that the memory of a large list
-/// is the system's until it fills.
+/// An empty place of the table, a vacant entry of the ring: zero, so that a large list takes memory only as
+/// it fills.
 const EMPTY: u32 = 0;
 const VACANT: u64 = 0;
 

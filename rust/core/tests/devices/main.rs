@@ -3,7 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod memory;
+mod retention;
 mod rig;
+mod room;
 
 use std::collections::VecDeque;
 

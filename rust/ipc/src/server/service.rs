@@ -42,14 +42,14 @@ const SLICE: Duration = Duration::from_micros(100);
 /// A frame that is longer is carried out in steps.
 const LONG_FRAME: usize = 32 << 10;
 
-/// How long a connection without a session may be silent, and how long the rest of a frame may be missing.
+/// Longest silence of a connection without a session, and longest wait for the rest of a frame.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 
 /// Bytes of all connections' inboxes, and those that each may have.
 const INBOX_LIMIT: u64 = 64 << 20;
 const INBOX_FLOOR: u64 = 768 << 10;
 
-/// How often silent connections are looked for, and how long the listener is left alone after accepting has
+/// Interval of the search for silent connections, and pause of the listener after accepting has
 /// failed.
 pub(super) const PAUSE: Duration = Duration::from_secs(1);
 
@@ -406,7 +406,7 @@ impl Service {
                 let done = self
                     .served
                     .driver
-                    .read(|engine| operation.carry_out(engine));
+                    .enter(|engine| operation.carry_out(engine));
                 let json = done.unwrap_or_default().to_string();
                 (Role::New, ServerMessage::Operated { json })
             }

@@ -262,7 +262,7 @@ impl ServedSessions {
         sessions.map(|(&token, _)| token).collect()
     }
 
-    /// Appends the answers of some of a session's pending lookups and resets that have come.
+    /// Appends the answers that are ready, for some of a session's pending lookups and resets.
     pub(crate) fn answer_pending(&mut self, token: SessionToken, out: &mut Vec<u8>) {
         if let Some(session) = self.sessions.get_mut(&token) {
             session.answer_lookups(&self.driver, &mut self.budgets, out);

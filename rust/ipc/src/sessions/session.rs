@@ -508,8 +508,8 @@ impl ServedSession {
             let state = requests.get(request);
             state.is_some_and(|state| state.still_pending(engine, id))
         };
-        // Reading is enough here. An entry would have the IO thread try again the promotions and writes
-        // that wait for memory.
+        // Reading is enough here. An entry would make the IO thread retry the promotions and writes that
+        // wait for memory.
         let ended: Option<Vec<bool>> = driver.read(|engine| {
             let requests = some.iter();
             requests.map(|of| !still_pending(engine, of)).collect()

@@ -5,10 +5,12 @@ use std::time::Duration;
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::forest::Tier;
 use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
+use undercroft_core::namespace::GroupKind;
 use undercroft_core::session::{Lookup, Session};
 
 use crate::rig::{
     ARENA_BLOCKS, Implementation, SessionRig, full, hashes, hit, look_up, miss, tokens, until,
+    with_groups,
 };
 
 /// Blocks that pins may keep: three tenths of the arena.
@@ -164,6 +166,30 @@ pub(crate) fn what_pins_share_counts_once_and_a_name_has_one_pin(of: Implementat
         HintAnswer::Accepted(tokens(60))
     );
     assert_eq!(pinned(), (0, 0));
+}
+
+pub(crate) fn a_name_is_that_of_a_pin_of_the_same_namespace(of: Implementation) {
+    let rig = SessionRig::new(of);
+    let (mine, other) = (full(), with_groups(&[GroupKind::Full; 2]));
+    let sessions = [rig.open(mine.clone()), rig.open(other), rig.open(mine)];
+    for (session, prompt) in sessions.iter().zip([1, 2, 3]) {
+        rig.save(&**session, prompt, 4);
+    }
+    let accepted = HintAnswer::Accepted(tokens(4));
+    for (session, prompt) in sessions.iter().zip([1, 2]) {
+        assert_eq!(give(&**session, prompt, 4, &pin("chat")), accepted);
+    }
+    let pins = || rig.driver.read(|engine| engine.gauges()).unwrap().pins;
+    assert_eq!(pins(), 2);
+    // Another vLLM of the model means the same pin, and one of another model does not.
+    assert_eq!(give(&*sessions[2], 3, 4, &release("chat")), accepted);
+    assert_eq!(pins(), 1);
+    let none = rejected(HintRefusal::NotPinned);
+    assert_eq!(give(&*sessions[0], 1, 4, &release("chat")), none);
+    assert_eq!(give(&*sessions[1], 2, 4, &release("other")), none);
+    assert_eq!(pins(), 1);
+    assert_eq!(give(&*sessions[1], 2, 4, &release("chat")), accepted);
+    assert_eq!(pins(), 0);
 }
 
 pub(crate) fn a_pin_ends_after_its_time_unless_it_is_used(of: Implementation) {

@@ -98,6 +98,7 @@ conformance_of_all! {
         a_pin_that_exceeds_the_budget_or_what_is_cached_is_clipped,
         what_pins_share_counts_once_and_a_name_has_one_pin,
         a_pin_ends_after_its_time_unless_it_is_used,
+        a_name_is_that_of_a_pin_of_the_same_namespace,
         a_reset_ends_the_pins_of_the_namespace,
         a_prefetch_brings_a_prompt_from_disk_although_its_request_has_finished,
         a_demoted_prompt_leaves_host_memory_first,

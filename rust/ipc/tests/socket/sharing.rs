@@ -2,8 +2,9 @@
 
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::explain::ExplainQuery;
+use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Load, LookupRequest, Save, SaveRequest, Session, Sources, Tokens};
-use undercroft_ipc::{ConnectionState, Operation, operate};
+use undercroft_ipc::{ConnectionState, Operation, OperatorHint, operate};
 
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};
 
@@ -140,4 +141,51 @@ fn an_operator_is_told_of_the_last_lookups_by_their_requests_names() {
     let names: Vec<&str> = all.iter().filter_map(|of| of["request"].as_str()).collect();
     assert!(names.contains(&"chatcmpl-two"), "{names:?}");
     drop((client, rig));
+}
+
+#[test]
+fn an_operator_pins_blocks_by_their_hashes_and_ends_the_pin() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/serve.sock");
+    let rig = Rig::start(&socket, None, 1);
+    let client = client(&socket);
+    assert_eq!(client.wait_for_connection(PATIENCE), ConnectionState::Up);
+    let prompt = hashes(1, 8);
+    save(&rig, &client, "w", &prompt);
+    until("the save is visible", || {
+        lookup(&client, "r", &prompt) == Some(8 * TOKENS)
+    });
+    let hex = |hash: &BlockHash| {
+        let digits = hash.as_bytes().iter().map(|byte| format!("{byte:02x}"));
+        digits.collect::<String>()
+    };
+    let pin = OperatorHint {
+        verb: "pin".to_owned(),
+        hashes: prompt.iter().map(hex).collect(),
+        ttl_ns: 60_000_000_000,
+        name: "system".to_owned(),
+        ..OperatorHint::default()
+    };
+    let give = |hint: &OperatorHint| -> serde_json::Value {
+        let json = operate(&socket, Operation::Hint(hint.clone()), PATIENCE).unwrap();
+        serde_json::from_str(&json).unwrap()
+    };
+    let accepted = serde_json::json!({"answer": "accepted", "tokens": 8 * TOKENS});
+    assert_eq!(give(&pin), accepted);
+    let pins = || rig.driver.enter(|engine| engine.gauges().pins).unwrap();
+    assert_eq!(pins(), 1);
+    let release = OperatorHint {
+        verb: "release".to_owned(),
+        hashes: Vec::new(),
+        ..pin.clone()
+    };
+    assert_eq!(give(&release), accepted);
+    assert_eq!(pins(), 0);
+    assert_eq!(give(&release)["reason"], "not_pinned");
+    let namespace = "nobody's".to_owned();
+    let said = give(&OperatorHint { namespace, ..pin })["error"].to_string();
+    assert!(
+        said.contains("allowed is the beginning of one digest"),
+        "{said}"
+    );
 }

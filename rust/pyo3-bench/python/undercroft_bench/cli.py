@@ -14,6 +14,7 @@ from typing import Any
 from undercroft.cli import arguments, output, planning
 from undercroft.device.layout import SUPPORTED_LAYOUTS
 from undercroft.errors import ConfigError
+from undercroft.units import format_size
 
 _positive = arguments.whole(1, 1 << 40)
 _not_negative = arguments.whole(0, 1 << 40)
@@ -34,14 +35,17 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         type=_positive,
         default=1,
         metavar="C",
-        help="served: with more than one, lookups a second of so many processes (%(default)s)",
+        help="served: client processes; more than one measures lookups a second (%(default)s)",
     )
     lookup.add_argument(
         "--keys", type=_positive, default=8192, metavar="N", help="block hashes of the prompt (%(default)s)"
     )
     lookup.add_argument("--rounds", type=_positive, default=2000, metavar="R", help="lookups measured (%(default)s)")
     lookup.add_argument(
-        "--pending", type=_positive, metavar="N", help="instead: steps that ask for N requests that wait for the disk"
+        "--pending",
+        type=_positive,
+        metavar="N",
+        help="measure steps that ask for N requests waiting for the disk",
     )
 
     disk = _add(kinds, shared, "disk", "the disk tier through the whole engine, against a bare O_DIRECT loop", _disk)
@@ -96,15 +100,33 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     )
     replay.add_argument("--second-touch", action="store_true", help="write blocks to disk from their second use on")
 
+    remote = _add(kinds, shared, "remote", "a remote store: writes, reads and probes, by size of the objects", _remote)
+    remote.epilog = "example: undercroft bench remote s3://bucket/undercroft --sizes 4MiB,16MiB"
+    remote.add_argument("url", metavar="URL", help="as the option remote; nothing stays there")
+    remote.add_argument(
+        "--sizes",
+        type=arguments.sizes,
+        default="1MiB,4MiB,16MiB,64MiB",
+        metavar="SIZE,...",
+        help="of objects (%(default)s)",
+    )
+    remote.add_argument(
+        "--total", type=arguments.size, default=1 << 30, metavar="SIZE", help="bytes of each size (1GiB)"
+    )
+
     serve = _add(
         kinds, shared, "serve", "time to first token of a running vLLM: cold, and again from the cache", _serve
     )
     serve.epilog = "example: undercroft bench serve --url http://localhost:8000 --prompts 16 --prompt-tokens 8192"
     serve.add_argument("--url", required=True, help="where vLLM listens, such as http://localhost:8000")
     serve.add_argument("--api-key", metavar="KEY", help="as vLLM was given it (default: $OPENAI_API_KEY)")
-    serve.add_argument("--prompts", type=_positive, default=8, metavar="N", help="prompts (%(default)s)")
-    serve.add_argument("--prompt-tokens", type=_positive, default=4096, metavar="T", help="of each (%(default)s)")
-    serve.add_argument("--max-tokens", type=_positive, default=8, metavar="T", help="of each answer (%(default)s)")
+    serve.add_argument("--prompts", type=_positive, default=8, metavar="N", help="number of prompts (%(default)s)")
+    serve.add_argument(
+        "--prompt-tokens", type=_positive, default=4096, metavar="T", help="tokens of each prompt (%(default)s)"
+    )
+    serve.add_argument(
+        "--max-tokens", type=_positive, default=8, metavar="T", help="length of each answer (%(default)s)"
+    )
     serve.add_argument(
         "--fill-tokens",
         type=_positive,
@@ -210,6 +232,29 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import _bench
 
     return _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
+
+
+def _remote(args: argparse.Namespace) -> dict[str, Any]:
+    from undercroft import _core
+
+    found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: None)
+    cases = [
+        {
+            "object": format_size(one["object_bytes"]),
+            "put_gbps": round(one["put_bytes_per_s"] / 1e9, 3),
+            "get_gbps": round(one["get_bytes_per_s"] / 1e9, 3),
+            "get_ms": round(one["get_ms"], 1),
+            "put_cpu_s_per_gb": round(one["put_cpu_s_per_gb"], 2),
+            "get_cpu_s_per_gb": round(one["get_cpu_s_per_gb"], 2),
+        }
+        for one in found["sizes"]
+    ]
+    return {
+        "probe_ms": round(found["probe_ms"], 2),
+        "probe_32_ms": round(found["probe_32_ms"], 2),
+        "advised_remote_object": format_size(found["advised_bytes"]).replace(" ", ""),
+        "cases": cases,
+    }
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 
 mod branches;
 mod crowd;
+mod pins;
 mod rig;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};

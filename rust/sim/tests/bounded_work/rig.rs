@@ -78,6 +78,15 @@ pub(crate) fn hybrid(name: &str, kind: GroupKind) -> NamespaceSpec {
     spec
 }
 
+/// Hints may pin all of the arena.
+fn config(host_blocks: u64) -> EngineConfig {
+    let host_bytes = host_blocks * u64::from(PAYLOAD);
+    EngineConfig {
+        pin_bytes: host_bytes,
+        ..EngineConfig::new(host_bytes)
+    }
+}
+
 impl Rig {
     /// An engine for so many blocks in the arena and on disk.
     pub(crate) fn new(host_blocks: u64, disk_blocks: u64) -> Self {
@@ -88,7 +97,7 @@ impl Rig {
             page_bytes,
         };
         let mut rig = Self {
-            engine: Engine::new(EngineConfig::new(host_blocks * u64::from(PAYLOAD))),
+            engine: Engine::new(config(host_blocks)),
             table: Vec::new(),
             super_bytes: super_bytes.encode().into(),
             capacity,
@@ -101,7 +110,7 @@ impl Rig {
 
     /// The engine ends; another one takes the directory over.
     pub(crate) fn restart(&mut self, host_blocks: u64) {
-        self.engine = Engine::new(EngineConfig::new(host_blocks * u64::from(PAYLOAD)));
+        self.engine = Engine::new(config(host_blocks));
         if self.capacity > 0 {
             let page_bytes = page_bytes_for(self.capacity);
             self.engine.attach_disks(vec![DeviceImage {

@@ -399,7 +399,7 @@ impl Namespaces {
         new
     }
 
-    /// A directory is there that was absent. Nothing is left on it of lives that have ended meanwhile.
+    /// A directory that was absent can be used: the lives that ended meanwhile have left no blocks on it.
     pub(super) fn note_reach(&mut self, residency: &Residency) {
         self.reset_beyond_reach &= residency.disks().iter().any(Disk::is_absent);
     }
@@ -422,8 +422,8 @@ impl Namespaces {
         });
     }
 
-    /// Once no record from before a reset can return, enters the reset namespaces for the sessions that still have the
-    /// description's weights, and the namespaces for which there was no room.
+    /// Makes entries for reset namespaces, if sessions still have the description's weights, and for the namespaces
+    /// that found no room. Waits until no record from before a reset can return.
     fn enter_again(&mut self, residency: &mut Residency) {
         if self.clearing().next().is_some() {
             return;

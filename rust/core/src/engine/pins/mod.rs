@@ -13,15 +13,16 @@ use slotmap::SlotMap;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::HashSource;
 use crate::metrics::Counters;
+use crate::work;
 
 use super::residency::Residency;
 use tree::{PinTree, Shared, SpanKey};
 
 /// Pins that there may be at once.
-const PINS_MAX: usize = 4096;
+const PINS_MAX: usize = 16_384;
 /// Pins that one entry ends to make room.
 const ENDED_MAX: usize = 16;
-/// Pins of one chain that one entry renews or releases.
+/// Pins of one chain that one entry renews or releases, the deepest ones first.
 const ON_CHAIN_MAX: usize = 128;
 /// Pins that one entry looks at, in search of those that have lost their blocks.
 const LOOKS: usize = 32;
@@ -127,10 +128,8 @@ impl Pins {
         while let Some(node) = end {
             let depth = residency.node(node).depth;
             let shared = self.shared(spec.ns, hashes, depth, residency);
-            if let Some(same) = self
-                .unnamed_at(node, &shared)
-                .filter(|_| spec.name.is_empty())
-            {
+            let same = self.tree.unnamed_at(&shared, depth);
+            if let Some(same) = same.filter(|_| spec.name.is_empty()) {
                 self.end(same, residency);
             }
             let shared = self.shared(spec.ns, hashes, depth, residency);
@@ -194,23 +193,20 @@ impl Pins {
         counters: &mut Counters,
     ) {
         for _ in 0..ENDED_MAX {
-            let is_over = self.bytes > most || self.pins.len() >= PINS_MAX;
+            if self.bytes <= most && self.pins.len() < PINS_MAX {
+                return;
+            }
             let mut oldest = self.by_use.iter().map(|&(_, key)| key).take(LOOKS);
-            let ends = |key: &PinKey| !but.full.contains(&self.pins[*key].span);
-            let Some(key) = oldest.find(ends).filter(|_| is_over) else {
+            let ends = |key: &PinKey| {
+                work::queued();
+                !self.tree.is_on(but, self.pins[*key].span)
+            };
+            let Some(key) = oldest.find(ends) else {
                 return;
             };
             counters.pins_over_budget += 1;
             self.end(key, residency);
         }
-    }
-
-    /// The pin without a name that ends at a node, of a chain that is `shared`.
-    fn unnamed_at(&self, node: NodeId, shared: &Shared) -> Option<PinKey> {
-        self.tree.pins_on(shared).find(|&key| {
-            let pin = &self.pins[key];
-            pin.name.is_empty() && pin.node == node
-        })
     }
 
     fn insert(
@@ -227,7 +223,7 @@ impl Pins {
         let mut new = Vec::with_capacity((depth - shared.depth) as usize);
         let mut at = node;
         while at != NONE && residency.node(at).depth > shared.depth {
-            crate::work::node();
+            work::node();
             new.push(at);
             at = residency.node(at).parent();
         }
@@ -246,7 +242,7 @@ impl Pins {
             name: spec.name.into(),
         };
         let key = self.pins.insert(pin);
-        self.pins[key].span = self.tree.add(key, shared, new);
+        self.pins[key].span = self.tree.add(key, !spec.name.is_empty(), shared, new);
         if !spec.name.is_empty() {
             self.names.insert((spec.ns, spec.name.into()), key);
         }
@@ -270,7 +266,7 @@ impl Pins {
         let shared = self.shared(ns, hashes, depth, residency);
         let used: Vec<PinKey> = self.tree.pins_on(&shared).take(ON_CHAIN_MAX).collect();
         for key in used {
-            crate::work::queued();
+            work::queued();
             let pin = &mut self.pins[key];
             self.by_use.remove(&(pin.used, key));
             self.by_end.remove(&(pin.ends_ns, key));
@@ -291,11 +287,8 @@ impl Pins {
     ) -> u32 {
         let ended: Vec<PinKey> = if name.is_empty() {
             let shared = self.shared(ns, hashes, depth, residency);
-            let on_chain = self.tree.pins_on(&shared);
-            on_chain
-                .take(ON_CHAIN_MAX)
-                .filter(|&key| self.pins[key].name.is_empty())
-                .collect()
+            let on_chain = self.tree.unnamed_on(&shared);
+            on_chain.take(ON_CHAIN_MAX).collect()
         } else {
             let named = self.names.get(&(ns, Box::from(name)));
             named.copied().into_iter().collect()
@@ -305,7 +298,7 @@ impl Pins {
             .map(|&key| residency.node(self.pins[key].node).depth);
         let deepest = depths.max().unwrap_or(0);
         for key in ended {
-            crate::work::queued();
+            work::queued();
             self.end(key, residency);
         }
         deepest
@@ -328,7 +321,7 @@ impl Pins {
         let some: Vec<(u64, PinKey)> = self.by_use.range(from).take(LOOKS).copied().collect();
         self.looked_at = some.last().copied().unwrap_or((0, PinKey::default()));
         for (_, key) in some {
-            crate::work::node();
+            work::node();
             if residency.node(self.pins[key].node).is_detached() {
                 counters.pins_lost += 1;
                 self.end(key, residency);
@@ -345,6 +338,7 @@ impl Pins {
     }
 
     fn end(&mut self, key: PinKey, residency: &mut Residency) {
+        work::queued();
         let pin = self.pins.remove(key).expect("a pin ends once");
         let (after, to) = self.tree.remove(pin.span, key);
         let bytes = residency.chain_bytes(pin.ns, after, to) + pin.end_bytes;

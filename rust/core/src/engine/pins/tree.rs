@@ -1,10 +1,13 @@
 //! The chains that are pinned, as a tree of runs of nodes: the blocks that a chain shares with pinned ones are found
 //! without a walk, and so are the blocks that the end of a pin sets free.
 
+use std::collections::BTreeSet;
+
 use hashbrown::HashMap;
 use slotmap::SlotMap;
 
 use crate::forest::NodeId;
+use crate::work;
 
 use super::PinKey;
 
@@ -20,12 +23,26 @@ struct Span {
     /// Depth of the node before the first.
     after: u32,
     nodes: Vec<NodeId>,
-    below: Vec<SpanKey>,
+    /// Thousands of conversations may begin with one run, and thousands of names may pin one node.
+    below: BTreeSet<SpanKey>,
     /// Pins of the last node.
-    pins: Vec<PinKey>,
+    pins: BTreeSet<PinKey>,
+    /// The one of these without a name.
+    unnamed: Option<PinKey>,
 }
 
 impl Span {
+    fn new(above: Option<SpanKey>, after: u32, nodes: Vec<NodeId>) -> Self {
+        Self {
+            above,
+            after,
+            nodes,
+            below: BTreeSet::new(),
+            pins: BTreeSet::new(),
+            unnamed: None,
+        }
+    }
+
     fn end(&self) -> u32 {
         self.after + self.nodes.len() as u32
     }
@@ -36,8 +53,8 @@ impl Span {
 pub(super) struct Shared {
     /// Depth of the last node that is in the tree; 0 if none is.
     pub(super) depth: u32,
-    /// The runs on the way that the chain has in full, from the root on.
-    pub(super) full: Vec<SpanKey>,
+    /// The runs on the way that the chain has in full, each with the depth of its end, from the root on.
+    full: Vec<(u32, SpanKey)>,
     /// The run that the chain has in part.
     part: Option<SpanKey>,
 }
@@ -57,6 +74,7 @@ impl PinTree {
     pub(super) fn shared(&self, at: impl Fn(u32) -> Option<NodeId>) -> Shared {
         let mut shared = Shared::default();
         loop {
+            work::index();
             let first = at(shared.depth + 1);
             let Some(&key) = first.and_then(|first| self.firsts.get(&first)) else {
                 return shared;
@@ -67,7 +85,7 @@ impl PinTree {
             let last = span.nodes.len() - 1;
             if is_shared(last) {
                 shared.depth = span.end();
-                shared.full.push(key);
+                shared.full.push((shared.depth, key));
                 continue;
             }
             // Up to `low` the chain has every node, and it has not the one at `high`.
@@ -86,35 +104,67 @@ impl PinTree {
         }
     }
 
-    /// Pins that end on a chain.
+    /// Pins that end on a chain, the deepest ones first: each of them keeps the blocks of the later ones.
     pub(super) fn pins_on<'a>(&'a self, shared: &'a Shared) -> impl Iterator<Item = PinKey> + 'a {
-        let spans = shared.full.iter();
-        spans.flat_map(|&key| self.spans[key].pins.iter().copied())
+        let spans = shared.full.iter().rev();
+        spans.flat_map(|&(_, key)| self.spans[key].pins.iter().copied())
     }
 
-    /// Adds a pin to the last node of a chain: `new` are its nodes that are not in the tree.
-    pub(super) fn add(&mut self, pin: PinKey, shared: &Shared, new: Vec<NodeId>) -> SpanKey {
+    /// Those without a name, in the same order.
+    pub(super) fn unnamed_on<'a>(
+        &'a self,
+        shared: &'a Shared,
+    ) -> impl Iterator<Item = PinKey> + 'a {
+        let spans = shared.full.iter().rev();
+        spans.filter_map(|&(_, key)| {
+            work::node();
+            self.spans[key].unnamed
+        })
+    }
+
+    /// The pin without a name that ends at a depth of a chain.
+    pub(super) fn unnamed_at(&self, shared: &Shared, depth: u32) -> Option<PinKey> {
+        let &(end, last) = shared.full.last()?;
+        self.spans[last].unnamed.filter(|_| end == depth)
+    }
+
+    /// Whether a chain has a run in full, also if pins have ended since: runs that are joined keep the end of the lower.
+    pub(super) fn is_on(&self, shared: &Shared, key: SpanKey) -> bool {
+        let end = self.spans[key].end();
+        let at = shared.full.binary_search_by_key(&end, |&(end, _)| end);
+        at.is_ok_and(|at| shared.full[at].1 == key)
+    }
+
+    /// Adds a pin, with a name or without, to the last node of a chain: `new` are its nodes that are not in the tree.
+    /// The node has no other pin without a name.
+    pub(super) fn add(
+        &mut self,
+        pin: PinKey,
+        has_name: bool,
+        shared: &Shared,
+        new: Vec<NodeId>,
+    ) -> SpanKey {
+        work::index();
         let above = match shared.part {
             Some(part) => Some(self.split(part, shared.depth)),
-            None => shared.full.last().copied(),
+            None => shared.full.last().map(|&(_, key)| key),
         };
         let key = if let Some(&first) = new.first() {
-            let key = self.spans.insert(Span {
-                above,
-                after: shared.depth,
-                nodes: new,
-                below: Vec::new(),
-                pins: Vec::new(),
-            });
+            let key = self.spans.insert(Span::new(above, shared.depth, new));
             self.firsts.insert(first, key);
             if let Some(above) = above {
-                self.spans[above].below.push(key);
+                self.spans[above].below.insert(key);
             }
             key
         } else {
             above.expect("a pinned chain has a node")
         };
-        self.spans[key].pins.push(pin);
+        let span = &mut self.spans[key];
+        span.pins.insert(pin);
+        if !has_name {
+            assert!(span.unnamed.is_none(), "a node has one pin without a name");
+            span.unnamed = Some(pin);
+        }
         key
     }
 
@@ -126,27 +176,26 @@ impl PinTree {
         let (above, after) = (span.above, std::mem::replace(&mut span.after, depth));
         let (first, second) = (nodes[0], span.nodes[0]);
         let upper = self.spans.insert(Span {
-            above,
-            after,
-            nodes,
-            below: vec![key],
-            pins: Vec::new(),
+            below: BTreeSet::from([key]),
+            ..Span::new(above, after, nodes)
         });
         self.spans[key].above = Some(upper);
         self.firsts.insert(first, upper);
         self.firsts.insert(second, key);
         if let Some(above) = above {
             let below = &mut self.spans[above].below;
-            below.retain(|&other| other != key);
-            below.push(upper);
+            below.remove(&key);
+            below.insert(upper);
         }
         upper
     }
 
     /// Ends a pin of the run `key`. Returns the depths (exclusive, inclusive) that no pin keeps any more.
     pub(super) fn remove(&mut self, key: SpanKey, pin: PinKey) -> (u32, u32) {
+        work::index();
         let span = &mut self.spans[key];
-        span.pins.retain(|&other| other != pin);
+        span.pins.remove(&pin);
+        span.unnamed = span.unnamed.filter(|&other| other != pin);
         let kept = (span.after, span.after);
         if !span.pins.is_empty() {
             return kept;
@@ -160,7 +209,7 @@ impl PinTree {
         self.firsts.remove(&first);
         self.spans.remove(key);
         if let Some(above) = above {
-            self.spans[above].below.retain(|&other| other != key);
+            self.spans[above].below.remove(&key);
             self.join(above);
         }
         freed
@@ -168,11 +217,12 @@ impl PinTree {
 
     /// Joins a run without pins and the only one below it.
     fn join(&mut self, upper: SpanKey) {
+        work::index();
         let span = &self.spans[upper];
-        let &[key] = span.below.as_slice() else {
+        let Some(&key) = span.below.first() else {
             return;
         };
-        if !span.pins.is_empty() {
+        if span.below.len() > 1 || !span.pins.is_empty() {
             return;
         }
         let Some(span) = self.spans.remove(upper) else {
@@ -186,8 +236,8 @@ impl PinTree {
         (lower.nodes, lower.after, lower.above) = (nodes, span.after, span.above);
         if let Some(above) = span.above {
             let below = &mut self.spans[above].below;
-            below.retain(|&other| other != upper);
-            below.push(key);
+            below.remove(&upper);
+            below.insert(key);
         }
     }
 
@@ -219,6 +269,10 @@ impl PinTree {
                 "a run without a pin has {} below",
                 span.below.len()
             );
+            ensure!(
+                span.unnamed.is_none_or(|pin| span.pins.contains(&pin)),
+                "a run knows a pin that is not its own"
+            );
             let above = span.above.map(|above| &self.spans[above]);
             ensure!(
                 above.map_or(0, Span::end) == span.after,
@@ -247,7 +301,7 @@ impl PinTree {
 mod tests {
     use super::*;
 
-    /// A chain named by its nodes.
+    /// Pins a chain, named by its nodes, under a name.
     fn add(
         tree: &mut PinTree,
         keys: &mut SlotMap<PinKey, ()>,
@@ -256,7 +310,7 @@ mod tests {
         let shared = tree.shared(|depth| chain.get(depth as usize - 1).copied());
         let pin = keys.insert(());
         let new = chain[shared.depth as usize..].to_vec();
-        (tree.add(pin, &shared, new), pin)
+        (tree.add(pin, true, &shared, new), pin)
     }
 
     #[test]
@@ -301,6 +355,34 @@ mod tests {
         assert_eq!(of(&tree, &[1, 2, 3, 4, 8]), (4, vec![short]));
         assert_eq!(of(&tree, &[1]), (1, vec![]));
         assert_eq!(of(&tree, &[8]), (0, vec![]));
-        assert_eq!(of(&tree, &[1, 2, 3, 4, 5, 6, 7, 8]), (7, vec![short, long]));
+        assert_eq!(of(&tree, &[1, 2, 3, 4, 5, 6, 7, 8]), (7, vec![long, short]));
+    }
+
+    #[test]
+    fn the_pin_without_a_name_is_that_of_its_own_node() {
+        let (mut tree, mut keys) = (PinTree::default(), SlotMap::with_key());
+        let chain: [NodeId; 3] = [1, 2, 3];
+        let shared_of = |tree: &PinTree, depth: usize| {
+            let chain = &chain[..depth];
+            tree.shared(|depth| chain.get(depth as usize - 1).copied())
+        };
+        let (key_of_three, three) = add(&mut tree, &mut keys, &chain);
+        let shared = shared_of(&tree, 2);
+        let pin = keys.insert(());
+        let key = tree.add(pin, false, &shared, Vec::new());
+        let all = shared_of(&tree, 3);
+        assert_eq!(tree.unnamed_on(&all).collect::<Vec<_>>(), [pin]);
+        let at = |depth| tree.unnamed_at(&shared_of(&tree, depth as usize), depth);
+        assert_eq!([1, 2, 3].map(at), [None, Some(pin), None]);
+        assert!(tree.is_on(&all, key) && !tree.is_on(&shared_of(&tree, 1), key));
+        // A pin of another branch ends, and the runs above join.
+        let (branch, other) = add(&mut tree, &mut keys, &[1, 2, 3, 9]);
+        let (deep, _) = add(&mut tree, &mut keys, &[1, 2, 3, 4]);
+        let of_deep = tree.shared(|depth| [1, 2, 3, 4].get(depth as usize - 1).copied());
+        tree.remove(key_of_three, three);
+        tree.remove(branch, other);
+        assert!(tree.is_on(&of_deep, deep) && tree.is_on(&of_deep, key));
+        tree.remove(key, pin);
+        assert_eq!(tree.unnamed_on(&shared_of(&tree, 3)).count(), 0);
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Every change of a payload's state happens in these modules. `slots` holds the changes, `reach` their
 //! consequences for lookups, `eviction` those for the policies. `runs` moves pages between size
-//! classes. `leases` keeps payloads in place, `hits` lists the payloads of a hit, `admission` adds
-//! blocks, `disk_slots` chooses directories.
+//! classes, `unused` evicts by age. `leases` keeps payloads in place, `hits` lists the payloads of a hit,
+//! `admission` adds blocks, `disk_slots` chooses directories.
 
 mod admission;
 mod announce;
@@ -27,6 +27,7 @@ mod run_loss;
 mod runs;
 mod slots;
 mod state;
+mod unused;
 
 #[cfg(feature = "check")]
 pub(super) use check::LeaseCounts;
@@ -36,3 +37,4 @@ pub(super) use hits::PromotionPlan;
 pub(super) use recovery::{Adoption, FoundRecord};
 pub use runs::Moves;
 pub(super) use state::Residency;
+pub(super) use unused::UnusedCursor;

@@ -361,7 +361,7 @@ impl Residency {
             || above == Some(0)
     }
 
-    fn disk_blocks(&self) -> u64 {
+    pub(in crate::engine) fn disk_blocks(&self) -> u64 {
         let disks = self.disks.iter();
         disks.map(|disk| disk.slots().blocks()).sum()
     }

@@ -1,11 +1,11 @@
-//! How many bytes may be written to disk now.
+//! How many bytes may be written to disk, or to the remote store, now.
 
 /// The write budget may be saved up for this long, in nanoseconds.
 const BURST_NS: u64 = 250_000_000;
 
 /// A bucket of bytes that fills at the configured rate.
 #[derive(Debug)]
-pub(super) struct WriteBudget {
+pub(in crate::engine) struct WriteBudget {
     /// Bytes a second; 0 is unlimited.
     rate: u64,
     bytes: u64,
@@ -13,7 +13,7 @@ pub(super) struct WriteBudget {
 }
 
 impl WriteBudget {
-    pub(super) fn new(rate: u64) -> Self {
+    pub(in crate::engine) fn new(rate: u64) -> Self {
         Self {
             rate,
             bytes: 0,
@@ -23,7 +23,7 @@ impl WriteBudget {
 
     /// Adds the bytes that have accrued since the last time. A payload larger than the burst is written
     /// when the bucket is full.
-    pub(super) fn refill(&mut self, next_bytes: u64, now_ns: u64) {
+    pub(in crate::engine) fn refill(&mut self, next_bytes: u64, now_ns: u64) {
         if self.rate == 0 {
             return;
         }
@@ -40,12 +40,12 @@ impl WriteBudget {
     }
 
     /// Whether a write of so many bytes may start.
-    pub(super) fn allows(&self, bytes: u64) -> bool {
+    pub(in crate::engine) fn allows(&self, bytes: u64) -> bool {
         self.rate == 0 || self.bytes >= bytes
     }
 
     /// A write of so many bytes starts.
-    pub(super) fn spend(&mut self, bytes: u64) {
+    pub(in crate::engine) fn spend(&mut self, bytes: u64) {
         if self.rate > 0 {
             let left = self.bytes.checked_sub(bytes);
             self.bytes = left.expect("a write starts only if the budget allows it");

@@ -9,5 +9,6 @@ mod requeue;
 mod start;
 mod table;
 
+pub(super) use budget::WriteBudget;
 pub(super) use queue::WriteBack;
 pub(super) use table::table_write_ended;

@@ -78,7 +78,7 @@ impl WriteBack {
         }
     }
 
-    /// The required ancestor of a queued payload lacks one on disk: queues that first, unless it was
+    /// Queues the required ancestor of a queued payload first, which is not on disk, unless the ancestor was
     /// refused.
     fn write_ancestor_first(
         &mut self,

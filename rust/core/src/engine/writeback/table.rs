@@ -10,6 +10,7 @@ use super::super::namespaces::Namespaces;
 use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
 use super::super::residency::Residency;
+use super::super::retention::Retention;
 use super::queue::WriteBack;
 
 /// Blocks of the table are written together: when so many wait, when one has waited for a second, or when no other
@@ -41,13 +42,12 @@ impl WriteBack {
                     break;
                 };
                 self.record_seq += 1;
-                let written_s = parts.config.unix_at_zero_s + parts.now_ns / 1_000_000_000;
                 let encoder = BlockEncoder {
                     residency: parts.residency,
                     namespaces: parts.namespaces,
+                    retention: parts.retention,
                     seq: self.record_seq,
-                    // The format counts seconds in 32 bits, until 2106.
-                    written_s: written_s.min(u64::from(u32::MAX)) as u32,
+                    now_s: parts.config.unix_at_zero_s + parts.now_ns / 1_000_000_000,
                 };
                 let bytes = encoder.encode(device, block);
                 let operation = Purpose::Table { device, block };
@@ -89,8 +89,9 @@ pub(in crate::engine) fn table_write_ended(
 struct BlockEncoder<'a> {
     residency: &'a Residency,
     namespaces: &'a Namespaces,
+    retention: &'a Retention,
     seq: u64,
-    written_s: u32,
+    now_s: u64,
 }
 
 impl BlockEncoder<'_> {
@@ -123,6 +124,7 @@ impl BlockEncoder<'_> {
             return None;
         }
         let parent = state.parent();
+        let used_s = self.retention.time_of(state.touch().last, self.now_s);
         Some(Record {
             group,
             hit_class: state.touch().hit_class,
@@ -133,7 +135,8 @@ impl BlockEncoder<'_> {
             checksum,
             depth: state.depth,
             last: state.touch().last,
-            written_s: self.written_s,
+            // The format counts seconds in 32 bits, until 2106.
+            written_s: used_s.min(u64::from(u32::MAX)) as u32,
             hash: state.hash,
             parent: (parent != NONE).then(|| self.residency.node(parent).hash),
         })

@@ -1,0 +1,74 @@
+"""``undercroft remote gc URL``: removes old objects from a remote store."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tqdm import tqdm
+
+from undercroft.cli import arguments, output
+from undercroft.errors import ConfigError
+from undercroft.units import format_size
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "remote",
+        help="remove old objects from a remote store",
+        description="Looks after a remote store. Each KIND takes --json.",
+        epilog="example: undercroft remote gc s3://bucket/undercroft",
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    gc = kinds.add_parser(
+        "gc",
+        parents=[shared],
+        help="remove the oldest objects",
+        description="Removes the oldest objects of a remote store until the others fit, and those beyond an age. Run "
+        "it now and then, from cron, on any host. It may run beside engines that write, and twice at once. "
+        "An object that was written or read within the last minute stays. A Redis server removes objects itself.",
+        epilog="example: undercroft remote gc s3://bucket/undercroft --max-bytes 20TiB --max-age 7d",
+    )
+    gc.add_argument("url", metavar="URL", help="as the option remote")
+    gc.add_argument("--max-bytes", type=arguments.size, metavar="SIZE", help="keep at most so much")
+    gc.add_argument(
+        "--max-age",
+        type=arguments.duration,
+        metavar="TIME",
+        help="remove objects that were not used for so long, such as 3d",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only report the objects that would be removed")
+    gc.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove, and print the outcome."""
+    from undercroft import _core
+
+    if args.max_bytes is None and args.max_age is None:
+        raise ConfigError("nothing to remove: give --max-bytes, --max-age, or both")
+    with tqdm(desc="remove", unit=" objects", disable=args.json or not sys.stderr.isatty()) as bar:
+
+        def progress(counts: list[int]) -> None:
+            bar.total = counts[1]
+            bar.update(counts[0] - bar.n)
+
+        report = _core.remote_gc(
+            args.url, progress, max_bytes=args.max_bytes, max_age=args.max_age, dry_run=args.dry_run
+        )
+    if args.json:
+        output.print_json(report)
+        return 0
+    done = "would be removed" if report["dry_run"] else "removed"
+    print(f"{report['objects']} objects, {format_size(report['bytes'])}")
+    print(f"{done}: {report['removed_objects']} objects, {format_size(report['removed_bytes'])}")
+    if report["skipped_objects"]:
+        print(f"kept, since they were written or removed meanwhile: {report['skipped_objects']} objects")
+    if report["removed_leftovers"]:
+        print(f"removed files of writers that were killed: {report['removed_leftovers']} files")
+    if report["excess_bytes"]:
+        print(f"above --max-bytes: {format_size(report['excess_bytes'])}, used within the last minute; run it again")
+    if report["oldest_s"] is not None:
+        print(f"the oldest that is left was used {output.age_text(report['oldest_s'])} ago")
+    return 0

@@ -1,0 +1,102 @@
+"""``undercroft warm``: has a vLLM compute prompts, so that their blocks are cached."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+from undercroft.cli import output, prompts
+from undercroft.cli.arguments import whole
+from undercroft.cli.output import CommandError
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "warm",
+        parents=[shared],
+        help="have a vLLM compute prompts, so that their blocks are cached",
+        description="Sends each prompt to a vLLM and asks for one token. Tells the progress on stderr. Exit code 0 if "
+        "vLLM has computed all, 1 if it has refused some or does not answer. Ctrl-C ends the command at once, and vLLM "
+        "computes none of the prompts further.",
+        epilog="example: undercroft warm --url http://127.0.0.1:8000 prompts.jsonl",
+    )
+    prompts.add_file(parser)
+    parser.add_argument("--url", default="http://localhost:8000", help="address of vLLM (%(default)s)")
+    prompts.add_model(parser)
+    parser.add_argument(
+        "--parallel",
+        type=whole(1, 256),
+        default=4,
+        metavar="N",
+        help="prompts that are sent at once (%(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send each line of the file."""
+    lines = prompts.read(args.file, prompts.is_prompt, prompts.ALLOWED)
+    url = args.url.rstrip("/")
+    model = args.model or prompts.first_model(url)
+    start = time.monotonic()
+    done: list[dict[str, Any]] = []
+    for one in _complete_all(url, model, lines, args.parallel):
+        done.append(one)
+        said = one.get("error") or f"{one['tokens']} tokens, {one['cached']} of them cached"
+        print(f"{len(done)} of {len(lines)}: line {one['line']}, {said}", file=sys.stderr, flush=True)
+    refused = sum("error" in one for one in done)
+    total = {
+        "prompts": len(done),
+        "refused": refused,
+        "tokens": sum(one.get("tokens", 0) for one in done),
+        "cached": sum(one.get("cached", 0) for one in done),
+        "seconds": time.monotonic() - start,
+    }
+    if args.json:
+        output.print_json(total | {"lines": sorted(done, key=lambda one: int(one["line"]))})
+    else:
+        print(
+            f"{total['prompts']} prompts ({refused} refused), {total['tokens']} tokens ({total['cached']} of them were "
+            f"cached) in {total['seconds']:.1f} s"
+        )
+    return 1 if refused else 0
+
+
+def _complete_all(url: str, model: str, lines: list[Any], parallel: int) -> Iterator[dict[str, Any]]:
+    """The result of each line, in the order in which vLLM has computed them. Raises CommandError."""
+    waiting: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+    results: SimpleQueue[dict[str, Any] | CommandError] = SimpleQueue()
+    for each in enumerate(lines, 1):
+        waiting.put(each)
+
+    def work() -> None:
+        while (given := waiting.get()) is not None:
+            results.put(_complete(url, model, *given))
+
+    for _ in range(min(parallel, len(lines))):
+        waiting.put(None)
+        # Daemons: an interrupt ends the process, and with it the connections, by which vLLM sees that nobody waits.
+        threading.Thread(target=work, daemon=True).start()
+    for _ in lines:
+        result = results.get()
+        if isinstance(result, CommandError):
+            raise result
+        yield result
+
+
+def _complete(url: str, model: str, number: int, line: Any) -> dict[str, Any] | CommandError:
+    try:
+        # A prompt may wait behind others for long.
+        usage = prompts.complete(url, model, line, {}, timeout_s=None).get("usage") or {}
+    except prompts.RefusedError as error:
+        return {"line": number, "error": str(error)}
+    except CommandError as error:
+        return error
+    details = usage.get("prompt_tokens_details") or {}
+    return {"line": number, "tokens": usage.get("prompt_tokens", 0), "cached": details.get("cached_tokens") or 0}

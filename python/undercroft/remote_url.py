@@ -1,0 +1,51 @@
+"""URLs of remote stores: the first look at them, before the core reads them."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+SCHEMES = ("file", "s3", "gs", "az", "redis", "rediss")
+"""Kinds of stores; rediss is Redis over TLS."""
+REMOTE_FORMAT = (
+    '"file:///directory", "s3://bucket/prefix", "gs://bucket/prefix", "az://container/prefix", "redis://host:6379/0" '
+    'or "rediss://host:6379/0"'
+)
+"""The input of `check_remote`, for messages."""
+
+_T = TypeVar("_T")
+
+
+def check_remote(value: object) -> str:
+    """The URL, or an empty text for no store. Raises ValueError with the reason, without a password."""
+    if not isinstance(value, str):
+        raise ValueError(f"{type(value).__name__} instead of a URL")
+    if not value:
+        return ""
+    scheme, found, rest = value.partition("://")
+    if not found:
+        raise ValueError("no URL")
+    if scheme not in SCHEMES:
+        raise ValueError("an unknown scheme")
+    if scheme == "file":
+        if not rest.startswith("/") or not rest.strip("/"):
+            raise ValueError("no absolute path of a directory")
+        return value
+    host = rest.partition("/")[0]
+    if "@" in host:
+        raise ValueError(
+            "credentials in the URL, which is logged. Set them in the environment instead, such as REDIS_PASSWORD or "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if not host:
+        raise ValueError("no host or bucket")
+    if "?" in rest or "#" in rest:
+        raise ValueError("parameters. Set endpoint and region in the environment, such as AWS_ENDPOINT_URL")
+    return value
+
+
+def without_credentials(value: _T) -> _T | str:
+    """The value for a message: of a URL, nothing before an @ is shown."""
+    if not isinstance(value, str) or value.startswith("file:"):
+        return value
+    return re.sub(r"://.*@", "://...@", value)

@@ -1,0 +1,60 @@
+//! Requests whose lookups are pending, read without entering the engine.
+
+use crate::forest::NsId;
+use crate::session::{Lookup, Priority, Tokens};
+
+use super::coordinator::Engine;
+use super::requests::RequestState;
+use super::sessions::SessionId;
+
+impl Engine {
+    /// The answer [`Lookup::Pending`], if [`Engine::lookup`] would give it again. Changes nothing, so that
+    /// a crowd of pending requests costs little.
+    pub fn still_pending(
+        &self,
+        session: SessionId,
+        request: &str,
+        computed: Tokens,
+        priority: Priority,
+    ) -> Option<Lookup> {
+        let ns = self.sessions.get(session)?.ns;
+        let state = self.sessions.request(session, request)?;
+        let is_promoting = state.promotions.active.is_some();
+        let is_pending = match priority {
+            Priority::Prefetch => is_promoting || self.waits_for_flight(state, ns),
+            Priority::Demand => {
+                let gain = self.promised(state, ns, 0).saturating_sub(computed.0);
+                // With more on the device, computing may serve the request, too: its wait is weighed from then on.
+                let needs_hit = state.planned.min > computed.0;
+                let is_same = needs_hit == state.planned.needs_hit;
+                let waits = state.demanded_ns.is_some() && !state.failed && is_same;
+                waits
+                    && match is_promoting {
+                        true => gain > 0 && !self.is_late(state, gain),
+                        false => self.waits_for_flight(state, ns),
+                    }
+            }
+        };
+        let shared = state.shared;
+        is_pending.then_some(Lookup::Pending { shared })
+    }
+
+    /// Where a request's promotion ends if all goes well; `otherwise` without one. In tokens.
+    pub(super) fn promised(&self, state: &RequestState, ns: NsId, otherwise: u32) -> u32 {
+        let promotion = state.promotions.active.as_ref();
+        promotion.map_or(otherwise, |promotion| {
+            promotion.boundary() * self.residency.hash_block_size(ns)
+        })
+    }
+
+    /// Whether a request's promotion is under way, and a demanded lookup would say so.
+    pub fn is_promoting(&self, session: SessionId, request: &str) -> bool {
+        let ns = self.sessions.get(session).map(|session| session.ns);
+        let state = self.sessions.request(session, request);
+        ns.zip(state).is_some_and(|(ns, state)| {
+            let gain = self.promised(state, ns, 0);
+            let is_promoting = state.promotions.active.is_some() && !self.is_late(state, gain);
+            !state.failed && (is_promoting || self.waits_for_flight(state, ns))
+        })
+    }
+}

@@ -1,0 +1,206 @@
+//! Whether the store may be asked: a store that fails is left alone for a while, then tried with one request.
+
+/// Failures in a row that open the breaker.
+const FAILURES_MAX: u32 = 3;
+/// The first pause, and the longest, in nanoseconds.
+const PAUSE_NS: u64 = 1_000_000_000;
+const PAUSE_MAX_NS: u64 = 60 * PAUSE_NS;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The store answers; so many requests in a row have failed.
+    Closed { failures: u32 },
+    /// Nothing is sent before `until_ns`.
+    Open { until_ns: u64, pause_ns: u64 },
+    /// One request is on its way.
+    Trial { since_ns: u64, pause_ns: u64 },
+}
+
+/// Three failures in a row open the breaker. Then one request is tried after 1, 2, 4, ... 60 s; the first that succeeds
+/// closes the breaker.
+#[derive(Debug)]
+pub(super) struct Breaker {
+    state: State,
+    /// A trial that takes longer has failed.
+    limit_ns: u64,
+}
+
+impl Breaker {
+    pub(super) fn new(limit_ns: u64) -> Self {
+        Self {
+            state: State::Closed { failures: 0 },
+            limit_ns,
+        }
+    }
+
+    /// Whether the store answers, by all that is known.
+    pub(super) fn is_closed(&self) -> bool {
+        matches!(self.state, State::Closed { .. })
+    }
+
+    /// Whether a request may be sent now.
+    pub(super) fn allows(&self, now_ns: u64) -> bool {
+        match self.state {
+            State::Closed { .. } => true,
+            State::Open { until_ns, .. } => now_ns >= until_ns,
+            State::Trial { .. } => false,
+        }
+    }
+
+    /// A request is sent.
+    pub(super) fn sent(&mut self, now_ns: u64) {
+        if let State::Open { pause_ns, .. } = self.state {
+            self.state = State::Trial {
+                since_ns: now_ns,
+                pause_ns,
+            };
+        }
+    }
+
+    /// A trial that never ends must not keep the store out for good.
+    pub(super) fn look(&mut self, now_ns: u64) {
+        if let State::Trial { since_ns, .. } = self.state
+            && now_ns >= since_ns.saturating_add(self.limit_ns)
+        {
+            self.failed(now_ns);
+        }
+    }
+
+    /// The store has answered a request.
+    pub(super) fn succeeded(&mut self) {
+        self.state = State::Closed { failures: 0 };
+    }
+
+    /// A request has failed, or takes too long. Whether the breaker opens by it.
+    pub(super) fn failed(&mut self, now_ns: u64) -> bool {
+        let pause_ns = match self.state {
+            State::Closed { failures } if failures + 1 < FAILURES_MAX => {
+                self.state = State::Closed {
+                    failures: failures + 1,
+                };
+                return false;
+            }
+            State::Closed { .. } => PAUSE_NS,
+            State::Trial { pause_ns, .. } => (2 * pause_ns).min(PAUSE_MAX_NS),
+            // A request of before the breaker opened.
+            State::Open { .. } => return false,
+        };
+        let until_ns = now_ns.saturating_add(pause_ns);
+        self.state = State::Open { until_ns, pause_ns };
+        true
+    }
+}
+
+/// Bytes that may be in flight. Throttling halves the window, and each transfer that succeeds widens it by an eighth of
+/// its bytes.
+#[derive(Debug)]
+pub(super) struct Window {
+    most: u64,
+    now: u64,
+    in_flight: u64,
+}
+
+impl Window {
+    pub(super) fn new(most: u64) -> Self {
+        Self {
+            most,
+            now: most,
+            in_flight: 0,
+        }
+    }
+
+    /// Whether a transfer may start. One at a time always may.
+    pub(super) fn allows(&self, bytes: u64) -> bool {
+        self.in_flight == 0 || self.in_flight + bytes <= self.now
+    }
+
+    /// Bytes in flight.
+    pub(super) fn in_flight(&self) -> u64 {
+        self.in_flight
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.now
+    }
+
+    pub(super) fn started(&mut self, bytes: u64) {
+        self.in_flight += bytes;
+    }
+
+    pub(super) fn ended(&mut self, bytes: u64, ok: bool) {
+        let left = self.in_flight.checked_sub(bytes);
+        self.in_flight = left.expect("a transfer that ends was started");
+        if ok {
+            self.now = (self.now + bytes / 8).min(self.most);
+        }
+    }
+
+    pub(super) fn throttled(&mut self) {
+        self.now /= 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    #[test]
+    fn three_failures_in_a_row_open_the_breaker() {
+        let mut breaker = Breaker::new(SECOND);
+        assert!(!breaker.failed(0));
+        assert!(!breaker.failed(0));
+        breaker.succeeded();
+        assert!(!breaker.failed(0));
+        assert!(!breaker.failed(0));
+        assert!(breaker.allows(0));
+        assert!(breaker.failed(0));
+        assert!(!breaker.is_closed());
+        assert!(!breaker.allows(SECOND - 1));
+        assert!(breaker.allows(SECOND));
+    }
+
+    #[test]
+    fn one_request_is_tried_after_pauses_that_double_up_to_a_minute() {
+        let mut breaker = Breaker::new(SECOND);
+        (0..3).for_each(|_| drop(breaker.failed(0)));
+        let mut now_ns = 0;
+        for pause_s in [1, 2, 4, 8, 16, 32, 60, 60] {
+            assert!(!breaker.allows(now_ns + pause_s * SECOND - 1), "{pause_s}");
+            now_ns += pause_s * SECOND;
+            assert!(breaker.allows(now_ns));
+            breaker.sent(now_ns);
+            assert!(!breaker.allows(now_ns + SECOND), "one at a time");
+            assert!(breaker.failed(now_ns));
+        }
+        breaker.sent(now_ns + 60 * SECOND);
+        breaker.succeeded();
+        assert!(breaker.is_closed() && breaker.allows(now_ns));
+    }
+
+    #[test]
+    fn a_trial_that_never_ends_is_followed_by_another() {
+        let mut breaker = Breaker::new(SECOND);
+        (0..3).for_each(|_| drop(breaker.failed(0)));
+        breaker.sent(SECOND);
+        breaker.look(2 * SECOND - 1);
+        assert!(!breaker.allows(2 * SECOND - 1));
+        breaker.look(2 * SECOND);
+        assert!(breaker.allows(4 * SECOND));
+    }
+
+    #[test]
+    fn throttling_halves_the_window() {
+        let mut window = Window::new(1024);
+        window.started(512);
+        assert!(window.allows(512) && !window.allows(513));
+        window.throttled();
+        assert!(!window.allows(1));
+        window.ended(512, false);
+        assert!(window.allows(4096), "one transfer at a time always may");
+        window.started(512);
+        window.ended(512, true);
+        assert_eq!(window.bytes(), 512 + 64);
+    }
+}

@@ -1,0 +1,106 @@
+//! The part's invariants, for the simulator.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::forest::{HostState, NONE, NodeId};
+
+use super::super::ensure::ensure;
+use super::super::requests::Requests;
+use super::super::residency::Residency;
+use super::{Operation, Remote};
+
+impl Remote {
+    /// The nodes that flights and puts lease.
+    pub(in crate::engine) fn leases(&self) -> impl Iterator<Item = NodeId> {
+        let flights = self.flights.values().map(|flight| flight.lease);
+        let puts = self
+            .operations
+            .values()
+            .filter_map(|of| match of.operation {
+                Operation::Put { node, .. } => Some(node),
+                _ => None,
+            });
+        flights.chain(puts).filter(|&node| node != NONE)
+    }
+
+    /// Whether the part's invariants hold.
+    ///
+    /// # Errors
+    /// Names the first one that does not.
+    pub(in crate::engine) fn check(
+        &self,
+        requests: &Requests,
+        residency: &Residency,
+    ) -> Result<(), String> {
+        let (mut filling, mut bytes) = (HashSet::new(), [0, 0]);
+        let mut gets: HashMap<_, u32> = HashMap::new();
+        for of in self.operations.values() {
+            match &of.operation {
+                Operation::Probe { .. } => {}
+                Operation::Put { bytes: of, .. } => bytes[1] += of,
+                Operation::Get {
+                    takers,
+                    payloads,
+                    bytes: of,
+                    ..
+                } => {
+                    bytes[0] += of;
+                    for (flight, _) in takers {
+                        *gets.entry(*flight).or_default() += 1;
+                    }
+                    for &(node, group) in payloads {
+                        let state = residency.node(node).payload(group).host;
+                        ensure!(
+                            state == HostState::Filling && filling.insert((node, group)),
+                            "node {node} group {group}: fetched while {state:?}, or twice"
+                        );
+                    }
+                }
+            }
+        }
+        let windows = [self.get_window.in_flight(), self.put_window.in_flight()];
+        ensure!(
+            windows == bytes,
+            "windows {windows:?}, operations {bytes:?}"
+        );
+        let held: u64 = self.flights.values().map(|flight| flight.bytes).sum();
+        ensure!(
+            held == self.held,
+            "flights hold {held}, counted {}",
+            self.held
+        );
+        for (id, flight) in &self.flights {
+            let in_flight = gets.get(&id).copied().unwrap_or(0);
+            ensure!(
+                flight.gets == in_flight,
+                "{id:?} counts {} gets of {in_flight}",
+                flight.gets
+            );
+            ensure!(!flight.waiters.is_empty(), "{id:?} without a request");
+            ensure!(
+                flight.is_over != self.order.contains(&id),
+                "{id:?} has ended and goes on"
+            );
+            for waiter in &flight.waiters {
+                let request = requests.get(*waiter);
+                let knows = request.is_some_and(|request| request.remote.flight == Some(id));
+                ensure!(knows, "a waiter of {id:?} does not know the flight");
+            }
+        }
+        for (id, request) in requests {
+            let Some(flight) = request.remote.flight else {
+                continue;
+            };
+            let of = self.flights.get(flight);
+            ensure!(
+                of.is_some_and(|of| of.waiters.contains(&id)),
+                "a request waits for {flight:?}, which does not know it"
+            );
+        }
+        ensure!(
+            self.by_segment.values().all(|&id| self.order.contains(&id)),
+            "a segment is announced by a flight that has ended"
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,250 @@
+//! The ends of the store's operations, and operations that take too long.
+
+use crate::forest::NodeId;
+use crate::remote::{RemoteCompletion, RemoteDone, RemoteError};
+use crate::work;
+
+use super::super::coordinator::Engine;
+use super::super::parts::EngineParts;
+use super::flight::FlightId;
+use super::gets::give_up_payloads;
+use super::recent::fingerprint;
+use super::{InFlight, Operation, Remote, count_get, count_put};
+
+/// How often operations are looked at that take too long, in nanoseconds.
+const LOOK_NS: u64 = 5_000_000;
+/// A put may take so many times as long as a get.
+const PUT_STALLS: u64 = 10;
+
+impl Engine {
+    /// Takes the end of an operation of the store. An unknown token is ignored.
+    pub fn complete_remote(&mut self, completion: RemoteCompletion) {
+        self.residency.allow_rest(self.config.tells);
+        let RemoteCompletion { token, result } = completion;
+        let Some((remote, mut parts)) = self.remote() else {
+            return;
+        };
+        let Some(InFlight {
+            operation,
+            sent_ns,
+            is_late,
+        }) = remote.operations.remove(Remote::id_of(token))
+        else {
+            return;
+        };
+        if !is_late {
+            let is_read = !matches!(operation, Operation::Put { .. });
+            remote.reads -= usize::from(is_read);
+            remote.judge(&result, !is_read, &mut parts);
+        }
+        let took_ns = parts.now_ns - sent_ns;
+        match operation {
+            Operation::Probe { .. } if is_late => {}
+            Operation::Probe { flight } => remote.probe_ended(flight, &result, parts.now_ns),
+            Operation::Put {
+                node,
+                fingerprint,
+                bytes,
+                payload_bytes,
+            } => {
+                remote.writes -= 1;
+                remote.put_window.ended(bytes, result.is_ok());
+                remote.put_ended(fingerprint, &result, parts.now_ns);
+                match result {
+                    Ok(RemoteDone::AlreadyThere) => parts.counters.remote_puts_known += 1,
+                    Ok(_) => count_put(payload_bytes, took_ns, parts.counters),
+                    Err(_) => parts.counters.remote_puts_failed += 1,
+                }
+                parts.residency.unpin(node);
+            }
+            Operation::Get {
+                takers,
+                segment,
+                fingerprint,
+                payloads,
+                bytes,
+            } => {
+                if remote.fetching.get(&segment) == Some(&Remote::id_of(token)) {
+                    remote.fetching.remove(&segment);
+                }
+                let is_whole = |sums: &Vec<u64>| sums.len() == payloads.len();
+                let (sums, why) = match result {
+                    Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
+                    result => (None, result.err()),
+                };
+                remote.get_window.ended(bytes, sums.is_some());
+                if sums.is_some() {
+                    let lens = payloads.iter();
+                    let lens =
+                        lens.map(|&(node, group)| parts.residency.payload_bytes(node, group));
+                    count_get(lens.map(u64::from).sum(), took_ns, parts.counters);
+                    remote.known.insert(fingerprint, parts.now_ns);
+                } else {
+                    give_up_payloads(&payloads, parts.residency);
+                }
+                remote.note_object(fingerprint, why, parts.now_ns);
+                for taker in takers {
+                    remote.get_ended(taker, sums.is_some());
+                }
+                self.fetched(&payloads, &sums.unwrap_or_default());
+            }
+        }
+    }
+
+    /// Payloads have come from the store, with these checksums: from now on they are like saved ones.
+    fn fetched(&mut self, payloads: &[(NodeId, u8)], sums: &[u64]) {
+        let mut visible = Vec::new();
+        for (&(node, group), &sum) in payloads.iter().zip(sums) {
+            work::queued();
+            let is_first = self.residency.is_unchanged(node, group, sum);
+            assert!(is_first, "a slot that is being filled has no checksum yet");
+            self.payload_arrived(node, group, &mut visible);
+        }
+    }
+}
+
+impl Remote {
+    /// Learns from a result whether the store works.
+    fn judge(
+        &mut self,
+        result: &Result<RemoteDone, RemoteError>,
+        is_put: bool,
+        parts: &mut EngineParts<'_>,
+    ) {
+        let now_ns = parts.now_ns;
+        if !is_put {
+            self.progress_ns = now_ns;
+        }
+        match result {
+            Ok(_) | Err(RemoteError::NotFound) => self.breaker.succeeded(),
+            Err(RemoteError::Corrupt) => {
+                self.breaker.succeeded();
+                parts.counters.remote_corrupt += 1;
+            }
+            Err(RemoteError::Throttled) => {
+                parts.counters.remote_throttled += 1;
+                let window = match is_put {
+                    true => &mut self.put_window,
+                    false => &mut self.get_window,
+                };
+                window.throttled();
+                // It answers: a trial that is throttled is none that failed.
+                self.breaker.succeeded();
+            }
+            Err(RemoteError::Full) => self.puts.pause(now_ns),
+            Err(RemoteError::Denied | RemoteError::Late | RemoteError::Unreachable) => {
+                self.note_failure(parts);
+            }
+            Err(RemoteError::Stopped) => {}
+        }
+    }
+
+    /// The store has failed once more. If it is left alone from now on, all flights end.
+    fn note_failure(&mut self, parts: &mut EngineParts<'_>) {
+        parts.counters.remote_failures += 1;
+        if self.breaker.failed(parts.now_ns) {
+            self.end_all(parts);
+        }
+    }
+
+    /// No flight goes on.
+    fn end_all(&mut self, parts: &mut EngineParts<'_>) {
+        for id in self.order.clone() {
+            work::queued();
+            let flight = &mut self.flights[id];
+            (flight.is_cut, flight.is_failed) = (true, true);
+            self.end_flight(id, parts.residency);
+        }
+    }
+
+    fn probe_ended(&mut self, id: FlightId, result: &Result<RemoteDone, RemoteError>, now_ns: u64) {
+        let Some(flight) = self.flights.get_mut(id).filter(|of| of.search.is_asking()) else {
+            return;
+        };
+        let bits = match result {
+            Ok(RemoteDone::Present(bits)) => Some(*bits),
+            _ => None,
+        };
+        flight.search.answer(bits);
+        flight.asked_ns = None;
+        let end = flight.search.present();
+        if bits.is_some() && flight.search.is_over() && end < flight.segments() {
+            let missing = fingerprint(&flight.digest(), &flight.end_of(end));
+            self.absent.insert(missing, now_ns);
+        }
+    }
+
+    /// Remembers the result of a get of an object.
+    fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) {
+        let is_gone = matches!(why, Some(RemoteError::NotFound | RemoteError::Corrupt));
+        if is_gone {
+            self.known.remove(segment);
+            self.absent.insert(segment, now_ns);
+        }
+        if why == Some(RemoteError::Corrupt) {
+            self.broken.insert(segment, now_ns);
+        }
+    }
+
+    /// A get that a flight waits for has ended.
+    fn get_ended(&mut self, (id, segment): (FlightId, u32), ok: bool) {
+        if !self.flights.contains_key(id) {
+            return;
+        }
+        self.unannounce(id, segment);
+        let flight = &mut self.flights[id];
+        let left = flight.gets.checked_sub(1);
+        flight.gets = left.expect("a flight counts its gets");
+        if ok {
+            flight.came(segment);
+        } else {
+            flight.ends_at(segment);
+        }
+    }
+
+    /// Notices operations that take too long. Those who wait for them wait no longer; the operations keep their memory
+    /// until they end.
+    pub(super) fn look_for_late(&mut self, parts: &mut EngineParts<'_>) {
+        let now_ns = parts.now_ns;
+        if now_ns < self.next_look_ns || !self.is_active() {
+            return;
+        }
+        self.next_look_ns = now_ns + LOOK_NS;
+        self.breaker.look(now_ns);
+        let is_silent = now_ns >= self.progress_ns.saturating_add(self.config.stall_ns);
+        // Flights may also wait for a store that takes nothing.
+        let mut is_stalled = is_silent && self.reads == 0 && !self.order.is_empty();
+        let (mut probes, mut failures) = (Vec::new(), 0);
+        for of in self.operations.values_mut().filter(|of| !of.is_late) {
+            work::queued();
+            let age_ns = now_ns - of.sent_ns;
+            let is_get = matches!(of.operation, Operation::Get { .. });
+            of.is_late = match of.operation {
+                Operation::Probe { .. } => age_ns >= self.config.probe_ns,
+                Operation::Put { .. } => age_ns >= PUT_STALLS.saturating_mul(self.config.stall_ns),
+                Operation::Get { .. } => is_silent,
+            };
+            if !of.is_late {
+                continue;
+            }
+            match of.operation {
+                Operation::Probe { flight } => probes.push(flight),
+                Operation::Get { .. } | Operation::Put { .. } => {}
+            }
+            is_stalled |= is_get;
+            failures += u32::from(!is_get);
+            self.reads -= usize::from(!matches!(of.operation, Operation::Put { .. }));
+        }
+        for id in probes {
+            self.probe_ended(id, &Err(RemoteError::Late), now_ns);
+        }
+        // All gets of a store that is silent are one failure.
+        for _ in 0..failures + u32::from(is_stalled) {
+            self.note_failure(parts);
+        }
+        if is_stalled {
+            self.progress_ns = now_ns;
+            self.end_all(parts);
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! Segments of flights are asked for and fetched, front to back.
+
+use crate::forest::{HostState, NONE, NodeId, Tier};
+use crate::remote::{Expected, RemotePart, RemoteRequest, SegmentPayload};
+use crate::slots::slot_offset;
+use crate::work;
+
+use super::super::parts::EngineParts;
+use super::super::requests::RequestId;
+use super::super::residency::Residency;
+use super::flight::{Flight, FlightId};
+use super::recent::fingerprint;
+use super::{ENTRY_HASH_BLOCKS, Operation, Remote};
+
+/// Flights that an entry looks at.
+const FLIGHTS_MAX: usize = 64;
+
+/// A segment whose missing payloads have slots.
+struct Reserved {
+    /// The node at its end.
+    end: NodeId,
+    /// The payloads to be filled, and the index of each among the segment's.
+    payloads: Vec<(NodeId, u8)>,
+    indices: Vec<u32>,
+    expected: Expected,
+    /// Nodes that needed no payload and were made.
+    bare: Vec<NodeId>,
+}
+
+impl Remote {
+    /// Sends probes and gets of the flights, in the order of their begin.
+    pub(super) fn send_for_flights(
+        &mut self,
+        most: usize,
+        parts: &mut EngineParts<'_>,
+        out: &mut Vec<RemoteRequest>,
+    ) {
+        let mut hash_blocks = ENTRY_HASH_BLOCKS;
+        for at in 0..self.order.len().min(FLIGHTS_MAX) {
+            let Some(&id) = self.order.get(at) else {
+                break;
+            };
+            work::queued();
+            self.send_probe(id, most, parts, out);
+            while self.flights[id].has_gets() {
+                let bytes = self.flights[id].space.bytes;
+                let may_send = out.len() < most
+                    && self.breaker.allows(parts.now_ns)
+                    && self.get_window.allows(bytes);
+                if !may_send {
+                    break;
+                }
+                if hash_blocks == 0 {
+                    self.has_rest = true;
+                    break;
+                }
+                hash_blocks = hash_blocks.saturating_sub(self.flights[id].space.hash_blocks);
+                if let Some(request) = self.start_get(id, parts) {
+                    out.push(request);
+                }
+            }
+        }
+        let looked_at = self.order.iter().take(FLIGHTS_MAX);
+        let done = looked_at.filter(|&&id| self.flights[id].is_done());
+        let done: Vec<FlightId> = done.copied().collect();
+        for id in done {
+            self.end_flight(id, parts.residency);
+        }
+    }
+
+    fn send_probe(
+        &mut self,
+        id: FlightId,
+        most: usize,
+        parts: &mut EngineParts<'_>,
+        out: &mut Vec<RemoteRequest>,
+    ) {
+        let may_send = out.len() < most && self.breaker.allows(parts.now_ns);
+        let flight = &mut self.flights[id];
+        if !flight.has_probes() || !may_send {
+            return;
+        }
+        let asked = flight.search.next_round().to_vec();
+        if asked.is_empty() {
+            return;
+        }
+        flight.asked_ns = Some(parts.now_ns);
+        let flight = &self.flights[id];
+        let keys = asked.iter().map(|&segment| Self::key(flight, segment));
+        let keys: Vec<_> = keys.collect();
+        parts.counters.remote_probes += keys.len() as u64;
+        let token = self.send(Operation::Probe { flight: id }, parts.now_ns);
+        out.push(RemoteRequest::Probe { token, keys });
+    }
+
+    /// Makes the nodes of a flight's next segment, with slots for what is missing. `None` if nothing is to be sent: all is
+    /// here or on its way, or the flight ends there.
+    fn start_get(&mut self, id: FlightId, parts: &mut EngineParts<'_>) -> Option<RemoteRequest> {
+        let segment = self.flights[id].next;
+        let bytes = self.flights[id].space.bytes;
+        if self.held + bytes > self.held_max {
+            self.release_idle(id, parts);
+        }
+        let fits = self.held + bytes <= self.held_max;
+        let reserved = fits.then(|| reserve(&self.flights[id], segment, parts));
+        let Some(reserved) = reserved.flatten() else {
+            parts.counters.remote_gets_without_memory += 1;
+            self.flights[id].is_cut = true;
+            return None;
+        };
+        self.move_lease(id, reserved.end, parts.residency);
+        let mut visible = Vec::new();
+        for &node in &reserved.bare {
+            parts.residency.propagate_visible(node, &mut visible);
+        }
+        let flight = &mut self.flights[id];
+        flight.next += 1;
+        flight.ends.push(reserved.end);
+        let next = flight.next;
+        flight.bytes += bytes;
+        self.held += bytes;
+        self.announce(id, next);
+        if reserved.payloads.is_empty() {
+            self.take_along(id, segment);
+            return None;
+        }
+        self.flights[id].gets += 1;
+        self.get_window.started(bytes);
+        let key = Self::key(&self.flights[id], segment);
+        let parts_of = |(&(node, group), &payload): (&(NodeId, u8), &u32)| RemotePart {
+            payload,
+            arena_offset: slot_offset(parts.residency.node(node).payload(group).host_slot),
+            len: parts.residency.payload_bytes(node, group),
+        };
+        let of_request = reserved.payloads.iter().zip(&reserved.indices);
+        let of_request: Vec<RemotePart> = of_request.map(parts_of).collect();
+        let place = (self.flights[id].ns, key.end);
+        let operation = Operation::Get {
+            takers: vec![(id, segment)],
+            segment: place,
+            fingerprint: fingerprint(&key.namespace, &key.end),
+            payloads: reserved.payloads,
+            bytes,
+        };
+        let token = self.send(operation, parts.now_ns);
+        self.fetching.insert(place, Self::id_of(token));
+        Some(RemoteRequest::Get {
+            token,
+            key,
+            expect: Box::new(reserved.expected),
+            parts: of_request,
+        })
+    }
+
+    /// A flight's segment is here, or is being filled: by a save, or for another flight, whose get it waits for, too.
+    fn take_along(&mut self, id: FlightId, segment: u32) {
+        let place = (self.flights[id].ns, self.flights[id].end_of(segment));
+        let get = self.fetching.get(&place);
+        let get = get.and_then(|&get| self.operations.get_mut(get));
+        match get {
+            // It may never end.
+            Some(get) if get.is_late => self.flights[id].ends_at(segment),
+            Some(get) => {
+                if let Operation::Get { takers, .. } = &mut get.operation {
+                    takers.push((id, segment));
+                    self.flights[id].gets += 1;
+                }
+            }
+            None => {
+                self.flights[id].came(segment);
+                self.unannounce(id, segment);
+            }
+        }
+    }
+
+    /// Frees the leases of ended flights whose requests the scheduler does not ask for.
+    fn release_idle(&mut self, but: FlightId, parts: &mut EngineParts<'_>) {
+        let requests = &*parts.requests;
+        let is_demanded = |&id: &RequestId| requests[id].promotions.demanded;
+        let is_idle = |&(id, flight): &(FlightId, &Flight)| {
+            work::queued();
+            id != but && flight.is_over && !flight.waiters.iter().any(is_demanded)
+        };
+        let idle = self.flights.iter().filter(is_idle);
+        let idle: Vec<FlightId> = idle.map(|(id, _)| id).collect();
+        for id in idle {
+            self.move_lease(id, NONE, parts.residency);
+            self.held -= std::mem::take(&mut self.flights[id].bytes);
+        }
+    }
+}
+
+/// Makes the nodes of a segment that are missing, below those of the segment before, and reserves slots for the missing
+/// payloads. `None`, and nothing is left, if the chain above has gone or there is no memory.
+fn reserve(flight: &Flight, segment: u32, parts: &mut EngineParts<'_>) -> Option<Reserved> {
+    let residency = &mut *parts.residency;
+    let above = match flight.parent_of(segment) {
+        Some(hash) => residency.forest().find(flight.ns, &hash)?,
+        None => NONE,
+    };
+    let first = flight.depth_of(segment);
+    if above != NONE && (residency.node(above).depth != first || residency.has_left_index(above)) {
+        return None;
+    }
+    let mut reserved = Reserved {
+        end: above,
+        payloads: Vec::new(),
+        indices: Vec::new(),
+        expected: Expected {
+            namespace: flight.digest(),
+            parent: flight.parent_of(segment),
+            hashes: flight.hashes_of(segment).to_vec(),
+            payloads: Vec::new(),
+        },
+        bare: Vec::new(),
+    };
+    for (index, &hash) in (0..).zip(flight.hashes_of(segment)) {
+        let found = residency.forest().find(flight.ns, &hash);
+        let node = match found {
+            Some(node) if residency.node(node).parent() == reserved.end => node,
+            // The hashes are no chain.
+            Some(_) => return undo(&reserved, residency),
+            None => residency.insert(flight.ns, reserved.end, hash, 0),
+        };
+        if found.is_none() && residency.node(node).required() == 0 {
+            reserved.bare.push(node);
+        }
+        reserved.end = node;
+        for group in residency.node(node).groups() {
+            if !residency.node(node).requires(group) {
+                continue;
+            }
+            let at = reserved.expected.payloads.len() as u32;
+            reserved.expected.payloads.push(SegmentPayload {
+                hash_block: index,
+                group,
+                len: residency.payload_bytes(node, group),
+            });
+            let payload = residency.node(node).payload(group);
+            if payload.host != HostState::Empty || payload.has_slot(Tier::Disk) {
+                continue;
+            }
+            if !residency.reserve_host(node, group, HostState::Filling, parts.counters) {
+                return undo(&reserved, residency);
+            }
+            reserved.payloads.push((node, group));
+            reserved.indices.push(at);
+        }
+    }
+    Some(reserved)
+}
+
+/// Frees the slots of a segment that could not be reserved in full, and the nodes that were made for it.
+fn undo(reserved: &Reserved, residency: &mut Residency) -> Option<Reserved> {
+    if reserved.end != NONE {
+        residency.reconcile(reserved.end);
+    }
+    give_up_payloads(&reserved.payloads, residency);
+    None
+}
+
+/// Payloads that were to be filled are not: the deepest first, so that each node that is left without payloads goes by
+/// itself.
+pub(super) fn give_up_payloads(payloads: &[(NodeId, u8)], residency: &mut Residency) {
+    for &(node, group) in payloads.iter().rev() {
+        residency.host_failed(node, group);
+        residency.reconcile(node);
+    }
+}

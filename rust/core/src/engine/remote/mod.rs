@@ -1,0 +1,408 @@
+//! The remote store below the disk tier: which segments are asked for, fetched and written.
+//!
+//! A chain of hash blocks is cut into segments of a fixed number of hash blocks (`spaces`). Each is an object of its own,
+//! named by the block hash at its end, which fixes the whole prefix: there is no manifest that could be out of date.
+//!
+//! - A lookup whose chain ends before the prompt begins a *flight* (`flight`): probes find the end of the chain in the
+//!   store (`search`), and gets fill slots of the arena front to back, below nodes that are made like those of a save
+//!   (`gets`). A segment that has come is in host memory like any other. Requests for the same segments share a flight.
+//! - Segments that have become visible are written (`puts`), at a limited rate and with a limited part of the arena. What
+//!   does not fit is dropped.
+//! - A store that fails is left alone (`breaker`).
+//!
+//! Nothing waits for the store but the requests of a flight, and these no longer than for a promotion (`waits`).
+
+mod breaker;
+#[cfg(feature = "check")]
+mod check;
+mod completions;
+mod flight;
+mod gets;
+mod puts;
+mod recent;
+mod search;
+mod spaces;
+mod waits;
+
+use rustc_hash::FxHashMap;
+use slotmap::{Key, KeyData, SlotMap};
+
+use crate::forest::{NONE, NodeId, NsId};
+use crate::key::BlockHash;
+use crate::metrics::{Counters, Gauges};
+use crate::remote::{ObjectKey, RemoteConfig, RemoteRequest};
+
+use super::coordinator::Engine;
+use super::parts::EngineParts;
+use super::requests::RequestId;
+use super::residency::Residency;
+use breaker::{Breaker, Window};
+use flight::Flight;
+use puts::PutQueue;
+use recent::Recent;
+use spaces::Spaces;
+
+pub(super) use flight::FlightId;
+pub(super) use waits::RemoteShare;
+
+/// Segments that are remembered as being in the store, and for how long, in nanoseconds: the store may evict.
+const KNOWN_MAX: usize = 1 << 17;
+const KNOWN_NS: u64 = 3_600_000_000_000;
+/// First segments that are remembered as missing.
+const ABSENT_MAX: usize = 1 << 14;
+/// Hash blocks that one entry fetches, and as many that it writes.
+const ENTRY_HASH_BLOCKS: u32 = 64;
+
+slotmap::new_key_type! {
+    struct RemoteId;
+}
+
+/// An operation of the store. It holds its slots until its completion, whoever lost interest.
+#[derive(Debug)]
+enum Operation {
+    Probe {
+        flight: FlightId,
+    },
+    Get {
+        /// The flights that wait for it, and the segment's place in each.
+        takers: Vec<(FlightId, u32)>,
+        /// The namespace, and the block hash at the end of the segment.
+        segment: (NsId, BlockHash),
+        fingerprint: u64,
+        /// Payloads being filled, in the order of the request's parts.
+        payloads: Vec<(NodeId, u8)>,
+        /// In the window.
+        bytes: u64,
+    },
+    Put {
+        /// Leased.
+        node: NodeId,
+        fingerprint: u64,
+        /// In the window.
+        bytes: u64,
+        payload_bytes: u64,
+    },
+}
+
+#[derive(Debug)]
+struct InFlight {
+    operation: Operation,
+    sent_ns: u64,
+    /// It has taken too long, which was counted.
+    is_late: bool,
+}
+
+/// The remote store, as the engine uses it.
+///
+/// Invariants:
+/// - a payload that an operation fills has a slot and is being filled; the node that a put reads is leased, and so is
+///   each flight's;
+/// - the windows count the bytes of the operations in flight, `held` those of the flights;
+/// - a flight with the segment that it waits for next is found by the end of that segment;
+/// - a flight has waiters, each of which knows it.
+#[derive(Debug)]
+pub(super) struct Remote {
+    config: RemoteConfig,
+    spaces: Spaces,
+    operations: SlotMap<RemoteId, InFlight>,
+    /// Probes and gets among them that do not take too long.
+    reads: usize,
+    /// Puts among them.
+    writes: usize,
+    flights: SlotMap<FlightId, Flight>,
+    /// Flights that go on, in the order of their begin.
+    order: Vec<FlightId>,
+    /// Flights by the ends of their segments that are on their way, and of the next one.
+    by_segment: FxHashMap<(NsId, BlockHash), FlightId>,
+    /// Segments that are being fetched.
+    fetching: FxHashMap<(NsId, BlockHash), RemoteId>,
+    held: u64,
+    held_max: u64,
+    known: Recent,
+    absent: Recent,
+    /// Objects that did not match their names: they are to be replaced.
+    broken: Recent,
+    puts: PutQueue,
+    breaker: Breaker,
+    get_window: Window,
+    put_window: Window,
+    /// When a get or probe ended last, or the first of those in flight was sent.
+    progress_ns: u64,
+    /// When to look again for operations that take too long.
+    next_look_ns: u64,
+    /// A flight has begun since the last look.
+    has_begun: bool,
+    /// A flight has ended since the last question.
+    has_ended: bool,
+    /// Entries have left work.
+    has_rest: bool,
+}
+
+impl Remote {
+    pub(super) fn new(config: RemoteConfig, host_bytes: u64, promotion_bytes: u64) -> Self {
+        Self {
+            spaces: Spaces::new(config.object_bytes),
+            operations: SlotMap::default(),
+            reads: 0,
+            writes: 0,
+            flights: SlotMap::default(),
+            order: Vec::new(),
+            by_segment: FxHashMap::default(),
+            fetching: FxHashMap::default(),
+            held: 0,
+            held_max: promotion_bytes,
+            known: Recent::new(KNOWN_MAX, KNOWN_NS),
+            absent: Recent::new(ABSENT_MAX, config.absent_ns),
+            broken: Recent::new(ABSENT_MAX, KNOWN_NS),
+            puts: PutQueue::new(config.write_rate),
+            breaker: Breaker::new(config.stall_ns),
+            get_window: Window::new(config.window_bytes),
+            put_window: Window::new(host_bytes / 4),
+            progress_ns: 0,
+            next_look_ns: 0,
+            has_begun: false,
+            has_ended: false,
+            has_rest: false,
+            config,
+        }
+    }
+
+    /// The weights of a session of this namespace's instance may be others than the description says: nothing of it
+    /// comes from the store, or goes there.
+    pub(super) fn bar(&mut self, instance: u64) {
+        self.spaces.bar(instance);
+    }
+
+    /// Whether a flight has ended since this was called last.
+    pub(super) fn take_ended(&mut self) -> bool {
+        std::mem::take(&mut self.has_ended)
+    }
+
+    /// Whether there is something to send at once.
+    pub(super) fn has_work(&self) -> bool {
+        self.has_begun
+    }
+
+    /// Whether [`Remote::next`] stopped for the length of its work only.
+    pub(super) fn has_rest(&self) -> bool {
+        self.has_rest
+    }
+
+    /// Whether anything is in flight or waits.
+    pub(super) fn is_active(&self) -> bool {
+        !self.operations.is_empty() || !self.order.is_empty() || self.puts.has_work()
+    }
+
+    /// Appends at most `room` requests to send now: probes and gets, then puts.
+    fn next(&mut self, room: usize, parts: &mut EngineParts<'_>, out: &mut Vec<RemoteRequest>) {
+        (self.has_begun, self.has_rest) = (false, false);
+        self.look_for_late(parts);
+        let most = out.len() + room;
+        // A store that is busy with writes would keep lookups waiting.
+        let writes_max = ((room + self.operations.len()) / 2).max(1);
+        self.send_for_flights(most, parts, out);
+        let most = most.min(out.len() + writes_max.saturating_sub(self.writes));
+        self.send_puts(most, parts, out);
+    }
+
+    /// Notes an operation that is sent; its completion brings the token back.
+    fn send(&mut self, operation: Operation, now_ns: u64) -> u64 {
+        self.breaker.sent(now_ns);
+        if matches!(operation, Operation::Put { .. }) {
+            self.writes += 1;
+        } else {
+            if self.reads == 0 {
+                self.progress_ns = now_ns;
+            }
+            self.reads += 1;
+        }
+        let id = self.operations.insert(InFlight {
+            operation,
+            sent_ns: now_ns,
+            is_late: false,
+        });
+        id.data().as_ffi()
+    }
+
+    fn id_of(token: u64) -> RemoteId {
+        KeyData::from_ffi(token).into()
+    }
+
+    fn key(flight: &Flight, segment: u32) -> ObjectKey {
+        ObjectKey {
+            namespace: flight.digest(),
+            end: flight.end_of(segment),
+            hash_blocks: flight.space.hash_blocks,
+            group: None,
+        }
+    }
+
+    /// A flight has ended: its waiters look again. The blocks that have arrived are leased until then.
+    fn end_flight(&mut self, id: FlightId, residency: &mut Residency) {
+        let flight = &mut self.flights[id];
+        flight.is_over = true;
+        // Nodes below that the store did not fill go, and with them the deepest.
+        let kept = match flight.arrived.checked_sub(1) {
+            Some(last) => flight.ends[last as usize],
+            None if flight.ends.is_empty() => flight.lease,
+            None => NONE,
+        };
+        self.order.retain(|&of| of != id);
+        self.has_ended = true;
+        self.forget_segments(id);
+        let is_there = kept != NONE && !residency.has_left_index(kept);
+        self.move_lease(id, if is_there { kept } else { NONE }, residency);
+    }
+
+    /// Moves a flight's lease to `node` (`NONE`: to nothing).
+    fn move_lease(&mut self, id: FlightId, node: NodeId, residency: &mut Residency) {
+        let old = std::mem::replace(&mut self.flights[id].lease, node);
+        if old == node {
+            return;
+        }
+        if node != NONE {
+            residency.pin(node);
+        }
+        if old != NONE {
+            residency.unpin(old);
+        }
+    }
+
+    /// Forgets a flight. Its gets that are in flight go on, and serve the next request for their segments.
+    fn drop_flight(&mut self, id: FlightId, residency: &mut Residency) {
+        self.move_lease(id, NONE, residency);
+        self.forget_segments(id);
+        self.order.retain(|&of| of != id);
+        if let Some(flight) = self.flights.remove(id) {
+            let left = self.held.checked_sub(flight.bytes);
+            self.held = left.expect("`held` counts every flight");
+        }
+    }
+
+    /// No request finds a flight by its segments any more.
+    fn forget_segments(&mut self, id: FlightId) {
+        let flight = &self.flights[id];
+        let last = flight.segments().min(flight.next + 1);
+        for segment in flight.arrived.min(last)..last {
+            crate::work::index();
+            let key = (flight.ns, flight.end_of(segment));
+            if self.by_segment.get(&key) == Some(&id) {
+                self.by_segment.remove(&key);
+            }
+        }
+    }
+
+    /// Lets requests find a flight by a segment, unless they find another that brings it.
+    fn announce(&mut self, id: FlightId, segment: u32) {
+        let flight = &self.flights[id];
+        if segment < flight.segments() {
+            crate::work::index();
+            let key = (flight.ns, flight.end_of(segment));
+            self.by_segment.entry(key).or_insert(id);
+        }
+    }
+
+    /// A segment of a flight has come, or its get has ended.
+    fn unannounce(&mut self, id: FlightId, segment: u32) {
+        let flight = &self.flights[id];
+        let key = (flight.ns, flight.end_of(segment));
+        if self.by_segment.get(&key) == Some(&id) {
+            self.by_segment.remove(&key);
+        }
+    }
+
+    /// Writes the state into the gauges.
+    pub(super) fn report(&self, gauges: &mut Gauges) {
+        gauges.remote_breaker_open = u64::from(!self.breaker.is_closed());
+        gauges.remote_window_bytes = self.get_window.bytes();
+        gauges.remote_get_bytes_in_flight = self.get_window.in_flight();
+        gauges.remote_put_queue_segments = self.puts.len() as u64;
+    }
+}
+
+impl Engine {
+    /// There is a store: from now on, [`Engine::next_remote`] may send it requests. Without
+    /// [`EngineConfig::remote`](super::EngineConfig::remote) nothing is ever sent.
+    pub fn attach_remote(&mut self) {
+        let config = &self.config;
+        if let Some(of) = config.remote.clone().filter(|_| self.remote.is_none()) {
+            let remote = Remote::new(of, config.host_bytes, config.promotion_bytes);
+            self.remote = Some(Box::new(remote));
+        }
+    }
+
+    /// Whether there is a store.
+    pub fn has_remote(&self) -> bool {
+        self.remote.is_some()
+    }
+
+    /// Appends requests for the store to send now, at most `room`. All operations that have ended have been taken
+    /// ([`Engine::complete_remote`]).
+    pub fn next_remote(&mut self, room: usize, out: &mut Vec<RemoteRequest>) {
+        self.residency.allow_rest(self.config.tells);
+        if let Some((remote, mut parts)) = self.remote() {
+            remote.next(room, &mut parts, out);
+        }
+    }
+
+    /// Whether operations of the store are in flight, or something waits to be sent. The caller then calls
+    /// [`Engine::next_remote`] every few milliseconds: the limits of time are looked at there.
+    pub fn has_remote_work(&self) -> bool {
+        self.remote
+            .as_ref()
+            .is_some_and(|remote| remote.is_active())
+    }
+
+    /// Nodes have become visible: the segments that end there may be written.
+    pub(super) fn offer_remote(&mut self, visible: &[NodeId]) {
+        if let Some((remote, mut parts)) = self.remote() {
+            remote.offer_new(visible, &mut parts);
+        }
+    }
+
+    /// A hit ends at a node: the segments above may be written.
+    pub(super) fn offer_remote_hit(&mut self, node: NodeId) {
+        if let Some((remote, mut parts)) = self.remote() {
+            remote.offer_hit(node, &mut parts);
+        }
+    }
+
+    /// A request no longer waits for a flight, nor needs its blocks.
+    pub(super) fn leave_flight(&mut self, id: RequestId) {
+        let Some(remote) = self.remote.as_deref_mut() else {
+            return;
+        };
+        let flight = self.sessions.requests[id].remote.flight.take();
+        if let Some(flight) = flight {
+            remote.leave(flight, id, &mut self.residency);
+        }
+    }
+}
+
+/// A counter of operations, their bytes and their time.
+fn count(sums: [&mut u64; 3], bytes: u64, took_ns: u64) {
+    let [operations, of_bytes, of_ns] = sums;
+    *operations += 1;
+    *of_bytes += bytes;
+    *of_ns += took_ns;
+}
+
+/// Counts a get that succeeded.
+fn count_get(bytes: u64, took_ns: u64, of: &mut Counters) {
+    let sums = [
+        &mut of.remote_gets,
+        &mut of.remote_get_bytes,
+        &mut of.remote_get_ns,
+    ];
+    count(sums, bytes, took_ns);
+}
+
+/// Counts a put that succeeded.
+fn count_put(bytes: u64, took_ns: u64, of: &mut Counters) {
+    let sums = [
+        &mut of.remote_puts,
+        &mut of.remote_put_bytes,
+        &mut of.remote_put_ns,
+    ];
+    count(sums, bytes, took_ns);
+}

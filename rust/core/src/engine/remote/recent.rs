@@ -1,0 +1,97 @@
+//! A bounded memory of segments, for a time.
+
+use rustc_hash::FxHashMap;
+
+use crate::key::{BlockHash, NamespaceDigest};
+use crate::work;
+
+/// Stands for a segment: 64 bits of its namespace and of the hash at its end. Two that are the same by chance cost a
+/// request, or a write, no more.
+pub(super) fn fingerprint(namespace: &NamespaceDigest, end: &BlockHash) -> u64 {
+    let words = |bytes: &[u8; 32], mut sum: u64| {
+        for word in bytes.chunks_exact(8) {
+            let mut lane = [0; 8];
+            lane.copy_from_slice(word);
+            sum = (sum ^ u64::from_le_bytes(lane)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            sum ^= sum >> 29;
+        }
+        sum
+    };
+    words(end.padded(), words(&namespace.0, 0))
+}
+
+/// Segments that were noted lately: about `most` of them, each for `keep_ns`.
+#[derive(Debug)]
+pub(super) struct Recent {
+    /// When each was noted, in the older half and the younger half.
+    old: FxHashMap<u64, u64>,
+    young: FxHashMap<u64, u64>,
+    most: usize,
+    keep_ns: u64,
+}
+
+impl Recent {
+    pub(super) fn new(most: usize, keep_ns: u64) -> Self {
+        Self {
+            old: FxHashMap::default(),
+            young: FxHashMap::default(),
+            most,
+            keep_ns,
+        }
+    }
+
+    /// Notes a segment.
+    pub(super) fn insert(&mut self, segment: u64, now_ns: u64) {
+        work::index();
+        self.young.insert(segment, now_ns);
+        if self.young.len() > self.most / 2 {
+            self.old = std::mem::take(&mut self.young);
+        }
+    }
+
+    /// Whether a segment was noted, and not too long ago.
+    pub(super) fn contains(&self, segment: u64, now_ns: u64) -> bool {
+        work::index();
+        let noted_ns = self.young.get(&segment).or_else(|| self.old.get(&segment));
+        noted_ns.is_some_and(|&noted_ns| now_ns < noted_ns.saturating_add(self.keep_ns))
+    }
+
+    /// Forgets a segment. Whether it was noted.
+    pub(super) fn remove(&mut self, segment: u64) -> bool {
+        work::index();
+        let was_young = self.young.remove(&segment).is_some();
+        self.old.remove(&segment).is_some() || was_young
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_is_remembered_for_a_time() {
+        let mut recent = Recent::new(10, 5);
+        recent.insert(1, 100);
+        assert!(recent.contains(1, 104) && !recent.contains(1, 105));
+        recent.insert(1, 105);
+        assert!(recent.contains(1, 105));
+        assert!(recent.remove(1));
+        assert!(!recent.contains(1, 105) && !recent.remove(1));
+    }
+
+    #[test]
+    fn the_oldest_are_forgotten_first() {
+        let mut recent = Recent::new(10, u64::MAX);
+        (0..100).for_each(|segment| recent.insert(segment, segment));
+        let known: Vec<u64> = (0..100).filter(|&of| recent.contains(of, 100)).collect();
+        assert!(known.len() <= 11 && known.len() >= 5, "{known:?}");
+        assert!(known.contains(&99) && !known.contains(&80));
+    }
+
+    #[test]
+    fn the_same_block_hash_in_two_namespaces_is_two_segments() {
+        let hash = BlockHash::new(&[7; 32]).expect("32 bytes");
+        let [a, b] = ["a", "b"].map(NamespaceDigest::of);
+        assert_ne!(fingerprint(&a, &hash), fingerprint(&b, &hash));
+    }
+}

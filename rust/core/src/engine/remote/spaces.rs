@@ -1,0 +1,161 @@
+//! Which namespaces use the remote store, and how their chains are cut into segments.
+
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use crate::forest::NsId;
+use crate::key::NamespaceDigest;
+use crate::namespace::{GroupKind, NamespaceSpec};
+use crate::slots::SLOT_ALIGN;
+
+use super::super::namespaces::Namespaces;
+use super::super::residency::Residency;
+
+/// Hash blocks that a segment has at most: an entry of the engine handles one.
+const HASH_BLOCKS_MAX: u32 = 64;
+
+/// A namespace in the remote store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Space {
+    pub(super) digest: NamespaceDigest,
+    /// Hash blocks of a segment.
+    pub(super) hash_blocks: u32,
+    /// Bytes of a segment's payloads in an object.
+    pub(super) bytes: u64,
+}
+
+/// The namespaces as the remote store has them.
+#[derive(Debug)]
+pub(super) struct Spaces {
+    object_bytes: u64,
+    /// By namespace, with the instance that it was found for.
+    known: FxHashMap<NsId, (u64, Option<Space>)>,
+    /// Instances whose weights may be others than their descriptions say.
+    barred: FxHashSet<u64>,
+}
+
+impl Spaces {
+    pub(super) fn new(object_bytes: u64) -> Self {
+        Self {
+            object_bytes,
+            known: FxHashMap::default(),
+            barred: FxHashSet::default(),
+        }
+    }
+
+    /// The weights of a session of this namespace may be others than the description says.
+    pub(super) fn bar(&mut self, instance: u64) {
+        self.barred.insert(instance);
+        self.known.clear();
+    }
+
+    /// A namespace in the store. `None` if the namespace is private, barred, or has windows or states.
+    pub(super) fn get(
+        &mut self,
+        ns: NsId,
+        namespaces: &Namespaces,
+        residency: &Residency,
+    ) -> Option<Space> {
+        let instance = namespaces.instance(ns);
+        if let Some(&(of, space)) = self.known.get(&ns)
+            && of == instance
+        {
+            return space;
+        }
+        let is_shared = !namespaces.is_private(ns) && !self.barred.contains(&instance);
+        let space = is_shared.then(|| {
+            let digest = *namespaces.digest(ns);
+            let (hash_blocks, bytes) = segment_of(residency.spec(ns), self.object_bytes)?;
+            Some(Space {
+                digest,
+                hash_blocks,
+                bytes,
+            })
+        });
+        let space = space.flatten();
+        self.known.insert(ns, (instance, space));
+        space
+    }
+}
+
+/// Hash blocks of a segment, and the bytes of its payloads: the least power of two of the runs of hash blocks after which
+/// blocks of all groups end, so that there are `object_bytes`, but for many small ones. `None` if a group has windows or
+/// states: those would need objects of their own.
+fn segment_of(spec: &NamespaceSpec, object_bytes: u64) -> Option<(u32, u64)> {
+    if !spec.has_full_only() {
+        return None;
+    }
+    let run = (1..=HASH_BLOCKS_MAX).find(|&depth| spec.may_end(depth))?;
+    let full = (0..spec.groups.len()).filter(|&group| spec.groups[group].kind == GroupKind::Full);
+    let bytes_of_run: u64 = full
+        .map(|group| {
+            let payload = u64::from(spec.groups[group].payload_bytes).next_multiple_of(SLOT_ALIGN);
+            payload * u64::from(run / spec.hash_blocks(group))
+        })
+        .sum();
+    if bytes_of_run == 0 {
+        return None;
+    }
+    let mut runs = 1;
+    while bytes_of_run * u64::from(runs) < object_bytes && 2 * runs * run <= HASH_BLOCKS_MAX {
+        runs *= 2;
+    }
+    Some((runs * run, bytes_of_run * u64::from(runs)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::namespace::GroupSpec;
+
+    fn spec(groups: &[(GroupKind, u32, u32)]) -> NamespaceSpec {
+        let group = |&(kind, block_tokens, payload_bytes): &(GroupKind, u32, u32)| GroupSpec {
+            kind,
+            block_tokens,
+            payload_bytes,
+        };
+        NamespaceSpec {
+            description: "a model".to_owned(),
+            hash_block_size: 16,
+            alignment_tokens: 16,
+            groups: groups.iter().map(group).collect(),
+        }
+    }
+
+    #[test]
+    fn a_segment_has_the_least_power_of_two_of_blocks_that_is_large_enough() {
+        let cut = |bytes| segment_of(&spec(&[(GroupKind::Full, 16, bytes)]), 16 << 20);
+        assert_eq!(cut(2 << 20), Some((8, 16 << 20)));
+        assert_eq!(cut(5 << 20), Some((4, 20 << 20)));
+        assert_eq!(cut(32 << 20), Some((1, 32 << 20)));
+        assert_eq!(cut((1 << 20) + 1), Some((16, 16 * ((1 << 20) + 4096))));
+        assert_eq!(
+            cut(4096),
+            Some((64, 64 * 4096)),
+            "no more than an entry handles"
+        );
+    }
+
+    #[test]
+    fn a_segment_ends_with_a_block_of_every_group() {
+        let groups = [
+            (GroupKind::Full, 16, 1 << 20),
+            (GroupKind::Full, 48, 1 << 20),
+        ];
+        assert_eq!(segment_of(&spec(&groups), 16 << 20), Some((12, 16 << 20)));
+    }
+
+    #[test]
+    fn windows_and_states_are_not_shared() {
+        let window = GroupKind::SlidingWindow { tokens: 64 };
+        for kind in [
+            window,
+            GroupKind::State,
+            GroupKind::ChunkedLocal { tokens: 64 },
+        ] {
+            let groups = [(GroupKind::Full, 16, 1 << 20), (kind, 16, 1 << 20)];
+            assert_eq!(segment_of(&spec(&groups), 16 << 20), None);
+        }
+        let ignored = [(GroupKind::Full, 16, 16 << 20), (GroupKind::Ignored, 0, 0)];
+        assert_eq!(segment_of(&spec(&ignored), 16 << 20), Some((1, 16 << 20)));
+    }
+}

@@ -1,0 +1,75 @@
+//! How long a write waits for room on the directories.
+
+use undercroft_core::engine::EngineConfig;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{SaveRequest, Tokens};
+
+use crate::rig::{HASH_BLOCK, Rig, prompt};
+
+const PAYLOAD: u32 = 64 << 10;
+/// Blocks of a directory, which has one page.
+const BLOCKS: u64 = 4;
+
+/// Two directories that are full of blocks in use. A search for pages takes many entries.
+fn full() -> Rig {
+    let config = EngineConfig {
+        seed: 42,
+        visits: 2,
+        ..EngineConfig::new(4 << 20)
+    };
+    let mut rig = Rig::new(config, &[BLOCKS * u64::from(PAYLOAD); 2], PAYLOAD);
+    let mut number = 0;
+    while rig.engine.disk_blocks_by_device() != [BLOCKS; 2] {
+        rig.save(number, 1);
+        rig.settle();
+        assert_eq!(rig.ask(number, 1), Some(1), "the lease keeps it there");
+        number += 1;
+    }
+    rig
+}
+
+/// A block of another size is saved, while one directory has no room for operations for so many entries. Returns how
+/// many writes were refused.
+fn refused(held_up: usize, entries: usize) -> u64 {
+    let mut rig = full();
+    let other = NamespaceSpec {
+        description: "another size".to_owned(),
+        hash_block_size: HASH_BLOCK,
+        alignment_tokens: HASH_BLOCK,
+        groups: vec![GroupSpec {
+            kind: GroupKind::Full,
+            block_tokens: HASH_BLOCK,
+            payload_bytes: 2 * PAYLOAD,
+        }],
+    };
+    let session = rig.engine.open_session(other).unwrap();
+    rig.settle();
+    let hashes = prompt(1000, 1);
+    let save = SaveRequest::new("save", &hashes, Tokens(HASH_BLOCK));
+    let granted = rig.engine.begin_save(session, &save).transfer.unwrap();
+    rig.engine.end_transfer(granted.id, true);
+    let mut rooms = [64; 2];
+    rooms[held_up] = 0;
+    for _ in 0..entries {
+        let mut requests = Vec::new();
+        rig.engine.next_io(&rooms[..], &mut requests);
+        requests.into_iter().for_each(|request| rig.end(request));
+    }
+    for _ in 0..5000 {
+        if rig.engine.is_quiet() && !rig.engine.has_rest() {
+            return rig.engine.counters().refused_disk_full;
+        }
+        let requests = rig.start(64);
+        requests.into_iter().for_each(|request| rig.end(request));
+    }
+    panic!("the write still waits; one directory came {entries} entries later");
+}
+
+#[test]
+fn a_write_does_not_wait_for_searches_in_vain_of_one_directory_after_the_other() {
+    for held_up in 0..2 {
+        for entries in 0..24 {
+            assert_eq!(refused(held_up, entries), 1);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! The remote store of an engine of this process.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use undercroft_core::arena::Arena;
+use undercroft_core::driver::{Driver, EngineAccess};
+use undercroft_core::key::NamespaceDigest;
+use undercroft_core::remote::RemoteWrite;
+use undercroft_remote::{Health, LastResult, Objects, Pool, advice, describe};
+
+use crate::config::HostConfig;
+use crate::error::HostError;
+
+/// How long a start waits until the engine has its store, which takes microseconds.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The remote store, for reports. The engine's IO thread has its operations.
+#[derive(Debug)]
+pub(crate) struct RemoteTier {
+    url: String,
+    objects: Arc<dyn Objects>,
+    last: LastResult,
+    is_written: bool,
+}
+
+impl RemoteTier {
+    /// Gives the engine the store that the options name. A store that cannot be reached now is tried again by itself.
+    ///
+    /// # Errors
+    /// If the options, or the credentials in the environment, cannot lead to a store.
+    pub(crate) fn start(
+        config: &HostConfig,
+        driver: &Driver,
+        arena: &Arc<Arena>,
+    ) -> Result<Option<Self>, HostError> {
+        let Some(location) = config.remote_location()? else {
+            return Ok(None);
+        };
+        let objects = undercroft_remote::open(&location, config.remote_options())
+            .map_err(|error| HostError::Option(error.to_string()))?;
+        let pool = Pool::start(Arc::clone(&objects), Arc::clone(arena), driver.waker());
+        let pool = pool.map_err(HostError::Thread)?;
+        let last = pool.last_result();
+        driver.attach_remote(Box::new(pool));
+        // The first lookup should not miss because the IO thread has not come to it.
+        driver.wait_until(ATTACH_TIMEOUT, |engine| engine.has_remote());
+        Ok(Some(Self {
+            url: location.to_string(),
+            objects,
+            last,
+            is_written: config.remote_write != RemoteWrite::None,
+        }))
+    }
+
+    /// The report: `health` is "unknown" until the store has answered or failed.
+    pub(crate) fn info(&self) -> Value {
+        let (health, fault, remedy) = match self.last.get() {
+            Health::Unknown => ("unknown", None, ""),
+            Health::Good => ("good", None, ""),
+            Health::Failed(error) => ("failed", Some(error.to_string()), advice(error.kind)),
+        };
+        json!({
+            "url": self.url,
+            "kind": self.objects.name(),
+            "health": health,
+            "fault": fault,
+            "advice": remedy,
+        })
+    }
+
+    /// Whether the last operation failed.
+    pub(crate) fn has_failed(&self) -> bool {
+        matches!(self.last.get(), Health::Failed(_))
+    }
+
+    /// Leaves the description of a namespace in the store, for people, some time from now.
+    pub(crate) fn describe(&self, description: &str) {
+        if !self.is_written {
+            return;
+        }
+        let (objects, description) = (Arc::clone(&self.objects), description.to_owned());
+        let work = move || {
+            let digest = NamespaceDigest::of(&description);
+            // Without it `undercroft inspect` shows the digest alone.
+            let _ = describe(&*objects, &digest, &description);
+        };
+        // As well without a thread.
+        let _ = std::thread::Builder::new()
+            .name("undercroft-about".to_owned())
+            .spawn(work);
+    }
+}
+
+#[cfg(test)]
+mod tests;

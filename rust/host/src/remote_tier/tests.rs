@@ -1,0 +1,271 @@
+use std::path::Path;
+use std::time::Instant;
+
+use undercroft_core::embedded::EmbeddedSession;
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{
+    Lookup, LookupRequest, PromotionWait, Save, SaveRequest, Session, Tokens,
+};
+
+use super::*;
+use crate::config::{DiskCapacity, DiskConfig};
+use crate::directories::Directories;
+use crate::running::RunningEngine;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const BLOCK: u32 = 16;
+const BLOCKS: u32 = 256;
+const BYTES: usize = 20_000;
+
+/// An engine with a disk of its own.
+struct Host {
+    engine: RunningEngine,
+    session: EmbeddedSession<Driver>,
+}
+
+impl Host {
+    fn start(root: &Path, name: &str, change: impl FnOnce(&mut HostConfig)) -> Self {
+        let mut config = HostConfig {
+            host_memory: 64 << 20,
+            disks: vec![DiskConfig {
+                path: root.join(name),
+                capacity: DiskCapacity::Bytes(64 << 20),
+            }],
+            remote: format!("file://{}", root.join("remote").display()),
+            remote_object: Some(1 << 20),
+            remote_write_rate: Some(0),
+            ..HostConfig::default()
+        };
+        change(&mut config);
+        let arena = Arc::new(Arena::create(config.arena_bytes()).unwrap());
+        let directories = Directories::open(&config).unwrap();
+        let io = (config.io_engine, config.io_depth());
+        let engine = RunningEngine::start(config.engine(), directories, io, arena).unwrap();
+        engine.attach_remote(&config).unwrap();
+        let spec = NamespaceSpec {
+            description: "{\"model\": \"test\"}".to_owned(),
+            hash_block_size: BLOCK,
+            alignment_tokens: BLOCK,
+            groups: vec![GroupSpec {
+                kind: GroupKind::Full,
+                block_tokens: BLOCK,
+                payload_bytes: BYTES as u32,
+            }],
+        };
+        let driver = Arc::clone(engine.driver());
+        let session = EmbeddedSession::open(driver, spec.into()).unwrap();
+        Self { engine, session }
+    }
+
+    fn stat(&self, name: &str) -> u64 {
+        self.engine.stats()[name].as_u64().unwrap()
+    }
+
+    fn wait_for(&self, what: &str, is_so: impl Fn(&Self) -> bool) {
+        let end = Instant::now() + PATIENCE;
+        while !is_so(self) {
+            assert!(Instant::now() < end, "{what}: {:?}", self.engine.stats());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Saves a prompt as a worker that has computed it.
+    fn compute(&self, prompt: u8) {
+        let hashes = hashes(prompt);
+        let save = SaveRequest::new("save", &hashes, Tokens(BLOCKS * BLOCK));
+        let Save::Granted(grant) = self.session.begin_save(&save) else {
+            panic!("host memory has room");
+        };
+        for extent in &grant.extents {
+            let blocks = extent.first_block as usize..;
+            for (block, offset) in blocks.zip(&extent.offsets) {
+                let offset = offset.get().unwrap();
+                self.engine
+                    .arena()
+                    .write(offset, &payload(&hashes[block]))
+                    .unwrap();
+            }
+        }
+        self.session.end_transfer(grant.id, true);
+        self.session.finish_request("save");
+    }
+
+    /// The tokens of a prompt that a hit brings, and whether all of their bytes are right.
+    fn hit(&self, prompt: u8) -> u32 {
+        let hashes = hashes(prompt);
+        let request = LookupRequest::new("load", &hashes).wait(Some(PromotionWait::Complete));
+        let end = Instant::now() + PATIENCE;
+        let hit = loop {
+            match self.session.lookup(&request) {
+                Lookup::Pending { .. } => assert!(Instant::now() < end, "a lookup without end"),
+                Lookup::Hit(hit) => break hit,
+                Lookup::Miss { .. } => {
+                    self.session.finish_request("load");
+                    return 0;
+                }
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        let load = self
+            .session
+            .begin_load("load", Tokens(0), hit.tokens)
+            .unwrap();
+        for extent in &load.extents {
+            let blocks = extent.first_block as usize..;
+            for (block, offset) in blocks.zip(&extent.offsets) {
+                let found = self
+                    .engine
+                    .arena()
+                    .read(offset.get().unwrap(), BYTES as u64);
+                assert!(
+                    found.unwrap() == payload(&hashes[block]),
+                    "bytes of block {block}"
+                );
+            }
+        }
+        self.session.end_transfer(load.id, true);
+        self.session.finish_request("load");
+        hit.tokens.0
+    }
+}
+
+fn hashes(prompt: u8) -> Vec<BlockHash> {
+    let hash = |block: u32| {
+        let mut bytes = [prompt; 32];
+        bytes[..4].copy_from_slice(&block.wrapping_mul(0x9e37_79b9).to_le_bytes());
+        BlockHash::new(&bytes).unwrap()
+    };
+    (0..BLOCKS).map(hash).collect()
+}
+
+fn payload(hash: &BlockHash) -> Vec<u8> {
+    let bytes = hash.as_bytes().iter().cycle().zip(0u32..);
+    let mixed = bytes.map(|(byte, at)| byte ^ (at as u8) ^ (at >> 8) as u8);
+    mixed.take(BYTES).collect()
+}
+
+fn objects(root: &Path) -> usize {
+    let found = walk(&root.join("remote"));
+    found
+        .iter()
+        .filter(|path| !path.ends_with("about.json"))
+        .count()
+}
+
+fn walk(below: &Path) -> Vec<std::path::PathBuf> {
+    let entries = std::fs::read_dir(below).into_iter().flatten().flatten();
+    let found = entries.map(|entry| entry.path());
+    found
+        .flat_map(|path| {
+            if path.is_dir() {
+                walk(&path)
+            } else {
+                vec![path]
+            }
+        })
+        .collect()
+}
+
+#[test]
+fn a_host_hits_what_another_has_computed() {
+    let root = tempfile::tempdir().unwrap();
+    let one = Host::start(root.path(), "one", |_| {});
+    one.compute(1);
+    one.wait_for("all segments are written", |host| {
+        host.stat("remote_puts") == 4
+    });
+    assert_eq!(objects(root.path()), 4, "64 blocks of 20 kB each");
+    let other = Host::start(root.path(), "other", |_| {});
+    assert_eq!(other.hit(1), BLOCKS * BLOCK);
+    assert_eq!(other.stat("remote_gets"), 4);
+    assert_eq!(
+        other.stat("remote_puts"),
+        0,
+        "what was read is not written again"
+    );
+    assert_eq!(other.hit(2), 0);
+    assert_eq!(other.engine.info()["remote"]["health"], "good");
+    // It is in the other's own tiers now.
+    one.engine.stop(PATIENCE);
+    std::fs::remove_dir_all(root.path().join("remote")).unwrap();
+    assert_eq!(other.hit(1), BLOCKS * BLOCK);
+}
+
+#[test]
+fn a_host_that_only_reads_writes_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let host = Host::start(root.path(), "one", |config| {
+        config.remote_write = RemoteWrite::None
+    });
+    host.compute(1);
+    assert!(
+        host.engine
+            .driver()
+            .wait_until(PATIENCE, |engine| engine.is_quiet())
+    );
+    assert_eq!(host.hit(1), BLOCKS * BLOCK);
+    assert_eq!((host.stat("remote_puts"), objects(root.path())), (0, 0));
+}
+
+#[test]
+fn damaged_objects_are_misses_and_are_written_anew() {
+    let root = tempfile::tempdir().unwrap();
+    let one = Host::start(root.path(), "one", |_| {});
+    one.compute(1);
+    one.wait_for("all segments are written", |host| {
+        host.stat("remote_puts") == 4
+    });
+    for path in walk(&root.path().join("remote")) {
+        let mut bytes = std::fs::read(&path).unwrap();
+        let last = bytes.len() - 20_000;
+        bytes[last] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+    }
+    let other = Host::start(root.path(), "other", |_| {});
+    assert!(other.hit(1) < BLOCKS * BLOCK);
+    assert!(other.stat("remote_corrupt") >= 1);
+    other.compute(1);
+    other.wait_for("what was damaged is written", |host| {
+        host.stat("remote_puts") >= 1
+    });
+    assert_eq!(other.hit(1), BLOCKS * BLOCK);
+}
+
+#[test]
+fn an_engine_starts_without_its_store_and_says_why() {
+    let root = tempfile::tempdir().unwrap();
+    std::fs::create_dir(root.path().join("mount")).unwrap();
+    let url = format!("file://{}", root.path().join("mount/remote").display());
+    let host = Host::start(root.path(), "one", |config| config.remote.clone_from(&url));
+    host.wait_for("the store is there", |host| {
+        host.engine.info()["remote"]["health"] == "good"
+    });
+    std::fs::remove_dir_all(root.path().join("mount")).unwrap();
+    host.compute(1);
+    host.wait_for("the failure is told", |host| {
+        host.engine.info()["remote"]["health"] == "failed"
+    });
+    let info = host.engine.info();
+    assert_eq!(info["remote"]["url"], url);
+    assert!(
+        info["remote"]["fault"]
+            .as_str()
+            .unwrap()
+            .contains("mount/remote")
+    );
+    assert_eq!(host.hit(1), BLOCKS * BLOCK, "host memory is not affected");
+}
+
+#[test]
+fn a_store_that_cannot_be_is_refused() {
+    let config = HostConfig {
+        remote: "s3:/bucket".to_owned(),
+        ..HostConfig::default()
+    };
+    let error = config.remote_location().unwrap_err().to_string();
+    assert!(
+        error.contains("s3:/bucket") && error.contains("Allowed"),
+        "{error}"
+    );
+}

@@ -1,0 +1,107 @@
+//! `_core.remote_*`: a remote store without an engine.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use serde::Serialize;
+use undercroft_remote::gc::{Limits, collect};
+use undercroft_remote::measure::measure;
+use undercroft_remote::{Location, Objects, Options, StoreError, check, contents};
+
+use crate::errors::{ConfigError, UndercroftError};
+use crate::json::to_python;
+
+fn open(url: &str) -> PyResult<Arc<dyn Objects>> {
+    let refused = |error: undercroft_remote::LocationError| ConfigError::new_err(error.to_string());
+    let location = Location::parse(url).map_err(refused)?;
+    undercroft_remote::open(&location, Options::default()).map_err(refused)
+}
+
+fn failed(error: &StoreError) -> PyErr {
+    UndercroftError::new_err(format!(
+        "{error}: {}",
+        undercroft_remote::advice(error.kind)
+    ))
+}
+
+/// Tells Python something now and then. False once Python raises, as after Ctrl-C.
+fn tell(progress: &Py<PyAny>, error: &mut Option<PyErr>, value: &impl Serialize) -> bool {
+    let told = Python::attach(|py| {
+        py.check_signals()?;
+        progress.call1(py, (to_python(py, value)?,)).map(drop)
+    });
+    *error = told.err();
+    error.is_none()
+}
+
+/// Removes old objects from a remote store: what `undercroft_remote::gc::Report` says. `progress([done, total])` is
+/// called now and then. Raises ConfigError, UndercroftError.
+#[pyfunction]
+#[pyo3(signature = (url, progress, *, max_bytes = None, max_age = None, min_age = 60, dry_run = false))]
+pub(crate) fn remote_gc(
+    py: Python<'_>,
+    url: &str,
+    progress: Py<PyAny>,
+    max_bytes: Option<u64>,
+    max_age: Option<u64>,
+    min_age: u64,
+    dry_run: bool,
+) -> PyResult<Py<PyAny>> {
+    let objects = open(url)?;
+    let limits = Limits {
+        max_bytes,
+        max_age: max_age.map(Duration::from_secs),
+        min_age: Duration::from_secs(min_age),
+        dry_run,
+    };
+    let mut raised = None;
+    let report = py.detach(|| {
+        let tell = |done, total| tell(&progress, &mut raised, &[done, total]);
+        collect(&*objects, &limits, tell)
+    });
+    if let Some(error) = raised {
+        return Err(error);
+    }
+    let report = report.map_err(|error| failed(&error))?;
+    Ok(to_python(py, &report)?.unbind())
+}
+
+/// The contents of a remote store, by namespace. Raises ConfigError, UndercroftError.
+#[pyfunction]
+pub(crate) fn remote_contents<'py>(py: Python<'py>, url: &str) -> PyResult<Bound<'py, PyAny>> {
+    let objects = open(url)?;
+    let found = py.detach(|| contents::contents(&*objects));
+    to_python(py, &found.map_err(|error| failed(&error))?)
+}
+
+/// Findings on a remote store, as `undercroft doctor` has them. Raises ConfigError.
+#[pyfunction]
+pub(crate) fn remote_check<'py>(py: Python<'py>, url: &str) -> PyResult<Bound<'py, PyAny>> {
+    let objects = open(url)?;
+    let found = py.detach(|| check::check(&*objects));
+    to_python(py, &found)
+}
+
+/// Speeds of a remote store for objects of these sizes, with about `total` bytes of each. `progress(rates)` is called
+/// after each. Raises ConfigError, UndercroftError.
+#[pyfunction]
+pub(crate) fn remote_measure(
+    py: Python<'_>,
+    url: &str,
+    sizes: Vec<u64>,
+    total: u64,
+    progress: Py<PyAny>,
+) -> PyResult<Py<PyAny>> {
+    let objects = open(url)?;
+    let mut raised = None;
+    let found = py.detach(|| {
+        let tell = |rates: &_| tell(&progress, &mut raised, rates);
+        measure(&*objects, &sizes, total, tell)
+    });
+    if let Some(error) = raised {
+        return Err(error);
+    }
+    let found = found.map_err(|error| failed(&error))?;
+    Ok(to_python(py, &found)?.unbind())
+}

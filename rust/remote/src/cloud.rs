@@ -1,0 +1,422 @@
+//! `s3://`, `gs://`, `az://`: object stores, by the crate `object_store`.
+//!
+//! Its requests run on a runtime of two threads; whoever calls waits for them, with limits of its own. Bodies are not
+//! signed: each object has its checksums, and TLS protects them on the way.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::client::{HttpError, HttpErrorKind};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::path::Path;
+use object_store::{
+    ClientConfigKey, GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode,
+    PutOptions, PutPayload, RetryConfig,
+};
+use tokio::runtime::{Builder, Runtime};
+use undercroft_core::remote::RemoteError;
+
+use crate::Options;
+use crate::body::Body;
+use crate::directory::seconds_between;
+use crate::location::{Location, LocationError, Scheme};
+use crate::objects::{Entry, Objects, Result, StoreError};
+use crate::receiver::Receiver;
+
+mod profile;
+
+/// Calls at a time: gets of 16 MiB fill a fast network, and a slow one takes no more.
+const PARALLEL: usize = 32;
+/// Requests of one call at a time.
+const REQUESTS: usize = 64;
+/// Threads of the runtime.
+const THREADS: usize = 2;
+
+/// Without a byte for so long, a call is late.
+const STALL: Duration = Duration::from_secs(1);
+/// A put ends within this time and the time of its bytes at this rate in bytes a second.
+const PUT_LIMIT: Duration = Duration::from_secs(5);
+const PUT_RATE: u64 = 4 << 20;
+/// A list, or the operator's first request, which may have to fetch credentials.
+const PATIENT: Duration = Duration::from_secs(20);
+
+/// Objects of a bucket or a container.
+#[derive(Debug)]
+pub(crate) struct CloudStore {
+    name: &'static str,
+    store: Arc<dyn ObjectStore>,
+    prefix: String,
+    renew_after: Duration,
+    /// `None` only while it is dropped.
+    runtime: Option<Runtime>,
+}
+
+impl CloudStore {
+    pub(crate) fn open(
+        location: &Location,
+        options: Options,
+    ) -> std::result::Result<Self, LocationError> {
+        let (name, store) = client(location)?;
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .thread_name("undercroft-http")
+            .enable_all()
+            .build()
+            .map_err(|error| location.refused(error))?;
+        Ok(Self {
+            name,
+            store,
+            prefix: location.path.clone(),
+            renew_after: options.ttl / 2,
+            runtime: Some(runtime),
+        })
+    }
+
+    fn path(&self, path: &str) -> Path {
+        if self.prefix.is_empty() {
+            Path::from(path)
+        } else {
+            Path::from(format!("{}/{path}", self.prefix))
+        }
+    }
+
+    /// The name below the store's prefix.
+    fn below<'p>(&self, path: &'p Path) -> Option<&'p str> {
+        let prefix = Path::from(self.prefix.as_str());
+        let rest = path.as_ref().strip_prefix(prefix.as_ref())?;
+        Some(rest.strip_prefix('/').unwrap_or(rest))
+    }
+
+    fn wait<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let runtime = self.runtime.as_ref().expect("only dropping takes it");
+        runtime.block_on(work)
+    }
+
+    async fn head(&self, path: &Path, limit: Duration) -> Result<Option<ObjectMeta>> {
+        match again(limit, || self.store.head(path)).await {
+            Ok(found) => Ok(Some(found)),
+            Err(error) if error.kind == RemoteError::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn receive(&self, path: &Path, receiver: &mut Receiver<'_>) -> Result<()> {
+        // Bytes that nobody wants would have to be read all the same, or cost the connection.
+        let range = Some(GetRange::Bounded(0..receiver.wanted()));
+        let options = || GetOptions {
+            range: range.clone(),
+            ..GetOptions::default()
+        };
+        let found = again(STALL, || self.store.get_opts(path, options())).await?;
+        if receiver.wants_all() && self.renews(found.meta.last_modified.into()) {
+            receiver.keep();
+        }
+        let mut stream = found.into_stream();
+        while let Some(bytes) = within(STALL, stream.next()).await? {
+            receiver.take(&bytes.map_err(store_error)?)?;
+        }
+        Ok(())
+    }
+
+    async fn remove(&self, paths: Vec<Path>) -> Result<()> {
+        let paths = futures_util::stream::iter(paths.into_iter().map(Ok)).boxed();
+        let mut removed = self.store.delete_stream(paths);
+        while let Some(result) = within(PATIENT, removed.next()).await? {
+            match result {
+                Ok(_) | Err(object_store::Error::NotFound { .. }) => {}
+                Err(error) => return Err(store_error(error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for CloudStore {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Objects for CloudStore {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn parallel(&self) -> usize {
+        PARALLEL
+    }
+
+    /// A list, since a HEAD has no words: without the bucket, or with wrong credentials, the store says which.
+    fn greet(&self) -> Result<()> {
+        let path = self.path("check");
+        let listed = self.list("check", &mut |_| false);
+        match listed {
+            // Whoever may only read and write may not list.
+            Err(error) if error.kind == RemoteError::Denied => self
+                .wait(self.head(&path, PATIENT))
+                .map(drop)
+                .map_err(|_| error),
+            listed => listed,
+        }
+    }
+
+    fn probe(&self, paths: &[String]) -> Result<u64> {
+        let asked = paths.iter().enumerate().map(|(index, path)| async move {
+            let found = self.head(&self.path(path), STALL).await?;
+            Ok(u64::from(found.is_some()) << index)
+        });
+        self.wait(async {
+            futures_util::stream::iter(asked)
+                .buffer_unordered(REQUESTS)
+                .try_fold(0, |bits, bit| async move { Ok(bits | bit) })
+                .await
+        })
+    }
+
+    fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
+        let path = self.path(path);
+        self.wait(self.receive(&path, receiver))
+    }
+
+    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+        let limit = PUT_LIMIT + Duration::from_secs(body.len() / PUT_RATE);
+        let payload = PutPayload::from(body.to_vec());
+        let mode = if if_absent {
+            PutMode::Create
+        } else {
+            PutMode::Overwrite
+        };
+        let options = PutOptions::from(mode);
+        let path = self.path(path);
+        let put = self.wait(again(limit, || {
+            (self.store).put_opts(&path, payload.clone(), options.clone())
+        }));
+        match put {
+            Ok(_) => Ok(true),
+            Err(error) if error.detail == ALREADY_THERE => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn delete(&self, paths: &[String]) -> Result<()> {
+        let paths = paths.iter().map(|path| self.path(path)).collect();
+        self.wait(self.remove(paths))
+    }
+
+    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+        let below = self.path(below);
+        let below = (!below.as_ref().is_empty()).then_some(&below);
+        self.wait(async {
+            let mut found = self.store.list(below);
+            while let Some(object) = within(PATIENT, found.next()).await? {
+                let object = object.map_err(store_error)?;
+                let Some(path) = self.below(&object.location) else {
+                    continue;
+                };
+                let entry = Entry {
+                    path: path.to_owned(),
+                    bytes: object.size,
+                    modified: object.last_modified.into(),
+                };
+                if !each(entry) {
+                    break;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+        let asked = entries.iter().map(|entry| async move {
+            let found = self.head(&self.path(&entry.path), PATIENT).await?;
+            let same = |found: ObjectMeta| {
+                SystemTime::from(found.last_modified) == entry.modified && found.size == entry.bytes
+            };
+            Result::Ok(found.is_some_and(same))
+        });
+        self.wait(async {
+            let stream = futures_util::stream::iter(asked).buffered(REQUESTS);
+            let same: Vec<bool> = stream.try_collect().await?;
+            let chosen = entries.iter().zip(&same).filter(|(_, same)| **same);
+            let paths: Vec<Path> = chosen.map(|(entry, _)| self.path(&entry.path)).collect();
+            if !paths.is_empty() {
+                self.remove(paths).await?;
+            }
+            Ok(same)
+        })
+    }
+
+    /// By the time of a new object, which is in seconds.
+    fn clock_skew(&self) -> Result<Option<f64>> {
+        let path = self.path(crate::check::CLOCK);
+        self.wait(async {
+            let before = SystemTime::now();
+            let payload = || PutPayload::from_static(b"clock");
+            again(PATIENT, || self.store.put(&path, payload())).await?;
+            let between = before + before.elapsed().unwrap_or_default() / 2;
+            let found = again(PATIENT, || self.store.head(&path)).await?;
+            self.remove(vec![path.clone()]).await?;
+            let skew = seconds_between(between, found.last_modified.into());
+            // The store cuts the fraction off.
+            Ok(Some(if (-1.0..=0.0).contains(&skew) {
+                0.0
+            } else {
+                skew
+            }))
+        })
+    }
+
+    fn renews(&self, modified: SystemTime) -> bool {
+        (SystemTime::now().duration_since(modified)).is_ok_and(|age| age > self.renew_after)
+    }
+}
+
+/// The detail of the error that an object of that name exists.
+const ALREADY_THERE: &str = "an object of that name exists";
+
+/// The client of a store. Everything but the bucket comes from the environment, from files, or from the machine's role.
+fn client(
+    location: &Location,
+) -> std::result::Result<(&'static str, Arc<dyn ObjectStore>), LocationError> {
+    // The limits are this module's own.
+    let options = [
+        (ClientConfigKey::ConnectTimeout, "1 second"),
+        (ClientConfigKey::Timeout, "120 seconds"),
+        (ClientConfigKey::ReadTimeout, "120 seconds"),
+        (ClientConfigKey::PoolIdleTimeout, "20 seconds"),
+    ];
+    let no_retry = RetryConfig {
+        max_retries: 0,
+        ..RetryConfig::default()
+    };
+    let bucket = location.host.as_str();
+    let advice = |error: object_store::Error, variables: &str| {
+        location.refused(format_args!("{error}; set {variables} in the environment"))
+    };
+    match location.scheme {
+        Scheme::Gs => {
+            let mut builder = GoogleCloudStorageBuilder::from_env()
+                .with_bucket_name(bucket)
+                .with_retry(no_retry);
+            for (key, value) in options {
+                builder = builder.with_config(GoogleConfigKey::Client(key), value);
+            }
+            let store = builder.build();
+            let store = store.map_err(|error| advice(error, "GOOGLE_SERVICE_ACCOUNT"))?;
+            Ok(("gs", Arc::new(store)))
+        }
+        Scheme::Az => {
+            let mut builder = MicrosoftAzureBuilder::from_env()
+                .with_container_name(bucket)
+                .with_retry(no_retry);
+            for (key, value) in options {
+                builder = builder.with_config(AzureConfigKey::Client(key), value);
+            }
+            let store = builder.build();
+            let store = store.map_err(|error| advice(error, "AZURE_STORAGE_ACCOUNT_NAME"))?;
+            Ok(("az", Arc::new(store)))
+        }
+        _ => {
+            let mut builder = profile::complete(AmazonS3Builder::from_env())
+                .with_bucket_name(bucket)
+                .with_unsigned_payload(true)
+                .with_retry(no_retry);
+            for (key, value) in options {
+                builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
+            }
+            let variables = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION";
+            let store = builder.build();
+            let store = store.map_err(|error| advice(error, variables))?;
+            Ok(("s3", Arc::new(store)))
+        }
+    }
+}
+
+/// The result of `work`, or that it is late.
+async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Result<T> {
+    tokio::time::timeout(limit, work).await.map_err(|_| {
+        let detail = format!("no answer within {} s", limit.as_secs());
+        StoreError::new(RemoteError::Late, detail)
+    })
+}
+
+/// The result of a request, which is made again at once if the server had closed the connection that it was sent on.
+async fn again<T, F>(limit: Duration, request: impl Fn() -> F) -> Result<T>
+where
+    F: Future<Output = object_store::Result<T>>,
+{
+    let first = within(limit, request()).await?;
+    let result = match first {
+        Err(error) if is_closed_connection(&error) => within(limit, request()).await?,
+        result => result,
+    };
+    result.map_err(store_error)
+}
+
+fn causes(error: &object_store::Error) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
+    let first: &(dyn std::error::Error + 'static) = error;
+    std::iter::successors(Some(first), |error| error.source())
+}
+
+fn http_kind(error: &object_store::Error) -> Option<HttpErrorKind> {
+    causes(error).find_map(|cause| Some(cause.downcast_ref::<HttpError>()?.kind()))
+}
+
+fn is_closed_connection(error: &object_store::Error) -> bool {
+    use HttpErrorKind::{Interrupted, Request};
+    matches!(http_kind(error), Some(Request | Interrupted))
+}
+
+/// The status of a response that is no success. The crate tells it in words only.
+fn status(error: &object_store::Error) -> Option<u16> {
+    const WORDS: &str = "non-2xx status code: ";
+    causes(error).find_map(|cause| {
+        let text = cause.to_string();
+        let digits = text.get(text.find(WORDS)? + WORDS.len()..)?.get(..3)?;
+        digits.parse().ok()
+    })
+}
+
+fn store_error(error: object_store::Error) -> StoreError {
+    use object_store::Error::{
+        AlreadyExists, NotFound, PermissionDenied, Precondition, Unauthenticated,
+    };
+    let detail = || causes(&error).last().map_or_else(String::new, detail_of);
+    let kind = match &error {
+        AlreadyExists { .. } | Precondition { .. } => {
+            return StoreError::new(RemoteError::Unreachable, ALREADY_THERE);
+        }
+        // Without its bucket the store cannot be used.
+        NotFound { .. } if detail().contains("NoSuchBucket") => RemoteError::Unreachable,
+        NotFound { .. } => RemoteError::NotFound,
+        PermissionDenied { .. } | Unauthenticated { .. } => RemoteError::Denied,
+        _ => match (status(&error), http_kind(&error)) {
+            (Some(429 | 503), _) => RemoteError::Throttled,
+            (Some(401 | 403), _) => RemoteError::Denied,
+            (Some(507), _) => RemoteError::Full,
+            // Shorter than the range that was asked for.
+            (Some(416), _) => RemoteError::Corrupt,
+            (_, Some(HttpErrorKind::Timeout)) => RemoteError::Late,
+            _ if detail().contains("QuotaExceeded") => RemoteError::Full,
+            _ => RemoteError::Unreachable,
+        },
+    };
+    StoreError::new(kind, detail())
+}
+
+/// The last words of a chain of causes, on one line.
+fn detail_of(error: &(dyn std::error::Error + 'static)) -> String {
+    let text = error.to_string();
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let mut line = words.join(" ");
+    if let Some((end, _)) = line.char_indices().nth(300) {
+        line.truncate(end);
+    }
+    line
+}

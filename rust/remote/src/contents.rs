@@ -1,0 +1,113 @@
+//! The contents of a store, by namespace.
+
+use std::collections::BTreeMap;
+use std::time::SystemTime;
+
+use serde::Serialize;
+use undercroft_core::key::NamespaceDigest;
+use undercroft_core::remote::REMOTE_VERSION;
+
+use crate::body::Body;
+use crate::gc::{is_object, shifted};
+use crate::objects::{Objects, Result};
+use crate::receiver::Receiver;
+
+/// Digits of a namespace's digest in the names of its objects.
+const DIGITS: usize = 32;
+/// A description is shorter than this.
+const DESCRIPTION_MAX: u64 = 1 << 20;
+
+/// A namespace in a store.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Space {
+    /// The first digits of its digest.
+    pub digest: String,
+    /// Its description; `None` if no engine has left one.
+    pub description: Option<String>,
+    /// Its objects.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Age of the oldest, in seconds.
+    pub oldest_s: f64,
+    /// Age of the newest, in seconds.
+    pub newest_s: f64,
+}
+
+/// The contents of a store.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Contents {
+    /// Objects of undercroft.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Other objects below the prefix: nobody reads or removes them.
+    pub other_objects: u64,
+    /// By digest.
+    pub namespaces: Vec<Space>,
+}
+
+/// Lists the store.
+///
+/// # Errors
+/// If the store fails.
+pub fn contents(objects: &dyn Objects) -> Result<Contents> {
+    // Whoever may only read cannot ask for the clock.
+    let skew = objects.clock_skew().unwrap_or(None).unwrap_or(0.0);
+    let now = shifted(SystemTime::now(), skew);
+    let mut found = Contents::default();
+    let mut spaces: BTreeMap<String, Space> = BTreeMap::new();
+    let mut described = Vec::new();
+    objects.list("", &mut |entry| {
+        let digest = entry.path.split('/').nth(1).unwrap_or_default();
+        if !is_object(&entry.path) {
+            if entry.path == about_path(digest) {
+                described.push(digest.to_owned());
+            } else {
+                found.other_objects += 1;
+            }
+            return true;
+        }
+        let age = now.duration_since(entry.modified).unwrap_or_default();
+        let age = age.as_secs_f64();
+        let space = spaces.entry(digest.to_owned()).or_insert_with(|| Space {
+            digest: digest.to_owned(),
+            description: None,
+            objects: 0,
+            bytes: 0,
+            oldest_s: age,
+            newest_s: age,
+        });
+        space.objects += 1;
+        space.bytes += entry.bytes;
+        space.oldest_s = space.oldest_s.max(age);
+        space.newest_s = space.newest_s.min(age);
+        true
+    })?;
+    for digest in described {
+        if let Some(space) = spaces.get_mut(&digest) {
+            let mut receiver = Receiver::bytes(DESCRIPTION_MAX);
+            objects.get(&about_path(&digest), &mut receiver)?;
+            let text = String::from_utf8_lossy(&receiver.into_bytes()).into_owned();
+            space.description = Some(text);
+        }
+    }
+    found.namespaces = spaces.into_values().collect();
+    found.objects = found.namespaces.iter().map(|space| space.objects).sum();
+    found.bytes = found.namespaces.iter().map(|space| space.bytes).sum();
+    Ok(found)
+}
+
+/// Leaves a namespace's description in the store, for people: no engine reads it.
+///
+/// # Errors
+/// If the store fails.
+pub fn describe(objects: &dyn Objects, digest: &NamespaceDigest, description: &str) -> Result<()> {
+    let path = about_path(&digest.to_hex()[..DIGITS]);
+    objects.put(&path, &Body::bytes(description.as_bytes()), true)?;
+    Ok(())
+}
+
+fn about_path(digest: &str) -> String {
+    format!("{REMOTE_VERSION}/{digest}/about.json")
+}

@@ -1,0 +1,415 @@
+//! `file://`: a directory, often on a file system that many hosts share.
+//!
+//! An object is a file of mode 0600. It is written under a temporary name beside its own, made durable (a full or failing
+//! file system says so at the latest then) and renamed. No symbolic link below the directory is followed.
+
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{
+    AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags, Stat, Timespec, Timestamps, UTIME_NOW,
+    UTIME_OMIT,
+};
+use rustix::io::Errno;
+use undercroft_core::remote::RemoteError;
+
+use crate::Options;
+use crate::body::{Body, Chunk};
+use crate::location::{Location, LocationError};
+use crate::objects::{Entry, Objects, Result, StoreError};
+use crate::receiver::{Receiver, os_error};
+
+/// How temporary names begin, of objects that are being written and that are being removed.
+const TEMPORARY: &str = ".tmp-";
+
+/// Calls at a time. Each may wait for a server of the file system.
+const PARALLEL: usize = 16;
+
+const DIRECTORY: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NOFOLLOW);
+
+/// A directory of objects.
+#[derive(Debug)]
+pub(crate) struct DirectoryStore {
+    path: PathBuf,
+    /// An object that is older when it is read becomes new again.
+    renew_after: Duration,
+    /// Tells this process's temporary names from each other, and from those of other processes.
+    names: (u64, AtomicU64),
+}
+
+impl DirectoryStore {
+    /// The directory; it is made if its parent is there.
+    pub(crate) fn open(
+        location: &Location,
+        options: Options,
+    ) -> std::result::Result<Self, LocationError> {
+        let path = PathBuf::from(&location.path);
+        match rustix::fs::mkdir(&path, Mode::RWXU) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(Errno::NOENT) => {
+                return Err(location.refused(
+                    "its parent directory does not exist; mount the file system, or make the directory",
+                ));
+            }
+            // The directory may be there all the same; if not, the first operation says so.
+            Err(_) => {}
+        }
+        if std::fs::metadata(&path).is_ok_and(|found| !found.is_dir()) {
+            return Err(location.refused("not a directory"));
+        }
+        Ok(Self {
+            path,
+            renew_after: options.ttl / 2,
+            names: (random(), AtomicU64::new(0)),
+        })
+    }
+
+    /// The directory that is to hold the object at `path`, and the object's name there.
+    fn parent<'p>(&self, path: &'p str, make: bool) -> Result<(OwnedFd, &'p str)> {
+        let (parents, name) = path.rsplit_once('/').unwrap_or(("", path));
+        assert!(is_plain(name), "the name of an object: {path}");
+        Ok((self.directory(parents, make)?, name))
+    }
+
+    fn directory(&self, below: &str, make: bool) -> Result<OwnedFd> {
+        // The directory itself may be reached by links: the operator has named it.
+        let top = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let opened = rustix::fs::openat(CWD, &self.path, top, Mode::empty());
+        let mut at = opened.map_err(|errno| self.error(errno))?;
+        for name in below.split('/').filter(|name| !name.is_empty()) {
+            assert!(is_plain(name), "a directory of objects: {below}");
+            let found = rustix::fs::openat(&at, name, DIRECTORY, Mode::empty());
+            at = match found {
+                Err(Errno::NOENT) if make => {
+                    match rustix::fs::mkdirat(&at, name, Mode::RWXU) {
+                        Ok(()) | Err(Errno::EXIST) => {}
+                        Err(errno) => return Err(os_error(errno)),
+                    }
+                    let made = rustix::fs::openat(&at, name, DIRECTORY, Mode::empty());
+                    made.map_err(os_error)?
+                }
+                found => found.map_err(os_error)?,
+            };
+        }
+        Ok(at)
+    }
+
+    /// An error of the directory itself: it is missing as long as its file system is not mounted.
+    fn error(&self, errno: Errno) -> StoreError {
+        let mut error = os_error(errno);
+        if error.kind == RemoteError::NotFound {
+            error.kind = RemoteError::Unreachable;
+        }
+        error.detail = format!("{}: {}", self.path.display(), error.detail);
+        error
+    }
+
+    fn temporary(&self) -> String {
+        let (process, count) = &self.names;
+        let count = count.fetch_add(1, Ordering::Relaxed);
+        format!("{TEMPORARY}{process:016x}-{count}")
+    }
+
+    fn find(&self, path: &str) -> Result<bool> {
+        let (parent, name) = match self.parent(path, false) {
+            Err(error) if error.kind == RemoteError::NotFound => return Ok(false),
+            parent => parent?,
+        };
+        match rustix::fs::statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(found) => Ok(is_file(&found)),
+            Err(Errno::NOENT) => Ok(false),
+            Err(errno) => Err(os_error(errno)),
+        }
+    }
+
+    /// Gives the finished file its name. Returns whether it has it.
+    fn publish(
+        &self,
+        parent: &OwnedFd,
+        temporary: &str,
+        name: &str,
+        if_absent: bool,
+    ) -> Result<bool> {
+        if !if_absent {
+            let renamed = rustix::fs::renameat(parent, temporary, parent, name);
+            return renamed.map(|()| true).map_err(os_error);
+        }
+        let flags = RenameFlags::NOREPLACE;
+        let named = match rustix::fs::renameat_with(parent, temporary, parent, name, flags) {
+            // File systems without that flag, such as NFS, have links.
+            Err(Errno::INVAL | Errno::NOSYS) => {
+                rustix::fs::linkat(parent, temporary, parent, name, AtFlags::empty())
+                    .and_then(|()| rustix::fs::unlinkat(parent, temporary, AtFlags::empty()))
+            }
+            named => named,
+        };
+        match named {
+            Ok(()) => Ok(true),
+            Err(Errno::EXIST) => Ok(false),
+            Err(errno) => Err(os_error(errno)),
+        }
+    }
+
+    fn write(&self, parent: &OwnedFd, temporary: &str, body: &Body<'_>) -> Result<()> {
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let mode = Mode::RUSR | Mode::WUSR;
+        let file = rustix::fs::openat(parent, temporary, flags, mode).map_err(os_error)?;
+        let mut at = 0;
+        for chunk in body.chunks() {
+            let len = match &chunk {
+                Chunk::Bytes(bytes) => bytes.len() as u64,
+                Chunk::Arena(_, _, len) => *len,
+            };
+            let mut done = 0;
+            while done < len {
+                let written = match &chunk {
+                    Chunk::Bytes(bytes) => {
+                        rustix::io::pwrite(&file, &bytes[done as usize..], at + done)
+                    }
+                    Chunk::Arena(arena, offset, len) => {
+                        arena.pwrite(file.as_fd(), at + done, offset + done, len - done)
+                    }
+                };
+                match written {
+                    Ok(0) => return Err(os_error(Errno::NOSPC)),
+                    Ok(count) => done += count as u64,
+                    Err(Errno::INTR) => {}
+                    Err(errno) => return Err(os_error(errno)),
+                }
+            }
+            at += len;
+        }
+        rustix::fs::fdatasync(&file).map_err(os_error)
+    }
+
+    /// Calls `each` with the files of a directory and below, and with the directory of each.
+    fn walk(
+        &self,
+        below: &str,
+        each: &mut dyn FnMut(&OwnedFd, &str, &str, &Stat) -> Result<bool>,
+    ) -> Result<bool> {
+        let at = match self.directory(below, false) {
+            // It was removed meanwhile.
+            Err(error) if error.kind == RemoteError::NotFound => return Ok(true),
+            at => at?,
+        };
+        for entry in Dir::read_from(&at).map_err(os_error)? {
+            let entry = entry.map_err(os_error)?;
+            let Ok(name) = entry.file_name().to_str() else {
+                continue;
+            };
+            let path = match below {
+                "" => name.to_owned(),
+                _ => format!("{below}/{name}"),
+            };
+            let found = match rustix::fs::statat(&at, name, AtFlags::SYMLINK_NOFOLLOW) {
+                Err(Errno::NOENT) => continue,
+                found => found.map_err(os_error)?,
+            };
+            let is_directory = FileType::from_raw_mode(found.st_mode) == FileType::Directory;
+            let go_on = match name {
+                "." | ".." => true,
+                _ if is_directory && is_plain(name) => self.walk(&path, each)?,
+                _ if is_file(&found) => each(&at, name, &path, &found)?,
+                _ => true,
+            };
+            if !go_on {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Removes a file that is as old as `entry` says. It gets another name first, so that whoever writes it anew
+    /// meanwhile keeps the new one.
+    fn remove_unchanged(&self, entry: &Entry) -> Result<bool> {
+        let (parent, name) = match self.parent(&entry.path, false) {
+            Err(error) if error.kind == RemoteError::NotFound => return Ok(false),
+            parent => parent?,
+        };
+        let aside = self.temporary();
+        match rustix::fs::renameat(&parent, name, &parent, &aside) {
+            Err(Errno::NOENT) => return Ok(false),
+            renamed => renamed.map_err(os_error)?,
+        }
+        let found = rustix::fs::statat(&parent, &aside, AtFlags::SYMLINK_NOFOLLOW);
+        let found = found.map_err(os_error)?;
+        let is_same = modified(&found) == entry.modified && found.st_size as u64 == entry.bytes;
+        if !is_same && self.publish(&parent, &aside, name, true)? {
+            return Ok(false);
+        }
+        rustix::fs::unlinkat(&parent, &aside, AtFlags::empty()).map_err(os_error)?;
+        Ok(is_same)
+    }
+}
+
+impl Objects for DirectoryStore {
+    fn name(&self) -> &'static str {
+        "file"
+    }
+
+    fn parallel(&self) -> usize {
+        PARALLEL
+    }
+
+    fn probe(&self, paths: &[String]) -> Result<u64> {
+        let mut bits = 0;
+        for (index, path) in paths.iter().enumerate() {
+            bits |= u64::from(self.find(path)?) << index;
+        }
+        Ok(bits)
+    }
+
+    fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
+        let (parent, name) = self.parent(path, false)?;
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let file = rustix::fs::openat(&parent, name, flags, Mode::empty()).map_err(os_error)?;
+        let found = rustix::fs::fstat(&file).map_err(os_error)?;
+        if !is_file(&found) {
+            return Err(StoreError::new(RemoteError::Corrupt, "not a regular file"));
+        }
+        receiver.take_file(file.as_fd())?;
+        if receiver.wants_all() && self.renews(modified(&found)) {
+            let times = Timestamps {
+                last_access: time(UTIME_OMIT.into()),
+                last_modification: time(UTIME_NOW.into()),
+            };
+            // A file of another owner stays as old as it is.
+            let _ = rustix::fs::futimens(&file, &times);
+        }
+        Ok(())
+    }
+
+    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+        if if_absent && self.find(path)? {
+            return Ok(false);
+        }
+        // Only the directories of an object are made, not the store's own: its file system may not be mounted.
+        let (parent, name) = self.parent(path, true)?;
+        let temporary = self.temporary();
+        let written = self.write(&parent, &temporary, body);
+        let published = written.and_then(|()| self.publish(&parent, &temporary, name, if_absent));
+        if !matches!(published, Ok(true)) {
+            let _ = rustix::fs::unlinkat(&parent, &temporary, AtFlags::empty());
+        }
+        published.map_err(|error| match error.kind {
+            // The directory was removed meanwhile.
+            RemoteError::NotFound => StoreError::new(RemoteError::Unreachable, error.detail),
+            _ => error,
+        })
+    }
+
+    fn delete(&self, paths: &[String]) -> Result<()> {
+        for path in paths {
+            let (parent, name) = match self.parent(path, false) {
+                Err(error) if error.kind == RemoteError::NotFound => continue,
+                parent => parent?,
+            };
+            match rustix::fs::unlinkat(&parent, name, AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(errno) => return Err(os_error(errno)),
+            }
+        }
+        Ok(())
+    }
+
+    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+        self.walk(below.trim_end_matches('/'), &mut |_, name, path, found| {
+            Ok(name.starts_with('.')
+                || each(Entry {
+                    path: path.to_owned(),
+                    bytes: found.st_size as u64,
+                    modified: modified(found),
+                }))
+        })?;
+        Ok(())
+    }
+
+    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+        entries
+            .iter()
+            .map(|entry| self.remove_unchanged(entry))
+            .collect()
+    }
+
+    /// The time of a new file, which the file system's server gives.
+    fn clock_skew(&self) -> Result<Option<f64>> {
+        let top = self.directory("", false)?;
+        let name = self.temporary();
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let before = SystemTime::now();
+        let made = rustix::fs::openat(&top, name.as_str(), flags, Mode::RUSR | Mode::WUSR);
+        let file = made.map_err(os_error)?;
+        let found = rustix::io::write(&file, b"clock").and_then(|_| rustix::fs::fstat(&file));
+        let between = before + before.elapsed().unwrap_or_default() / 2;
+        let _ = rustix::fs::unlinkat(&top, name.as_str(), AtFlags::empty());
+        let store = modified(&found.map_err(os_error)?);
+        Ok(Some(seconds_between(between, store)))
+    }
+
+    fn renews(&self, modified: SystemTime) -> bool {
+        (SystemTime::now().duration_since(modified)).is_ok_and(|age| age > self.renew_after)
+    }
+
+    fn remove_leftovers(&self, age: Duration) -> Result<u64> {
+        let mut removed = 0;
+        self.walk("", &mut |parent, name, _, found| {
+            let is_old = SystemTime::now()
+                .duration_since(modified(found))
+                .is_ok_and(|old| old > age);
+            if name.starts_with(TEMPORARY) && is_old {
+                match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
+                    Ok(()) => removed += 1,
+                    Err(Errno::NOENT) => {}
+                    Err(errno) => return Err(os_error(errno)),
+                }
+            }
+            Ok(true)
+        })?;
+        Ok(removed)
+    }
+}
+
+/// `to - from` in seconds.
+pub(crate) fn seconds_between(from: SystemTime, to: SystemTime) -> f64 {
+    match to.duration_since(from) {
+        Ok(ahead) => ahead.as_secs_f64(),
+        Err(behind) => -behind.duration().as_secs_f64(),
+    }
+}
+
+fn is_plain(name: &str) -> bool {
+    let bytes = OsStr::new(name).as_bytes();
+    !bytes.is_empty() && bytes[0] != b'.' && !bytes.contains(&0)
+}
+
+fn is_file(found: &Stat) -> bool {
+    FileType::from_raw_mode(found.st_mode) == FileType::RegularFile
+}
+
+fn modified(found: &Stat) -> SystemTime {
+    let seconds = Duration::from_secs(u64::try_from(found.st_mtime).unwrap_or(0));
+    UNIX_EPOCH + seconds + Duration::from_nanos(found.st_mtime_nsec as u64)
+}
+
+fn time(nanoseconds: i64) -> Timespec {
+    Timespec {
+        tv_sec: 0,
+        tv_nsec: nanoseconds,
+    }
+}
+
+/// A number that differs from process to process and from host to host.
+fn random() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    // The standard library's keys come from the operating system.
+    RandomState::new().hash_one(std::process::id())
+}

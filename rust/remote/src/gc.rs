@@ -1,0 +1,144 @@
+//! Removes objects from a store that does not do it itself: the oldest first, until the rest fits.
+//!
+//! It may run at any time beside writers, and twice at once. An object that was written or renewed since it was listed
+//! stays, and so does one that is younger than [`Limits::min_age`].
+
+use std::time::{Duration, Instant, SystemTime};
+
+use serde::Serialize;
+
+use crate::objects::{Entry, Objects, Result};
+
+/// Objects that are removed in one call.
+const BATCH: usize = 1000;
+
+/// The files of a writer that was killed are removed after this time.
+const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
+
+/// Which objects are removed.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The oldest objects go until the others have at most so many bytes.
+    pub max_bytes: Option<u64>,
+    /// Older objects go.
+    pub max_age: Option<Duration>,
+    /// Younger objects stay in any case.
+    pub min_age: Duration,
+    /// Only reports the objects that would go.
+    pub dry_run: bool,
+}
+
+/// The outcome.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Report {
+    /// Objects that were listed.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Objects that were removed, or would be.
+    pub removed_objects: u64,
+    /// Their bytes.
+    pub removed_bytes: u64,
+    /// Objects that were to be removed, and were written anew or removed by another meanwhile.
+    pub skipped_objects: u64,
+    /// Files of writers that were killed.
+    pub removed_leftovers: u64,
+    /// Bytes by which the rest is too much, since it is too young.
+    pub excess_bytes: u64,
+    /// Age of the oldest object that is left, in seconds.
+    pub oldest_s: Option<f64>,
+    /// Whether nothing was removed in truth.
+    pub dry_run: bool,
+    /// How long it took, in seconds.
+    pub seconds: f64,
+}
+
+/// Removes objects by the limits. `progress` is told how many of how many objects were looked at for removal; nothing more
+/// is removed once it returns false.
+///
+/// # Errors
+/// If the store fails. Objects that were removed until then are gone.
+pub fn collect(
+    objects: &dyn Objects,
+    limits: &Limits,
+    mut progress: impl FnMut(usize, usize) -> bool,
+) -> Result<Report> {
+    let started = Instant::now();
+    // Ages are by the store's clock, since its times are.
+    let skew = objects.clock_skew()?.unwrap_or(0.0);
+    let now = shifted(SystemTime::now(), skew);
+    let mut all = Vec::new();
+    objects.list("", &mut |entry| {
+        if is_object(&entry.path) {
+            all.push(entry);
+        }
+        true
+    })?;
+    // Two that run at once choose the same ones.
+    all.sort_by(|a, b| (a.modified, &a.path).cmp(&(b.modified, &b.path)));
+    let mut report = Report {
+        objects: all.len() as u64,
+        bytes: all.iter().map(|entry| entry.bytes).sum(),
+        dry_run: limits.dry_run,
+        ..Report::default()
+    };
+    let chosen = choose(&all, limits, now, report.bytes);
+    let left = report.bytes - all[..chosen].iter().map(|entry| entry.bytes).sum::<u64>();
+    report.excess_bytes = limits.max_bytes.map_or(0, |most| left.saturating_sub(most));
+    report.oldest_s = all.get(chosen).map(|entry| age(now, entry).as_secs_f64());
+    for (index, batch) in all[..chosen].chunks(BATCH).enumerate() {
+        let removed = if limits.dry_run {
+            vec![true; batch.len()]
+        } else {
+            objects.delete_unchanged(batch)?
+        };
+        for (entry, removed) in batch.iter().zip(removed) {
+            if removed {
+                report.removed_objects += 1;
+                report.removed_bytes += entry.bytes;
+            } else {
+                report.skipped_objects += 1;
+            }
+        }
+        if !progress(index * BATCH + batch.len(), chosen) {
+            break;
+        }
+    }
+    if !limits.dry_run {
+        report.removed_leftovers = objects.remove_leftovers(LEFTOVER_AGE)?;
+    }
+    report.seconds = started.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+/// How many of the objects go; they are in the order of their age.
+fn choose(all: &[Entry], limits: &Limits, now: SystemTime, total: u64) -> usize {
+    let mut left = total;
+    let goes = |entry: &Entry| {
+        let age = age(now, entry);
+        let is_old = limits.max_age.is_some_and(|most| age > most);
+        let is_excess = limits.max_bytes.is_some_and(|most| left > most);
+        let goes = age >= limits.min_age && (is_old || is_excess);
+        left -= if goes { entry.bytes } else { 0 };
+        goes
+    };
+    let kept = all.iter().map(goes).position(|goes| !goes);
+    kept.unwrap_or(all.len())
+}
+
+/// Whether a path is an object's: `<version>/<namespace>/<2 digits>/<name>`.
+pub(crate) fn is_object(path: &str) -> bool {
+    let mut parts = path.split('/');
+    let version = parts.next().unwrap_or_default();
+    version.parse::<u32>().is_ok() && parts.count() == 3
+}
+
+fn age(now: SystemTime, entry: &Entry) -> Duration {
+    now.duration_since(entry.modified).unwrap_or_default()
+}
+
+/// The time, `seconds` later or earlier.
+pub(crate) fn shifted(time: SystemTime, seconds: f64) -> SystemTime {
+    let by = Duration::from_secs_f64(seconds.abs().min(1e9));
+    if seconds >= 0.0 { time + by } else { time - by }
+}

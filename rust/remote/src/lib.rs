@@ -1,0 +1,71 @@
+//! Remote stores: directories on shared file systems, object stores, Redis.
+//!
+//! [`Location`] reads a URL, [`open`] makes the [`Objects`] behind it, and [`Pool`] carries out an engine's requests on
+//! them, on threads of its own. [`check`], [`gc`], [`contents`] and [`measure`] are for the operator's commands.
+
+mod body;
+pub mod check;
+#[cfg(feature = "s3")]
+mod cloud;
+pub mod contents;
+mod directory;
+pub mod gc;
+mod location;
+pub mod measure;
+mod objects;
+mod pool;
+mod receiver;
+#[cfg(feature = "redis")]
+mod redis;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use body::Body;
+pub use check::advice;
+pub use contents::describe;
+pub use location::{Location, LocationError, Scheme};
+pub use objects::{Entry, Objects, Result, StoreError};
+pub use pool::{Health, LastResult, Pool};
+pub use receiver::Receiver;
+
+/// The settings of a store besides its URL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// How long an object is wanted after its last use (`remote_ttl`). Redis removes it then; elsewhere an object of half
+    /// this age that is read becomes new again, so that `undercroft remote gc` removes it late.
+    pub ttl: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            ttl: Duration::from_secs(3 * 24 * 3600),
+        }
+    }
+}
+
+/// The store at `location`. Nothing is asked of the store yet, but a directory is made if its parent is there.
+///
+/// # Errors
+/// If the configuration, the environment included, cannot lead to a store, or this build leaves it out.
+pub fn open(
+    location: &Location,
+    options: Options,
+) -> std::result::Result<Arc<dyn Objects>, LocationError> {
+    match location.scheme {
+        Scheme::File => Ok(Arc::new(directory::DirectoryStore::open(
+            location, options,
+        )?)),
+        #[cfg(feature = "s3")]
+        Scheme::S3 | Scheme::Gs | Scheme::Az => {
+            Ok(Arc::new(cloud::CloudStore::open(location, options)?))
+        }
+        #[cfg(feature = "redis")]
+        Scheme::Redis | Scheme::Rediss => Ok(Arc::new(redis::RedisStore::open(location, options)?)),
+        #[cfg(not(all(feature = "s3", feature = "redis")))]
+        _ => Err(location.refused(
+            "this build of undercroft leaves this kind of store out; install one with it",
+        )),
+    }
+}

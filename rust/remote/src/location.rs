@@ -1,0 +1,245 @@
+//! The URL of a remote store.
+
+use std::fmt;
+
+/// The kinds of stores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scheme {
+    /// A directory, often on a shared file system.
+    File,
+    /// Amazon S3 and everything that speaks it.
+    S3,
+    /// Google Cloud Storage.
+    Gs,
+    /// Azure Blob Storage.
+    Az,
+    /// Redis or Valkey.
+    Redis,
+    /// The same over TLS.
+    Rediss,
+}
+
+/// Names of the schemes, with an example of each.
+const SCHEMES: [(&str, Scheme, &str); 6] = [
+    ("file", Scheme::File, "file:///mnt/shared/undercroft"),
+    ("s3", Scheme::S3, "s3://bucket/prefix"),
+    ("gs", Scheme::Gs, "gs://bucket/prefix"),
+    ("az", Scheme::Az, "az://container/prefix"),
+    ("redis", Scheme::Redis, "redis://host:6379/0"),
+    ("rediss", Scheme::Rediss, "rediss://host:6379/0"),
+];
+
+/// A URL that cannot lead to a store, or a store whose configuration cannot. The message names the URL, the allowed forms
+/// and the remedy; it never has a password.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct LocationError(pub String);
+
+/// Where a remote store is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// The kind of store.
+    pub scheme: Scheme,
+    /// The bucket, the container, or `host` or `host:port`; empty for a directory.
+    pub host: String,
+    /// The directory, or the prefix of all names, without `/` at its ends.
+    pub path: String,
+}
+
+impl Location {
+    /// Reads a URL.
+    ///
+    /// # Errors
+    /// Names the mistake and the allowed forms.
+    pub fn parse(url: &str) -> Result<Self, LocationError> {
+        let refused = |reason: &str| {
+            let shown = without_credentials(url);
+            let examples = SCHEMES.map(|(_, _, example)| example).join(", ");
+            LocationError(format!(
+                "remote is {shown:?}: {reason}. Allowed: {examples}"
+            ))
+        };
+        let Some((scheme, rest)) = url.split_once("://") else {
+            return Err(refused("no URL"));
+        };
+        let Some((_, scheme, _)) = SCHEMES.iter().find(|(name, ..)| *name == scheme) else {
+            return Err(refused("an unknown scheme"));
+        };
+        if *scheme == Scheme::File {
+            return directory(rest).map_err(refused);
+        }
+        if rest.contains(['?', '#']) {
+            return Err(refused(
+                "parameters; endpoint, region and the like come from the environment, such as AWS_ENDPOINT_URL",
+            ));
+        }
+        let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
+        if host.contains('@') {
+            return Err(refused(
+                "credentials in the URL, which is logged; leave them out and set them in the environment, such as \
+                 REDIS_PASSWORD or AWS_ACCESS_KEY_ID",
+            ));
+        }
+        if host.is_empty() {
+            return Err(refused("no host or bucket"));
+        }
+        let path = path.trim_matches('/');
+        let is_plain = |name: &str| !name.is_empty() && name != "." && name != "..";
+        if !path.is_empty() && !path.split('/').all(is_plain) {
+            return Err(refused("a prefix with an empty name, \".\" or \"..\""));
+        }
+        let found = Self {
+            scheme: *scheme,
+            host: host.to_owned(),
+            path: path.to_owned(),
+        };
+        if matches!(scheme, Scheme::Redis | Scheme::Rediss) {
+            found.redis().map_err(refused)?;
+        }
+        Ok(found)
+    }
+
+    /// Host, port, database and prefix of a Redis server.
+    pub(crate) fn redis(&self) -> Result<(String, u16, i64, String), &'static str> {
+        let (host, port) = match self.host.rsplit_once(':') {
+            // An IPv6 address without a port ends with its bracket.
+            Some((host, port)) if !port.ends_with(']') => (
+                host,
+                port.parse()
+                    .map_err(|_| "a port that is no number up to 65535")?,
+            ),
+            _ => (self.host.as_str(), 6379),
+        };
+        let host = host.trim_matches(['[', ']']);
+        let (database, prefix) = self
+            .path
+            .split_once('/')
+            .unwrap_or((self.path.as_str(), ""));
+        let database = match database {
+            "" => 0,
+            number => number
+                .parse()
+                .ok()
+                .filter(|number| *number >= 0)
+                .ok_or("a database that is no number; a prefix comes after it, as in redis://host/0/prefix")?,
+        };
+        let prefix = if prefix.is_empty() {
+            "undercroft"
+        } else {
+            prefix
+        };
+        Ok((host.to_owned(), port, database, prefix.to_owned()))
+    }
+
+    /// The error that this store cannot be used.
+    pub(crate) fn refused(&self, reason: impl fmt::Display) -> LocationError {
+        LocationError(format!("remote is \"{self}\": {reason}"))
+    }
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = SCHEMES.iter().find(|(_, scheme, _)| *scheme == self.scheme);
+        let name = name.map_or("", |(name, ..)| *name);
+        match self.scheme {
+            Scheme::File => write!(f, "file://{}", self.path),
+            _ if self.path.is_empty() => write!(f, "{name}://{}", self.host),
+            _ => write!(f, "{name}://{}/{}", self.host, self.path),
+        }
+    }
+}
+
+fn directory(rest: &str) -> Result<Location, &'static str> {
+    let path = rest.strip_prefix("localhost").unwrap_or(rest);
+    if !path.starts_with('/') || path.contains('\0') {
+        return Err("no absolute path; a directory has three slashes, as in file:///mnt/shared");
+    }
+    let path = path.trim_end_matches('/');
+    if path.is_empty() {
+        return Err("the root directory");
+    }
+    if path.split('/').any(|name| name == "..") {
+        return Err("a path with \"..\"");
+    }
+    Ok(Location {
+        scheme: Scheme::File,
+        host: String::new(),
+        path: path.to_owned(),
+    })
+}
+
+/// The URL for a message: nothing before an `@` is shown.
+fn without_credentials(url: &str) -> String {
+    let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
+    let host_end = rest.find('/').unwrap_or(rest.len());
+    match rest[..host_end].rfind('@').or_else(|| rest.rfind('@')) {
+        Some(at) if scheme != "file" => format!("{scheme}://...{}", &rest[at..]),
+        _ => url.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(url: &str) -> String {
+        Location::parse(url).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_url_names_a_directory_a_bucket_or_a_server() {
+        let of = |url: &str| Location::parse(url).unwrap();
+        assert_eq!(of("file:///mnt/a b/").path, "/mnt/a b");
+        let bucket = of("s3://bucket/a/b/");
+        assert_eq!(
+            (bucket.host.as_str(), bucket.path.as_str()),
+            ("bucket", "a/b")
+        );
+        assert_eq!(bucket.to_string(), "s3://bucket/a/b");
+        assert_eq!(of("gs://bucket").to_string(), "gs://bucket");
+        let redis = |url: &str| of(url).redis().unwrap();
+        let default = || ("h".to_owned(), 6379, 0, "undercroft".to_owned());
+        assert_eq!(redis("redis://h"), default());
+        assert_eq!(redis("redis://h/"), default());
+        let full = ("::1".to_owned(), 7000, 3, "a/b".to_owned());
+        assert_eq!(redis("rediss://[::1]:7000/3/a/b"), full);
+        assert_eq!(redis("redis://[::1]").0, "::1");
+    }
+
+    #[test]
+    fn a_wrong_url_is_shown_with_what_is_allowed() {
+        for url in [
+            "/mnt/shared",
+            "ftp://host/dir",
+            "file://mnt/shared",
+            "file:///",
+            "file:///a/../b",
+            "s3://",
+            "s3:///prefix",
+            "s3://bucket/a//b",
+            "s3://bucket/../b",
+            "s3://bucket/a?region=x",
+            "redis://host:port",
+            "redis://host/name",
+        ] {
+            let text = refused(url);
+            assert!(
+                text.contains(url) && text.contains("s3://bucket/prefix"),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn credentials_in_a_url_are_refused_and_not_shown() {
+        for url in [
+            "redis://:hunter2@host/0",
+            "s3://key:hunter2@bucket/p",
+            "x://a:hunter2/b@host",
+        ] {
+            let text = refused(url);
+            assert!(!text.contains("hunter2"), "{text}");
+        }
+        assert!(refused("redis://:hunter2@host").contains("REDIS_PASSWORD"));
+    }
+}

@@ -1,0 +1,317 @@
+//! Carries out an engine's requests: threads that make the calls of a store.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use undercroft_core::arena::Arena;
+use undercroft_core::io::Waker;
+use undercroft_core::panics::contained;
+use undercroft_core::remote::{
+    ObjectKey, RemoteCompletion, RemoteDone, RemoteError, RemoteRequest, RemoteStore,
+};
+
+use crate::body::Body;
+use crate::objects::{Objects, Result, StoreError};
+use crate::receiver::Receiver;
+
+/// How long dropping a pool waits for calls that may still touch the arena.
+const DRAIN_LIMIT: Duration = Duration::from_secs(10);
+
+/// Puts take at most one of so many threads: reads have the others at any time.
+const PUT_SHARE: usize = 4;
+
+/// The requests that wait. Probes go before gets, and gets before puts.
+#[derive(Debug, Default)]
+struct Queue {
+    probes: VecDeque<RemoteRequest>,
+    gets: VecDeque<RemoteRequest>,
+    puts: VecDeque<RemoteRequest>,
+    puts_running: usize,
+    running: usize,
+    done: Vec<RemoteCompletion>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    objects: Arc<dyn Objects>,
+    arena: Arc<Arena>,
+    waker: Waker,
+    queue: Mutex<Queue>,
+    /// Told when there is work, and when work has ended.
+    change: Condvar,
+    stop: AtomicBool,
+    /// How the last operation ended, with the store's own words.
+    last: Mutex<Health>,
+}
+
+/// A [`RemoteStore`] over a store's calls.
+#[derive(Debug)]
+pub struct Pool {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    reads_in_flight: usize,
+    puts_in_flight: usize,
+}
+
+/// How a store's last operation ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Health {
+    /// None has ended yet.
+    #[default]
+    Unknown,
+    /// Well, or there was no such object.
+    Good,
+    /// Badly.
+    Failed(StoreError),
+}
+
+/// Tells how a pool's last operation ended, for the operator.
+#[derive(Clone, Debug)]
+pub struct LastResult(Arc<Shared>);
+
+impl LastResult {
+    /// It.
+    pub fn get(&self) -> Health {
+        let last = self.0.last.lock();
+        last.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Pool {
+    /// Starts the threads, and has one of them look for the store. `waker` is woken after each completion.
+    ///
+    /// # Errors
+    /// If a thread cannot be started.
+    pub fn start(
+        objects: Arc<dyn Objects>,
+        arena: Arc<Arena>,
+        waker: Waker,
+    ) -> std::io::Result<Self> {
+        let threads = objects.parallel();
+        let shared = Arc::new(Shared {
+            objects,
+            arena,
+            waker,
+            queue: Mutex::new(Queue {
+                // The first look at the store.
+                running: 1,
+                ..Queue::default()
+            }),
+            change: Condvar::new(),
+            stop: AtomicBool::new(false),
+            last: Mutex::default(),
+        });
+        let mut pool = Self {
+            shared,
+            threads: Vec::with_capacity(threads),
+            reads_in_flight: 0,
+            puts_in_flight: 0,
+        };
+        for index in 0..threads {
+            let shared = Arc::clone(&pool.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("undercroft-rt{index}"))
+                .spawn(move || {
+                    if index == 0 {
+                        shared.greet();
+                    }
+                    shared.work();
+                })?;
+            pool.threads.push(thread);
+        }
+        Ok(pool)
+    }
+
+    /// Tells how the last operation ended, while the pool lives and afterwards.
+    pub fn last_result(&self) -> LastResult {
+        LastResult(Arc::clone(&self.shared))
+    }
+}
+
+impl RemoteStore for Pool {
+    fn name(&self) -> &'static str {
+        self.shared.objects.name()
+    }
+
+    /// Puts that wait behind others leave the room as it is: they keep no read from its thread.
+    fn room(&self) -> usize {
+        let puts = self.puts_in_flight.min(self.shared.puts_max());
+        self.threads
+            .len()
+            .saturating_sub(self.reads_in_flight + puts)
+    }
+
+    fn submit(&mut self, request: RemoteRequest) {
+        match request {
+            RemoteRequest::Put { .. } => self.puts_in_flight += 1,
+            _ => self.reads_in_flight += 1,
+        }
+        let mut queue = self.shared.lock();
+        match request {
+            RemoteRequest::Probe { .. } => queue.probes.push_back(request),
+            RemoteRequest::Get { .. } => queue.gets.push_back(request),
+            RemoteRequest::Put { .. } => queue.puts.push_back(request),
+        }
+        drop(queue);
+        self.shared.change.notify_all();
+    }
+
+    fn drain(&mut self, out: &mut Vec<RemoteCompletion>) {
+        let mut queue = self.shared.lock();
+        out.append(&mut queue.done);
+        let puts = queue.puts.len() + queue.puts_running;
+        let all = queue.probes.len() + queue.gets.len() + queue.puts.len() + queue.running;
+        drop(queue);
+        (self.puts_in_flight, self.reads_in_flight) = (puts, all - puts);
+    }
+}
+
+impl Drop for Pool {
+    /// A call that does not end in time keeps the arena mapped by its own reference.
+    fn drop(&mut self) {
+        let shared = &self.shared;
+        shared.stop.store(true, Ordering::Relaxed);
+        let mut queue = shared.lock();
+        shared.change.notify_all();
+        let deadline = Instant::now() + DRAIN_LIMIT;
+        while queue.running > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let waited = shared.change.wait_timeout(queue, left);
+            (queue, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(queue);
+        for thread in self.threads.drain(..) {
+            // A panic of the thread has been reported by the panic hook.
+            drop(thread.join());
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn puts_max(&self) -> usize {
+        (self.objects.parallel() / PUT_SHARE).max(1)
+    }
+
+    /// A thread: one request after the other, until the pool is dropped.
+    fn work(&self) {
+        while let Some(request) = self.next() {
+            let token = request.token();
+            let is_put = matches!(request, RemoteRequest::Put { .. });
+            let mut after = None;
+            let result = contained(|| Some(self.carry_out(request, &mut after)))
+                .unwrap_or(Err(RemoteError::Unreachable.into()));
+            self.note(&result);
+            let mut queue = self.lock();
+            queue.running -= 1;
+            queue.puts_running -= usize::from(is_put);
+            let result = result.map_err(|error| error.kind);
+            queue.done.push(RemoteCompletion { token, result });
+            drop(queue);
+            self.change.notify_all();
+            self.waker.wake();
+            if let Some((path, bytes)) = after
+                && !self.stop.load(Ordering::Relaxed)
+            {
+                // An object that is not renewed goes when it is old.
+                let _ = self.objects.put(&path, &Body::bytes(&bytes), false);
+            }
+        }
+    }
+
+    fn next(&self) -> Option<RemoteRequest> {
+        let mut queue = self.lock();
+        loop {
+            if self.stop.load(Ordering::Relaxed) {
+                return None;
+            }
+            let read = queue.probes.pop_front();
+            let mut request = read.or_else(|| queue.gets.pop_front());
+            if request.is_none() && queue.puts_running < self.puts_max() {
+                request = queue.puts.pop_front();
+                queue.puts_running += usize::from(request.is_some());
+            }
+            if let Some(request) = request {
+                queue.running += 1;
+                return Some(request);
+            }
+            let waited = self.change.wait(queue);
+            queue = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// `after`: an object to put again.
+    fn carry_out(
+        &self,
+        request: RemoteRequest,
+        after: &mut Option<(String, Vec<u8>)>,
+    ) -> Result<RemoteDone> {
+        match request {
+            RemoteRequest::Probe { keys, .. } => {
+                let paths: Vec<String> = keys.iter().map(ObjectKey::path).collect();
+                Ok(RemoteDone::Present(self.objects.probe(&paths)?))
+            }
+            RemoteRequest::Get {
+                key, expect, parts, ..
+            } => {
+                let path = key.path();
+                let mut receiver = Receiver::segment(&self.arena, &expect, &parts, &self.stop);
+                let got = self.objects.get(&path, &mut receiver);
+                let kept = receiver.take_kept();
+                let sums = got.and_then(|()| receiver.finish());
+                if matches!(&sums, Err(error) if error.kind == RemoteError::Corrupt) {
+                    // It may be that we must not: then it goes when it is old.
+                    let _ = self.objects.delete(std::slice::from_ref(&path));
+                }
+                let sums = sums?;
+                *after = kept.map(|bytes| (path, bytes));
+                Ok(RemoteDone::Got(sums))
+            }
+            RemoteRequest::Put {
+                key,
+                header,
+                parts,
+                if_absent,
+                ..
+            } => {
+                let body = Body::segment(&header, &self.arena, &parts);
+                let stored = self.objects.put(&key.path(), &body, if_absent)?;
+                Ok(if stored {
+                    RemoteDone::Stored
+                } else {
+                    RemoteDone::AlreadyThere
+                })
+            }
+        }
+    }
+
+    /// Looks whether the store answers, before there is a request. The first request may have to fetch credentials.
+    fn greet(&self) {
+        let found = contained(|| Some(self.objects.greet()));
+        self.note(&found.unwrap_or(Err(RemoteError::Unreachable.into())));
+        self.lock().running -= 1;
+        self.change.notify_all();
+    }
+
+    fn note<T>(&self, result: &Result<T>) {
+        use RemoteError::{Corrupt, NotFound, Stopped};
+        let last = match result {
+            Err(error) if error.kind == Stopped => return,
+            // These are of one object.
+            Err(error) if !matches!(error.kind, NotFound | Corrupt) => {
+                Health::Failed(error.clone())
+            }
+            _ => Health::Good,
+        };
+        *(self.last.lock()).unwrap_or_else(PoisonError::into_inner) = last;
+    }
+}

@@ -1,0 +1,321 @@
+//! The bytes of an object that is read: verified, and the payloads that are wanted put into the arena as they come.
+
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::io::Errno;
+use undercroft_core::arena::Arena;
+use undercroft_core::checksum::RunningChecksum;
+use undercroft_core::remote::segment::verify;
+use undercroft_core::remote::{Expected, RemoteError, RemotePart};
+
+use crate::objects::{Result, StoreError};
+
+/// A file is read in pieces of this size in bytes: its checksum is computed while a piece is in the processor's cache.
+const PIECE: u64 = 512 << 10;
+
+/// Takes the bytes of one object, in order.
+#[derive(Debug)]
+pub struct Receiver<'a> {
+    target: Target<'a>,
+    /// Bytes that have come.
+    at: u64,
+    stop: Option<&'a AtomicBool>,
+    /// All bytes, for an object that is put again.
+    kept: Option<Vec<u8>>,
+}
+
+#[derive(Debug)]
+enum Target<'a> {
+    Segment(Box<Segment<'a>>),
+    /// The first bytes, at most so many.
+    Bytes(Vec<u8>, u64),
+    /// Nothing is kept of so many bytes.
+    Nowhere(u64),
+}
+
+#[derive(Debug)]
+struct Segment<'a> {
+    arena: &'a Arena,
+    expect: &'a Expected,
+    /// Each part, and where its bytes begin in the object.
+    parts: Vec<(RemotePart, u64)>,
+    header: Vec<u8>,
+    /// By payload, once the header is there.
+    checksums: Vec<u64>,
+    /// Checksum of the part that is coming.
+    running: RunningChecksum,
+    /// Checksums of the parts that have come.
+    sums: Vec<u64>,
+}
+
+impl<'a> Receiver<'a> {
+    /// For the segment that `expect` describes. `parts` are in the object's order. Once `stop` is set, nothing is written
+    /// to the arena any more.
+    ///
+    /// # Panics
+    /// If a part is no payload of the segment.
+    pub fn segment(
+        arena: &'a Arena,
+        expect: &'a Expected,
+        parts: &[RemotePart],
+        stop: &'a AtomicBool,
+    ) -> Self {
+        let offsets: Vec<u64> = expect.offsets().collect();
+        let place = |part: &RemotePart| {
+            let payload = part.payload as usize;
+            assert_eq!(part.len, expect.payloads[payload].len, "length of a part");
+            (*part, offsets[payload])
+        };
+        let parts: Vec<_> = parts.iter().map(place).collect();
+        assert!(
+            parts.is_sorted_by(|(a, _), (b, _)| a.payload < b.payload),
+            "parts out of order"
+        );
+        Self::new(
+            Target::Segment(Box::new(Segment {
+                arena,
+                expect,
+                sums: Vec::with_capacity(parts.len()),
+                parts,
+                header: Vec::new(),
+                checksums: Vec::new(),
+                running: RunningChecksum::default(),
+            })),
+            Some(stop),
+        )
+    }
+
+    /// For the first bytes of any object, at most `limit`.
+    pub fn bytes(limit: u64) -> Self {
+        Self::new(Target::Bytes(Vec::new(), limit), None)
+    }
+
+    /// For so many bytes, which are dropped: for benchmarks.
+    pub fn discard(bytes: u64) -> Self {
+        Self::new(Target::Nowhere(bytes), None)
+    }
+
+    fn new(target: Target<'a>, stop: Option<&'a AtomicBool>) -> Self {
+        Self {
+            target,
+            at: 0,
+            stop,
+            kept: None,
+        }
+    }
+
+    /// How many bytes from the start are wanted.
+    pub fn wanted(&self) -> u64 {
+        match &self.target {
+            Target::Segment(segment) => segment.wanted(),
+            Target::Bytes(_, limit) | Target::Nowhere(limit) => *limit,
+        }
+    }
+
+    /// Whether all of the object is wanted.
+    pub(crate) fn wants_all(&self) -> bool {
+        match &self.target {
+            Target::Segment(segment) => segment.parts.len() == segment.expect.payloads.len(),
+            Target::Bytes(..) | Target::Nowhere(_) => false,
+        }
+    }
+
+    /// Keeps a copy of the bytes that come.
+    #[cfg(feature = "s3")]
+    pub(crate) fn keep(&mut self) {
+        self.kept = Some(Vec::with_capacity(self.wanted() as usize));
+    }
+
+    /// The copy, if all of the object came.
+    pub(crate) fn take_kept(&mut self) -> Option<Vec<u8>> {
+        self.kept.take()
+    }
+
+    /// Takes the bytes that follow. Returns whether more are wanted.
+    ///
+    /// # Errors
+    /// If they are not of the object that was asked for, or the store is being shut down.
+    pub fn take(&mut self, bytes: &[u8]) -> Result<bool> {
+        self.check_stop()?;
+        let at = self.at;
+        self.at += bytes.len() as u64;
+        if let Some(kept) = &mut self.kept {
+            kept.extend_from_slice(bytes);
+        }
+        match &mut self.target {
+            Target::Segment(segment) => segment.take(at, bytes)?,
+            Target::Bytes(out, limit) => {
+                let room = (*limit - out.len() as u64).min(bytes.len() as u64);
+                out.extend_from_slice(&bytes[..room as usize]);
+            }
+            Target::Nowhere(_) => {}
+        }
+        Ok(self.at < self.wanted())
+    }
+
+    /// Takes the wanted bytes from a file, straight into the arena.
+    ///
+    /// # Errors
+    /// As [`Receiver::take`], or if the file cannot be read.
+    pub fn take_file(&mut self, file: BorrowedFd<'_>) -> Result<()> {
+        let head = match &self.target {
+            Target::Segment(segment) => segment.expect.header_bytes(),
+            Target::Bytes(_, limit) | Target::Nowhere(limit) => *limit,
+        };
+        let mut buffer = vec![0; head as usize];
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match rustix::io::pread(file, &mut buffer[filled..], filled as u64) {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(os_error(errno)),
+            }
+        }
+        self.take(&buffer[..filled])?;
+        let stop = self.stop;
+        match &mut self.target {
+            Target::Segment(segment) => segment.take_parts(file, || stopped(stop)),
+            Target::Bytes(..) | Target::Nowhere(_) => Ok(()),
+        }
+    }
+
+    fn check_stop(&self) -> Result<()> {
+        stopped(self.stop)
+    }
+
+    /// The checksums of the parts, which match the header's.
+    ///
+    /// # Errors
+    /// If the object ended too early, or a checksum does not match.
+    pub fn finish(self) -> Result<Vec<u64>> {
+        match self.target {
+            Target::Segment(segment) => segment.finish(),
+            Target::Nowhere(bytes) if self.at < bytes => Err(corrupt("the object ends too early")),
+            Target::Bytes(..) | Target::Nowhere(_) => Ok(Vec::new()),
+        }
+    }
+
+    /// The bytes of a receiver that [`Receiver::bytes`] made.
+    pub fn into_bytes(self) -> Vec<u8> {
+        match self.target {
+            Target::Bytes(bytes, _) => bytes,
+            Target::Segment(_) | Target::Nowhere(_) => Vec::new(),
+        }
+    }
+}
+
+fn stopped(stop: Option<&AtomicBool>) -> Result<()> {
+    if stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+        return Err(RemoteError::Stopped.into());
+    }
+    Ok(())
+}
+
+/// The error of a system call on a store's file.
+pub(crate) fn os_error(errno: Errno) -> StoreError {
+    let kind = match errno {
+        Errno::NOENT => RemoteError::NotFound,
+        Errno::NOSPC | Errno::DQUOT | Errno::FBIG => RemoteError::Full,
+        Errno::ACCESS | Errno::PERM | Errno::ROFS | Errno::LOOP | Errno::NOTDIR => {
+            RemoteError::Denied
+        }
+        Errno::TIMEDOUT => RemoteError::Late,
+        _ => RemoteError::Unreachable,
+    };
+    StoreError::new(kind, std::io::Error::from(errno))
+}
+
+fn corrupt(why: impl std::fmt::Display) -> StoreError {
+    StoreError::new(RemoteError::Corrupt, why)
+}
+
+impl Segment<'_> {
+    fn wanted(&self) -> u64 {
+        let last = self.parts.last();
+        last.map_or(self.expect.header_bytes(), |(part, at)| {
+            at + u64::from(part.len)
+        })
+    }
+
+    /// Takes bytes that begin `at` in the object.
+    fn take(&mut self, mut at: u64, mut bytes: &[u8]) -> Result<()> {
+        let head = self.expect.header_bytes();
+        if at < head {
+            let (ours, rest) = bytes.split_at(bytes.len().min((head - at) as usize));
+            self.header.extend_from_slice(ours);
+            (at, bytes) = (at + ours.len() as u64, rest);
+            if at < head {
+                return Ok(());
+            }
+            self.checksums = verify(&self.header, self.expect)
+                .map_err(corrupt)?
+                .checksums;
+        }
+        while let Some((part, start)) = self.parts.get(self.sums.len()).copied() {
+            // Bytes between the parts are not wanted.
+            let skip = start.saturating_sub(at).min(bytes.len() as u64);
+            (at, bytes) = (at + skip, &bytes[skip as usize..]);
+            if at < start || bytes.is_empty() {
+                break;
+            }
+            let done = at - start;
+            let count = (u64::from(part.len) - done).min(bytes.len() as u64);
+            let (ours, rest) = bytes.split_at(count as usize);
+            (self.arena.write(part.arena_offset + done, ours)).map_err(out_of_arena)?;
+            self.running.update(ours);
+            (at, bytes) = (at + count, rest);
+            if done + count == u64::from(part.len) {
+                self.end_part(part)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn end_part(&mut self, part: RemotePart) -> Result<()> {
+        let sum = std::mem::take(&mut self.running).finish();
+        if sum != self.checksums[part.payload as usize] {
+            return Err(corrupt("a payload does not match its checksum"));
+        }
+        self.sums.push(sum);
+        Ok(())
+    }
+
+    /// Reads the parts, once the header is verified.
+    fn take_parts(&mut self, file: BorrowedFd<'_>, go_on: impl Fn() -> Result<()>) -> Result<()> {
+        if self.checksums.is_empty() {
+            return Err(corrupt("the object ends too early"));
+        }
+        for index in 0..self.parts.len() {
+            let (part, start) = self.parts[index];
+            let len = u64::from(part.len);
+            let mut done = 0;
+            while done < len {
+                go_on()?;
+                let (at, piece) = (part.arena_offset + done, PIECE.min(len - done));
+                let count = match self.arena.pread(file, start + done, at, piece) {
+                    Ok(0) => return Err(corrupt("the object ends too early")),
+                    Ok(count) => count as u64,
+                    Err(Errno::INTR) => continue,
+                    Err(errno) => return Err(os_error(errno)),
+                };
+                (self.arena.sum_running(&mut self.running, at, count)).map_err(out_of_arena)?;
+                done += count;
+            }
+            self.end_part(part)?;
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<Vec<u64>> {
+        if self.checksums.is_empty() || self.sums.len() < self.parts.len() {
+            return Err(corrupt("the object ends too early"));
+        }
+        Ok(self.sums)
+    }
+}
+
+fn out_of_arena(range: undercroft_core::arena::OutOfBounds) -> StoreError {
+    StoreError::new(RemoteError::Unreachable, range)
+}

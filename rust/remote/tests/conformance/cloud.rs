@@ -1,0 +1,69 @@
+//! What an object store does besides.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use undercroft_core::remote::RemoteError;
+use undercroft_remote::{Health, Location, Options};
+
+use crate::faults::{child, url_of_parent};
+use crate::rig::{Rig, Segment, s3_url};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn url() -> Option<String> {
+    let url = s3_url();
+    url.inspect_err(|reason| eprintln!("skipped: {reason}"))
+        .ok()
+}
+
+fn modified(rig: &Rig) -> SystemTime {
+    let mut found = None;
+    let each = &mut |entry: undercroft_remote::Entry| {
+        found = Some(entry.modified);
+        true
+    };
+    rig.objects.list("", each).unwrap();
+    found.expect("one object")
+}
+
+#[test]
+fn an_old_object_that_is_read_becomes_new() {
+    let Some(url) = url() else { return };
+    let location = Location::parse(&url).unwrap();
+    let ttl = Duration::from_secs(2);
+    let objects = undercroft_remote::open(&location, Options { ttl }).unwrap();
+    let mut rig = Rig::over(objects, Box::new(()));
+    let segment = Segment::new(1);
+    rig.put(&segment, true).unwrap();
+    let first = modified(&rig);
+    let end = Instant::now() + PATIENCE;
+    while modified(&rig) == first {
+        assert!(Instant::now() < end, "it is still of {first:?}");
+        rig.get_all(&segment).unwrap();
+    }
+    rig.get_all(&segment).unwrap();
+}
+
+#[test]
+fn wrong_credentials_and_a_missing_bucket_are_told() {
+    let Some(url) = url() else { return };
+    let test = "cloud::with_wrong_credentials";
+    child(test, &url, &[("AWS_SECRET_ACCESS_KEY", "wrong")]);
+    let mut rig = Rig::new("s3://no-such-bucket/prefix", Box::new(())).unwrap();
+    assert_eq!(rig.get_all(&Segment::new(2)), Err(RemoteError::Unreachable));
+    let Health::Failed(error) = rig.pool.as_ref().unwrap().last_result().get() else {
+        panic!("the bucket is missing");
+    };
+    assert!(error.detail.contains("NoSuchBucket"), "{error}");
+}
+
+/// Run by the test above.
+#[test]
+#[ignore = "a part of another test"]
+fn with_wrong_credentials() {
+    let mut rig = Rig::new(&url_of_parent(), Box::new(())).unwrap();
+    let segment = Segment::new(2);
+    assert_eq!(rig.get_all(&segment), Err(RemoteError::Denied));
+    assert_eq!(rig.put(&segment, true), Err(RemoteError::Denied));
+    assert_eq!(rig.probe(vec![segment.key]), Err(RemoteError::Denied));
+}

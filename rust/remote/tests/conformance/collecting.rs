@@ -1,0 +1,174 @@
+//! Removing objects.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use undercroft_remote::gc::{Limits, Report, collect};
+use undercroft_remote::{Body, Entry, Location, Objects, Options};
+
+const MIB: usize = 1 << 20;
+
+struct Place {
+    objects: Arc<dyn Objects>,
+    directory: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let location = Location::parse(&format!("file://{}", directory.path().display())).unwrap();
+        let objects = undercroft_remote::open(&location, Options::default()).unwrap();
+        Self { objects, directory }
+    }
+
+    fn put(&self, number: u64, age: u64) {
+        let path = path(number);
+        let bytes = vec![0; MIB / 16];
+        self.objects
+            .put(&path, &Body::bytes(&bytes), false)
+            .unwrap();
+        let file = std::fs::File::options()
+            .write(true)
+            .open(self.directory.path().join(path))
+            .unwrap();
+        let then = SystemTime::now() - Duration::from_secs(age);
+        file.set_modified(then).unwrap();
+    }
+
+    fn listed(&self) -> Vec<String> {
+        let mut found: Vec<Entry> = Vec::new();
+        let each = &mut |entry| {
+            found.push(entry);
+            true
+        };
+        self.objects.list("", each).unwrap();
+        let mut paths: Vec<String> = found.into_iter().map(|entry| entry.path).collect();
+        paths.sort();
+        paths
+    }
+
+    fn collect(&self, limits: Limits) -> Report {
+        collect(&*self.objects, &limits, |_, _| true).unwrap()
+    }
+}
+
+fn path(number: u64) -> String {
+    format!(
+        "1/0123456789abcdef0123456789abcdef/{:02x}/{number:064x}-8",
+        number % 4
+    )
+}
+
+fn limits(max_bytes: Option<usize>, max_age: Option<u64>) -> Limits {
+    Limits {
+        max_bytes: max_bytes.map(|bytes| bytes as u64),
+        max_age: max_age.map(Duration::from_secs),
+        min_age: Duration::from_secs(60),
+        dry_run: false,
+    }
+}
+
+fn paths(numbers: impl IntoIterator<Item = u64>) -> Vec<String> {
+    let mut paths: Vec<String> = numbers.into_iter().map(path).collect();
+    paths.sort();
+    paths
+}
+
+#[test]
+fn the_oldest_go_until_the_rest_fits() {
+    let place = Place::new();
+    // Their order by name is not that by age.
+    for number in 0..32 {
+        place.put(number, 1000 + (number * 7 % 32) * 100);
+    }
+    let about = "1/0123456789abcdef0123456789abcdef/about.json";
+    place.objects.put(about, &Body::bytes(b"{}"), true).unwrap();
+    let dry = place.collect(Limits {
+        dry_run: true,
+        ..limits(Some(MIB), None)
+    });
+    assert_eq!((dry.objects, dry.removed_objects), (32, 16));
+    assert_eq!(place.listed().len(), 33, "a dry run removes nothing");
+    let report = place.collect(limits(Some(MIB), None));
+    assert_eq!(
+        (report.removed_objects, report.removed_bytes),
+        (16, MIB as u64)
+    );
+    assert!(
+        (2499.0..2600.0).contains(&report.oldest_s.unwrap()),
+        "{report:?}"
+    );
+    let mut left = paths((0..32).filter(|number| number * 7 % 32 < 16));
+    left.push(about.to_owned());
+    left.sort();
+    assert_eq!(place.listed(), left);
+    let again = place.collect(limits(Some(MIB), None));
+    assert_eq!(again.removed_objects, 0);
+}
+
+#[test]
+fn the_old_go_though_there_is_room_and_the_young_stay_though_there_is_none() {
+    let place = Place::new();
+    for (number, age) in [(0, 5000), (1, 4000), (2, 3000), (3, 10), (4, 0)] {
+        place.put(number, age);
+    }
+    let report = place.collect(limits(Some(100 * MIB), Some(3500)));
+    assert_eq!(report.removed_objects, 2);
+    assert_eq!(place.listed(), paths(2..5));
+    let report = place.collect(limits(Some(0), None));
+    assert_eq!(
+        (report.removed_objects, report.excess_bytes),
+        (1, MIB as u64 / 8)
+    );
+    assert_eq!(place.listed(), paths(3..5));
+}
+
+/// Two at once, while writers renew some of the old objects and write new ones.
+#[test]
+fn nothing_that_was_just_written_goes_and_two_at_once_remove_no_more_than_one() {
+    let place = Place::new();
+    for number in 0..400 {
+        place.put(number, 10_000 - number);
+    }
+    let most = 100 * MIB / 16;
+    let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
+    let removed: u64 = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let bytes = vec![1; MIB / 16];
+            let mut next = 0;
+            while !stop.load(Ordering::Relaxed) {
+                // Old ones from the oldest on, which are being removed now, and new ones.
+                for number in [next % 400, 1000 + next] {
+                    place
+                        .objects
+                        .put(&path(number), &Body::bytes(&bytes), false)
+                        .unwrap();
+                }
+                next += 1;
+                written.store(next, Ordering::Relaxed);
+            }
+        });
+        while written.load(Ordering::Relaxed) < 5 {
+            std::thread::yield_now();
+        }
+        let two = [0, 1].map(|_| scope.spawn(|| place.collect(limits(Some(most), None))));
+        let removed = two.map(|one| one.join().unwrap().removed_objects);
+        stop.store(true, Ordering::Relaxed);
+        removed.iter().sum()
+    });
+    let written = written.into_inner();
+    let left = place.listed();
+    for number in (0..written.min(400)).chain(1000..1000 + written) {
+        assert!(
+            left.contains(&path(number)),
+            "object {number} of {written} was just written"
+        );
+    }
+    let new_ones = 2 * written;
+    assert!(
+        removed <= 300 + new_ones,
+        "{removed} removed, {written} written"
+    );
+    assert!((left.len() as u64) <= 100 + new_ones, "{} left", left.len());
+}

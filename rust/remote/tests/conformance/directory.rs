@@ -1,0 +1,186 @@
+//! What a directory does besides.
+
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use undercroft_core::remote::{RemoteDone, RemoteError};
+use undercroft_remote::{Body, Health, Location, Objects, Options};
+
+use crate::rig::{Rig, Segment};
+
+fn store(path: &Path, ttl: u64) -> Arc<dyn Objects> {
+    let location = Location::parse(&format!("file://{}", path.display())).unwrap();
+    let ttl = Duration::from_secs(ttl);
+    undercroft_remote::open(&location, Options { ttl }).unwrap()
+}
+
+fn rig(path: &Path, ttl: u64) -> Rig {
+    Rig::over(store(path, ttl), Box::new(()))
+}
+
+fn files(below: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(below).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files(&path));
+        } else {
+            found.push(path);
+        }
+    }
+    found
+}
+
+#[test]
+fn objects_are_files_of_this_user_alone_and_no_temporary_file_stays() {
+    let place = tempfile::tempdir().unwrap();
+    let segment = Segment::new(1);
+    let mut rig = rig(place.path(), 60);
+    assert_eq!(rig.put(&segment, true), Ok(RemoteDone::Stored));
+    assert_eq!(rig.put(&segment, true), Ok(RemoteDone::AlreadyThere));
+    assert_eq!(rig.put(&segment, false), Ok(RemoteDone::Stored));
+    let found = files(place.path());
+    assert_eq!(found, [place.path().join(segment.key.path())]);
+    let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&found[0]), 0o600);
+    assert_eq!(mode(found[0].parent().unwrap()), 0o700);
+    assert_eq!(std::fs::read(&found[0]).unwrap(), segment.bytes());
+}
+
+#[test]
+fn no_link_leads_out_of_the_directory() {
+    let place = tempfile::tempdir().unwrap();
+    let (inside, outside) = (place.path().join("in"), place.path().join("out"));
+    std::fs::create_dir(&outside).unwrap();
+    let segment = Segment::new(2);
+    let path = inside.join(segment.key.path());
+    let mut rig = rig(&inside, 60);
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    // The object itself is a link.
+    let target = outside.join("object");
+    std::fs::write(&target, segment.bytes()).unwrap();
+    symlink(&target, &path).unwrap();
+    assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
+    assert_eq!(rig.get_all(&segment), Err(RemoteError::Denied));
+    assert_eq!(rig.put(&segment, true), Ok(RemoteDone::AlreadyThere));
+    assert_eq!(rig.put(&segment, false), Ok(RemoteDone::Stored));
+    assert!(!path.is_symlink(), "the link was replaced, not its target");
+    // One of its directories is one.
+    let parent = path.parent().unwrap();
+    std::fs::remove_dir_all(parent).unwrap();
+    symlink(&outside, parent).unwrap();
+    assert_eq!(rig.put(&segment, true), Err(RemoteError::Denied));
+    assert_eq!(rig.get_all(&segment), Err(RemoteError::Denied));
+    assert_eq!(files(&outside), [target]);
+}
+
+#[test]
+fn a_directory_whose_file_system_is_not_mounted_is_unreachable_and_not_made() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("mount/remote");
+    let location = Location::parse(&format!("file://{}", path.display())).unwrap();
+    let error = undercroft_remote::open(&location, Options::default()).unwrap_err();
+    assert!(
+        error.to_string().contains("mount the file system"),
+        "{error}"
+    );
+    std::fs::create_dir(place.path().join("mount")).unwrap();
+    let mut rig = rig(&path, 60);
+    std::fs::remove_dir_all(place.path().join("mount")).unwrap();
+    let segment = Segment::new(3);
+    assert_eq!(rig.put(&segment, true), Err(RemoteError::Unreachable));
+    assert_eq!(rig.get_all(&segment), Err(RemoteError::Unreachable));
+    assert_eq!(rig.probe(vec![segment.key]), Err(RemoteError::Unreachable));
+    let last = rig.pool.as_ref().unwrap().last_result().get();
+    let Health::Failed(last) = last else {
+        panic!("{last:?}");
+    };
+    assert!(
+        last.to_string().contains(&path.display().to_string()),
+        "{last}"
+    );
+}
+
+fn age(path: &Path) -> Duration {
+    let modified = path.metadata().unwrap().modified().unwrap();
+    SystemTime::now()
+        .duration_since(modified)
+        .unwrap_or_default()
+}
+
+fn make_old(path: &Path, seconds: u64) {
+    let then = SystemTime::now() - Duration::from_secs(seconds);
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.set_modified(then).unwrap();
+}
+
+#[test]
+fn an_old_object_that_is_read_becomes_new() {
+    let place = tempfile::tempdir().unwrap();
+    let segment = Segment::new(4);
+    let mut rig = rig(place.path(), 1000);
+    rig.put(&segment, true).unwrap();
+    let path = place.path().join(segment.key.path());
+    make_old(&path, 400);
+    rig.get_all(&segment).unwrap();
+    assert!(
+        age(&path) > Duration::from_secs(300),
+        "not half of its life has passed"
+    );
+    make_old(&path, 600);
+    rig.get_all(&segment).unwrap();
+    assert!(age(&path) < Duration::from_secs(300));
+}
+
+#[test]
+fn what_a_writer_left_behind_that_was_killed_is_no_object_and_is_removed_when_it_is_old() {
+    let place = tempfile::tempdir().unwrap();
+    let objects = store(place.path(), 60);
+    objects.put("1/ab/cd", &Body::bytes(b"x"), true).unwrap();
+    let left = place.path().join("1/ab/.tmp-0000000000000001-7");
+    std::fs::write(&left, "half").unwrap();
+    let mut listed = 0;
+    let count = &mut |_| {
+        listed += 1;
+        true
+    };
+    objects.list("", count).unwrap();
+    assert_eq!(listed, 1);
+    let hour = Duration::from_secs(3600);
+    assert_eq!(objects.remove_leftovers(hour).unwrap(), 0);
+    make_old(&left, 7200);
+    assert_eq!(objects.remove_leftovers(hour).unwrap(), 1);
+    assert_eq!(files(place.path()), [place.path().join("1/ab/cd")]);
+}
+
+/// A file system of 1 MiB, where this user may mount one.
+#[test]
+fn a_full_file_system_is_told_and_leaves_nothing_behind() {
+    let place = tempfile::tempdir().unwrap();
+    let mount = |arguments: &[&str]| {
+        let mut command = std::process::Command::new("mount");
+        command.args(arguments).arg(place.path());
+        command.output().is_ok_and(|output| output.status.success())
+    };
+    if !mount(&["-t", "tmpfs", "-o", "size=1m", "tmpfs"]) {
+        eprintln!("skipped: this user may not mount a tmpfs");
+        return;
+    }
+    let mut rig = rig(place.path(), 60);
+    let results: Vec<_> = (0..4)
+        .map(|number| rig.put(&Segment::new(number), true))
+        .collect();
+    let left = files(place.path());
+    let unmounted = std::process::Command::new("umount")
+        .arg(place.path())
+        .status();
+    assert!(unmounted.unwrap().success());
+    assert_eq!(results[3], Err(RemoteError::Full));
+    let stored = results
+        .iter()
+        .filter(|result| **result == Ok(RemoteDone::Stored))
+        .count();
+    assert_eq!(left.len(), stored, "{left:?}");
+}

@@ -1,0 +1,222 @@
+//! Bad networks and servers: each failure is told as what it is, nothing waits for long, and all is well afterwards.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use undercroft_core::remote::{RemoteDone, RemoteError};
+
+use crate::proxy::{Fault, Proxy};
+use crate::rig::{Rig, Segment};
+
+/// A call that gets no answer ends within this time, on a busy machine too.
+const SOON: Duration = Duration::from_secs(10);
+
+/// The result of a get, a put and a probe.
+type All = [Result<RemoteDone, RemoteError>; 3];
+
+fn all(rig: &mut Rig, segment: &Segment) -> All {
+    let started = Instant::now();
+    let results = [
+        rig.get_all(segment),
+        rig.put(segment, false),
+        rig.probe(vec![segment.key]),
+    ];
+    assert!(started.elapsed() < 3 * SOON, "{results:?}");
+    results
+}
+
+fn failed(error: RemoteError) -> All {
+    [Err(error), Err(error), Err(error)]
+}
+
+fn is_well(rig: &mut Rig, segment: &Segment) {
+    rig.put(segment, true).unwrap();
+    rig.get_all(segment).unwrap();
+    let found = rig.probe(vec![segment.key]);
+    assert_eq!(found, Ok(RemoteDone::Present(1)));
+}
+
+#[cfg(feature = "redis")]
+mod redis {
+    use super::*;
+    use crate::server::Redis;
+
+    fn start(arguments: &[&str]) -> Option<Redis> {
+        Redis::start(arguments)
+            .inspect_err(|reason| eprintln!("skipped: {reason}"))
+            .ok()
+    }
+
+    #[test]
+    fn a_bad_network_is_told_and_passes() {
+        let Some(server) = start(&[]) else { return };
+        let proxy = Proxy::start(0, server.port());
+        let url = format!("redis://127.0.0.1:{}", proxy.port());
+        let mut rig = Rig::new(&url, Box::new(server)).unwrap();
+        let segment = Segment::new(1);
+        is_well(&mut rig, &segment);
+        for (fault, error) in [
+            (Fault::Stall, RemoteError::Late),
+            (Fault::Reset, RemoteError::Unreachable),
+            (Fault::Cut(1), RemoteError::Unreachable),
+        ] {
+            proxy.set(fault);
+            assert_eq!(all(&mut rig, &segment), failed(error), "{fault:?}");
+            proxy.set(Fault::None);
+            is_well(&mut rig, &segment);
+        }
+        proxy.set(Fault::Cut(100_000));
+        let cut = rig.get_all(&segment);
+        assert_eq!(
+            cut,
+            Err(RemoteError::Unreachable),
+            "a value that comes in part"
+        );
+        proxy.set(Fault::Delay(Duration::from_millis(20)));
+        is_well(&mut rig, &segment);
+    }
+
+    #[test]
+    fn a_server_that_ends_is_unreachable() {
+        let Some(server) = start(&[]) else { return };
+        let mut rig = Rig::new(&server.url(), Box::new(())).unwrap();
+        is_well(&mut rig, &Segment::new(2));
+        drop(server);
+        let results = all(&mut rig, &Segment::new(2));
+        assert_eq!(results, failed(RemoteError::Unreachable));
+    }
+
+    #[test]
+    fn a_full_server_is_told() {
+        let arguments = ["--maxmemory", "1mb", "--maxmemory-policy", "noeviction"];
+        let Some(server) = start(&arguments) else {
+            return;
+        };
+        let mut rig = Rig::new(&server.url(), Box::new(server)).unwrap();
+        let results: Vec<_> = (0..8)
+            .map(|number| rig.put(&Segment::new(number), true))
+            .collect();
+        assert_eq!(results.last(), Some(&Err(RemoteError::Full)), "{results:?}");
+    }
+
+    #[test]
+    fn a_server_that_wants_a_password_gets_that_of_the_environment() {
+        let Some(server) = start(&["--requirepass", "hunter2"]) else {
+            return;
+        };
+        let url = server.url();
+        let mut rig = Rig::new(&url, Box::new(())).unwrap();
+        let results = all(&mut rig, &Segment::new(3));
+        assert_eq!(results, failed(RemoteError::Denied));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "hunter2\n").unwrap();
+        let path = file.path().to_str().unwrap();
+        for variables in [
+            [("REDIS_PASSWORD", "hunter2")],
+            [("REDIS_PASSWORD_FILE", path)],
+        ] {
+            child("faults::redis::with_the_password", &url, &variables);
+        }
+    }
+
+    /// Run by the test above.
+    #[test]
+    #[ignore = "a part of another test"]
+    fn with_the_password() {
+        let mut rig = Rig::new(&url_of_parent(), Box::new(())).unwrap();
+        is_well(&mut rig, &Segment::new(3));
+    }
+}
+
+/// Runs a test of this program with variables of the environment, which a test cannot set for itself.
+pub(crate) fn child(test: &str, url: &str, variables: &[(&str, &str)]) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--nocapture"])
+        .env("UNDERCROFT_TEST_URL", url)
+        .envs(variables.iter().copied())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{text}{errors}"
+    );
+}
+
+pub(crate) fn url_of_parent() -> String {
+    std::env::var("UNDERCROFT_TEST_URL").expect("another test runs this one")
+}
+
+#[cfg(feature = "s3")]
+mod s3 {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    macro_rules! answer {
+        ($status:literal) => {
+            concat!(
+                "HTTP/1.1 ",
+                $status,
+                " x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+        };
+    }
+
+    /// An object whose body ends early.
+    const CUT: &str = "HTTP/1.1 206 x\r\ncontent-length: 320480\r\ncontent-range: bytes 0-320479/323584\r\n\
+        etag: \"a\"\r\nlast-modified: Mon, 23 Nov 2026 05:00:00 GMT\r\nconnection: close\r\n\r\nUNDRSEGM";
+
+    #[test]
+    fn a_bad_server_is_told_as_what_it_is() {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = free.local_addr().unwrap().port().to_string();
+        drop(free);
+        let endpoint = format!("http://127.0.0.1:{port}");
+        child(
+            "faults::s3::before_a_bad_server",
+            &port,
+            &[
+                ("AWS_ENDPOINT_URL", endpoint.as_str()),
+                ("AWS_ALLOW_HTTP", "true"),
+                ("AWS_ACCESS_KEY_ID", "key"),
+                ("AWS_SECRET_ACCESS_KEY", "secret"),
+            ],
+        );
+    }
+
+    /// Run by the test above.
+    #[test]
+    #[ignore = "a part of another test"]
+    fn before_a_bad_server() {
+        let proxy = Proxy::start(url_of_parent().parse().unwrap(), 1);
+        let mut rig = Rig::new("s3://bucket/prefix", Box::new(())).unwrap();
+        let segment = Segment::new(1);
+        for (fault, error) in [
+            (Fault::Answer(answer!("503")), RemoteError::Throttled),
+            (Fault::Answer(answer!("429")), RemoteError::Throttled),
+            (Fault::Answer(answer!("403")), RemoteError::Denied),
+            (Fault::Answer(answer!("401")), RemoteError::Denied),
+            (Fault::Answer(answer!("500")), RemoteError::Unreachable),
+            (Fault::Answer(answer!("507")), RemoteError::Full),
+            (Fault::Answer("no HTTP"), RemoteError::Unreachable),
+            (Fault::Stall, RemoteError::Late),
+            (Fault::Reset, RemoteError::Unreachable),
+        ] {
+            proxy.set(fault);
+            assert_eq!(all(&mut rig, &segment), failed(error), "{fault:?}");
+        }
+        proxy.set(Fault::Answer(answer!("404")));
+        assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
+        assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
+        proxy.set(Fault::Answer(answer!("412")));
+        assert_eq!(rig.put(&segment, true), Ok(RemoteDone::AlreadyThere));
+        proxy.set(Fault::Answer(CUT));
+        assert_eq!(
+            rig.get_all(&segment),
+            Err(RemoteError::Unreachable),
+            "a body that ends early"
+        );
+    }
+}

@@ -1,0 +1,68 @@
+//! A Redis server of a test's own.
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+
+/// A running server; ended when it is dropped.
+pub struct Redis {
+    child: Child,
+    port: u16,
+}
+
+impl Redis {
+    /// Starts it with these arguments besides. Says why it cannot be started.
+    pub fn start(arguments: &[&str]) -> Result<Self, String> {
+        // Another process may take the port in between: then another is tried.
+        let mut last = String::new();
+        for _ in 0..5 {
+            let port = TcpListener::bind("127.0.0.1:0").and_then(|free| free.local_addr());
+            let port = port.map_err(|error| error.to_string())?.port();
+            let mut command = Command::new("redis-server");
+            command
+                .args([
+                    "--save",
+                    "",
+                    "--appendonly",
+                    "no",
+                    "--bind",
+                    "127.0.0.1",
+                    "--port",
+                ])
+                .arg(port.to_string())
+                .args(arguments)
+                .stdout(Stdio::piped());
+            let mut child = command.spawn().map_err(
+                |_| "redis-server is not on PATH; on Debian and Ubuntu: apt install redis-server",
+            )?;
+            let mut lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
+            let is_ready = |line: &String| line.contains("Ready to accept connections");
+            let seen = lines
+                .by_ref()
+                .map_while(Result::ok)
+                .inspect(|line| last.clone_from(line));
+            if seen.into_iter().any(|line| is_ready(&line)) {
+                // It goes on to write.
+                std::thread::spawn(move || lines.for_each(drop));
+                return Ok(Self { child, port });
+            }
+            let _ = child.wait();
+        }
+        panic!("redis-server does not start: {last}");
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}/0/test", self.port)
+    }
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

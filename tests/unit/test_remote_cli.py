@@ -1,0 +1,113 @@
+"""The commands of a remote store, over a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undercroft.cli.main import main
+
+SPACE = "0123456789abcdef" * 2
+KIB = 1 << 10
+
+
+def put(remote: Path, number: int, age_s: float = 1000) -> Path:
+    path = remote / "1" / SPACE / f"{number:02x}" / f"{number:064x}-8"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(4 * KIB))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    return tmp_path / "remote"
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    code, out, err = run(capsys, *argv, "--json")
+    assert code == 0, err
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+def test_gc_removes_the_oldest_until_the_rest_fits(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
+    paths = [put(remote, number, 10_000 - 100 * number) for number in range(8)]
+    url = f"file://{remote}"
+    dry = printed(capsys, "remote", "gc", url, "--max-bytes", "12KiB", "--dry-run")
+    assert (dry["objects"], dry["removed_objects"], dry["dry_run"]) == (8, 5, True)
+    assert all(path.exists() for path in paths)
+    report = printed(capsys, "remote", "gc", url, "--max-bytes", "12KiB")
+    assert (report["removed_objects"], report["removed_bytes"]) == (5, 20 * KIB)
+    assert [path.exists() for path in paths] == [False] * 5 + [True] * 3
+    code, out, _ = run(capsys, "remote", "gc", url, "--max-age", "2h")
+    assert code == 0
+    assert "removed: 3 objects, 12 KiB" in out
+
+
+def test_gc_needs_a_limit_and_says_which_values_are_allowed(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
+    code, _, err = run(capsys, "remote", "gc", f"file://{remote}")
+    assert code == 2
+    assert "--max-bytes" in err
+    with pytest.raises(SystemExit):
+        main(["remote", "gc", f"file://{remote}", "--max-age", "soon"])
+    assert "Allowed: seconds" in capsys.readouterr().err
+    code, _, err = run(capsys, "remote", "gc", "redis://:hunter2@host", "--max-age", "1d")
+    assert code == 2
+    assert "hunter2" not in err
+    assert "REDIS_PASSWORD" in err
+
+
+def test_inspect_lists_the_namespaces(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
+    for number in range(3):
+        put(remote, number, 7200)
+    about = {"model": "/models/llama", "dtype": "bfloat16"}
+    (remote / "1" / SPACE / "about.json").write_text(json.dumps(about))
+    (remote / "notes.txt").write_text("mine")
+    found = printed(capsys, "inspect", f"file://{remote}")
+    assert (found["objects"], found["bytes"], found["other_objects"]) == (3, 12 * KIB, 1)
+    [space] = found["namespaces"]
+    assert (space["digest"], space["objects"], space["description"]) == (SPACE, 3, about)
+    assert 7100 < space["oldest_s"] < 7300
+    code, out, _ = run(capsys, "inspect", f"file://{remote}")
+    assert code == 0
+    assert SPACE[:12] in out
+    code, _, err = run(capsys, "inspect", f"file://{remote}", "--verify")
+    assert code != 0
+    assert "--verify" in err
+
+
+def test_doctor_looks_at_the_store(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
+    from undercroft.cli.doctor import _remote_checks
+
+    checks = list(_remote_checks(f"file://{remote}"))
+    assert [check.status for check in checks] == ["ok"] * len(checks), checks
+    assert {"remote", "remote writes", "remote latency", "remote deletes", "remote lists", "remote clock"} == {
+        check.name for check in checks
+    }
+    assert not [path for path in remote.rglob("*") if path.is_file()]
+    # Nobody listens there.
+    [unreachable] = _remote_checks("redis://127.0.0.1:1/0")
+    assert (unreachable.name, unreachable.status) == ("remote", "fail")
+    assert "cannot be reached" in unreachable.found
+    assert unreachable.advice
+
+
+def test_bench_measures_and_advises(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
+    pytest.importorskip("undercroft_bench")
+    url = f"file://{remote}"
+    found = printed(capsys, "bench", "remote", url, "--sizes", "64KiB,256KiB", "--total", "1MiB")
+    assert [case["object"] for case in found["cases"]] == ["64 KiB", "256 KiB"]
+    assert found["advised_remote_object"] in ("64KiB", "256KiB")
+    assert found["probe_ms"] > 0
+    assert not [path for path in remote.rglob("*") if path.is_file()]

@@ -1,0 +1,102 @@
+"""Two vLLM engines that share nothing but a remote store: one hits what the other computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector_engine import TOKENS, References, core, settled
+from real_engine import Engine, prompt
+
+pytestmark = pytest.mark.vllm
+
+Make = Callable[..., Engine]
+PROMPT = prompt(1025, seed=41)
+"""Eight blocks and one token: whole segments."""
+ABSENT = prompt(1025, seed=42)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path) -> References:
+    """The tokens of a vLLM without any cache."""
+    return References(llama, (PROMPT, TOKENS), (ABSENT, TOKENS))
+
+
+def options(tmp_path: Path, name: str, **others: Any) -> dict[str, Any]:
+    """A host with a disk of its own."""
+    return {
+        "host_memory": "64MiB",
+        "disk_path": str(tmp_path / name),
+        "disk_capacity": "128MiB",
+        "remote": f"file://{tmp_path}/remote",
+        "remote_object": "1MiB",
+        "promotion_wait": "complete",
+        **others,
+    }
+
+
+def until(running: Engine, is_so: Callable[[dict[str, float]], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so(stats := core(running).stats()):
+        assert time.monotonic() < deadline, {name: stats[name] for name in stats if name.startswith("remote")}
+        time.sleep(0.01)
+
+
+def computed_by_another(make: Make, llama: Path, tmp_path: Path, reference: References) -> int:
+    """The prompt, computed and written by an engine that has ended: how many objects there are."""
+    first = make(llama, options(tmp_path, "first"))
+    assert first.generate(PROMPT, TOKENS).tokens == reference(PROMPT)
+    settled(first)
+    until(first, lambda stats: stats["remote_put_queue_segments"] == 0 and stats["remote_puts"] > 0)
+    puts = int(core(first).stats()["remote_puts"])
+    first.close()
+    return puts
+
+
+def test_an_engine_hits_what_another_host_has_computed(
+    engine: Make, llama: Path, tmp_path: Path, reference: References
+) -> None:
+    puts = computed_by_another(engine, llama, tmp_path, reference)
+    second = engine(llama, options(tmp_path, "second"))
+    warm = second.generate(PROMPT, TOKENS)
+    assert (warm.cached, warm.tokens) == (1024, reference(PROMPT))
+    settled(second)
+    stats = core(second).stats()
+    assert (stats["remote_gets"], stats["remote_hit_tokens"]) == (puts, 1024)
+    cold = second.generate(ABSENT, TOKENS)
+    assert (cold.cached, cold.tokens) == (0, reference(ABSENT))
+
+
+def test_damaged_objects_are_computed_again(engine: Make, llama: Path, tmp_path: Path, reference: References) -> None:
+    computed_by_another(engine, llama, tmp_path, reference)
+    objects = [path for path in (tmp_path / "remote").rglob("*-*") if path.is_file()]
+    assert objects
+    for path in objects:
+        content = bytearray(path.read_bytes())
+        content[-5000] ^= 1
+        path.write_bytes(content)
+    second = engine(llama, options(tmp_path, "second"))
+    answer = second.generate(PROMPT, TOKENS)
+    assert (answer.cached < 1024, answer.tokens) == (True, reference(PROMPT))
+    assert core(second).stats()["remote_corrupt"] > 0
+    settled(second)
+
+
+def test_vllm_starts_without_its_remote_store_and_says_why(
+    engine: Make, llama: Path, tmp_path: Path, reference: References, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Nobody listens there.
+    running = engine(llama, options(tmp_path, "alone", remote="redis://127.0.0.1:1/0"))
+    assert running.generate(PROMPT, TOKENS).tokens == reference(PROMPT)
+    settled(running)
+    assert core(running).info()["remote"]["health"] == "failed"
+    until(running, lambda stats: stats["remote_degraded"] == 1)
+    running.idle_steps()
+    warm = running.generate(PROMPT, TOKENS)
+    assert (warm.cached, warm.tokens) == (1024, reference(PROMPT))
+    settled(running)
