@@ -329,15 +329,27 @@ impl Life {
                 .iter_mut()
                 .for_each(|host| host.store.is_frozen = true);
         }
+        // Those that have an answer leave: others may wait for their memory.
+        let since_ns = self.hosts[0].now_ns;
         for at in 0..self.clients.len() {
-            for request in 0..self.clients[at].requests.len() {
-                let since_ns = self.hosts[0].now_ns;
-                while self.ask(at, request, false).is_pending() {
-                    self.turn(20 * MILLISECOND);
-                    let waited_ns = self.hosts[0].now_ns - since_ns;
-                    assert!(waited_ns < 60 * SECOND, "a lookup is never answered");
+            self.end_transfers(at);
+        }
+        let mut is_waiting = true;
+        while is_waiting {
+            is_waiting = false;
+            for at in 0..self.clients.len() {
+                for request in (0..self.clients[at].requests.len()).rev() {
+                    let was_pending = self.clients[at].requests[request].pending;
+                    if was_pending && self.ask(at, request, false).is_pending() {
+                        is_waiting = true;
+                    } else {
+                        self.end(at, request);
+                    }
                 }
             }
+            self.turn(20 * MILLISECOND);
+            let waited_ns = self.hosts[0].now_ns - since_ns;
+            assert!(waited_ns < 60 * SECOND, "a lookup is never answered");
         }
         while !self.clients.is_empty() {
             self.close(0);

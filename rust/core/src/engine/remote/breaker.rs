@@ -146,6 +146,12 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
+    fn open(breaker: &mut Breaker) {
+        for _ in 0..FAILURES_MAX {
+            breaker.failed(0);
+        }
+    }
+
     #[test]
     fn three_failures_in_a_row_open_the_breaker() {
         let mut breaker = Breaker::new(SECOND);
@@ -164,7 +170,7 @@ mod tests {
     #[test]
     fn one_request_is_tried_after_pauses_that_double_up_to_a_minute() {
         let mut breaker = Breaker::new(SECOND);
-        (0..3).for_each(|_| drop(breaker.failed(0)));
+        open(&mut breaker);
         let mut now_ns = 0;
         for pause_s in [1, 2, 4, 8, 16, 32, 60, 60] {
             assert!(!breaker.allows(now_ns + pause_s * SECOND - 1), "{pause_s}");
@@ -182,7 +188,7 @@ mod tests {
     #[test]
     fn a_trial_that_never_ends_is_followed_by_another() {
         let mut breaker = Breaker::new(SECOND);
-        (0..3).for_each(|_| drop(breaker.failed(0)));
+        open(&mut breaker);
         breaker.sent(SECOND);
         breaker.look(2 * SECOND - 1);
         assert!(!breaker.allows(2 * SECOND - 1));
