@@ -243,9 +243,10 @@ def _remote(args: argparse.Namespace) -> dict[str, Any]:
             "object": format_size(one["object_bytes"]),
             "put_gbps": round(one["put_bytes_per_s"] / 1e9, 3),
             "get_gbps": round(one["get_bytes_per_s"] / 1e9, 3),
-            "get_ms": round(one["get_ms"], 1),
+            "bare_get_gbps": round(one["bare_get_bytes_per_s"] / 1e9, 3),
             "put_cpu_s_per_gb": round(one["put_cpu_s_per_gb"], 2),
             "get_cpu_s_per_gb": round(one["get_cpu_s_per_gb"], 2),
+            "bare_get_cpu_s_per_gb": round(one["bare_get_cpu_s_per_gb"], 2),
         }
         for one in found["sizes"]
     ]
