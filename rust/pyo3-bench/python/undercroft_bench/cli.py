@@ -251,8 +251,8 @@ def _remote(args: argparse.Namespace) -> dict[str, Any]:
         for one in found["sizes"]
     ]
     return {
-        "probe_ms": round(found["probe_ms"], 2),
-        "probe_32_ms": round(found["probe_32_ms"], 2),
+        "probe_ms": round(found["probe_ms"], 3),
+        "probe_32_ms": round(found["probe_32_ms"], 3),
         "advised_remote_object": format_size(found["advised_bytes"]).replace(" ", ""),
         "cases": cases,
     }
