@@ -560,5 +560,6 @@ def remote_measure(
     """Speeds of a remote store, with about ``total`` bytes of objects of each size.
 
     Keys: probe_ms, probe_32_ms, sizes (the values that ``progress`` gets: object_bytes, put_bytes_per_s,
-    get_bytes_per_s, get_ms, put_cpu_s_per_gb, get_cpu_s_per_gb), advised_bytes. Raises ConfigError, UndercroftError.
+    get_bytes_per_s, bare_get_bytes_per_s, put_cpu_s_per_gb, get_cpu_s_per_gb, bare_get_cpu_s_per_gb),
+    advised_bytes. Raises ConfigError, UndercroftError.
     """

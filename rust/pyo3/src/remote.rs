@@ -97,7 +97,7 @@ pub(crate) fn remote_measure(
     let mut raised = None;
     let found = py.detach(|| {
         let tell = |rates: &_| tell(&progress, &mut raised, rates);
-        measure(&*objects, &sizes, total, tell)
+        measure(&objects, &sizes, total, tell)
     });
     if let Some(error) = raised {
         return Err(error);

@@ -5,7 +5,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::{StreamExt, TryStreamExt};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
@@ -235,8 +235,10 @@ impl Objects for CloudStore {
     fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
         let asked = entries.iter().map(|entry| async move {
             let found = self.head(&self.path(&entry.path), PATIENT).await?;
+            // A HEAD tells whole seconds, a list may tell more.
             let same = |found: ObjectMeta| {
-                SystemTime::from(found.last_modified) == entry.modified && found.size == entry.bytes
+                whole_seconds(found.last_modified.into()) == whole_seconds(entry.modified)
+                    && found.size == entry.bytes
             };
             Result::Ok(found.is_some_and(same))
         });
@@ -336,6 +338,12 @@ fn client(
             Ok(("s3", Arc::new(store)))
         }
     }
+}
+
+fn whole_seconds(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
 }
 
 /// The result of `work`, or that it is late.

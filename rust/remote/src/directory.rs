@@ -240,14 +240,19 @@ impl DirectoryStore {
             Err(Errno::NOENT) => return Ok(false),
             renamed => renamed.map_err(os_error)?,
         }
-        let found = rustix::fs::statat(&parent, &aside, AtFlags::SYMLINK_NOFOLLOW);
-        let found = found.map_err(os_error)?;
+        let found = match rustix::fs::statat(&parent, &aside, AtFlags::SYMLINK_NOFOLLOW) {
+            // Another has removed it as the file of a writer that was killed.
+            Err(Errno::NOENT) => return Ok(false),
+            found => found.map_err(os_error)?,
+        };
         let is_same = modified(&found) == entry.modified && found.st_size as u64 == entry.bytes;
         if !is_same && self.publish(&parent, &aside, name, true)? {
             return Ok(false);
         }
-        rustix::fs::unlinkat(&parent, &aside, AtFlags::empty()).map_err(os_error)?;
-        Ok(is_same)
+        match rustix::fs::unlinkat(&parent, &aside, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(is_same),
+            Err(errno) => Err(os_error(errno)),
+        }
     }
 }
 

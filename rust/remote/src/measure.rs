@@ -1,20 +1,30 @@
-//! How fast a store is from here: puts and gets of several sizes, and probes.
+//! How fast a store is from here: writes, reads as the engine makes them beside bare ones, and probes.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
+use undercroft_core::arena::{ARENA_ALIGN, Arena};
+use undercroft_core::io::{Wake, Waker};
+use undercroft_core::key::{BlockHash, NamespaceDigest};
+use undercroft_core::remote::{
+    Expected, ObjectKey, RemoteError, RemotePart, RemoteRequest, RemoteStore, SegmentHeader,
+    SegmentPayload,
+};
 
 use crate::body::Body;
 use crate::objects::{Objects, Result, StoreError};
-use crate::receiver::Receiver;
+use crate::pool::Pool;
+use crate::receiver::{Receiver, out_of_arena};
 
 /// Probes whose middle time is told, and objects of one probe of many.
 const PROBES: usize = 21;
 const PROBED: usize = 32;
-/// A size is large enough if gets of it reach this share of the best rate.
+/// Bytes that reads have in flight, as the engine's have at most.
+const WINDOW: u64 = 256 << 20;
+/// A size is large enough if reads of it reach this share of the best rate.
 const ENOUGH: f64 = 0.9;
 
 /// The outcome.
@@ -26,145 +36,239 @@ pub struct Measured {
     pub probe_32_ms: f64,
     /// By size of the objects.
     pub sizes: Vec<OfSize>,
-    /// The smallest size whose gets reach nine tenths of the best rate, in bytes.
+    /// The smallest size whose reads reach nine tenths of the best rate, in bytes.
     pub advised_bytes: u64,
 }
 
 /// The rates of one size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OfSize {
-    /// Bytes of each object.
+    /// Bytes of each object's payload.
     pub object_bytes: u64,
     /// Bytes a second that were written.
     pub put_bytes_per_s: f64,
-    /// Bytes a second that were read.
+    /// Bytes a second that were read into an arena and verified, as the engine reads.
     pub get_bytes_per_s: f64,
-    /// Middle time of a get, in milliseconds.
-    pub get_ms: f64,
+    /// Bytes a second that were read by the same client and dropped.
+    pub bare_get_bytes_per_s: f64,
     /// Seconds of this process's CPU for each GB written.
     pub put_cpu_s_per_gb: f64,
     /// Seconds of this process's CPU for each GB read.
     pub get_cpu_s_per_gb: f64,
+    /// The same of the bare reads.
+    pub bare_get_cpu_s_per_gb: f64,
 }
 
 /// Writes about `total` bytes of objects of each size, reads them, and removes them. `progress` is told each size's
 /// rates; no other size follows once it returns false.
 ///
 /// # Errors
-/// If the store fails. Objects may stay below `bench/` then.
+/// If the store fails, or there is no memory. Objects may stay then, which `undercroft remote gc` removes.
 pub fn measure(
-    objects: &dyn Objects,
+    objects: &Arc<dyn Objects>,
     sizes: &[u64],
     total: u64,
     mut progress: impl FnMut(&OfSize) -> bool,
 ) -> Result<Measured> {
     let mut rates = Vec::with_capacity(sizes.len());
     for size in sizes {
-        let rate = of_size(objects, *size, total)?;
+        let samples = Samples::new(objects, *size, total)?;
+        let rate = samples.measure();
+        let removed = objects.delete(&samples.paths());
+        let rate = rate?;
+        removed?;
         let goes_on = progress(&rate);
         rates.push(rate);
         if !goes_on {
             break;
         }
     }
-    let best = rates
-        .iter()
-        .map(|rate| rate.get_bytes_per_s)
-        .fold(0.0, f64::max);
-    let enough = rates
-        .iter()
-        .filter(|rate| rate.get_bytes_per_s >= ENOUGH * best);
+    let reads = rates.iter().map(|rate| rate.get_bytes_per_s);
+    let best = reads.fold(0.0, f64::max);
+    let enough = (rates.iter()).filter(|rate| rate.get_bytes_per_s >= ENOUGH * best);
     let advised_bytes = enough.map(|rate| rate.object_bytes).min().unwrap_or(0);
     Ok(Measured {
-        probe_ms: probe(objects, 1)?,
-        probe_32_ms: probe(objects, PROBED)?,
+        probe_ms: probe(&**objects, 1)?,
+        probe_32_ms: probe(&**objects, PROBED)?,
         sizes: rates,
         advised_bytes,
     })
 }
 
-fn of_size(objects: &dyn Objects, size: u64, total: u64) -> Result<OfSize> {
-    let count = (total / size).max(1);
-    let paths: Vec<String> = (0..count).map(|at| format!("bench/{size}-{at}")).collect();
-    let bytes: Vec<u8> = (0..size).map(|at| (at ^ (at >> 8)) as u8).collect();
-    let put = at_once(objects.parallel(), &paths, |path| {
-        objects.put(path, &Body::bytes(&bytes), false).map(drop)
-    });
-    let get = put.as_ref().ok().map(|_| {
-        at_once(objects.parallel(), &paths, |path| {
-            let mut receiver = Receiver::discard(size);
-            objects.get(path, &mut receiver)?;
-            receiver.finish().map(drop)
+/// Objects of one size, and an arena to read them into.
+struct Samples<'a> {
+    objects: &'a Arc<dyn Objects>,
+    arena: Arc<Arena>,
+    size: u64,
+    headers: Vec<SegmentHeader>,
+    /// Reads in flight, each with its place in the arena.
+    slots: usize,
+}
+
+impl<'a> Samples<'a> {
+    fn new(objects: &'a Arc<dyn Objects>, size: u64, total: u64) -> Result<Self> {
+        let place = size.next_multiple_of(4096);
+        let most = (WINDOW / place).clamp(1, objects.parallel() as u64);
+        let arena = Arena::create((most * place).next_multiple_of(ARENA_ALIGN));
+        let arena = arena.map_err(|error| StoreError::new(RemoteError::Stopped, error))?;
+        let bytes: Vec<u8> = (0..size).map(|at| (at ^ (at >> 8)) as u8).collect();
+        arena.write(0, &bytes).map_err(out_of_arena)?;
+        let checksum = arena.checksum(0, size).map_err(out_of_arena)?;
+        let header = |index: u64| SegmentHeader {
+            described: Expected {
+                namespace: NamespaceDigest::of("undercroft bench remote"),
+                parent: None,
+                hashes: BlockHash::new(&[size.to_le_bytes(), index.to_le_bytes()].concat())
+                    .into_iter()
+                    .collect(),
+                payloads: vec![SegmentPayload {
+                    hash_block: 0,
+                    group: 0,
+                    len: size as u32,
+                }],
+            },
+            checksums: vec![checksum],
+        };
+        Ok(Self {
+            objects,
+            arena: Arc::new(arena),
+            size,
+            headers: (0..(total / size).max(1)).map(header).collect(),
+            slots: most as usize,
         })
-    });
-    let removed = objects.delete(&paths);
-    let (put, get) = (put?, get.transpose()?.unwrap_or_default());
-    removed?;
-    let (gigabytes, all) = ((count * size) as f64 / 1e9, (count * size) as f64);
-    Ok(OfSize {
-        object_bytes: size,
-        put_bytes_per_s: all / put.seconds,
-        get_bytes_per_s: all / get.seconds,
-        get_ms: get.middle_ms,
-        put_cpu_s_per_gb: put.cpu_seconds / gigabytes,
-        get_cpu_s_per_gb: get.cpu_seconds / gigabytes,
-    })
-}
-
-#[derive(Debug, Default)]
-struct Run {
-    seconds: f64,
-    cpu_seconds: f64,
-    middle_ms: f64,
-}
-
-/// Makes a call for each path, `parallel` at a time.
-fn at_once(
-    parallel: usize,
-    paths: &[String],
-    call: impl Fn(&str) -> Result<()> + Sync,
-) -> Result<Run> {
-    let next = AtomicUsize::new(0);
-    let failed: Mutex<Option<StoreError>> = Mutex::new(None);
-    let times: Vec<AtomicU64> = paths.iter().map(|_| AtomicU64::new(0)).collect();
-    let (started, cpu) = (Instant::now(), cpu_seconds());
-    std::thread::scope(|scope| {
-        for _ in 0..parallel.min(paths.len()) {
-            scope.spawn(|| {
-                loop {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(path) = paths.get(index) else {
-                        return;
-                    };
-                    let begun = Instant::now();
-                    if let Err(error) = call(path) {
-                        *failed
-                            .lock()
-                            .unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(error);
-                        next.store(paths.len(), Ordering::Relaxed);
-                    }
-                    let micros = begun.elapsed().as_micros() as u64;
-                    times[index].store(micros, Ordering::Relaxed);
-                }
-            });
-        }
-    });
-    let failed = failed
-        .into_inner()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
-    if let Some(error) = failed {
-        return Err(error);
     }
-    let mut times: Vec<u64> = times
-        .iter()
-        .map(|time| time.load(Ordering::Relaxed))
-        .collect();
-    times.sort_unstable();
-    Ok(Run {
-        seconds: started.elapsed().as_secs_f64(),
-        cpu_seconds: cpu_seconds() - cpu,
-        middle_ms: times[times.len() / 2] as f64 / 1e3,
-    })
+
+    fn key(header: &SegmentHeader) -> ObjectKey {
+        ObjectKey {
+            namespace: header.described.namespace,
+            end: header.described.hashes[0],
+            hash_blocks: 1,
+            group: None,
+        }
+    }
+
+    fn paths(&self) -> Vec<String> {
+        let keys = self.headers.iter().map(|header| Self::key(header).path());
+        keys.collect()
+    }
+
+    fn part(&self, slot: usize) -> RemotePart {
+        RemotePart {
+            payload: 0,
+            arena_offset: slot as u64 * self.size.next_multiple_of(4096),
+            len: self.size as u32,
+        }
+    }
+
+    fn measure(&self) -> Result<OfSize> {
+        let put = timed(|| {
+            self.each(|header| {
+                let (parts, encoded) = ([self.part(0)], header.encode());
+                let body = Body::segment(&encoded, &self.arena, &parts);
+                let path = Self::key(header).path();
+                self.objects.put(&path, &body, false).map(drop)
+            })
+        })?;
+        let bare = timed(|| {
+            self.each(|header| {
+                let mut receiver = Receiver::discard(header.described.object_bytes());
+                self.objects.get(&Self::key(header).path(), &mut receiver)?;
+                receiver.finish().map(drop)
+            })
+        })?;
+        let get = timed(|| self.read())?;
+        let all = (self.headers.len() as u64 * self.size) as f64;
+        Ok(OfSize {
+            object_bytes: self.size,
+            put_bytes_per_s: all / put.0,
+            get_bytes_per_s: all / get.0,
+            bare_get_bytes_per_s: all / bare.0,
+            put_cpu_s_per_gb: put.1 / all * 1e9,
+            get_cpu_s_per_gb: get.1 / all * 1e9,
+            bare_get_cpu_s_per_gb: bare.1 / all * 1e9,
+        })
+    }
+
+    /// Makes a call for each object, as many at a time as reads are in flight.
+    fn each(&self, call: impl Fn(&SegmentHeader) -> Result<()> + Sync) -> Result<()> {
+        let next = AtomicUsize::new(0);
+        let failed: Mutex<Option<StoreError>> = Mutex::new(None);
+        std::thread::scope(|scope| {
+            for _ in 0..self.slots.min(self.headers.len()) {
+                scope.spawn(|| {
+                    while let Some(header) = self.headers.get(next.fetch_add(1, Ordering::Relaxed))
+                    {
+                        if let Err(error) = call(header) {
+                            *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                            next.store(self.headers.len(), Ordering::Relaxed);
+                        }
+                    }
+                });
+            }
+        });
+        let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Reads all objects as the engine does.
+    fn read(&self) -> Result<()> {
+        let bell = Arc::new(Bell::default());
+        let waker = Waker::new(Arc::clone(&bell) as Arc<dyn Wake>);
+        let pool = Pool::start(Arc::clone(self.objects), Arc::clone(&self.arena), waker);
+        let mut pool = pool.map_err(|error| StoreError::new(RemoteError::Stopped, error))?;
+        let mut waiting = self.headers.iter();
+        let mut free: Vec<usize> = (0..self.slots).collect();
+        let (mut left, mut done) = (self.headers.len(), Vec::new());
+        while left > 0 {
+            while !free.is_empty()
+                && let Some(header) = waiting.next()
+            {
+                let slot = free.remove(0);
+                pool.submit(RemoteRequest::Get {
+                    token: slot as u64,
+                    key: Self::key(header),
+                    expect: Box::new(header.described.clone()),
+                    parts: vec![self.part(slot)],
+                });
+            }
+            bell.wait();
+            pool.drain(&mut done);
+            for completion in done.drain(..) {
+                completion.result.map_err(StoreError::from)?;
+                free.push(completion.token as usize);
+                left -= 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Waits for completions.
+#[derive(Debug, Default)]
+struct Bell(Mutex<bool>, Condvar);
+
+impl Wake for Bell {
+    fn wake(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.1.notify_one();
+    }
+}
+
+impl Bell {
+    fn wait(&self) {
+        let mut rung = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        while !*rung {
+            rung = self.1.wait(rung).unwrap_or_else(PoisonError::into_inner);
+        }
+        *rung = false;
+    }
+}
+
+/// The time and the CPU time of `work`, in seconds.
+fn timed(work: impl FnOnce() -> Result<()>) -> Result<(f64, f64)> {
+    let (started, cpu) = (Instant::now(), cpu_seconds());
+    work()?;
+    Ok((started.elapsed().as_secs_f64(), cpu_seconds() - cpu))
 }
 
 fn probe(objects: &dyn Objects, count: usize) -> Result<f64> {

@@ -316,6 +316,6 @@ impl Segment<'_> {
     }
 }
 
-fn out_of_arena(range: undercroft_core::arena::OutOfBounds) -> StoreError {
+pub(crate) fn out_of_arena(range: undercroft_core::arena::OutOfBounds) -> StoreError {
     StoreError::new(RemoteError::Unreachable, range)
 }

@@ -116,9 +116,11 @@ impl RedisStore {
     }
 
     fn connect(&self) -> redis::RedisResult<Connection> {
-        let connection = self.client.get_connection_with_timeout(STALL)?;
+        let mut connection = self.client.get_connection_with_timeout(STALL)?;
         connection.set_read_timeout(Some(STALL))?;
         connection.set_write_timeout(Some(STALL))?;
+        // A server that wants a password closes the connection at a large value, and does not say why.
+        redis::cmd("PING").exec(&mut connection)?;
         Ok(connection)
     }
 }

@@ -243,15 +243,16 @@ def _remote(args: argparse.Namespace) -> dict[str, Any]:
             "object": format_size(one["object_bytes"]),
             "put_gbps": round(one["put_bytes_per_s"] / 1e9, 3),
             "get_gbps": round(one["get_bytes_per_s"] / 1e9, 3),
-            "get_ms": round(one["get_ms"], 1),
+            "bare_get_gbps": round(one["bare_get_bytes_per_s"] / 1e9, 3),
             "put_cpu_s_per_gb": round(one["put_cpu_s_per_gb"], 2),
             "get_cpu_s_per_gb": round(one["get_cpu_s_per_gb"], 2),
+            "bare_get_cpu_s_per_gb": round(one["bare_get_cpu_s_per_gb"], 2),
         }
         for one in found["sizes"]
     ]
     return {
-        "probe_ms": round(found["probe_ms"], 2),
-        "probe_32_ms": round(found["probe_32_ms"], 2),
+        "probe_ms": round(found["probe_ms"], 3),
+        "probe_32_ms": round(found["probe_32_ms"], 3),
         "advised_remote_object": format_size(found["advised_bytes"]).replace(" ", ""),
         "cases": cases,
     }

@@ -7,14 +7,14 @@ use undercroft_remote::{Body, Entry};
 
 use crate::rig::{LENS, Rig, Segment};
 
-pub fn an_object_is_read_as_it_was_written(mut rig: Rig) {
+pub(crate) fn an_object_is_read_as_it_was_written(mut rig: Rig) {
     let segment = Segment::new(1);
     assert_eq!(rig.put(&segment, true), Ok(RemoteDone::Stored));
     let sums = segment.header.checksums.clone();
     assert_eq!(rig.get_all(&segment), Ok(RemoteDone::Got(sums)));
 }
 
-pub fn only_the_parts_that_are_asked_for_are_touched(mut rig: Rig) {
+pub(crate) fn only_the_parts_that_are_asked_for_are_touched(mut rig: Rig) {
     let segment = Segment::new(2);
     rig.put(&segment, true).unwrap();
     let mut parts = segment.parts(8);
@@ -39,7 +39,7 @@ pub fn only_the_parts_that_are_asked_for_are_touched(mut rig: Rig) {
     );
 }
 
-pub fn an_object_is_kept_if_it_is_put_again_as_absent_and_replaced_otherwise(mut rig: Rig) {
+pub(crate) fn an_object_is_kept_if_it_is_put_again_as_absent_and_replaced_otherwise(mut rig: Rig) {
     let segment = Segment::new(3);
     let other = Segment {
         key: segment.key,
@@ -52,7 +52,7 @@ pub fn an_object_is_kept_if_it_is_put_again_as_absent_and_replaced_otherwise(mut
     rig.get_all(&other).unwrap();
 }
 
-pub fn what_is_not_there_is_not_found(mut rig: Rig) {
+pub(crate) fn what_is_not_there_is_not_found(mut rig: Rig) {
     let segment = Segment::new(5);
     assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
     assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
@@ -70,7 +70,7 @@ pub fn what_is_not_there_is_not_found(mut rig: Rig) {
     assert_eq!(rig.probe(keys), Ok(RemoteDone::Present(0b10)));
 }
 
-pub fn a_probe_tells_each_of_64_objects(mut rig: Rig) {
+pub(crate) fn a_probe_tells_each_of_64_objects(mut rig: Rig) {
     let segments: Vec<Segment> = (0..64).map(Segment::new).collect();
     let mut expected = 0;
     for index in [0, 1, 5, 31, 32, 63] {
@@ -94,13 +94,13 @@ fn corrupt(rig: &mut Rig, segment: &Segment, bytes: &[u8]) {
     );
 }
 
-pub fn another_object_under_the_name_is_corrupt_and_goes(mut rig: Rig) {
+pub(crate) fn another_object_under_the_name_is_corrupt_and_goes(mut rig: Rig) {
     let segment = Segment::new(6);
     corrupt(&mut rig, &segment, &Segment::new(7).bytes());
     corrupt(&mut rig, &segment, b"<html>not found</html>");
 }
 
-pub fn a_changed_payload_is_corrupt_and_goes(mut rig: Rig) {
+pub(crate) fn a_changed_payload_is_corrupt_and_goes(mut rig: Rig) {
     let segment = Segment::new(8);
     let offsets: Vec<u64> = segment.header.described.offsets().collect();
     for (offset, len) in offsets.iter().zip(LENS) {
@@ -116,7 +116,7 @@ pub fn a_changed_payload_is_corrupt_and_goes(mut rig: Rig) {
     rig.get_all(&segment).unwrap();
 }
 
-pub fn an_object_that_ends_early_is_corrupt(mut rig: Rig) {
+pub(crate) fn an_object_that_ends_early_is_corrupt(mut rig: Rig) {
     let segment = Segment::new(9);
     let bytes = segment.bytes();
     for len in [1, 100, 4096, 4097, 8192, bytes.len() - 4096] {
@@ -124,7 +124,7 @@ pub fn an_object_that_ends_early_is_corrupt(mut rig: Rig) {
     }
 }
 
-pub fn every_request_of_many_ends_once(mut rig: Rig) {
+pub(crate) fn every_request_of_many_ends_once(mut rig: Rig) {
     let segments: Vec<Segment> = (0..40).map(Segment::new).collect();
     // All are put from one place: they differ by name and namespace alone.
     let parts = rig.fill(&segments[0], 0);
@@ -193,7 +193,7 @@ fn listed(rig: &Rig, below: &str) -> Vec<Entry> {
     found
 }
 
-pub fn objects_are_listed_and_removed(mut rig: Rig) {
+pub(crate) fn objects_are_listed_and_removed(mut rig: Rig) {
     let segments: Vec<Segment> = (10..15).map(Segment::new).collect();
     for segment in &segments {
         rig.put(segment, true).unwrap();
@@ -242,7 +242,7 @@ pub fn objects_are_listed_and_removed(mut rig: Rig) {
     );
 }
 
-pub fn dropping_the_pool_ends_its_operations(mut rig: Rig) {
+pub(crate) fn dropping_the_pool_ends_its_operations(mut rig: Rig) {
     let segment = Segment::new(16);
     rig.put(&segment, true).unwrap();
     for _ in 0..50 {
@@ -260,7 +260,7 @@ pub fn dropping_the_pool_ends_its_operations(mut rig: Rig) {
     assert_eq!(std::sync::Arc::strong_count(&rig.arena), 1);
 }
 
-pub fn the_clock_of_the_store_is_near(rig: Rig) {
+pub(crate) fn the_clock_of_the_store_is_near(rig: Rig) {
     let skew = rig.objects.clock_skew().unwrap().unwrap();
     assert!(skew.abs() < 5.0, "{skew} s on one machine");
     assert_eq!(listed(&rig, ""), [], "nothing is left of it");

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// What happens to what the server sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub(crate) enum Fault {
     /// Nothing.
     None,
     /// Each piece comes later.
@@ -23,7 +23,7 @@ pub enum Fault {
 }
 
 /// A listening proxy. Its threads end with the test's process.
-pub struct Proxy {
+pub(crate) struct Proxy {
     port: u16,
     fault: Arc<Mutex<Fault>>,
 }
@@ -31,7 +31,7 @@ pub struct Proxy {
 impl Proxy {
     /// A proxy before a port of this machine, which nobody need listen at if every request is answered here. It listens
     /// at `port`, or at any if that is 0.
-    pub fn start(port: u16, upstream: u16) -> Self {
+    pub(crate) fn start(port: u16, upstream: u16) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let fault = Arc::new(Mutex::new(Fault::None));
@@ -45,11 +45,11 @@ impl Proxy {
         Self { port, fault }
     }
 
-    pub fn port(&self) -> u16 {
+    pub(crate) fn port(&self) -> u16 {
         self.port
     }
 
-    pub fn set(&self, fault: Fault) {
+    pub(crate) fn set(&self, fault: Fault) {
         *self.fault.lock().unwrap() = fault;
     }
 }

@@ -17,7 +17,7 @@ use undercroft_remote::{Location, Objects, Options, Pool};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Payloads of a segment, and bytes of each: one that fills its place, and others that do not.
-pub const LENS: [u32; 4] = [4096, 5000, 1, 300_000];
+pub(crate) const LENS: [u32; 4] = [4096, 5000, 1, 300_000];
 /// Places for payloads in the arena.
 const PLACE: u64 = 512 << 10;
 
@@ -32,10 +32,10 @@ impl Wake for Bell {
 }
 
 /// A store under test.
-pub struct Rig {
-    pub objects: Arc<dyn Objects>,
-    pub arena: Arc<Arena>,
-    pub pool: Option<Pool>,
+pub(crate) struct Rig {
+    pub(crate) objects: Arc<dyn Objects>,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) pool: Option<Pool>,
     woken: Receiver<()>,
     tokens: u64,
     /// The directory or the server, until the end.
@@ -43,21 +43,21 @@ pub struct Rig {
 }
 
 /// A segment: its name, its header and its payloads.
-pub struct Segment {
-    pub key: ObjectKey,
-    pub header: SegmentHeader,
-    pub payloads: Vec<Vec<u8>>,
+pub(crate) struct Segment {
+    pub(crate) key: ObjectKey,
+    pub(crate) header: SegmentHeader,
+    pub(crate) payloads: Vec<Vec<u8>>,
 }
 
 impl Rig {
-    pub fn new(url: &str, place: Box<dyn Any>) -> Result<Self, String> {
+    pub(crate) fn new(url: &str, place: Box<dyn Any>) -> Result<Self, String> {
         let location = Location::parse(url).map_err(|error| error.to_string())?;
         let objects = undercroft_remote::open(&location, Options::default())
             .map_err(|error| error.to_string())?;
         Ok(Self::over(objects, place))
     }
 
-    pub fn over(objects: Arc<dyn Objects>, place: Box<dyn Any>) -> Self {
+    pub(crate) fn over(objects: Arc<dyn Objects>, place: Box<dyn Any>) -> Self {
         let arena = Arc::new(Arena::create(16 * ARENA_ALIGN.max(PLACE)).unwrap());
         let (bell, woken) = channel();
         let waker = Waker::new(Arc::new(Bell(Mutex::new(bell))));
@@ -72,14 +72,14 @@ impl Rig {
         }
     }
 
-    pub fn submit(&mut self, request: impl FnOnce(u64) -> RemoteRequest) -> u64 {
+    pub(crate) fn submit(&mut self, request: impl FnOnce(u64) -> RemoteRequest) -> u64 {
         self.tokens += 1;
         self.pool.as_mut().unwrap().submit(request(self.tokens));
         self.tokens
     }
 
     /// The next completions.
-    pub fn wait(&mut self) -> Vec<RemoteCompletion> {
+    pub(crate) fn wait(&mut self) -> Vec<RemoteCompletion> {
         let mut done = Vec::new();
         while done.is_empty() {
             self.woken
@@ -90,7 +90,7 @@ impl Rig {
         done
     }
 
-    pub fn run(
+    pub(crate) fn run(
         &mut self,
         request: impl FnOnce(u64) -> RemoteRequest,
     ) -> Result<RemoteDone, RemoteError> {
@@ -101,7 +101,7 @@ impl Rig {
     }
 
     /// Puts the payloads into the arena from `place` on, and the parts that say so.
-    pub fn fill(&self, segment: &Segment, place: u64) -> Vec<RemotePart> {
+    pub(crate) fn fill(&self, segment: &Segment, place: u64) -> Vec<RemotePart> {
         let parts = segment.parts(place);
         for (part, payload) in parts.iter().zip(&segment.payloads) {
             self.arena.write(part.arena_offset, payload).unwrap();
@@ -109,7 +109,11 @@ impl Rig {
         parts
     }
 
-    pub fn put(&mut self, segment: &Segment, if_absent: bool) -> Result<RemoteDone, RemoteError> {
+    pub(crate) fn put(
+        &mut self,
+        segment: &Segment,
+        if_absent: bool,
+    ) -> Result<RemoteDone, RemoteError> {
         let parts = self.fill(segment, 0);
         let (key, header) = (segment.key, segment.header.encode());
         self.run(|token| RemoteRequest::Put {
@@ -121,7 +125,7 @@ impl Rig {
         })
     }
 
-    pub fn get(
+    pub(crate) fn get(
         &mut self,
         segment: &Segment,
         parts: Vec<RemotePart>,
@@ -136,7 +140,7 @@ impl Rig {
     }
 
     /// Gets all of a segment to another place than that it was put from; the bytes are compared.
-    pub fn get_all(&mut self, segment: &Segment) -> Result<RemoteDone, RemoteError> {
+    pub(crate) fn get_all(&mut self, segment: &Segment) -> Result<RemoteDone, RemoteError> {
         let parts = segment.parts(8);
         let done = self.get(segment, parts.clone())?;
         for (part, payload) in parts.iter().zip(&segment.payloads) {
@@ -146,14 +150,14 @@ impl Rig {
         Ok(done)
     }
 
-    pub fn probe(&mut self, keys: Vec<ObjectKey>) -> Result<RemoteDone, RemoteError> {
+    pub(crate) fn probe(&mut self, keys: Vec<ObjectKey>) -> Result<RemoteDone, RemoteError> {
         self.run(|token| RemoteRequest::Probe { token, keys })
     }
 }
 
 impl Segment {
     /// A segment that differs from those of other numbers.
-    pub fn new(number: u8) -> Self {
+    pub(crate) fn new(number: u8) -> Self {
         let namespace = NamespaceDigest::of("conformance");
         let hash = |index: u8| BlockHash::new(&[[number; 31].as_slice(), &[index]].concat());
         let hashes: Vec<BlockHash> = (0..LENS.len() as u8).map(|at| hash(at).unwrap()).collect();
@@ -194,7 +198,7 @@ impl Segment {
     }
 
     /// All parts, at places of the arena from `place` on.
-    pub fn parts(&self, place: u64) -> Vec<RemotePart> {
+    pub(crate) fn parts(&self, place: u64) -> Vec<RemotePart> {
         let parts = LENS.iter().enumerate();
         parts
             .map(|(index, len)| RemotePart {
@@ -206,7 +210,7 @@ impl Segment {
     }
 
     /// The bytes of the object.
-    pub fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = self.header.encode().to_vec();
         for payload in &self.payloads {
             bytes.extend_from_slice(payload);
@@ -216,26 +220,26 @@ impl Segment {
     }
 }
 
-pub fn file() -> Result<Rig, String> {
+pub(crate) fn file() -> Result<Rig, String> {
     let place = tempfile::tempdir().unwrap();
     let url = format!("file://{}/remote", place.path().display());
     Rig::new(&url, Box::new(place))
 }
 
 #[cfg(feature = "redis")]
-pub fn redis() -> Result<Rig, String> {
+pub(crate) fn redis() -> Result<Rig, String> {
     let server = crate::server::Redis::start(&[])?;
     Rig::new(&server.url(), Box::new(server))
 }
 
 #[cfg(feature = "s3")]
-pub fn s3() -> Result<Rig, String> {
+pub(crate) fn s3() -> Result<Rig, String> {
     Rig::new(&s3_url()?, Box::new(()))
 }
 
 /// A prefix of this test's own.
 #[cfg(feature = "s3")]
-pub fn s3_url() -> Result<String, String> {
+pub(crate) fn s3_url() -> Result<String, String> {
     let url = std::env::var("UNDERCROFT_TEST_S3").map_err(
         |_| "UNDERCROFT_TEST_S3 names no bucket; `make test-remote` starts a server with one",
     )?;

@@ -5,14 +5,14 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 
 /// A running server; ended when it is dropped.
-pub struct Redis {
+pub(crate) struct Redis {
     child: Child,
     port: u16,
 }
 
 impl Redis {
     /// Starts it with these arguments besides. Says why it cannot be started.
-    pub fn start(arguments: &[&str]) -> Result<Self, String> {
+    pub(crate) fn start(arguments: &[&str]) -> Result<Self, String> {
         // Another process may take the port in between: then another is tried.
         let mut last = String::new();
         for _ in 0..5 {
@@ -51,11 +51,11 @@ impl Redis {
         panic!("redis-server does not start: {last}");
     }
 
-    pub fn port(&self) -> u16 {
+    pub(crate) fn port(&self) -> u16 {
         self.port
     }
 
-    pub fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("redis://127.0.0.1:{}/0/test", self.port)
     }
 }
