@@ -284,8 +284,8 @@ impl Objects for DirectoryStore {
         receiver.take_file(file.as_fd())?;
         if receiver.wants_all() && self.renews(modified(&found)) {
             let times = Timestamps {
-                last_access: time(UTIME_OMIT.into()),
-                last_modification: time(UTIME_NOW.into()),
+                last_access: time(UTIME_OMIT),
+                last_modification: time(UTIME_NOW),
             };
             // A file of another owner stays as old as it is.
             let _ = rustix::fs::futimens(&file, &times);
@@ -402,7 +402,7 @@ fn is_file(found: &Stat) -> bool {
 
 fn modified(found: &Stat) -> SystemTime {
     let seconds = Duration::from_secs(u64::try_from(found.st_mtime).unwrap_or(0));
-    UNIX_EPOCH + seconds + Duration::from_nanos(found.st_mtime_nsec as u64)
+    UNIX_EPOCH + seconds + Duration::from_nanos(found.st_mtime_nsec)
 }
 
 fn time(nanoseconds: i64) -> Timespec {

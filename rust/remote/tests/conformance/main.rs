@@ -1,6 +1,8 @@
 //! The contract of remote stores, over every kind: a directory always, Redis where `redis-server` is on PATH, and S3 where
 //! `UNDERCROFT_TEST_S3` has the URL of a bucket (`make test-remote`).
 
+#![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
+
 mod cases;
 #[cfg(feature = "s3")]
 mod cloud;
