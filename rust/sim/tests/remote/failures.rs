@@ -310,3 +310,24 @@ fn a_full_store_is_left_alone_for_half_a_minute() {
     assert!(!writer.look(session, &question).is_pending(), "reads go on");
     assert!(writer.now_ns > 30 * SECOND);
 }
+
+#[test]
+fn a_host_that_may_not_write_goes_on_reading() {
+    let hashes = chain(&[(1, 64)]);
+    let (mut objects, mut random) = (crate::store::Objects::default(), Random(8));
+    let (mut other, of_other) = host(config(256, 1));
+    other.save((of_other, "w"), &hashes, MODEL);
+    other.run(2000, &mut objects, &mut random);
+    let there = objects.by_name.len();
+    assert!(there > 0);
+    let (mut reader, session) = host(config(256, 1));
+    reader.store.faults.read_only = true;
+    reader.save((session, "x"), &chain(&[(2, 64)]), MODEL);
+    reader.run(1000, &mut objects, &mut random);
+    assert_eq!(objects.by_name.len(), there);
+    assert_eq!(reader.engine.gauges().remote_breaker_open, 0);
+    let question = LookupRequest::new("r", &hashes).max(Tokens(u32::MAX));
+    assert!(reader.look(session, &question).is_pending());
+    reader.run(2000, &mut objects, &mut random);
+    assert!(reader.look(session, &question).tokens() > Some(Tokens(0)));
+}

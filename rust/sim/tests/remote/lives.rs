@@ -58,6 +58,7 @@ impl Life {
             slow: rate(40),
             torn: rate(200),
             full: rate(100),
+            read_only: false,
             corrupt: rate(60),
             swapped: rate(60),
             evicted: rate(100),

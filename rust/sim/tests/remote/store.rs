@@ -24,6 +24,8 @@ pub(crate) struct Faults {
     /// A put is lost although it succeeds, or only its beginning is kept.
     pub(crate) torn: u64,
     pub(crate) full: u64,
+    /// The credentials allow no put.
+    pub(crate) read_only: bool,
     /// A bit of an object flips.
     pub(crate) corrupt: u64,
     /// An object takes the place of another.
@@ -257,6 +259,9 @@ impl Connection {
             } => {
                 if fails {
                     return Err(error);
+                }
+                if self.faults.read_only {
+                    return Err(RemoteError::Denied);
                 }
                 if random.chance(self.faults.full) {
                     return Err(RemoteError::Full);

@@ -132,6 +132,11 @@ impl Remote {
                 self.breaker.succeeded();
             }
             Err(RemoteError::Full) => self.puts.pause(now_ns),
+            // A host that may only read goes on reading.
+            Err(RemoteError::Denied) if is_put => {
+                parts.counters.remote_failures += 1;
+                self.puts.pause(now_ns);
+            }
             Err(RemoteError::Denied | RemoteError::Late | RemoteError::Unreachable) => {
                 self.note_failure(parts);
             }

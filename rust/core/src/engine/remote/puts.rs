@@ -25,7 +25,7 @@ const WALKS_MAX: usize = 64;
 const WALK_NODES: usize = 256;
 /// Segments that an entry drops because their payloads have gone.
 const DROPS_MAX: usize = 64;
-/// How long a store that is full gets nothing.
+/// How long a store gets nothing that is full or denies writes.
 const FULL_NS: u64 = 30_000_000_000;
 
 /// A chain on which a request has hit: its segments are collected from the deepest upwards.
@@ -46,7 +46,7 @@ pub(super) struct PutQueue {
     walks: VecDeque<Walk>,
     /// Segments that are being written.
     writing: FxHashSet<u64>,
-    /// The store was full: nothing is written before.
+    /// The store was full or denied a write: nothing is written before.
     paused_until_ns: u64,
 }
 
@@ -70,7 +70,7 @@ impl PutQueue {
         !self.ends.is_empty() || !self.walks.is_empty()
     }
 
-    /// The store has no room.
+    /// The store has no room, or does not allow writes.
     pub(super) fn pause(&mut self, now_ns: u64) {
         self.paused_until_ns = now_ns.saturating_add(FULL_NS);
     }
