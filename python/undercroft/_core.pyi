@@ -249,7 +249,10 @@ def operate(socket: str, operation: dict[str, Any], timeout_s: float = 5.0) -> d
     """Have the engine at ``socket`` carry out an operation, and return its answer. Raises ServerError.
 
     ``{"explain": {"request": PREFIX, "misses": bool, "before": int | None}}``: ``lookups``, the latest first, and
-    ``before``, with which to ask for more.
+    ``before``, with which to ask for more. ``{"clear": {"what": "all" | {"namespace": DIGITS} | {"older_than":
+    SECONDS}, "erase": bool}}``, ``{"cleared": {}}``, ``{"drain": {"cancel": bool}}`` and ``{"drained": {}}``: the
+    progress, as the commands of these names print it with ``--json``; ``error`` if it is refused. ``{"describe":
+    {"namespace": DIGEST}}``: its ``description``, or None.
     """
 
 def server_status(socket: str, timeout_s: float = 5.0) -> dict[str, Any]:
@@ -520,6 +523,22 @@ def verify(directory: str, progress: Callable[[int, int], object]) -> dict[str, 
 
     ``progress(done, total)`` is called now and then. Keys of the result: checked, corrupt, bytes. Blocks of a
     directory in use may be replaced meanwhile and count as corrupt. Raises StoreError.
+    """
+
+def export_namespace(
+    directories: list[str], digest: str, path: str, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Write the blocks on disk of the namespace whose digest starts with ``digest`` to a new file.
+
+    Keys: namespace, blocks, bytes, left_out. ``progress(done, total)`` is called now and then; an exception of it ends
+    the export, and nothing is left. Raises ConfigError, StoreError, UndercroftError.
+    """
+
+def import_namespace(socket: str, path: str, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """Save the blocks of such a file in the engine at ``socket``.
+
+    Keys: namespace, blocks, bytes, saved_blocks. ``progress(step, done, total)`` is called now and then. Raises
+    ConfigError, ServerError, UndercroftError.
     """
 
 def drop_namespace(directory: str, digest: str) -> int:

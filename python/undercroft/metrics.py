@@ -97,6 +97,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("blocks", "gauge", "Blocks in a tier.", ("tier",), {f"{tier}_blocks": (tier,) for tier in _TIERS}),
     Metric("evictions", "counter", "Blocks evicted from a tier.", ("tier",),
            {f"{tier}_evictions": (tier,) for tier in _TIERS}),
+    _one("draining", "gauge", "1 while the engine drains before maintenance (undercroft drain)."),
     _one("host_pinned_bytes", "gauge", "Host memory that loads, saves, disk reads and leases protect from eviction."),
     _one("saved_blocks", "counter", "Blocks saved."),
     _one("deduplicated_blocks", "counter", "Blocks not saved because they were cached already."),

@@ -7,9 +7,9 @@ REASONS: dict[str, str] = {
     "never_seen": "the next block was never saved, or so long ago that its eviction is forgotten",
     "evicted_host": "the next block was evicted from host memory and was not on disk",
     "evicted_disk": "the next block was evicted from disk",
-    "lost": "the next block was lost: unreadable, changed, reset, or after a block that is gone",
+    "lost": "the next block was lost: unreadable, changed, reset, cleared, or after one that is gone",
     "incomplete": "the next block was being saved, or was saved without one before it",
-    "other_identity": "the next block is cached under another identity (undercroft inspect DIR --diff shows which)",
+    "other_identity": "the next block is cached under another identity (undercroft explain --request ID)",
     "no_boundary": "a sliding window or a state that a hit needs there is not cached",
     "too_few": "a hit would gain too few tokens (min_load_tokens)",
     "planned": "by prediction, computing took less time than loading (docs/planning.md)",
@@ -19,6 +19,7 @@ REASONS: dict[str, str] = {
     "repeated": "the blocks were read from disk three times and evicted before the load",
     "threshold": "no hit reaches the request's cache_hit_threshold",
     "load_failed": "a load for this request failed before",
+    "draining": "the engine drained before maintenance, and read nothing from disk (undercroft drain)",
     "no_server": "the server did not answer in time, or is not connected",
 }
 """Name of a reason -> its meaning. The names are those of `undercroft_core::explain::Reason`."""

@@ -32,6 +32,13 @@ BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("check-config",), "check-config", "--env"),
     (("check-config", '{"host_memroy": 1}'), "host_memroy", "host_memory"),
     (("inspect",), "DIR", "required"),
+    (("clear",), "--all", "required"),
+    (("clear", "--older-than", "soon"), "--older-than", "s, m, h, d"),
+    (("clear", "--namespace", "12"), "--namespace", "eight"),
+    (("clear", "--all", "--older-than", "2h"), "--older-than", "not allowed with argument --all"),
+    (("export", "3f9a1c02"), "FILE", "required"),
+    (("import",), "FILE", "required"),
+    (("drain", "--timeout", "never"), "--timeout", "from 0.1 to 86400"),
     (("nonsense",), "nonsense", "serve"),
 )
 

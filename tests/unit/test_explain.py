@@ -69,6 +69,18 @@ def test_the_last_lookups_are_told_with_their_reasons(
     assert reasons.REASONS["never_seen"] in capsys.readouterr().out
 
 
+def test_a_block_of_another_identity_is_told_with_what_differs(
+    engine: _core.Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = engine.register('{"pages": "vllm 0.33"}', [Group("full", BLOCK, 64 << 10)], BLOCK)
+    assert other.lookup("cmpl-4", hashes(1, 4)).tokens == 0
+    [told] = shown(capsys, "--request", "cmpl-4")
+    assert told["reason"] == "other_identity"
+    assert told["other_namespace"] == shown(capsys, "--request", "cmpl-1")[0]["namespace"] != told["namespace"]
+    assert main.main(["explain", "--request", "cmpl-4"]) == 0
+    assert "it differs: pages not set, that of the request vllm 0.33" in capsys.readouterr().out
+
+
 def test_a_request_that_is_not_known_or_no_engine_is_one_line(
     engine: _core.Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

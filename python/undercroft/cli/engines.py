@@ -23,10 +23,13 @@ def ask(socket: str) -> dict[str, Any]:
 
 
 def operate(socket: str, operation: dict[str, Any], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Have the engine at a socket carry out an operation. Raises ServerError."""
+    """Have the engine at a socket carry out an operation. Raises ServerError, and CommandError if it refuses."""
     from undercroft import _core
 
-    return _core.operate(socket, operation, timeout_s)
+    said = _core.operate(socket, operation, timeout_s)
+    if "error" in said:
+        raise CommandError(said["error"])
+    return said
 
 
 def socket_of(args: argparse.Namespace) -> str:

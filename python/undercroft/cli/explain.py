@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from undercroft import reasons
+from undercroft import descriptions, reasons
 from undercroft.cli import arguments, engines, output
 from undercroft.cli.sockets import absolute_path
 
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.request:
         for one in lookups:
             _print_one(one)
+            _print_differences(socket, one)
     else:
         _print_table(lookups)
     return 0
@@ -108,3 +109,22 @@ def _print_one(one: dict[str, Any]) -> None:
     if one["missing_block"]:
         print(f"  first missing block: hash {one['missing_block']}...")
     print(f"  namespace {one['namespace'][:12]}")
+
+
+def _print_differences(socket: str, one: dict[str, Any]) -> None:
+    """The fields in which the identity that has the missing block differs from the request's own."""
+    if not one["other_namespace"]:
+        return
+    theirs, ours = (_description(socket, one[name]) for name in ("other_namespace", "namespace"))
+    texts = descriptions.differences(theirs, ours)
+    found = (
+        f"it differs: {'; '.join(texts)}" if texts else "it has the same description, and was reset or differs in size"
+    )
+    print(
+        f"  namespace {one['other_namespace'][:12]} has the block; {found.replace(', here ', ', that of the request ')}"
+    )
+
+
+def _description(socket: str, digest: str) -> dict[str, Any]:
+    said = engines.operate(socket, {"describe": {"namespace": digest}})
+    return descriptions.parsed(said["description"] or "")

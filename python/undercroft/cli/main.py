@@ -30,8 +30,12 @@ COMMANDS = (
     "pin",
     "unpin",
     "warm",
+    "clear",
+    "drain",
+    "export",
+    "import",
 )
-"""Subcommands; the module of each has its name."""
+"""Subcommands; the module of each has its name, but that of ``import``, which is no name."""
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -46,7 +50,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     for name in [one for one in COMMANDS if command == one] or COMMANDS:
-        module = importlib.import_module(f"undercroft.cli.{name.replace('-', '_')}")
+        file = "imports" if name == "import" else name.replace("-", "_")
+        module = importlib.import_module(f"undercroft.cli.{file}")
         module.add_parser(commands, shared)
     bench = commands.add_parser("bench", help="measure lookup, disk, copies or recovery; replay a trace")
     if command == "bench":

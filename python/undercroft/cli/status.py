@@ -123,6 +123,8 @@ def print_status(status: dict[str, Any]) -> None:
         f"under way: {stats['active_lookups']} lookups, {stats['loads']} loads, {stats['saves']} saves, "
         f"{format_size(stats['promotion_queue_bytes'])} to be read from disk"
     )
+    if stats.get("draining"):
+        print("draining: no save and no read from disk begins (undercroft drain --cancel ends that)")
     if troubles := [f"{stats[name]} {name.replace('_', ' ')}" for name in TROUBLES if stats.get(name)]:
         print(f"trouble: {', '.join(troubles)}")
     print()

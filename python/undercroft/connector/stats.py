@@ -36,6 +36,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "active_lookups": ("gauge", "lookups in progress: neither loaded nor ended"),
     "loads": ("gauge", "loads in progress"),
     "saves": ("gauge", "saves in progress"),
+    "draining": ("gauge", "1 while the engine drains (undercroft drain)"),
     "promotion_queue_bytes": ("gauge", "bytes of reads that are pending: for the promotion budget or the disk"),
     "promotions": ("counter", "lookups that read from disk and have ended"),
     "promotion_seconds": ("counter", "time from the first read to the end of these lookups, summed"),

@@ -205,7 +205,7 @@ impl Store {
             let mut result = Ok(0);
             match request {
                 IoRequest::ReadPayload { checksum, .. } => result = Ok(*checksum),
-                IoRequest::WritePayload { .. } => {}
+                IoRequest::WritePayload { .. } | IoRequest::Erase { .. } => {}
                 IoRequest::WriteMeta {
                     file,
                     file_offset,

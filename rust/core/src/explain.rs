@@ -40,6 +40,8 @@ pub enum Reason {
     Threshold,
     /// A load for this request failed before.
     LoadFailed,
+    /// The engine drains: nothing is read from disk.
+    Draining,
     /// The server did not answer in time, or there is no connection to it.
     NoServer,
 }
@@ -64,6 +66,7 @@ impl Reason {
             Self::Repeated => "repeated",
             Self::Threshold => "threshold",
             Self::LoadFailed => "load_failed",
+            Self::Draining => "draining",
             Self::NoServer => "no_server",
         }
     }
@@ -114,6 +117,9 @@ pub struct Explained {
     pub loaded: bool,
     /// The beginning of the first block hash that was not found, hexadecimal; empty if all were.
     pub missing_block: String,
+    /// Digest of a namespace that has that block, if the reason is another identity; else empty.
+    #[serde(default)]
+    pub other_namespace: String,
     /// The blocks that were not loaded.
     #[serde(flatten)]
     pub rest: Rest,

@@ -73,6 +73,7 @@ pub struct Counters {
     pub misses_repeated: u64,
     pub misses_threshold: u64,
     pub misses_load_failed: u64,
+    pub misses_draining: u64,
     pub hints_prefetch_accepted: u64,
     pub hints_prefetch_clipped: u64,
     pub hints_prefetch_rejected: u64,
@@ -128,6 +129,7 @@ impl Counters {
             Reason::Repeated => &mut self.misses_repeated,
             Reason::Threshold => &mut self.misses_threshold,
             Reason::LoadFailed => &mut self.misses_load_failed,
+            Reason::Draining => &mut self.misses_draining,
         };
         *counter += 1;
     }
@@ -155,6 +157,7 @@ pub struct Gauges {
     pub active_lookups: u64,
     pub loads: u64,
     pub saves: u64,
+    pub draining: u64,
     pub promotion_queue_bytes: u64,
     pub pins: u64,
     pub pin_bytes: u64,

@@ -113,6 +113,13 @@ impl Machine {
                 self.data[to..to + len as usize].copy_from_slice(source);
                 Ok(checksum(&source[..payload_len as usize]))
             }
+            IoRequest::Erase {
+                file_offset, len, ..
+            } => {
+                let from = file_offset as usize;
+                self.data[from..from + len as usize].fill(0);
+                Ok(0)
+            }
             IoRequest::WriteMeta {
                 file,
                 file_offset,

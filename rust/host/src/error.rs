@@ -1,8 +1,10 @@
 //! Why an engine cannot be opened or used.
 
 use std::io;
+use std::path::PathBuf;
 
 use undercroft_core::arena::ArenaError;
+use undercroft_core::disk::portable::PortableError;
 use undercroft_core::error::{RegisterError, StoreError};
 use undercroft_ipc::{AttachError, ConnectError, SocketError};
 
@@ -72,6 +74,14 @@ pub enum HostError {
     /// A worker cannot get the arena.
     #[error(transparent)]
     Attach(#[from] AttachError),
+    /// The file of an exported namespace cannot be written or read.
+    #[error("{path:?}: {source}")]
+    Portable {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: PortableError,
+    },
     /// A server's report cannot be read.
     #[error("the server's report is damaged: {0}")]
     Report(#[from] serde_json::Error),
@@ -81,9 +91,10 @@ impl HostError {
     /// The class of the error.
     pub fn class(&self) -> ErrorClass {
         match self {
-            Self::Register(RegisterError::Broken) | Self::SecondSession | Self::Thread(_) => {
-                ErrorClass::Engine
-            }
+            Self::Register(RegisterError::Broken)
+            | Self::SecondSession
+            | Self::Thread(_)
+            | Self::Portable { .. } => ErrorClass::Engine,
             Self::Option(_)
             | Self::Arena(_)
             | Self::Io(_)

@@ -8,6 +8,8 @@ mod config;
 mod directories;
 mod embedded;
 mod error;
+mod export;
+mod import;
 pub mod inspect;
 mod namespace;
 mod remote;
@@ -32,6 +34,8 @@ pub use config::{DiskAdmission, DiskCapacity, DiskConfig, HostConfig, OnDiskErro
 pub use directories::Directories;
 pub use embedded::EmbeddedHost;
 pub use error::{ErrorClass, HostError};
+pub use export::{Exported, export};
+pub use import::{Imported, import};
 pub use namespace::group_spec;
 pub use remote::RemoteHost;
 pub use running::RunningEngine;

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use undercroft_core::engine::Engine;
+use undercroft_core::engine::{ClearOrder, Engine};
 use undercroft_core::explain::ExplainQuery;
 use undercroft_core::hint::{Hint, HintAnswer, HintRequest, PIN_NAME_MAX, TTL_MAX_NS};
 use undercroft_core::key::BlockHash;
@@ -19,6 +19,26 @@ pub enum Operation {
     /// Pins a chain of blocks, or ends a pin: `answer`, `tokens` and, of a rejection, `reason`; or `error`, for a hint
     /// that is impossible.
     Hint(OperatorHint),
+    /// Begins to clear blocks, and tells the progress (a [`Cleared`]); `error` if the order is refused.
+    ///
+    /// [`Cleared`]: undercroft_core::engine::Cleared
+    Clear(ClearOrder),
+    /// Tells the progress of the last order to clear.
+    Cleared {},
+    /// Begins to drain, or with `cancel` ends that, and tells the progress (a [`Drained`]).
+    ///
+    /// [`Drained`]: undercroft_core::engine::Drained
+    Drain {
+        /// The engine takes saves and promotions again.
+        cancel: bool,
+    },
+    /// Tells how far the engine has drained.
+    Drained {},
+    /// Tells the `description` of a namespace; null if the engine knows none.
+    Describe {
+        /// Its digest, hexadecimal.
+        namespace: String,
+    },
 }
 
 /// An operator's hint about a chain of blocks.
@@ -45,6 +65,14 @@ impl Operation {
                 let (lookups, before) = engine.explain(query);
                 json!({"lookups": lookups, "before": before})
             }
+            Self::Clear(order) => match engine.clear(order) {
+                Ok(cleared) => json!(cleared),
+                Err(refusal) => json!({"error": refusal.to_string()}),
+            },
+            Self::Cleared {} => json!(engine.cleared()),
+            Self::Drain { cancel } => json!(engine.drain(*cancel)),
+            Self::Drained {} => json!(engine.drained()),
+            Self::Describe { namespace } => json!({"description": engine.description(namespace)}),
             Self::Hint(hint) => match hint.carry_out(engine) {
                 Ok(answer) => told(answer),
                 Err(error) => json!({"error": error}),

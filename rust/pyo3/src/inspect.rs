@@ -1,10 +1,11 @@
-//! `_core.inspect`, `_core.examine`, `_core.descriptions`, `_core.verify`, `_core.drop_namespace`: a directory without an engine.
+//! `_core.inspect`, `_core.examine`, `_core.descriptions`, `_core.verify`, `_core.drop_namespace`: a directory without an
+//! engine. `_core.export_namespace`, `_core.import_namespace`: a namespace in a file.
 
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use undercroft_host::{HostConfig, inspect};
+use undercroft_host::{HostConfig, export, import, inspect};
 
 use crate::errors::Result;
 use crate::json::{to_json, to_python};
@@ -58,4 +59,42 @@ pub(crate) fn verify(
 #[pyfunction]
 pub(crate) fn drop_namespace(py: Python<'_>, directory: PathBuf, digest: &str) -> Result<usize> {
     Ok(py.detach(|| inspect::drop_namespace(&directory, digest))?)
+}
+
+/// Write the blocks on disk of the namespace whose digest starts with `digest` to a new file. Raises ConfigError,
+/// StoreError, UndercroftError.
+///
+/// `progress(done, total)` is called now and then.
+#[pyfunction]
+pub(crate) fn export_namespace<'py>(
+    py: Python<'py>,
+    directories: Vec<PathBuf>,
+    digest: &str,
+    path: PathBuf,
+    progress: Py<PyAny>,
+) -> Result<Bound<'py, PyAny>> {
+    let report = |done: u64, total: u64| {
+        Python::attach(|py| progress.call1(py, (done, total)))?;
+        Result::Ok(())
+    };
+    let exported = py.detach(|| export(&directories, digest, &path, report))?;
+    Ok(to_python(py, &exported)?)
+}
+
+/// Save the blocks of such a file in the engine at a socket. Raises ConfigError, ServerError, UndercroftError.
+///
+/// `progress(step, done, total)` is called now and then.
+#[pyfunction]
+pub(crate) fn import_namespace(
+    py: Python<'_>,
+    socket: PathBuf,
+    path: PathBuf,
+    progress: Py<PyAny>,
+) -> Result<Bound<'_, PyAny>> {
+    let report = |step: &'static str, done: u64, total: u64| {
+        Python::attach(|py| progress.call1(py, (step, done, total)))?;
+        Result::Ok(())
+    };
+    let imported = py.detach(|| import(&socket, &path, report))?;
+    Ok(to_python(py, &imported)?)
 }

@@ -27,7 +27,10 @@ mod _core {
     #[pymodule_export]
     use crate::engine::{PyEngine, default_server_socket, operate, server_status};
     #[pymodule_export]
-    use crate::inspect::{descriptions, drop_namespace, examine, inspect_directory, verify};
+    use crate::inspect::{
+        descriptions, drop_namespace, examine, export_namespace, import_namespace,
+        inspect_directory, verify,
+    };
     #[pymodule_export]
     use crate::memory::{available_memory, probe_io_uring, slots_in};
     #[pymodule_export]

@@ -77,6 +77,7 @@ impl World {
             6..=11 if self.settings.hints => self.hint(session),
             12..=17 if self.settings.hints => self.check_pins()?,
             18 => self.explain()?,
+            19 if self.settings.operated => self.operate()?,
             _ => {}
         }
         match self.random.below(1000) {

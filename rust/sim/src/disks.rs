@@ -99,6 +99,11 @@ impl Disks {
         !self.hung.remove(&device) && self.hung.insert(device)
     }
 
+    /// Whether every operation ends.
+    pub(crate) fn is_well(&self) -> bool {
+        self.hung.is_empty() && self.faults.is_none()
+    }
+
     /// The images of the directories that the engine has.
     pub(crate) fn images(&self) -> Vec<DeviceImage> {
         let attached = self.attached.iter().enumerate();
@@ -176,7 +181,7 @@ impl Disks {
             } => {
                 arena.take(*arena_offset, u64::from(*len), Hand::Read, "a write")?;
             }
-            IoRequest::WriteMeta { .. } => {}
+            IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } => {}
         }
         let due_ns = if random.chance(self.faults.hang) {
             u64::MAX
@@ -337,6 +342,13 @@ fn intended(request: &IoRequest, arena: &SimArena) -> (Write, u64) {
                 0,
             )
         }
+        IoRequest::Erase {
+            file_offset, len, ..
+        } => {
+            let tokens = vec![0; sectors(u64::from(*len))];
+            let offset = *file_offset;
+            (Write::Data { offset, tokens }, 0)
+        }
         IoRequest::WritePayload {
             file_offset,
             arena_offset,
@@ -376,7 +388,7 @@ fn release(request: &IoRequest, arena: &mut SimArena) {
         } => {
             arena.release(*arena_offset, u64::from(*len), Hand::Read);
         }
-        IoRequest::WriteMeta { .. } => {}
+        IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } => {}
     }
 }
 
@@ -390,6 +402,12 @@ fn target(request: &IoRequest) -> (usize, FileKind, u64, u64) {
             ..
         }
         | IoRequest::WritePayload {
+            device,
+            file_offset,
+            len,
+            ..
+        }
+        | IoRequest::Erase {
             device,
             file_offset,
             len,

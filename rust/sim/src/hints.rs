@@ -44,6 +44,13 @@ fn ended_early(counters: &Counters) -> u64 {
         + counters.write_failures
 }
 
+impl SimPins {
+    /// A namespace was cleared: its pins have lost their blocks.
+    pub(crate) fn forget(&mut self, namespace: usize) {
+        self.pins.retain(|pin| pin.namespace != namespace);
+    }
+}
+
 impl World {
     /// A client says something of one of its prompts.
     pub(crate) fn hint(&mut self, session: usize) {

@@ -19,6 +19,8 @@
 //! - an index that is built from events alone holds exactly the payloads that the engine has, and no event is told in
 //!   vain;
 //! - the blocks of a pin are in some tier until the pin ends, and all pins together take no more than their budget;
+//! - what an operator clears is found by no lookup from then on, and what is pinned or in use outlasts a clear by age;
+//! - an engine that drains begins no save and no promotion, and comes to rest;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,6 +37,7 @@ mod hints;
 mod late;
 mod model;
 mod namespaces;
+mod operator;
 mod participants;
 mod random;
 mod settings;
@@ -101,6 +104,12 @@ pub struct Stats {
     pub events_cleared: u64,
     /// Comparisons of a router's index with the engine.
     pub routers_checked: u64,
+    /// Orders to clear blocks.
+    pub clears: u64,
+    /// Clears after which nothing of a namespace was there.
+    pub clears_checked: u64,
+    /// Payloads erased from devices.
+    pub erased: u64,
     /// Hints that clients gave.
     pub hints: u64,
     /// Hints that began a pin.
@@ -142,6 +151,9 @@ impl Stats {
         self.events += other.events;
         self.events_cleared += other.events_cleared;
         self.routers_checked += other.routers_checked;
+        self.clears += other.clears;
+        self.clears_checked += other.clears_checked;
+        self.erased += other.erased;
         self.hints += other.hints;
         self.pins += other.pins;
         self.pins_checked += other.pins_checked;

@@ -127,11 +127,11 @@ impl World {
         }
     }
 
-    fn digest(&self, namespace: usize) -> NamespaceDigest {
+    pub(crate) fn digest(&self, namespace: usize) -> NamespaceDigest {
         self.models[namespace].spec.digest()
     }
 
-    fn forget(&mut self, namespace: usize) {
+    pub(crate) fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
         // A session that has parted with it may be saving there still: saves that end after this are kept nowhere.
         for save in self.sessions.iter_mut().flat_map(|of| &mut of.saves) {

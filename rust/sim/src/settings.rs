@@ -23,6 +23,8 @@ pub(crate) struct Settings {
     pub(crate) roomy: bool,
     /// Clients give hints.
     pub(crate) hints: bool,
+    /// An operator clears blocks, and has the engine drain for a while.
+    pub(crate) operated: bool,
     /// Bits flip in the arena.
     pub(crate) changes: bool,
     /// There are more namespaces than places for them, and sessions come and go.
@@ -160,6 +162,7 @@ impl Settings {
             faults,
             roomy,
             hints: random.chance(600),
+            operated: random.chance(400),
             changes: !roomy && random.chance(300),
             crowded,
             lives: random.range(1, 6),

@@ -195,7 +195,10 @@ impl World {
         let (name, hashes, id) = (of.name.clone(), of.hashes.clone(), state.id);
         let save = SaveRequest::new(&name, &hashes, Tokens(tokens)).offers(offers);
         let transfer = self.engine.with(|engine| engine.start_save(id, &save));
-        let transfer = transfer.ok_or_else(|| format!("{name}: no session"))?;
+        let Some(transfer) = transfer else {
+            let drains = self.engine.with(|engine| engine.drained().draining);
+            return drains.then_some(None).ok_or(format!("{name}: no session"));
+        };
         let mut all = Vec::new();
         loop {
             let limit = SaveLimit {

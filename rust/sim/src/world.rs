@@ -356,6 +356,8 @@ impl World {
             return false;
         };
         self.note(|| format!("end {}: {:?}", brief(&request), completion.result));
+        let is_erasure = matches!(request, IoRequest::Erase { .. });
+        self.log.stats.erased += u64::from(is_erasure && completion.result.is_ok());
         self.engine.with(|engine| engine.complete(completion));
         true
     }
@@ -422,6 +424,7 @@ impl World {
             self.close_session(session)?;
         }
         self.disks.heal(self.clock.now_ns);
+        self.engine.with(|engine| engine.drain(false));
         self.end_pins()?;
         let mut rounds = 0;
         let rests = |engine: &mut Engine| engine.is_quiet() && !engine.has_rest();
@@ -446,6 +449,7 @@ impl World {
                 ));
             }
         }
+        self.check_drained()?;
         self.check()?;
         self.nothing_is_left()?;
         for namespace in self.history.undurable.drain(..) {
@@ -561,6 +565,12 @@ fn brief(request: &IoRequest) -> String {
         } => {
             format!("write of {arena_offset}+{len} to {device}:{file_offset}")
         }
+        IoRequest::Erase {
+            device,
+            file_offset,
+            len,
+            ..
+        } => format!("erasure of {device}:{file_offset}+{len}"),
         IoRequest::WriteMeta {
             device,
             file,

@@ -59,6 +59,9 @@ fn lives() {
     assert!(stats.pins_checked > 2000, "too few pins: {stats:?}");
     assert!(stats.events_cleared > 10_000, "too few cleared: {stats:?}");
     assert!(stats.forgotten > 10_000, "too few namespaces: {stats:?}");
+    assert!(stats.clears > 2000, "too few clears: {stats:?}");
+    assert!(stats.clears_checked > 2000, "too few clears: {stats:?}");
+    assert!(stats.erased > 1000, "too few erasures: {stats:?}");
 }
 
 /// `UNDERCROFT_SIM_SEED=N cargo test -p undercroft-sim replay -- --nocapture`

@@ -233,7 +233,7 @@ pub struct Record {
     pub depth: u32,
     /// Tick of the last touch.
     pub last: u64,
-    /// When it was written, in seconds since 1970; with a time to live on disk, a second by which the last touch was over.
+    /// A second since 1970 by which the last touch was over.
     pub written_s: u32,
     /// Block hash of the node.
     pub hash: BlockHash,

@@ -8,6 +8,7 @@ pub mod format;
 mod health;
 pub mod inspect;
 pub mod open;
+pub mod portable;
 mod records;
 mod space;
 mod table;

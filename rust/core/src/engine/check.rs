@@ -70,6 +70,9 @@ impl Engine {
                 *counts.pins.entry(reached).or_default() += 1;
             }
         }
+        for (node, _) in self.residency.erasures.iter() {
+            *counts.pins.entry(node).or_default() += 1;
+        }
         for node in self.remote.iter().flat_map(|remote| remote.leases()) {
             *counts.pins.entry(node).or_default() += 1;
         }
@@ -189,6 +192,14 @@ impl Engine {
                     ensure!(
                         writing.insert((node, group)),
                         "node {node} group {group}: written twice at once"
+                    );
+                }
+                Purpose::Erase { node, group } => {
+                    *writes += 1;
+                    let state = self.residency.node(node).payload(group).disk;
+                    ensure!(
+                        state == DiskState::Present && self.residency.node(node).is_detached(),
+                        "node {node}: erased while {state:?}"
                     );
                 }
                 Purpose::Checksum { node, group } => {

@@ -9,6 +9,7 @@ use crate::metrics::{Counters, Gauges};
 use crate::session::SessionSpec;
 
 use super::checksums::Checksums;
+use super::clear::Clearing;
 use super::config::EngineConfig;
 use super::explain::LastLookups;
 use super::hints::Hints;
@@ -48,6 +49,9 @@ pub struct Engine {
     pub(super) remote: Option<Box<Remote>>,
     pub(super) retention: Retention,
     pub(super) counters: Counters,
+    pub(super) clearing: Clearing,
+    /// No save and no promotion begins.
+    pub(super) draining: bool,
     /// The health of a directory has changed since [`Engine::take_progress`].
     pub(super) health_changed: bool,
 }
@@ -62,7 +66,6 @@ macro_rules! parts {
             requests: &mut $engine.sessions.requests,
             operations: &mut $engine.operations,
             checksums: &mut $engine.checksums,
-            retention: &$engine.retention,
             rates: &mut $engine.planner.rates,
             counters: &mut $engine.counters,
             now_ns: $engine.now_ns,
@@ -96,6 +99,8 @@ impl Engine {
             remote: None,
             retention: Retention::new(config.disk_ttl_s),
             counters: Counters::default(),
+            clearing: Clearing::default(),
+            draining: false,
             health_changed: false,
             config,
         }
@@ -105,6 +110,8 @@ impl Engine {
     pub fn set_now(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
         self.residency.departures.set_now(self.now_ns);
+        let tick = self.residency.tick();
+        self.residency.ages.note(tick, self.unix_s());
     }
 
     /// Tells how many IO operations each device can have in flight ([`IoEngine::depth`]). Reads and writes each take a
@@ -273,6 +280,7 @@ impl Engine {
             active_lookups: self.sessions.requests.len() as u64,
             loads: transfers.loads,
             saves: transfers.saves,
+            draining: u64::from(self.draining),
             pins: self.pins.len() as u64,
             pin_bytes: self.pins.bytes(),
             pin_capacity_bytes: self.pins.budget(),

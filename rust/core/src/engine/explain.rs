@@ -36,6 +36,8 @@ struct Record {
     rest: Rest,
     /// The hash of the first block that was not found; 0 without one.
     missing: u64,
+    /// A namespace that has that block; [`NsId::MAX`] is none.
+    other: NsId,
 }
 
 /// The last lookups that were answered.
@@ -133,6 +135,10 @@ impl Engine {
             return;
         }
         let (rest, missing) = self.rest_of(ns, request, &noted);
+        let other = match rest.reason {
+            Reason::OtherIdentity => self.other_of(ns, request, noted.found),
+            _ => None,
+        };
         let is_miss = noted.hit.0 == 0 && rest.reason != Reason::Complete;
         let session = self.sessions.requests[id].session;
         if let Some(session) = self.sessions.get_mut(session).filter(|_| before.is_none()) {
@@ -142,7 +148,8 @@ impl Engine {
         if before.is_none() && is_miss {
             self.counters.count_miss(rest.reason);
         }
-        let record = self.record_of(id, ns, request, (noted.hit, rest, missing));
+        let mut record = self.record_of(id, ns, request, (noted.hit, rest, missing));
+        record.other = other.unwrap_or(NsId::MAX);
         let known =
             before.and_then(|(_, position)| Some((position, self.lookups.at_mut(position)?)));
         let position = match known {
@@ -192,6 +199,7 @@ impl Engine {
             from_disk: read,
             rest,
             missing,
+            other: NsId::MAX,
         }
     }
 
@@ -216,18 +224,26 @@ impl Engine {
         if let Some(rest) = self.residency.departures.find(ns, &missing) {
             return (rest, fingerprint);
         }
-        let forest = self.residency.forest();
-        if forest.find(ns, &missing).is_some() {
+        if self.residency.forest().find(ns, &missing).is_some() {
             return (Reason::Incomplete.into(), fingerprint);
         }
-        let others = forest.namespaces().filter(|&other| other != ns);
-        let mut others = others.filter(|&other| forest.has_nodes(other)).take(OTHERS);
-        let reason = if others.any(|other| forest.find(other, &missing).is_some()) {
-            Reason::OtherIdentity
-        } else {
-            Reason::NeverSeen
+        let reason = match self.other_of(ns, request, noted.found) {
+            Some(_) => Reason::OtherIdentity,
+            None => Reason::NeverSeen,
         };
         (reason.into(), fingerprint)
+    }
+
+    /// A namespace that has the first block of a prompt that its own namespace lacks. Few are looked at.
+    fn other_of(&self, ns: NsId, request: &LookupRequest<'_>, found: Tokens) -> Option<NsId> {
+        let size = self.residency.hash_block_size(ns);
+        let missing = request.hashes.get((found.0 / size) as usize)?;
+        let forest = self.residency.forest();
+        // Of a namespace that was reset or cleared, blocks may wait for their removal.
+        let is_other = |&other: &NsId| other != ns && !self.residency.is_ending(other);
+        let others = forest.namespaces().filter(is_other);
+        let mut others = others.filter(|&other| forest.has_nodes(other)).take(OTHERS);
+        others.find(|&other| forest.find(other, &missing).is_some())
     }
 
     /// A load of a request's hit has begun.
@@ -302,8 +318,19 @@ impl Engine {
             waited_ms: record.waited_ns / 1_000_000,
             loaded: record.loaded,
             missing_block: missing,
+            other_namespace: match record.other {
+                NsId::MAX => String::new(),
+                other => self.namespaces.digest(other).to_hex(),
+            },
             rest: record.rest,
         }
+    }
+
+    /// The description of the namespace with this digest; `None` if the engine knows none.
+    pub fn description(&self, digest: &str) -> Option<&str> {
+        let found = self.namespaces.named(digest, |_| true);
+        let ns = found.first()?;
+        Some(&self.residency.spec(*ns).description)
     }
 
     /// Bytes of the memory for explanations, once it is full: of the last lookups, and of blocks that have left.

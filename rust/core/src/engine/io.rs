@@ -35,13 +35,16 @@ impl Engine {
             || self.residency.has_searches()
             || self.residency.has_rest()
             || self.writeback.has_rest()
+            || self.has_passes()
             || self.has_hints()
             || self.remote.as_ref().is_some_and(|remote| remote.has_rest())
             || self.retention.has_rest()
     }
 
     fn has_writes(&self) -> bool {
-        self.namespaces.has_writes(&self.residency) || self.writeback.has_writes(&self.residency)
+        self.namespaces.has_writes(&self.residency)
+            || self.writeback.has_writes(&self.residency)
+            || self.residency.erasures.has_waiting()
     }
 
     /// Whether nothing is in flight and nothing is queued to be written or read.
@@ -58,6 +61,7 @@ impl Engine {
     pub fn has_touched(&self) -> bool {
         // Pins and payloads end at their time.
         !self.pins.is_empty()
+            || self.waits_for_pass()
             || self.retention.is_on()
             || self.residency.disks().iter().any(Disk::has_touched)
     }
@@ -80,8 +84,9 @@ impl Engine {
     pub fn next_io<'a>(&mut self, room: impl Into<IoRoom<'a>>, out: &mut Vec<IoRequest>) {
         self.last_poll_ns = self.now_ns;
         self.residency.allow_searches(self.config.visits / 2);
-        self.residency.continue_removals(self.config.removals);
-        self.evict_unused();
+        if !self.residency.continue_removals(self.config.removals) && !self.step_pass() {
+            self.evict_unused();
+        }
         self.continue_rest();
         self.residency.continue_searches(&mut self.counters);
         self.step_hints();
@@ -141,6 +146,7 @@ impl Engine {
         let (writeback, mut parts) = self.writeback();
         writeback.next_writes(&mut parts, out);
         writeback.next_table_writes(&mut parts, out);
+        self.next_erasures(out);
     }
 
     /// Takes the end of an IO operation. An unknown token is ignored.
@@ -171,6 +177,7 @@ impl Engine {
                 let (writeback, mut parts) = self.writeback();
                 writeback.write_ended((node, group), started_ns, result, &mut parts);
             }
+            Purpose::Erase { node, group } => self.residency.erasure_ended((node, group), result),
             Purpose::Checksum { node, group } => self.checksum_ended(node, group, result),
             Purpose::Table { device, block } => {
                 let (_, mut parts) = self.promotions();

@@ -16,18 +16,22 @@
 //! - `pins`: leases that hints ask for, with their budget; `hints` carries these and the other hints out;
 //! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `remote`: the remote store, the segments that come from there and those that go there;
+//! - `ages`: the times of the ticks; `clear` removes blocks by their namespace and age, `drain` stops what is new;
 //! - `operations`: the purpose of each IO operation in flight.
 //!
 //! A part never calls another but residency, which calls none: an effect on others is returned, and the
 //! engine passes it on. `lookup`, `load`, `save`, `io`, `reset` and `recover` do so for one kind of
 //! command each.
 
+mod ages;
 #[cfg(feature = "check")]
 mod check;
 mod checksums;
+mod clear;
 mod config;
 mod coordinator;
 mod departures;
+mod drain;
 #[cfg(feature = "check")]
 mod ensure;
 mod events;
@@ -58,8 +62,10 @@ mod sessions;
 mod waits;
 mod writeback;
 
+pub use clear::{ClearOrder, ClearRefusal, ClearWhat, Cleared};
 pub use config::EngineConfig;
 pub use coordinator::Engine;
+pub use drain::Drained;
 pub use hints::HintCursor;
 pub use lookup::LookupCursor;
 pub use recover::Recovery;

@@ -24,6 +24,10 @@ pub(super) enum Purpose {
         group: u8,
         started_ns: u64,
     },
+    Erase {
+        node: NodeId,
+        group: u8,
+    },
     Checksum {
         node: NodeId,
         group: u8,
@@ -72,6 +76,7 @@ pub(super) struct Operations {
     /// The operations, with their devices; a checksum has none.
     in_flight: SlotMap<OperationId, (Option<DeviceIndex>, Purpose)>,
     devices: Vec<DeviceOperations>,
+    erasures: usize,
     /// See [`Engine::set_io_depth`](super::Engine::set_io_depth).
     depth: Option<usize>,
 }
@@ -106,6 +111,7 @@ impl Operations {
             flow.progress_ns = now_ns;
         }
         flow.in_flight += 1;
+        self.erasures += usize::from(matches!(purpose, Purpose::Erase { .. }));
         let id = self.in_flight.insert((Some(device), purpose));
         slotmap::Key::data(&id).as_ffi()
     }
@@ -127,6 +133,7 @@ impl Operations {
         let Some(at) = device else {
             return Some((None, purpose));
         };
+        self.erasures -= usize::from(matches!(purpose, Purpose::Erase { .. }));
         let of_device = &mut self.devices[at.index()];
         of_device.room = of_device.room.saturating_add(1);
         let flow = of_device.flow(purpose);
@@ -162,6 +169,16 @@ impl Operations {
 
     pub(super) fn is_empty(&self) -> bool {
         self.in_flight.is_empty()
+    }
+
+    /// Operations in flight.
+    pub(super) fn len(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Erasures in flight.
+    pub(super) fn erasures(&self) -> usize {
+        self.erasures
     }
 
     /// Whether a device takes any operation.

@@ -9,7 +9,6 @@ use super::operations::Operations;
 use super::planner::Rates;
 use super::requests::Requests;
 use super::residency::Residency;
-use super::retention::Retention;
 
 /// Lent by the engine for one call.
 #[derive(Debug)]
@@ -20,7 +19,6 @@ pub(super) struct EngineParts<'a> {
     pub(super) requests: &'a mut Requests,
     pub(super) operations: &'a mut Operations,
     pub(super) checksums: &'a mut Checksums,
-    pub(super) retention: &'a Retention,
     pub(super) rates: &'a mut Rates,
     pub(super) counters: &'a mut Counters,
     pub(super) now_ns: u64,

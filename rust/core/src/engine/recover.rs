@@ -57,6 +57,8 @@ impl Engine {
         recovery.blocks = self.residency.finish_adoption();
         recovery.dropped -= recovery.blocks;
         self.finish_recovery(&mut recovery);
+        let now_s = self.unix_s();
+        self.residency.ages.finish_learning(now_s);
         let kept = self.residency.disk_blocks();
         self.end_retention_found();
         let unused = kept - self.residency.disk_blocks();
@@ -147,6 +149,7 @@ impl Engine {
             of_last = Some((record.instance, ns));
             engine.writeback.advance_record_seq(record.seq);
             engine.residency.advance_tick(record.last);
+            engine.residency.ages.learn(record.last, record.written_s);
             let (used_s, now_s) = (u64::from(record.written_s), u64::from(engine.unix_s()));
             engine.retention.note_found(record.last, used_s, now_s);
             let Some(ns) = ns else {

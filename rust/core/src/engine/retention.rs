@@ -95,12 +95,6 @@ impl Retention {
         }
     }
 
-    /// A second by which a tick was over: `now_s`, if no other is known.
-    pub(super) fn time_of(&self, tick: u64, now_s: u64) -> u64 {
-        let at = self.times.partition_point(|&(other, _)| other < tick);
-        self.times.get(at).map_or(now_s, |&(_, used_s)| used_s)
-    }
-
     /// The last tick that is over for so long that payloads go.
     fn last_over(&mut self, now_s: u64) -> Option<u64> {
         while let Some(&(_, next_s)) = self.times.get(1)
@@ -165,8 +159,6 @@ mod tests {
             assert!(retention.note(second * 10, 100 + second));
         }
         assert!(!retention.note(95, 109), "less than a second later");
-        let times = [0, 5, 10, 90, 91].map(|tick| retention.time_of(tick, 200));
-        assert_eq!(times, [100, 101, 101, 109, 200]);
         let over = [163, 164, 170, 400].map(|now_s| retention.last_over(now_s));
         assert_eq!(over, [None, Some(0), Some(60), Some(90)]);
     }
@@ -179,8 +171,8 @@ mod tests {
             retention.note_found(tick, used_s, 1000);
         }
         retention.end_found();
-        let times = [3, 5, 7, 9, 20, 21].map(|tick| retention.time_of(tick, 1000));
-        assert_eq!(times, [360, 400, 500, 500, 1000, 1000]);
+        let times = [(3, 360), (5, 400), (9, 500), (20, 1000)];
+        assert_eq!(retention.times, times);
         assert_eq!(retention.last_over(1000), Some(3));
     }
 }

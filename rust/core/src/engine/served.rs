@@ -188,6 +188,11 @@ impl Engine {
         self.residency.host().capacity()
     }
 
+    /// The sessions.
+    pub fn session_ids(&self) -> impl Iterator<Item = SessionId> {
+        self.sessions.ids()
+    }
+
     /// A session's lookups and transfers under way, and its totals. Costs a pass over its lookups.
     pub fn session_usage(&self, session: SessionId) -> SessionUsage {
         let Some(state) = self.sessions.get(session) else {

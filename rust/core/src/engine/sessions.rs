@@ -322,6 +322,11 @@ impl Sessions {
         self.transfers.iter()
     }
 
+    /// All sessions.
+    pub(super) fn ids(&self) -> impl Iterator<Item = SessionId> {
+        self.sessions.keys()
+    }
+
     #[cfg(feature = "check")]
     pub(super) fn values(&self) -> impl Iterator<Item = &SessionState> {
         self.sessions.values()

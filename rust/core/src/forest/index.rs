@@ -385,6 +385,11 @@ impl Forest {
         self.trees[usize::from(ns)].nodes > 0
     }
 
+    /// Nodes of a namespace, in the index or detached.
+    pub fn count(&self, ns: NsId) -> u32 {
+        self.trees[usize::from(ns)].nodes
+    }
+
     /// The ancestor of `id` at `depth`, itself included.
     pub fn ancestor(&self, mut id: NodeId, depth: u32) -> NodeId {
         while id != NONE && self.node(id).depth > depth {

@@ -58,6 +58,17 @@ pub enum IoRequest {
         /// Bytes that the checksum covers.
         payload_len: u32,
     },
+    /// Makes bytes of the data file read as zeros. The filesystem keeps the space for them where it can.
+    Erase {
+        /// Returned in the completion.
+        token: u64,
+        /// Index of the device (directory).
+        device: u16,
+        /// The first byte.
+        file_offset: u64,
+        /// How many bytes.
+        len: u32,
+    },
     /// Metadata -> table or super file; `bytes` is a multiple of [`IO_ALIGN`] long. With `sync`,
     /// completes only after an fdatasync that followed the write.
     WriteMeta {
@@ -93,6 +104,7 @@ impl IoRequest {
         match self {
             Self::ReadPayload { token, .. }
             | Self::WritePayload { token, .. }
+            | Self::Erase { token, .. }
             | Self::WriteMeta { token, .. } => *token,
         }
     }
@@ -102,6 +114,7 @@ impl IoRequest {
         match self {
             Self::ReadPayload { device, .. }
             | Self::WritePayload { device, .. }
+            | Self::Erase { device, .. }
             | Self::WriteMeta { device, .. } => *device,
         }
     }
@@ -141,7 +154,7 @@ impl std::fmt::Display for IoFault {
 pub struct IoCompletion {
     /// The request's token.
     pub token: u64,
-    /// The payload checksum (0 for `WriteMeta`), or why it failed.
+    /// The payload checksum (0 for `WriteMeta` and `Erase`), or why it failed.
     pub result: Result<u64, IoFault>,
 }
 

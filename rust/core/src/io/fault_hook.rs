@@ -30,6 +30,8 @@ pub enum CallKind {
     Write,
     /// fdatasync.
     Sync,
+    /// fallocate: bytes read as zeros from then on.
+    Erase,
 }
 
 /// The fate of a call.

@@ -3,12 +3,24 @@
 
 use std::sync::Arc;
 
+use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::fault_hook::Verdict;
 use super::{FileKind, IO_ALIGN, IoFault, IoRequest};
 use crate::arena::Arena;
 use crate::checksum::RunningChecksum;
+
+/// The flags of fallocate for an erasure, in the order in which they are tried. Both keep the file's size; with the
+/// first the file keeps the space, too, and some filesystems lack it.
+pub(super) const ERASE_MODES: [u32; 2] = [
+    FallocateFlags::ZERO_RANGE
+        .union(FallocateFlags::KEEP_SIZE)
+        .bits(),
+    FallocateFlags::PUNCH_HOLE
+        .union(FallocateFlags::KEEP_SIZE)
+        .bits(),
+];
 
 const UNIT: u32 = IO_ALIGN as u32;
 
@@ -44,6 +56,7 @@ pub(super) enum Body {
         buffer: Arc<AlignedBuffer>,
         sync: bool,
     },
+    Erase,
 }
 
 impl Operation {
@@ -80,6 +93,12 @@ impl Operation {
                 };
                 (token, device, FileKind::Data, file_offset, len, body)
             }
+            IoRequest::Erase {
+                token,
+                device,
+                file_offset,
+                len,
+            } => (token, device, FileKind::Data, file_offset, len, Body::Erase),
             IoRequest::WriteMeta {
                 token,
                 device,
@@ -125,6 +144,7 @@ impl Operation {
                     && arena.check(*arena_offset, u64::from(self.len)).is_ok()
             }
             Body::Meta { .. } => self.file != FileKind::Data,
+            Body::Erase => self.file == FileKind::Data,
         };
         body && usize::from(self.device) < devices
             && self.len > 0
@@ -142,6 +162,10 @@ impl Operation {
 
     pub(super) fn is_payload_write(&self) -> bool {
         matches!(self.body, Body::Write { .. })
+    }
+
+    pub(super) fn is_erasure(&self) -> bool {
+        matches!(self.body, Body::Erase)
     }
 
     /// Whether an fdatasync follows the transfer.

@@ -6,10 +6,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockRead
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::fault_hook::{Call, CallKind, Direct, FaultHook};
-use super::operation::{Body, Next, Operation, Progress};
+use super::operation::{Body, ERASE_MODES, Next, Operation, Progress};
 use super::waker::Wake;
 use super::{DRAIN_LIMIT, DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
 use crate::arena::Arena;
@@ -270,6 +271,12 @@ impl<I: FaultHook> PoolShared<I> {
     fn carry_out(&self, operation: &Operation) -> Result<u64, IoFault> {
         let device = Arc::clone(&self.devices()[usize::from(operation.device)]);
         let file = device.get(operation.file);
+        if operation.is_erasure() {
+            repeat(&mut Progress::new(0), false, |_, _| {
+                self.erase(operation, file)
+            })?;
+            return Ok(0);
+        }
         let source = operation.source_checksum(&self.arena);
         let mut progress = Progress::new(operation.len);
         repeat(&mut progress, operation.is_read(), |done, len| {
@@ -311,9 +318,26 @@ impl<I: FaultHook> PoolShared<I> {
             Body::Meta { buffer, .. } => {
                 rustix::io::pwrite(file, &buffer.rest(done)[..len as usize], at)?
             }
+            Body::Erase => return Err(Errno::INVAL),
         };
         operation.flip(&self.arena, done, verdict);
         Ok(verdict.reported(moved as u32))
+    }
+
+    fn erase(&self, operation: &Operation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
+        let (at, len) = (operation.file_offset, operation.len);
+        let verdict = self
+            .fault_hook
+            .on_call(&call(operation, CallKind::Erase, at, len));
+        verdict.issued(len)?;
+        let mut erased = Err(Errno::OPNOTSUPP);
+        for mode in ERASE_MODES {
+            if erased == Err(Errno::OPNOTSUPP) {
+                let mode = FallocateFlags::from_bits_retain(mode);
+                erased = rustix::fs::fallocate(file, mode, at, u64::from(len));
+            }
+        }
+        erased.map(|()| 0)
     }
 
     fn sync(&self, operation: &Operation, file: BorrowedFd<'_>) -> Result<u32, Errno> {

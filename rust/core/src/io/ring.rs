@@ -263,6 +263,22 @@ impl Ring {
         unsafe { self.push(entry, user_data) };
     }
 
+    /// Queues an fallocate of one of [`ERASE_MODES`](super::operation::ERASE_MODES).
+    pub(super) fn push_erasure(
+        &mut self,
+        file: u32,
+        (file_offset, len): (u64, u32),
+        mode: u32,
+        user_data: u64,
+    ) {
+        let entry = opcode::Fallocate::new(types::Fixed(file), u64::from(len))
+            .offset(file_offset)
+            .mode(mode.cast_signed())
+            .build();
+        // SAFETY: no memory is involved.
+        unsafe { self.push(entry, user_data) };
+    }
+
     /// # Safety
     ///
     /// The memory of the entry stays valid until its completion has been reaped.

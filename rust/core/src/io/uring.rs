@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::fault_hook::{Call, CallKind, Direct, FaultHook, Verdict};
 use super::in_flight::{Active, Lane, Queues, RingPiece, Slot, file_index, parts, user_data};
-use super::operation::{Body, Next, Operation, Progress, Summing};
+use super::operation::{Body, ERASE_MODES, Next, Operation, Progress, Summing};
 use super::ring::{Buffer, Ring, RingTransfer, WAKE};
 use super::waker::{EventWake, Wake};
 use super::{
@@ -177,7 +177,9 @@ impl<I: FaultHook> Uring<I> {
 
     fn start(&mut self, index: u16, operation: Operation) {
         let len = operation.len;
-        let pieces: Vec<_> = (0..len)
+        // An erasure moves no bytes.
+        let moved = if operation.is_erasure() { 0 } else { len };
+        let pieces: Vec<_> = (0..moved)
             .step_by(SPLIT as usize)
             .map(|start| RingPiece {
                 start,
@@ -185,8 +187,8 @@ impl<I: FaultHook> Uring<I> {
                 verdict: Verdict::Pass,
             })
             .collect();
-        let unfinished = pieces.len();
-        let count = unfinished as u16;
+        let unfinished = pieces.len().max(1);
+        let count = pieces.len() as u16;
         let lane = &mut self.lanes[usize::from(operation.device)];
         lane.moving += 1;
         lane.slots += 1;
@@ -194,6 +196,8 @@ impl<I: FaultHook> Uring<I> {
             lane.batch.push(index, count, len);
             let epoch = self.slots[usize::from(index)].epoch;
             self.queues.unsummed.push_back((epoch, index));
+        } else if operation.is_erasure() {
+            lane.ready.push_back((index, SYNC));
         } else {
             lane.ready.extend((0..count).map(|piece| (index, piece)));
         }
@@ -255,7 +259,16 @@ impl<I: FaultHook> Uring<I> {
             return self.finish_piece(index);
         }
         let Some(piece) = active.pieces.get_mut(usize::from(number)) else {
-            match self.fault_hook.on_call(&call).issued(0) {
+            if operation.is_erasure() {
+                (call.kind, call.len) = (CallKind::Erase, operation.len);
+            }
+            match self.fault_hook.on_call(&call).issued(call.len) {
+                Ok(_) if operation.is_erasure() => {
+                    lane.entries += 1;
+                    let mode = ERASE_MODES[usize::from(SYNC - number)];
+                    let range = (operation.file_offset, operation.len);
+                    self.ring.push_erasure(file, range, mode, user_data);
+                }
                 Ok(_) => {
                     lane.entries += 1;
                     self.ring.push_sync(file, user_data);
@@ -282,6 +295,7 @@ impl<I: FaultHook> Uring<I> {
                 Buffer::Arena(arena_offset + u64::from(done))
             }
             Body::Meta { buffer, .. } => Buffer::Metadata(Arc::clone(buffer), done),
+            Body::Erase => return self.finish_piece(index),
         };
         let transfer = RingTransfer {
             reading: operation.is_read(),
@@ -319,6 +333,10 @@ impl<I: FaultHook> Uring<I> {
             return;
         };
         let reading = active.operation.is_read();
+        if active.operation.is_erasure() && number == SYNC && outcome == Err(Errno::OPNOTSUPP) {
+            let device = usize::from(active.operation.device);
+            return self.lanes[device].ready.push_back((index, SYNC - 1));
+        }
         let next = match active.pieces.get_mut(usize::from(number)) {
             Some(piece) => {
                 let done = piece.start + piece.progress.done();

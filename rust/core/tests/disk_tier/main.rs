@@ -5,6 +5,7 @@
 
 mod changed;
 mod child;
+mod clear;
 mod crash;
 mod damage;
 mod faults;

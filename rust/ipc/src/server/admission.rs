@@ -99,7 +99,7 @@ pub(super) fn describe(
         "socket": path,
         "stats": served.stats.take(),
         "info": (served.info)(),
-        "sessions": sessions.describe(),
+        "sessions": sessions.describe(read(&control.attached)),
         "server": {
             "connections": connections,
             "workers": read(&control.attached),

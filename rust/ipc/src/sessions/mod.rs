@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use undercroft_core::driver::{Driver, EngineAccess};
+use undercroft_core::engine::{SessionId, SessionUsage};
 use undercroft_core::session::{SessionSpec, SessionToken};
 
 use crate::budget::Budget;
@@ -275,22 +276,60 @@ impl ServedSessions {
         self.lookups
     }
 
-    /// Every session, for `undercroft status`.
-    pub(crate) fn describe(&self) -> Value {
-        let one = |session: &ServedSession| {
-            let usage = self
-                .driver
-                .read(|engine| engine.session_usage(session.id))
-                .unwrap_or_default();
-            json!({
-                "namespace": session.namespace, "connected": session.connected,
-                "workers": session.workers, "lookups": usage.lookups, "pending": usage.pending,
-                "loads": usage.loads, "saves": usage.saves, "load_bytes": usage.load_bytes,
-                "save_bytes": usage.save_bytes, "request_bytes": session.bytes(),
-                "answered": usage.answered, "hits": usage.hits,
-                "loaded_bytes": usage.loaded_bytes, "saved_bytes": usage.saved_bytes,
-            })
+    /// Every session, for `undercroft status`: those of clients, and those of this process. `attached`: workers of all.
+    pub(crate) fn describe(&self, attached: u64) -> Value {
+        let served = self.sessions.values().map(|session| {
+            let report = SessionReport {
+                namespace: session.namespace.clone(),
+                connected: session.connected,
+                workers: session.workers as u64,
+                request_bytes: session.bytes(),
+            };
+            (session.id, report)
+        });
+        let mut all: Vec<(SessionId, SessionReport)> = served.collect();
+        let of_served: u64 = all.iter().map(|(_, report)| report.workers).sum();
+        let known: Vec<SessionId> = all.iter().map(|&(id, _)| id).collect();
+        let own = self.driver.read(|engine| {
+            let ids = engine.session_ids().filter(|id| !known.contains(id));
+            let own = ids.map(|id| {
+                let report = SessionReport {
+                    namespace: engine.namespace_of(id).unwrap_or_default(),
+                    connected: true,
+                    workers: attached.saturating_sub(of_served),
+                    request_bytes: 0,
+                };
+                (id, report)
+            });
+            own.collect::<Vec<_>>()
+        });
+        all.extend(own.unwrap_or_default());
+        let describe = |(id, report): &(SessionId, SessionReport)| {
+            let usage = self.driver.read(|engine| engine.session_usage(*id));
+            report.describe(&usage.unwrap_or_default())
         };
-        self.sessions.values().map(one).collect()
+        all.iter().map(describe).collect()
+    }
+}
+
+/// A session as the status tells it, beside its usage.
+struct SessionReport {
+    namespace: String,
+    connected: bool,
+    workers: u64,
+    /// Bytes that the server keeps of its requests.
+    request_bytes: u64,
+}
+
+impl SessionReport {
+    fn describe(&self, usage: &SessionUsage) -> Value {
+        json!({
+            "namespace": self.namespace, "connected": self.connected,
+            "workers": self.workers, "lookups": usage.lookups, "pending": usage.pending,
+            "loads": usage.loads, "saves": usage.saves, "load_bytes": usage.load_bytes,
+            "save_bytes": usage.save_bytes, "request_bytes": self.request_bytes,
+            "answered": usage.answered, "hits": usage.hits,
+            "loaded_bytes": usage.loaded_bytes, "saved_bytes": usage.saved_bytes,
+        })
     }
 }

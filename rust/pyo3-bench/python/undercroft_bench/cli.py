@@ -231,7 +231,9 @@ def _recover(args: argparse.Namespace) -> dict[str, Any]:
 def _replay(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import _bench
 
-    return _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
+    return _until_interrupted(
+        lambda: _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
+    )
 
 
 def _remote(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ mod pins;
 mod rig;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};
-use undercroft_core::engine::SessionId;
+use undercroft_core::engine::{ClearOrder, ClearWhat, SessionId};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 use undercroft_core::session::{Offer, SessionSpec};
@@ -60,6 +60,33 @@ fn a_reset_that_a_crash_cuts_short_lets_nothing_come_back() {
     assert!(rig.engine().gauges().disk_blocks > BLOCKS / 2);
     rig.restart(2 * CHAIN);
     assert_eq!(rig.engine().gauges().disk_blocks, 0);
+}
+
+#[test]
+fn what_an_operator_clears_goes_in_steps_with_its_bytes_and_its_records() {
+    for (what, erase) in [
+        (ClearWhat::OlderThan(0), false),
+        (ClearWhat::OlderThan(0), true),
+        (ClearWhat::All, true),
+    ] {
+        let (mut rig, session) = full();
+        let order = ClearOrder { what, erase };
+        let begun = rig.enter(0, |engine| engine.clear(&order)).unwrap();
+        assert!(
+            begun.removing && begun.disk_blocks < BLOCKS / 2,
+            "{begun:?}"
+        );
+        rig.pump();
+        let cleared = rig.engine().cleared();
+        assert_eq!((cleared.pending, cleared.removing), (0, false));
+        assert_eq!(cleared.disk_blocks, BLOCKS);
+        let erased = if erase { cleared.disk_bytes } else { 0 };
+        assert_eq!(cleared.erased_bytes, erased);
+        assert_eq!(rig.lookup(session, &chain(7, CHAIN)), 0);
+        rig.engine().check().unwrap();
+        rig.restart(2 * CHAIN);
+        assert_eq!(rig.engine().gauges().disk_blocks, 0);
+    }
 }
 
 #[test]

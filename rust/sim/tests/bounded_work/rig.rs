@@ -254,6 +254,7 @@ impl Rig {
             IoRequest::ReadPayload { checksum, .. } => Ok(*checksum),
             _ if self.fault == Fault::Writes => Err(IoFault::Os(28)),
             IoRequest::WritePayload { .. } => Ok(7),
+            IoRequest::Erase { .. } => Ok(0),
             IoRequest::WriteMeta {
                 file,
                 file_offset,

@@ -70,9 +70,22 @@ impl Namespaces {
         }
     }
 
+    /// The namespaces whose digest begins with `digits` and that blocks may belong to: shared, or of a session.
+    pub(in crate::engine) fn named(
+        &self,
+        digits: &str,
+        is_used: impl Fn(NsId) -> bool,
+    ) -> Vec<NsId> {
+        let known = (0..).zip(&self.table);
+        let named = known.filter(|(ns, state)| {
+            (!state.private || is_used(*ns)) && state.digest.to_hex().starts_with(digits)
+        });
+        named.map(|(ns, _)| ns).collect()
+    }
+
     /// Forgets a namespace and its blocks: from now on no lookup finds them. Its index is free once the blocks are
     /// removed, which takes many entries of the engine, and nothing uses them.
-    pub(super) fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
+    pub(in crate::engine) fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
         residency.remove_namespace(ns);
         let old = self.instance(ns);
         for device in residency.devices() {

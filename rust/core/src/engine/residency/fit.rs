@@ -63,6 +63,7 @@ impl Residency {
             spec,
             host_class,
             disk_class,
+            leaving: None,
         })
     }
 

@@ -4,6 +4,8 @@ use crate::forest::{DeviceIndex, Tier};
 use crate::namespace::NamespaceSpec;
 use crate::slots::Class;
 
+use super::sweep::Leaving;
+
 /// A region that slots are allocated from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Region {
@@ -30,6 +32,8 @@ pub(in crate::engine) struct Geometry {
     pub(super) host_class: Vec<Option<Class>>,
     /// Size class of each group, by directory.
     pub(super) disk_class: Vec<Vec<Option<Class>>>,
+    /// An operator has cleared it.
+    pub(super) leaving: Option<Leaving>,
 }
 
 impl Geometry {

@@ -3,7 +3,8 @@
 //! Every change of a payload's state happens in these modules. `slots` holds the changes, `reach` their
 //! consequences for lookups, `eviction` those for the policies. `runs` moves pages between size
 //! classes, `unused` evicts by age. `leases` keeps payloads in place, `hits` lists the payloads of a hit,
-//! `admission` adds blocks, `disk_slots` chooses directories.
+//! `admission` adds blocks, `disk_slots` chooses directories. `sweep` removes what an operator clears by age, and
+//! `erasures` has bytes on disk erased.
 
 mod admission;
 mod announce;
@@ -12,6 +13,7 @@ mod asker;
 mod check;
 mod disk_slots;
 mod emptying;
+mod erasures;
 mod eviction;
 mod fit;
 mod geometry;
@@ -27,6 +29,7 @@ mod run_loss;
 mod runs;
 mod slots;
 mod state;
+mod sweep;
 mod unused;
 
 #[cfg(feature = "check")]
@@ -37,4 +40,5 @@ pub(super) use hits::PromotionPlan;
 pub(super) use recovery::{Adoption, FoundRecord};
 pub use runs::Moves;
 pub(super) use state::Residency;
+pub(super) use sweep::{ClearTotals, Leaving, Sweep};
 pub(super) use unused::UnusedCursor;

@@ -234,6 +234,10 @@ impl Residency {
         if node.children() > 0 || !node.is_idle() {
             return None;
         }
+        if self.erases(id) && self.queue_erasures(id) {
+            return None;
+        }
+        let node = self.node(id);
         let parent = self.parent(id);
         for group in node.groups() {
             let payload = self.node(id).payload(group);

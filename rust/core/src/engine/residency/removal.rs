@@ -34,22 +34,21 @@ impl Removals {
 }
 
 impl Residency {
-    /// Whether all nodes of a namespace are being removed.
-    #[cfg(feature = "check")]
-    pub(super) fn is_ending(&self, ns: NsId) -> bool {
+    /// Whether nodes of a namespace are in the index that nobody finds any more.
+    pub(in crate::engine) fn is_ending(&self, ns: NsId) -> bool {
         self.removals.namespaces.contains(&ns)
     }
 
     /// Whether anything is left to be removed.
     pub(in crate::engine) fn has_removals(&self) -> bool {
-        !self.removals.is_empty()
+        !self.removals.is_empty() && !self.erasures.is_full()
     }
 
     /// Goes on with the removals, for about `steps` nodes. Returns whether there was a node to remove.
     pub(in crate::engine) fn continue_removals(&mut self, steps: usize) -> bool {
         let was_any = self.has_removals();
         for _ in 0..steps {
-            if !self.remove_one() {
+            if self.erasures.is_full() || !self.remove_one() {
                 break;
             }
         }
@@ -87,7 +86,7 @@ impl Residency {
                 self.lose_on(device, first);
             }
         }
-        self.has_removals()
+        !self.removals.is_empty()
     }
 
     /// Goes one node down from the cursor, or from `first`, or removes the node if it is a leaf. False if
@@ -110,6 +109,9 @@ impl Residency {
         let above = self.node(at).parent();
         if above != NONE && above != root {
             self.removals.cursor = Some((above, self.node(above).epoch));
+        }
+        if let Some(leaving) = self.geometry[usize::from(self.node(at).ns)].leaving {
+            self.count_cleared(at, leaving.order);
         }
         self.detach(at);
         match self.free_detached(at) {
@@ -134,6 +136,7 @@ impl Residency {
             self.departures.note(ns, &hash, Tier::Host, false);
         }
         self.forest.unindex(id);
+        self.note_bared(id);
         for group in self.node(id).groups() {
             if self.node(id).payload(group).disk == DiskState::Queued {
                 self.unqueue_write(id, group);
@@ -222,7 +225,8 @@ impl Residency {
         }
         let mut dropped = false;
         for group in self.node(id).groups() {
-            if self.node(id).payload(group).disk == DiskState::Present {
+            let is_there = self.node(id).payload(group).disk == DiskState::Present;
+            if is_there && !self.is_erased(id, group) {
                 self.free_disk(id, group, Loss::Dropped);
                 dropped = true;
             }

@@ -8,13 +8,16 @@ use crate::namespace::NamespaceSpec;
 use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
+use super::super::ages::Ages;
 use super::super::departures::Departures;
 use super::super::events::Feeds;
+use super::erasures::Erasures;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
 use super::removal::Removals;
 use super::rest::Rest;
 use super::runs::{Moves, RunSearch};
+use super::sweep::ClearTotals;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -65,6 +68,14 @@ pub(in crate::engine) struct Residency {
     pub(in crate::engine) feeds: Feeds,
     /// Blocks that have left the tiers.
     pub(in crate::engine) departures: Departures,
+    /// The times of the ticks.
+    pub(in crate::engine) ages: Ages,
+    /// Payloads whose bytes on disk are erased.
+    pub(in crate::engine) erasures: Erasures,
+    /// While a pass is under way: nodes that have lost their last child, with their epochs.
+    pub(super) bared: Option<Vec<(NodeId, u32)>>,
+    /// The result of the last order to clear.
+    pub(in crate::engine) cleared: ClearTotals,
 }
 
 impl Residency {
@@ -93,6 +104,10 @@ impl Residency {
             disk_gaps: false,
             feeds: Feeds::new(event_ring),
             departures: Departures::new(departures),
+            ages: Ages::default(),
+            erasures: Erasures::default(),
+            bared: None,
+            cleared: ClearTotals::default(),
         }
     }
 

@@ -10,7 +10,6 @@ use super::super::namespaces::Namespaces;
 use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
 use super::super::residency::Residency;
-use super::super::retention::Retention;
 use super::queue::WriteBack;
 
 /// Blocks of the table are written together: when so many wait, when one has waited for a second, or when no other
@@ -42,12 +41,13 @@ impl WriteBack {
                     break;
                 };
                 self.record_seq += 1;
+                let now_s = parts.config.unix_at_zero_s + parts.now_ns / 1_000_000_000;
                 let encoder = BlockEncoder {
                     residency: parts.residency,
                     namespaces: parts.namespaces,
-                    retention: parts.retention,
                     seq: self.record_seq,
-                    now_s: parts.config.unix_at_zero_s + parts.now_ns / 1_000_000_000,
+                    // The format counts seconds in 32 bits, until 2106.
+                    now_s: now_s.min(u64::from(u32::MAX)) as u32,
                 };
                 let bytes = encoder.encode(device, block);
                 let operation = Purpose::Table { device, block };
@@ -89,9 +89,8 @@ pub(in crate::engine) fn table_write_ended(
 struct BlockEncoder<'a> {
     residency: &'a Residency,
     namespaces: &'a Namespaces,
-    retention: &'a Retention,
     seq: u64,
-    now_s: u64,
+    now_s: u32,
 }
 
 impl BlockEncoder<'_> {
@@ -124,7 +123,7 @@ impl BlockEncoder<'_> {
             return None;
         }
         let parent = state.parent();
-        let used_s = self.retention.time_of(state.touch().last, self.now_s);
+        let ages = &self.residency.ages;
         Some(Record {
             group,
             hit_class: state.touch().hit_class,
@@ -135,8 +134,7 @@ impl BlockEncoder<'_> {
             checksum,
             depth: state.depth,
             last: state.touch().last,
-            // The format counts seconds in 32 bits, until 2106.
-            written_s: used_s.min(u64::from(u32::MAX)) as u32,
+            written_s: ages.time_of(state.touch().last, self.now_s),
             hash: state.hash,
             parent: (parent != NONE).then(|| self.residency.node(parent).hash),
         })

@@ -1,0 +1,105 @@
+"""``undercroft clear``: remove blocks from a running engine, by their namespace or their age."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from undercroft.cli import arguments, engines, output, waiting
+from undercroft.cli.sockets import absolute_path
+from undercroft.units import format_size
+
+_DIGITS_MIN = 8
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "clear",
+        parents=[shared],
+        help="remove blocks from a running engine",
+        description="Removes blocks from host memory and disk while the engine runs. No lookup finds the blocks of a "
+        "namespace from then on, nor does a restart. Blocks in use go when their use ends. Exit code 1 if no engine "
+        "answers, it refuses, or the time is over.",
+        epilog="example: undercroft clear --namespace 3f9a1c02 --erase --yes",
+    )
+    arguments.add_engine(parser, absolute_path)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--namespace",
+        metavar="DIGITS",
+        type=_digits,
+        help="blocks of the namespaces whose digest begins so (explain and inspect show digests)",
+    )
+    which.add_argument(
+        "--older-than", metavar="TIME", type=arguments.duration, help="blocks that nobody has used for so long, like 2h"
+    )
+    which.add_argument("--all", action="store_true", help="all blocks")
+    parser.add_argument("--erase", action="store_true", help="erase their bytes on disk, too")
+    parser.add_argument("--yes", action="store_true", help="remove them without asking")
+    parser.add_argument(
+        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="wait so long at most (%(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def _digits(text: str) -> str:
+    if len(text) < _DIGITS_MIN or any(one not in "0123456789abcdef" for one in text.lower()):
+        raise argparse.ArgumentTypeError(f"{text} is not the beginning of a digest: eight or more hexadecimal digits")
+    return text.lower()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Clear, wait, and print the blocks that have gone."""
+    socket = engines.socket_of(args)
+    what, named = _what(args)
+    if not args.yes and sys.stdin.isatty():
+        question = f"Remove {named} from unix://{socket}? [y/N] "
+        if input(question).strip().lower() not in ("y", "yes"):
+            raise output.CommandError("nothing was removed")
+    begun = engines.operate(socket, {"clear": {"what": what, "erase": args.erase}})
+    cleared, over = waiting.until(
+        socket, {"cleared": {}}, lambda said: _is_over(said, begun["order"]), _line, args.timeout
+    )
+    if args.json:
+        output.print_json({"socket": socket, "finished": over, **cleared})
+    else:
+        _print(cleared, args.erase, over)
+    return 0 if over and cleared["durable"] else 1
+
+
+def _what(args: argparse.Namespace) -> tuple[Any, str]:
+    """The engine's words for the blocks, and those for people."""
+    if args.namespace is not None:
+        return {"namespace": args.namespace}, f"all blocks of namespace {args.namespace}"
+    if args.older_than is not None:
+        # The engine counts in 32 bits: more than a century.
+        return {"older_than": min(args.older_than, 2**32 - 1)}, f"blocks unused for {output.age_text(args.older_than)}"
+    return "all", "all blocks"
+
+
+def _is_over(said: dict[str, Any], order: int) -> bool:
+    # A later order of somebody else begins only when this one is over.
+    return said["order"] != order or not said["removing"]
+
+
+def _line(said: dict[str, Any]) -> str:
+    gone = said["host_blocks"] + said["disk_blocks"]
+    return f"{gone} blocks removed, {said['pending']} pending"
+
+
+def _print(cleared: dict[str, Any], erase: bool, over: bool) -> None:
+    for tier, name in (("host", "host memory"), ("disk", "disk")):
+        count, size = cleared[f"{tier}_blocks"], format_size(cleared[f"{tier}_bytes"])
+        print(f"removed from {name}: {count} blocks, {size}")
+    if erase:
+        print(f"erased on disk: {format_size(cleared['erased_bytes'])}")
+    if failed := cleared["erase_failures"]:
+        print(f"{failed} blocks could not be erased: their filesystem cannot, or fails; the engine's disks show which")
+    if over and cleared["pending"]:
+        print(f"{cleared['pending']} hash blocks are in use or pinned; they go when that ends")
+    if not over:
+        print("not finished in time: the engine goes on", file=sys.stderr)
+    if not cleared["durable"]:
+        print("a directory is away or takes no writes: a restart may find the blocks again", file=sys.stderr)

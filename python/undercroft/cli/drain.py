@@ -1,0 +1,59 @@
+"""``undercroft drain``: have a running engine write everything to disk and take nothing new, before maintenance."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from undercroft.cli import arguments, engines, output, waiting
+from undercroft.cli.sockets import absolute_path
+from undercroft.units import format_size
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "drain",
+        parents=[shared],
+        help="prepare a running engine for maintenance",
+        description="From now on the engine begins no save and no read from disk, and writes the blocks that wait. Hits in host "
+        "memory are served. Waits until nothing is left to be written. A restart or --cancel ends that. Exit code 1 "
+        "if no engine answers, or the time is over.",
+        epilog="example: undercroft drain --timeout 120",
+    )
+    arguments.add_engine(parser, absolute_path)
+    parser.add_argument("--cancel", action="store_true", help="end that: the engine saves and reads again")
+    parser.add_argument(
+        "--timeout", type=arguments.seconds, default=300.0, metavar="S", help="wait so long at most (%(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drain and wait, or end that."""
+    socket = engines.socket_of(args)
+    drained = engines.operate(socket, {"drain": {"cancel": args.cancel}})
+    over = True
+    if not args.cancel:
+        drained, over = waiting.until(socket, {"drained": {}}, _is_over, _line, args.timeout)
+    if args.json:
+        output.print_json({"socket": socket, **drained})
+    elif args.cancel:
+        print("the engine saves and reads again")
+    elif drained["clean"]:
+        print("drained: everything is on disk, and the engine begins no save and no read from disk")
+    elif over:
+        raise output.CommandError("another undercroft drain --cancel has ended the draining")
+    else:
+        print(f"not drained in time: {_line(drained)}; the engine goes on", file=sys.stderr)
+    return 0 if args.cancel or drained["clean"] else 1
+
+
+def _is_over(said: dict[str, Any]) -> bool:
+    return bool(said["clean"]) or not said["draining"]
+
+
+def _line(said: dict[str, Any]) -> str:
+    queued = format_size(said["queued_bytes"])
+    return f"{queued} wait to be written, {said['operations']} operations and {said['saves']} saves in progress"

@@ -1,0 +1,35 @@
+"""Waiting for an order that a running engine carries out in steps."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from undercroft.cli import engines
+
+_INTERVAL_S = 0.1
+
+
+def until(
+    socket: str,
+    question: dict[str, Any],
+    is_over: Callable[[dict[str, Any]], bool],
+    line: Callable[[dict[str, Any]], str],
+    timeout_s: float,
+) -> tuple[dict[str, Any], bool]:
+    """Ask the engine again and again until ``is_over`` its answer or the time is; the last answer, and whether it is
+    over. On a terminal, ``line`` shows the progress."""
+    deadline = time.monotonic() + timeout_s
+    shows = sys.stderr.isatty()
+    while True:
+        said = engines.operate(socket, question)
+        over = is_over(said)
+        if over or time.monotonic() >= deadline:
+            if shows:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+            return said, over
+        if shows:
+            print(f"\r\033[K{line(said)}", end="", file=sys.stderr, flush=True)
+        time.sleep(_INTERVAL_S)

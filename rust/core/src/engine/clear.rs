@@ -1,0 +1,282 @@
+//! Blocks that an operator has cleared.
+//!
+//! A namespace that is cleared begins another life, as at a reset: no lookup finds any of its blocks from that entry on,
+//! nor does a restart. Blocks by age are looked for in a pass over all nodes. Both go from the leaves up, in steps, and
+//! blocks in use go when their last use ends.
+
+use serde::{Deserialize, Serialize};
+
+use crate::forest::NsId;
+use crate::io::{IoFault, IoRequest};
+
+use super::coordinator::Engine;
+use super::operations::Purpose;
+use super::residency::{ClearTotals, Leaving, Sweep};
+
+/// Pause before nodes that were in use are looked at again, in nanoseconds.
+const PAUSE_NS: u64 = 1_000_000_000;
+/// Erasures that one entry starts at most, and that a device has at once: a filesystem stops other work on the file.
+const ERASURES: usize = 4;
+/// Fewer digits of a digest could name another namespace by mistake.
+const DIGITS_MIN: usize = 8;
+
+/// Which blocks to clear.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ClearWhat {
+    /// All blocks of all namespaces.
+    All,
+    /// Those of the namespaces whose digest begins so: eight hexadecimal digits or more.
+    Namespace(String),
+    /// Those that nobody has used for so many seconds.
+    OlderThan(u32),
+}
+
+/// An order to clear.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClearOrder {
+    /// Which blocks.
+    pub what: ClearWhat,
+    /// Their bytes on disk are erased, too.
+    pub erase: bool,
+}
+
+/// The result of the last order so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Cleared {
+    /// Number of the order; 0 before the first.
+    pub order: u64,
+    /// Payloads in host memory that no lookup finds any more.
+    pub host_blocks: u64,
+    /// Their bytes.
+    pub host_bytes: u64,
+    /// Payloads on disk that no lookup finds any more.
+    pub disk_blocks: u64,
+    /// Their bytes.
+    pub disk_bytes: u64,
+    /// Bytes erased from the data files.
+    pub erased_bytes: u64,
+    /// Payloads whose bytes could not be erased.
+    pub erase_failures: u64,
+    /// Hash blocks that have not gone yet: not reached, in use, or being erased.
+    pub pending: u64,
+    /// More goes by itself; otherwise all that is pending waits for the end of its use.
+    pub removing: bool,
+    /// No restart brings any of them back, as far as that is known. False where a directory is away or takes no writes.
+    pub durable: bool,
+}
+
+/// Why an order is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ClearRefusal {
+    /// Another one is under way.
+    #[error("another clear is under way; ask again when it has ended")]
+    Busy,
+    /// No namespace has such a digest.
+    #[error(
+        "no namespace has a digest that begins with {0}; undercroft inspect and explain show digests"
+    )]
+    Unknown(String),
+    /// The digest is too short.
+    #[error("namespace {0:?}: allowed are {DIGITS_MIN} or more hexadecimal digits of its digest")]
+    Digits(String),
+}
+
+/// The last order, and the pass under way.
+#[derive(Debug, Default)]
+pub(super) struct Clearing {
+    order: u64,
+    /// Indices that namespaces had before the order ended their lives.
+    gone: Vec<NsId>,
+    sweep: Option<Sweep>,
+    /// Nodes that the last pass of the order found in use.
+    in_use: Option<u64>,
+    next_pass_ns: u64,
+    /// Erased bytes and failures when the order came.
+    erased_before: (u64, u64),
+}
+
+impl Engine {
+    /// Begins to clear; [`Engine::cleared`] tells the progress.
+    ///
+    /// # Errors
+    /// If another order is under way, or names no namespace.
+    pub fn clear(&mut self, order: &ClearOrder) -> Result<Cleared, ClearRefusal> {
+        if self.cleared().removing {
+            return Err(ClearRefusal::Busy);
+        }
+        let namespaces = self.namespaces_of(&order.what)?;
+        let number = self.clearing.order + 1;
+        self.residency.end_pass();
+        let erasures = &self.residency.erasures;
+        self.clearing = Clearing {
+            order: number,
+            erased_before: (erasures.bytes, erasures.failures),
+            ..Clearing::default()
+        };
+        self.residency.cleared = ClearTotals {
+            order: number,
+            ..ClearTotals::default()
+        };
+        let leaving = Leaving {
+            order: number,
+            erases: order.erase,
+        };
+        for ns in namespaces {
+            self.end_life(ns, leaving);
+        }
+        if let ClearWhat::OlderThan(seconds) = order.what {
+            let until = match seconds {
+                0 => Some(self.residency.tick()),
+                _ => self.tick_before(seconds),
+            };
+            let sweep = until.map(|until| Sweep::new(number, until, order.erase));
+            self.clearing.sweep = sweep;
+        }
+        Ok(self.cleared())
+    }
+
+    /// The namespaces that an order names.
+    fn namespaces_of(&self, what: &ClearWhat) -> Result<Vec<NsId>, ClearRefusal> {
+        let digits = match what {
+            ClearWhat::OlderThan(_) => return Ok(Vec::new()),
+            ClearWhat::All => "",
+            ClearWhat::Namespace(digits) => digits,
+        };
+        let are_digits = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+        if *what != ClearWhat::All && (digits.len() < DIGITS_MIN || !are_digits) {
+            return Err(ClearRefusal::Digits(digits.to_owned()));
+        }
+        let digits = digits.to_ascii_lowercase();
+        let is_used = |ns| self.sessions.uses(ns);
+        let found = self.namespaces.named(&digits, is_used);
+        if found.is_empty() && *what != ClearWhat::All {
+            return Err(ClearRefusal::Unknown(digits));
+        }
+        Ok(found)
+    }
+
+    /// Ends the life of a namespace, durably; its sessions begin another one.
+    fn end_life(&mut self, ns: NsId, leaving: Leaving) {
+        if self.sessions.uses(ns) {
+            let is_unused = |ns| !self.sessions.uses(ns);
+            let new = self
+                .namespaces
+                .begin_new_life(ns, &mut self.residency, is_unused);
+            if new == ns {
+                // No index was left, and all blocks have gone at once.
+                return;
+            }
+            self.sessions.move_all(ns, new);
+        } else {
+            self.namespaces.vacate(ns, &mut self.residency);
+        }
+        self.residency.set_leaving(ns, Some(leaving));
+        self.clearing.gone.push(ns);
+    }
+
+    /// The tick before which blocks were used last that nobody has used for so many seconds.
+    fn tick_before(&self, seconds: u32) -> Option<u64> {
+        let at_s = self.unix_s().checked_sub(seconds)?;
+        self.residency.ages.last_by(at_s)
+    }
+
+    /// The progress of the last order.
+    pub fn cleared(&self) -> Cleared {
+        let (residency, clearing) = (&self.residency, &self.clearing);
+        let totals = &residency.cleared;
+        let mut cleared = Cleared {
+            order: clearing.order,
+            erased_bytes: residency.erasures.bytes - clearing.erased_before.0,
+            erase_failures: residency.erasures.failures - clearing.erased_before.1,
+            durable: !self.namespaces.reset_pending() && !self.namespaces.reset_failed(),
+            ..Cleared::default()
+        };
+        if clearing.order > 0 {
+            [cleared.host_blocks, cleared.disk_blocks] = totals.blocks;
+            [cleared.host_bytes, cleared.disk_bytes] = totals.bytes;
+        }
+        let left = |&ns: &NsId| residency.left_of(ns, clearing.order);
+        cleared.pending = clearing.gone.iter().map(left).sum();
+        cleared.removing = !residency.erasures.is_empty() || self.namespaces.reset_pending();
+        let is_going = |ns: &NsId| left(ns) > 0 && residency.is_ending(*ns);
+        cleared.removing |= clearing.gone.iter().any(is_going);
+        if let Some(sweep) = &clearing.sweep {
+            cleared.removing |= clearing.in_use.is_none();
+            cleared.pending += clearing.in_use.unwrap_or(sweep.in_use);
+        }
+        if clearing.gone.is_empty() {
+            cleared.pending += residency.erasures.len() as u64;
+        }
+        cleared
+    }
+
+    /// Goes on with the pass under way. Whether there is one.
+    pub(super) fn step_pass(&mut self) -> bool {
+        if !self.is_pass_due() {
+            return false;
+        }
+        let Some(mut sweep) = self.clearing.sweep.take() else {
+            return false;
+        };
+        let is_over = self.residency.step_sweep(&mut sweep, self.config.removals);
+        if is_over {
+            self.clearing.in_use = Some(sweep.in_use);
+            self.clearing.next_pass_ns = self.now_ns + PAUSE_NS;
+        }
+        if !is_over {
+            self.clearing.sweep = Some(sweep);
+        } else if sweep.in_use > 0 {
+            sweep.again();
+            self.clearing.sweep = Some(sweep);
+        }
+        true
+    }
+
+    fn is_pass_due(&self) -> bool {
+        self.clearing.sweep.is_some() && self.now_ns >= self.clearing.next_pass_ns
+    }
+
+    /// Whether the pass goes on in the next entry.
+    pub(super) fn has_passes(&self) -> bool {
+        self.is_pass_due() && !self.residency.erasures.is_full()
+    }
+
+    /// Whether a pass begins some time.
+    pub(super) fn waits_for_pass(&self) -> bool {
+        self.clearing.sweep.is_some()
+    }
+
+    /// Appends erasures to start now.
+    pub(super) fn next_erasures(&mut self, out: &mut Vec<IoRequest>) {
+        if !self.residency.erasures.has_waiting() {
+            return;
+        }
+        let mut erasing = self.operations.erasures();
+        for (id, group) in self.residency.erasures.take(ERASURES) {
+            let device = self.residency.node(id).device;
+            let health = &self.residency.disks()[device.index()].health;
+            if !health.is_alive() {
+                let stopped = Err(IoFault::Stopped);
+                self.residency.erasure_ended((id, group), stopped);
+                continue;
+            }
+            if erasing >= ERASURES || !health.answers() || !self.operations.may_write(device) {
+                self.residency.erasures.put_back((id, group));
+                continue;
+            }
+            erasing += 1;
+            let purpose = Purpose::Erase { node: id, group };
+            let token = self.operations.start(purpose, device, self.now_ns);
+            self.residency.erasures.started((id, group));
+            let (file_offset, len) = self.residency.disk_range(id, group);
+            out.push(IoRequest::Erase {
+                token,
+                device: device.number(),
+                file_offset,
+                len,
+            });
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! A pass over all nodes that removes those that nobody has used for long, from the leaves up, in steps.
+
+use crate::forest::{DiskState, NONE, NodeId, NsId, Tier};
+use crate::slots::slot_offset;
+use crate::work;
+
+use super::geometry::Region;
+use super::state::Residency;
+
+/// A namespace that an operator has cleared: its last blocks leave as they become free.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct Leaving {
+    /// Number of the order.
+    pub(in crate::engine) order: u64,
+    /// The bytes on disk are erased.
+    pub(in crate::engine) erases: bool,
+}
+
+/// Payloads that an order has taken out of the index, by tier, and their bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::engine) struct ClearTotals {
+    /// Number of the order.
+    pub(in crate::engine) order: u64,
+    pub(in crate::engine) blocks: [u64; 2],
+    pub(in crate::engine) bytes: [u64; 2],
+}
+
+/// How far a pass is.
+#[derive(Clone, Debug)]
+pub(in crate::engine) struct Sweep {
+    /// Number of the order.
+    pub(in crate::engine) order: u64,
+    /// Nodes used last at this tick or before go.
+    pub(in crate::engine) until: u64,
+    pub(in crate::engine) erases: bool,
+    next: NodeId,
+    /// Nodes that are used although their time is over.
+    pub(in crate::engine) in_use: u64,
+}
+
+impl Sweep {
+    pub(in crate::engine) fn new(order: u64, until: u64, erases: bool) -> Self {
+        Self {
+            order,
+            until,
+            erases,
+            next: 0,
+            in_use: 0,
+        }
+    }
+
+    /// Another pass.
+    pub(in crate::engine) fn again(&mut self) {
+        (self.next, self.in_use) = (0, 0);
+    }
+}
+
+impl Residency {
+    /// Goes on with a pass, for about `steps` nodes; one pass at a time is under way. Whether the pass is over.
+    pub(in crate::engine) fn step_sweep(&mut self, sweep: &mut Sweep, steps: usize) -> bool {
+        let mut steps = steps;
+        while steps > 0 {
+            if self.erasures.is_full() {
+                return false;
+            }
+            let bared = self.bared.get_or_insert_default().pop();
+            let bared = bared.filter(|&(id, epoch)| self.forest.is_live(id, epoch));
+            let id = bared.map_or(sweep.next, |(id, _)| id);
+            if bared.is_none() {
+                if sweep.next as usize >= self.forest.ids_given() {
+                    self.bared = None;
+                    return true;
+                }
+                sweep.next += 1;
+            }
+            work::node();
+            // To remove a node is more work than to look at one.
+            let of_node = if self.sweep_node(id, sweep) { 2 } else { 1 };
+            steps = steps.saturating_sub(of_node);
+        }
+        false
+    }
+
+    /// Removes a node if it is a leaf that nobody has used since. Whether it has left the index.
+    fn sweep_node(&mut self, id: NodeId, sweep: &mut Sweep) -> bool {
+        if !self.forest.is_used(id) || !self.is_stale_leaf(id, sweep.until) {
+            return false;
+        }
+        if self.is_needed(id) {
+            sweep.in_use += 1;
+            return false;
+        }
+        self.count_cleared(id, sweep.order);
+        self.forget_records(id);
+        if sweep.erases {
+            // Nodes below that have left the index may keep this one for a while: not its bytes.
+            self.queue_erasures(id);
+        }
+        self.remove_subtree(id);
+        true
+    }
+
+    /// The pass under way goes no further.
+    pub(in crate::engine) fn end_pass(&mut self) {
+        self.bared = None;
+    }
+
+    /// A node has left the index: a pass looks at its parent again, which may have become a leaf.
+    pub(super) fn note_bared(&mut self, id: NodeId) {
+        let Some(parent) = self.parent(id).filter(|_| self.bared.is_some()) else {
+            return;
+        };
+        let node = self.node(parent);
+        if node.is_detached() || self.forest.first_child(parent) != NONE || self.is_ending(node.ns)
+        {
+            return;
+        }
+        let bared = (parent, node.epoch);
+        self.bared.get_or_insert_default().push(bared);
+    }
+
+    fn is_stale_leaf(&self, id: NodeId, until: u64) -> bool {
+        let node = self.node(id);
+        !node.is_detached() && node.touch().last <= until && self.forest.first_child(id) == NONE
+    }
+
+    /// Whether a lease, a copy or an IO operation needs a node.
+    fn is_needed(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        !node.is_idle() || node.uses().holds > 0
+    }
+
+    /// Counts a node that is about to leave the index by an order.
+    pub(super) fn count_cleared(&mut self, id: NodeId, order: u64) {
+        if self.cleared.order != order {
+            return;
+        }
+        for group in self.node(id).groups() {
+            let payload = self.node(id).payload(group);
+            let bytes = u64::from(self.payload_bytes(id, group));
+            for tier in Tier::ALL
+                .into_iter()
+                .filter(|&tier| payload.is_readable(tier))
+            {
+                self.cleared.blocks[tier as usize] += 1;
+                self.cleared.bytes[tier as usize] += bytes;
+            }
+        }
+    }
+
+    /// Has the records of a node's payloads overwritten: no restart finds them.
+    fn forget_records(&mut self, id: NodeId) {
+        for group in self.node(id).groups() {
+            let (device, payload) = (self.node(id).device, self.node(id).payload(group));
+            if payload.disk == DiskState::Present {
+                let class = self.class(id, Region::Disk(device), group);
+                let offset = slot_offset(payload.disk_slot);
+                self.disk_mut(device).mark_dirty(class, offset);
+            }
+        }
+    }
+
+    /// A namespace is about to end by an order.
+    pub(in crate::engine) fn set_leaving(&mut self, ns: NsId, leaving: Option<Leaving>) {
+        self.geometry[usize::from(ns)].leaving = leaving;
+    }
+
+    /// Whether nodes of a namespace that ended by an order are left, in the index or in use; how many.
+    pub(in crate::engine) fn left_of(&self, ns: NsId, order: u64) -> u64 {
+        let leaving = self.geometry[usize::from(ns)].leaving;
+        match leaving.filter(|of| of.order == order) {
+            Some(_) => u64::from(self.forest.count(ns)),
+            None => 0,
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! The blocks of a namespace in a file, from directories that an engine may be using.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::{self, BufWriter};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use undercroft_core::checksum::checksum;
+use undercroft_core::disk::format::{NamespaceEntry, PLACEHOLDER, RECORD_BYTES, Record};
+use undercroft_core::disk::inspect::{NamespaceSummary, Summary};
+use undercroft_core::disk::open;
+use undercroft_core::disk::portable::{PortableError, PortableWriter};
+use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::{GroupKind, NamespaceSpec};
+use undercroft_core::slots::SLOT_ALIGN;
+
+use crate::error::HostError;
+
+/// Blocks between two reports of progress.
+const STEP: u64 = 64;
+/// Fewer digits could name another namespace by mistake.
+const DIGITS_MIN: usize = 8;
+
+/// The contents of a file that was written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Exported {
+    /// Digest of the namespace, hexadecimal.
+    pub namespace: String,
+    /// Payloads.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Payloads in the tables that were left out: replaced meanwhile, unreadable, or below such a block.
+    pub left_out: u64,
+}
+
+/// One block, and the data file that it lies in.
+struct Source {
+    record: Record,
+    directory: usize,
+}
+
+/// Writes the blocks on disk of the one namespace whose digest begins with `digest` to a new file at `path`.
+/// `progress` gets the numbers of blocks that are written and that there are, now and then, and may end it with an error
+/// of its own: nothing is at `path` then.
+///
+/// # Errors
+/// If the namespace is not there, a directory cannot be read, or the file cannot be written; or of `progress`.
+pub fn export<E: From<HostError>>(
+    directories: &[PathBuf],
+    digest: &str,
+    path: &Path,
+    mut progress: impl FnMut(u64, u64) -> Result<(), E>,
+) -> Result<Exported, E> {
+    if path.exists() {
+        let reason = io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "it exists; delete it or name another file",
+        );
+        return Err(failed(path, reason).into());
+    }
+    let mut contents = Vec::new();
+    for directory in directories {
+        contents.push(open::read(directory).map_err(HostError::from)?);
+    }
+    let summaries: Vec<Summary> = contents.iter().map(Summary::of).collect();
+    let space = chosen(&summaries, digest)?;
+    let data: Vec<&File> = contents.iter().map(|of| &of.data).collect();
+    let tables = contents.iter().map(|of| of.table_bytes.as_slice());
+    let sources = connected(&space, &summaries, tables.enumerate());
+    let part = path.with_file_name(format!(
+        "{}.part-{}",
+        path.file_name().unwrap_or_default().to_string_lossy(),
+        std::process::id()
+    ));
+    let written = write(&space, &sources, &data, &part, &mut progress).and_then(|exported| {
+        std::fs::rename(&part, path).map_err(|error| E::from(failed(path, error)))?;
+        Ok(exported)
+    });
+    if written.is_err() {
+        // If that fails, the file's name says that it is a part.
+        let _ = std::fs::remove_file(&part);
+    }
+    written
+}
+
+/// The error of a file.
+pub(crate) fn failed(path: &Path, error: impl Into<PortableError>) -> HostError {
+    HostError::Portable {
+        path: path.to_owned(),
+        source: error.into(),
+    }
+}
+
+/// The one namespace that `digest` names.
+fn chosen(summaries: &[Summary], digest: &str) -> Result<NamespaceSummary, HostError> {
+    let digits = digest.to_ascii_lowercase();
+    let spaces = summaries.iter().flat_map(|of| &of.namespaces);
+    let mut named: HashMap<String, &NamespaceSummary> = HashMap::new();
+    for space in spaces {
+        let of_space = space.spec.digest().to_hex();
+        if digits.len() >= DIGITS_MIN && of_space.starts_with(&digits) {
+            named.insert(of_space, space);
+        }
+    }
+    match named.len() {
+        1 => Ok(named.into_values().next().expect("there is one").clone()),
+        0 => Err(HostError::Option(format!(
+            "namespace {digest:?}: the directories hold none; allowed are {DIGITS_MIN} or more first digits of one that \
+             undercroft inspect shows"
+        ))),
+        count => Err(HostError::Option(format!(
+            "namespace {digest:?} is the beginning of {count} namespaces: give more digits"
+        ))),
+    }
+}
+
+/// The blocks of a namespace, parents before children, those of a node together.
+fn connected<'a>(
+    space: &NamespaceSummary,
+    summaries: &[Summary],
+    tables: impl Iterator<Item = (usize, &'a [u8])>,
+) -> Vec<Source> {
+    let mut sources = Vec::new();
+    for (directory, summary) in summaries.iter().enumerate() {
+        let records = summary.records.iter();
+        let own = records.filter(|record| record.instance == space.instance);
+        sources.extend(own.map(|&record| Source { record, directory }));
+    }
+    for (directory, table) in tables {
+        let records = table.chunks_exact(RECORD_BYTES).filter_map(Record::decode);
+        let own = records
+            .filter(|record| record.group == PLACEHOLDER && record.instance == space.instance);
+        sources.extend(own.map(|record| Source { record, directory }));
+    }
+    // Of two records of a payload the later one counts.
+    sources.sort_unstable_by_key(|source| {
+        let record = &source.record;
+        let order = u64::MAX - record.seq;
+        (record.depth, record.hash, record.group, order)
+    });
+    let mut seen = HashSet::new();
+    sources.retain(|source| seen.insert((source.record.hash, source.record.group)));
+    sources
+}
+
+/// The nodes that are in the file: those whose required payloads and ancestors are.
+#[derive(Default)]
+struct Written {
+    nodes: HashSet<BlockHash>,
+    left_out: u64,
+}
+
+fn write<E: From<HostError>>(
+    space: &NamespaceSummary,
+    sources: &[Source],
+    data: &[&File],
+    part: &Path,
+    progress: &mut impl FnMut(u64, u64) -> Result<(), E>,
+) -> Result<Exported, E> {
+    let error = |error: io::Error| E::from(failed(part, error));
+    let mut options = File::options();
+    let file = options.write(true).create_new(true).mode(0o600).open(part);
+    let entry = NamespaceEntry {
+        instance: space.instance,
+        spec: space.spec.clone(),
+    };
+    let out = BufWriter::with_capacity(1 << 20, file.map_err(error)?);
+    let mut writer = PortableWriter::begin(out, &entry).map_err(error)?;
+    let mut written = Written::default();
+    let mut at = 0;
+    while at < sources.len() {
+        let hash = sources[at].record.hash;
+        let count = sources[at..].iter().take_while(|of| of.record.hash == hash);
+        let node = &sources[at..at + count.count()];
+        if (at as u64 / STEP) != (at + node.len()) as u64 / STEP || at == 0 {
+            progress(at as u64, sources.len() as u64)?;
+        }
+        at += node.len();
+        add_node(&space.spec, node, data, &mut writer, &mut written).map_err(error)?;
+    }
+    let (out, totals) = writer.finish().map_err(error)?;
+    let file = out
+        .into_inner()
+        .map_err(|broken| error(broken.into_error()))?;
+    file.sync_all().map_err(error)?;
+    progress(sources.len() as u64, sources.len() as u64)?;
+    Ok(Exported {
+        namespace: space.spec.digest().to_hex(),
+        blocks: totals.blocks,
+        bytes: totals.bytes,
+        left_out: written.left_out,
+    })
+}
+
+/// Adds the payloads of a node that are intact, if all that it requires are, and its parent is there.
+fn add_node(
+    spec: &NamespaceSpec,
+    node: &[Source],
+    data: &[&File],
+    writer: &mut PortableWriter<BufWriter<File>>,
+    written: &mut Written,
+) -> io::Result<()> {
+    let first = &node[0].record;
+    let has_parent = first.parent.is_none_or(|of| written.nodes.contains(&of));
+    let mut payloads = Vec::new();
+    for source in node.iter().filter(|_| has_parent) {
+        if let Some(payload) = read(source, data[source.directory])? {
+            payloads.push((source.record, payload));
+        }
+    }
+    let has = |group: usize| {
+        payloads
+            .iter()
+            .any(|(record, _)| usize::from(record.group) == group)
+    };
+    let is_whole = required_groups(spec, first.depth).all(has);
+    if !has_parent || payloads.is_empty() || !is_whole {
+        written.left_out += node
+            .iter()
+            .filter(|of| of.record.group != PLACEHOLDER)
+            .count() as u64;
+        return Ok(());
+    }
+    written.left_out += (node.len() - payloads.len()) as u64;
+    for (record, payload) in &payloads {
+        writer.add(record, payload)?;
+    }
+    written.nodes.insert(first.hash);
+    Ok(())
+}
+
+/// The groups whose block every hit at or below a node needs.
+pub(crate) fn required_groups(
+    spec: &NamespaceSpec,
+    depth: u32,
+) -> impl Iterator<Item = usize> + '_ {
+    let groups = spec.groups.iter().enumerate();
+    let full = groups.filter(|(_, of)| of.kind == GroupKind::Full);
+    full.map(|(group, _)| group)
+        .filter(move |&group| spec.ends_block(group, depth))
+}
+
+/// A payload, if it still has the checksum of its record.
+fn read(source: &Source, data: &File) -> io::Result<Option<Vec<u8>>> {
+    let record = &source.record;
+    let mut payload = vec![0; record.payload_bytes as usize];
+    if record.group == PLACEHOLDER {
+        return Ok(Some(payload));
+    }
+    match data.read_exact_at(&mut payload, u64::from(record.slot) * SLOT_ALIGN) {
+        Ok(()) => Ok((checksum(&payload) == record.checksum).then_some(payload)),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+        Err(error) => Err(error),
+    }
+}

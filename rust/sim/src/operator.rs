@@ -1,0 +1,113 @@
+//! An operator: clears blocks, and has the engine drain.
+
+use undercroft_core::engine::{ClearOrder, ClearRefusal, ClearWhat};
+
+use crate::world::World;
+
+/// More turns than a pass over all nodes takes.
+const TURNS_MAX: usize = 2_000;
+
+impl World {
+    /// An operator gives an order.
+    pub(crate) fn operate(&mut self) -> Result<(), String> {
+        if self.random.chance(250) {
+            let cancel = self.random.chance(700);
+            let drained = self.engine.with(|engine| engine.drain(cancel));
+            self.note(|| format!("drain, cancel {cancel}: {drained:?}"));
+            self.history.roomy_broken |= !cancel;
+            return self.check_drained();
+        }
+        let namespace = self.random.index(self.models.len());
+        let what = match self.random.below(10) {
+            0..=4 => ClearWhat::Namespace(self.digest(namespace).to_hex()),
+            5 => ClearWhat::All,
+            6..=7 => ClearWhat::OlderThan(0),
+            _ => ClearWhat::OlderThan(self.random.range(1, 2) as u32),
+        };
+        let erase = self.random.chance(400);
+        self.clear(&ClearOrder { what, erase })
+    }
+
+    fn clear(&mut self, order: &ClearOrder) -> Result<(), String> {
+        let given = self.engine.with(|engine| engine.clear(order));
+        self.note(|| format!("{order:?}: {given:?}"));
+        match given {
+            Ok(_) => {}
+            // Sessions of it have been closed, and nothing of it is shared.
+            Err(ClearRefusal::Busy | ClearRefusal::Unknown(_)) => return Ok(()),
+            Err(refused) => return Err(format!("{order:?}: {refused}")),
+        }
+        self.log.stats.clears += 1;
+        self.history.roomy_broken = true;
+        self.history.left_on_disk = None;
+        match &order.what {
+            ClearWhat::OlderThan(seconds) => self.cleared_by_age(*seconds),
+            ClearWhat::All => self.cleared_namespaces(|_| true),
+            ClearWhat::Namespace(digest) => self.cleared_namespaces(|found| found == digest),
+        }
+    }
+
+    /// Nothing of these namespaces is found any more.
+    fn cleared_namespaces(&mut self, is_cleared: impl Fn(&str) -> bool) -> Result<(), String> {
+        for namespace in 0..self.models.len() {
+            if !is_cleared(&self.digest(namespace).to_hex()) {
+                continue;
+            }
+            self.forget(namespace);
+            self.history.saved.retain(|&(of, _, _)| of != namespace);
+            self.pins.forget(namespace);
+            for of in self.sessions.iter().filter(|of| of.namespace == namespace) {
+                let there = self.engine.uncounted(|engine| engine.announced(of.id));
+                if let Some(left) = there.first() {
+                    return Err(format!("{left:?} is there after a clear"));
+                }
+                self.log.stats.clears_checked += 1;
+            }
+        }
+        let attached = &self.disks.attached;
+        let away = (0..self.disks.devices.len()).filter(|at| !attached.contains(at));
+        self.history.stale.extend(away);
+        Ok(())
+    }
+
+    /// The pass comes to an end by itself. What nobody has used for longer has gone then, but for what is in use.
+    fn cleared_by_age(&mut self, seconds: u32) -> Result<(), String> {
+        if self.random.chance(500) {
+            return Ok(());
+        }
+        for _ in 0..TURNS_MAX {
+            self.start_io()?;
+            self.end_io()?;
+            let cleared = self.engine.with(|engine| engine.cleared());
+            if cleared.removing {
+                continue;
+            }
+            if seconds > 0 || cleared.pending > 0 {
+                return Ok(());
+            }
+            for of in &self.sessions {
+                let there = self.engine.uncounted(|engine| engine.announced(of.id));
+                if let Some(left) = there.first() {
+                    return Err(format!("{left:?} is there, and said to be cleared"));
+                }
+            }
+            self.log.stats.clears_checked += 1;
+            return Ok(());
+        }
+        match self.disks.is_well() {
+            true => Err("a clear never ends".to_owned()),
+            // It waits for a device that hangs.
+            false => Ok(()),
+        }
+    }
+
+    /// An engine that says it is clean has nothing left to write.
+    pub(crate) fn check_drained(&mut self) -> Result<(), String> {
+        let drained = self.engine.with(|engine| engine.drained());
+        let writes = self.engine.with(|engine| engine.has_operations());
+        if drained.clean && (writes || drained.queued_bytes > 0) {
+            return Err(format!("clean, and at work: {drained:?}"));
+        }
+        Ok(())
+    }
+}
