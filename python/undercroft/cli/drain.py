@@ -17,9 +17,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "drain",
         parents=[shared],
         help="prepare a running engine for maintenance",
-        description="From now on the engine begins no save and no read from disk, and writes the blocks that wait. Hits in host "
-        "memory are served. Waits until nothing is left to be written. A restart or --cancel ends that. Exit code 1 "
-        "if no engine answers, or the time is over.",
+        description="From now on the engine begins no save and no read from disk, and writes the blocks that wait. "
+        "Hits in host memory are served. Waits until nothing is left to be written. A restart or --cancel ends that. "
+        "Exit code 1 if no engine answers, or the time is over.",
         epilog="example: undercroft drain --timeout 120",
     )
     arguments.add_engine(parser, absolute_path)
