@@ -15,6 +15,7 @@ pub mod forest;
 pub mod hint;
 pub mod io;
 pub mod key;
+mod little_endian;
 pub mod memory;
 pub mod metrics;
 pub mod namespace;

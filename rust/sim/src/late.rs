@@ -22,7 +22,7 @@ impl World {
         self.note(|| format!("the engine starts without devices {absent:?}"));
     }
 
-    /// A directory can be opened again. What it held is discarded: the engine may have ended lives of namespaces
+    /// A directory can be opened again. Its content is discarded: the engine may have ended lives of namespaces
     /// meanwhile.
     pub(crate) fn open_late(&mut self) {
         if !self.random.chance(self.settings.late / 10) {

@@ -70,7 +70,7 @@ impl World {
         Ok(())
     }
 
-    /// The pass comes to an end by itself. What nobody has used for longer has gone then, but for what is in use.
+    /// The pass comes to an end by itself. Blocks unused for longer are gone then, unless they are in use.
     fn cleared_by_age(&mut self, seconds: u32) -> Result<(), String> {
         if self.random.chance(500) {
             return Ok(());

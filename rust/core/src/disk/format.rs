@@ -10,6 +10,7 @@
 use crate::checksum::checksum;
 use crate::forest::TICK_MAX;
 use crate::key::{BlockHash, HASH_BYTES_MAX};
+use crate::little_endian::{u32_at, u64_at};
 use crate::namespace::NamespaceSpec;
 use crate::slots::SLOT_ALIGN;
 
@@ -37,18 +38,6 @@ const USE_MAGIC: [u8; 4] = *b"UCUS";
 const RECORD_MAGIC: [u8; 4] = *b"UCRD";
 const RECORD_BODY: usize = 120;
 const NAMESPACE_HEAD: usize = 24;
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    let mut word = [0; 4];
-    word.copy_from_slice(&bytes[at..at + 4]);
-    u32::from_le_bytes(word)
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(&bytes[at..at + 8]);
-    u64::from_le_bytes(word)
-}
 
 /// The superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -150,7 +150,7 @@ pub struct RemoteCompletion {
 /// The maker gives the store the arena and the [`Waker`](crate::io::Waker) of the engine's IO thread
 /// ([`Driver::waker`](crate::driver::Driver::waker)), which the store wakes after a completion has become ready. The
 /// store limits how long an operation takes ([`RemoteError::Late`]); the engine waits no longer than its own limits, but
-/// the memory of an operation belongs to the store until the completion. What the store retries inside is its matter, if
+/// the memory of an operation belongs to the store until the completion. The store may retry inside, if
 /// the limits hold. Dropping the store ends its operations, waits for those that may still touch the arena, for at most ten
 /// seconds, and after that leaks the memory that they use.
 pub trait RemoteStore: Send + std::fmt::Debug {

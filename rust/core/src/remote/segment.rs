@@ -23,6 +23,7 @@
 
 use crate::checksum::RunningChecksum;
 use crate::key::{BlockHash, HASH_BYTES_MAX, NamespaceDigest};
+use crate::little_endian::{u32_at, u64_at};
 
 use super::key::REMOTE_VERSION;
 
@@ -276,18 +277,6 @@ fn header_sum(header: &[u8]) -> u64 {
     sum.update(&header[..SUM_AT]);
     sum.update(&header[SUM_AT + 8..]);
     sum.finish()
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    let mut word = [0; 4];
-    word.copy_from_slice(&bytes[at..at + 4]);
-    u32::from_le_bytes(word)
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(&bytes[at..at + 8]);
-    u64::from_le_bytes(word)
 }
 
 #[cfg(test)]

@@ -53,7 +53,7 @@ impl Objects {
         self.by_name.keys().nth(at).cloned()
     }
 
-    /// What happens to objects by themselves.
+    /// Changes of objects that no host asks for.
     pub(crate) fn decay(&mut self, faults: &Faults, random: &mut Random) {
         if random.chance(faults.evicted)
             && let Some(name) = self.any(random)
