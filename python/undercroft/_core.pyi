@@ -251,7 +251,8 @@ def operate(socket: str, operation: dict[str, Any], timeout_s: float = 5.0) -> d
     ``{"explain": {"request": PREFIX, "misses": bool, "before": int | None}}``: ``lookups``, the latest first, and
     ``before``, with which to ask for more. ``{"clear": {"what": "all" | {"namespace": DIGITS} | {"older_than":
     SECONDS}, "erase": bool}}``, ``{"cleared": {}}``, ``{"drain": {"cancel": bool}}`` and ``{"drained": {}}``: the
-    progress, as the commands of these names print it with ``--json``; ``error`` if it is refused. ``{"describe":
+    progress, as the commands of these names print it with ``--json``; ``error`` if it is refused. ``{"resize":
+    {"host_bytes": BYTES, "disk_bytes": BYTES}}`` and ``{"resized": {}}``: the sizes, likewise. ``{"describe":
     {"namespace": DIGEST}}``: its ``description``, or None.
     """
 

@@ -143,10 +143,12 @@ impl Counters {
 )]
 pub struct Gauges {
     pub host_capacity_bytes: u64,
+    pub host_target_bytes: u64,
     pub host_used_bytes: u64,
     pub host_pinned_bytes: u64,
     pub host_blocks: u64,
     pub disk_capacity_bytes: u64,
+    pub disk_target_bytes: u64,
     pub disk_used_bytes: u64,
     pub disk_blocks: u64,
     pub disk_degraded: u64,

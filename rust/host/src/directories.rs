@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use undercroft_core::disk::open::{Capacity, Directory, DirectoryLock, StoreOptions, open};
-use undercroft_core::disk::{DeviceImage, Health};
+use undercroft_core::disk::{DeviceImage, Health, LATENCY_LIMITS_NS, Latency};
 use undercroft_core::io::{DeviceFiles, IoFault};
 
 use crate::config::{DiskCapacity, HostConfig, OnDiskError};
@@ -148,6 +148,15 @@ impl OpenDirectory {
             "notes": self.notes,
         })
     }
+}
+
+/// How long a directory's reads and writes took.
+pub(crate) fn latency_json(latencies: &[Latency; 2]) -> Value {
+    let [load, save] = latencies.map(
+        |latency| json!({"at_most": latency.at_most(), "seconds": latency.total_ns() as f64 / 1e9}),
+    );
+    let limits = LATENCY_LIMITS_NS.map(|limit| limit as f64 / 1e9);
+    json!({"limits_s": limits, "load": load, "save": save})
 }
 
 impl DirectoryState {

@@ -15,7 +15,7 @@ use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
 use undercroft_ipc::stats_json;
 
 use crate::config::HostConfig;
-use crate::directories::{Directories, DirectoryState};
+use crate::directories::{Directories, DirectoryState, latency_json};
 use crate::error::HostError;
 use crate::remote_tier::RemoteTier;
 use crate::retry::{self, SharedDirectories};
@@ -180,11 +180,16 @@ impl RunningEngine {
     /// Counters and gauges. A directory of which a file was deleted counts as degraded, and so does a remote store whose
     /// last operation failed.
     pub(crate) fn stats(&self) -> Value {
-        let taken = self
-            .driver
-            .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
+        let taken = self.driver.enter(|engine| {
+            (
+                *engine.counters(),
+                engine.gauges(),
+                engine.health(),
+                engine.latencies(),
+            )
+        });
         // Without an engine everything is zero: its capacity, too.
-        let (counters, mut gauges, health) = taken.unwrap_or_default();
+        let (counters, mut gauges, health, latencies) = taken.unwrap_or_default();
         let state = self.directories.lock();
         let pairs = state.directories.iter().zip(health);
         let missing = pairs
@@ -192,16 +197,23 @@ impl RunningEngine {
         gauges.disk_degraded += missing.count() as u64;
         drop(state);
         gauges.remote_degraded = self.remote().is_some_and(RemoteTier::has_failed).into();
-        stats_json(&counters, &gauges)
+        stats_json(&counters, &gauges, &latencies)
     }
 
     /// The configuration and findings.
     pub(crate) fn info(&self) -> Value {
-        let health = self.driver.enter(|engine| engine.health());
+        let taken = self
+            .driver
+            .enter(|engine| (engine.health(), engine.latencies()));
+        let (health, latencies) = taken.unwrap_or_default();
         let state = self.directories.lock();
-        let pairs = state.directories.iter().zip(health.unwrap_or_default());
+        let pairs = state.directories.iter().zip(health).zip(latencies);
         let disks: Vec<Value> = pairs
-            .map(|(directory, (health, fault))| directory.info(health, fault))
+            .map(|((directory, (health, fault)), latencies)| {
+                let mut info = directory.info(health, fault);
+                info["latency"] = latency_json(&latencies);
+                info
+            })
             .collect();
         drop(state);
         json!({

@@ -311,6 +311,7 @@ impl World {
         let mut rooms = self.disks.rooms();
         self.engine
             .with(|engine| engine.next_io(&rooms[..], &mut requests));
+        self.release_memory()?;
         for request in requests {
             let device = usize::from(request.device());
             rooms[device] = rooms[device]
@@ -356,7 +357,7 @@ impl World {
             return false;
         };
         self.note(|| format!("end {}: {:?}", brief(&request), completion.result));
-        let is_erasure = matches!(request, IoRequest::Erase { .. });
+        let is_erasure = matches!(request, IoRequest::Erase { frees: false, .. });
         self.log.stats.erased += u64::from(is_erasure && completion.result.is_ok());
         self.engine.with(|engine| engine.complete(completion));
         true
@@ -449,6 +450,7 @@ impl World {
                 ));
             }
         }
+        self.check_resized()?;
         self.check_drained()?;
         self.check()?;
         self.nothing_is_left()?;

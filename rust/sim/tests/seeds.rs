@@ -61,6 +61,8 @@ fn lives() {
     assert!(stats.forgotten > 10_000, "too few namespaces: {stats:?}");
     assert!(stats.clears > 2000, "too few clears: {stats:?}");
     assert!(stats.clears_checked > 2000, "too few clears: {stats:?}");
+    assert!(stats.resizes > 400, "too few resizes: {stats:?}");
+    assert!(stats.released > 400, "too little released: {stats:?}");
     assert!(stats.erased > 1000, "too few erasures: {stats:?}");
 }
 

@@ -5,6 +5,7 @@ use crate::slots::{Class, Owner, PAGE_BYTES_MAX, SLOT_ALIGN, Slots};
 
 use super::format::{PLACEHOLDER, PLACEHOLDERS_SHARE, RECORDS_PER_BLOCK};
 use super::health::HealthMonitor;
+use super::latency::Latency;
 use super::open::CAPACITY_MIN;
 use super::records::Records;
 use super::table::Table;
@@ -58,6 +59,8 @@ pub(crate) struct Disk {
     records: Records,
     pub(crate) policies: TierPolicies,
     pub(crate) health: HealthMonitor,
+    /// Of reads and of writes of payloads.
+    pub(crate) latencies: [Latency; 2],
     /// When the longest waiting block of the table was first seen waiting.
     dirty_since_ns: Option<u64>,
     /// When touched records may be written again.
@@ -78,6 +81,7 @@ impl Disk {
             records: Records::default(),
             policies: TierPolicies::new(policy),
             health,
+            latencies: [Latency::default(); 2],
             dirty_since_ns: None,
             next_touched_ns: 0,
             namespace_entries,

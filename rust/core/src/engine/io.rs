@@ -34,6 +34,7 @@ impl Engine {
         self.residency.has_removals()
             || self.residency.has_searches()
             || self.residency.has_rest()
+            || self.residency.has_resizing(self.now_ns)
             || self.writeback.has_rest()
             || self.has_passes()
             || self.has_hints()
@@ -45,6 +46,7 @@ impl Engine {
         self.namespaces.has_writes(&self.residency)
             || self.writeback.has_writes(&self.residency)
             || self.residency.erasures.has_waiting()
+            || self.residency.has_releases()
     }
 
     /// Whether nothing is in flight and nothing is queued to be written or read.
@@ -62,6 +64,7 @@ impl Engine {
         // Pins and payloads end at their time.
         !self.pins.is_empty()
             || self.waits_for_pass()
+            || self.residency.waits_to_resize()
             || self.retention.is_on()
             || self.residency.disks().iter().any(Disk::has_touched)
     }
@@ -98,6 +101,9 @@ impl Engine {
         promotions.next_reads(&mut parts, out);
         promotions.next_probes(&mut parts, out);
         self.next_writes(out);
+        let visits = self.config.visits / 4;
+        self.residency
+            .continue_resizing(self.now_ns, visits.max(1), &mut self.counters);
     }
 
     /// Tells nodes that payloads above them have arrived. Those that become visible by it are offered to disk.
@@ -147,6 +153,7 @@ impl Engine {
         writeback.next_writes(&mut parts, out);
         writeback.next_table_writes(&mut parts, out);
         self.next_erasures(out);
+        self.next_releases(out);
     }
 
     /// Takes the end of an IO operation. An unknown token is ignored.
@@ -162,6 +169,9 @@ impl Engine {
             self.health_changed |= health.answered(reads, writes);
         }
         let result = completion.result;
+        if let (Some(device), true) = (device, result.is_ok()) {
+            self.note_latency(device, operation);
+        }
         match operation {
             Purpose::Read {
                 node,
@@ -178,6 +188,7 @@ impl Engine {
                 writeback.write_ended((node, group), started_ns, result, &mut parts);
             }
             Purpose::Erase { node, group } => self.residency.erasure_ended((node, group), result),
+            Purpose::Release { device } => self.residency.release_ended(device, result.is_ok()),
             Purpose::Checksum { node, group } => self.checksum_ended(node, group, result),
             Purpose::Table { device, block } => {
                 let (_, mut parts) = self.promotions();
@@ -193,6 +204,16 @@ impl Engine {
                 self.counters.write_failures += u64::from(ended.is_err());
             }
         }
+    }
+
+    fn note_latency(&mut self, device: DeviceIndex, operation: Purpose) {
+        let (kind, started_ns) = match operation {
+            Purpose::Read { started_ns, .. } => (0, started_ns),
+            Purpose::Write { started_ns, .. } => (1, started_ns),
+            _ => return,
+        };
+        let ns = self.now_ns - started_ns;
+        self.residency.disk_mut(device).latencies[kind].note(ns);
     }
 
     /// A payload read has ended.

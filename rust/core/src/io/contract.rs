@@ -58,7 +58,7 @@ pub enum IoRequest {
         /// Bytes that the checksum covers.
         payload_len: u32,
     },
-    /// Makes bytes of the data file read as zeros. The filesystem keeps the space for them where it can.
+    /// Makes bytes of the data file read as zeros.
     Erase {
         /// Returned in the completion.
         token: u64,
@@ -68,6 +68,8 @@ pub enum IoRequest {
         file_offset: u64,
         /// How many bytes.
         len: u32,
+        /// The filesystem gets their space back; otherwise the file keeps the space where it can.
+        frees: bool,
     },
     /// Metadata -> table or super file; `bytes` is a multiple of [`IO_ALIGN`] long. With `sync`,
     /// completes only after an fdatasync that followed the write.
@@ -182,6 +184,11 @@ pub trait IoEngine: Send + std::fmt::Debug {
     /// or `timeout` has passed (`None`: no limit; zero: only the completions that are there
     /// already).
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
+    /// Gives the memory behind a range of the arena, which no operation uses, back to the system.
+    ///
+    /// # Errors
+    /// As [`Arena::release`].
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()>;
     /// A handle by which other threads end a `wait`.
     fn waker(&self) -> Waker;
     /// Gives a device that had [`DeviceFiles::absent`], and so no operations, its files.

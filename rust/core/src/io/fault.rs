@@ -274,6 +274,10 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
         self.inner.name()
     }
 
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.inner.release_memory(offset, len)
+    }
+
     fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
         self.inner.replace_files(device, files)
     }
@@ -376,6 +380,10 @@ impl<E: IoEngine + ?Sized> IoEngine for Box<E> {
 
     fn name(&self) -> &'static str {
         (**self).name()
+    }
+
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        (**self).release_memory(offset, len)
     }
 
     fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {

@@ -56,7 +56,9 @@ pub(super) enum Body {
         buffer: Arc<AlignedBuffer>,
         sync: bool,
     },
-    Erase,
+    Erase {
+        frees: bool,
+    },
 }
 
 impl Operation {
@@ -98,7 +100,11 @@ impl Operation {
                 device,
                 file_offset,
                 len,
-            } => (token, device, FileKind::Data, file_offset, len, Body::Erase),
+                frees,
+            } => {
+                let body = Body::Erase { frees };
+                (token, device, FileKind::Data, file_offset, len, body)
+            }
             IoRequest::WriteMeta {
                 token,
                 device,
@@ -144,7 +150,7 @@ impl Operation {
                     && arena.check(*arena_offset, u64::from(self.len)).is_ok()
             }
             Body::Meta { .. } => self.file != FileKind::Data,
-            Body::Erase => self.file == FileKind::Data,
+            Body::Erase { .. } => self.file == FileKind::Data,
         };
         body && usize::from(self.device) < devices
             && self.len > 0
@@ -165,7 +171,12 @@ impl Operation {
     }
 
     pub(super) fn is_erasure(&self) -> bool {
-        matches!(self.body, Body::Erase)
+        matches!(self.body, Body::Erase { .. })
+    }
+
+    /// How many of [`ERASE_MODES`] an erasure leaves out.
+    pub(super) fn erase_modes_skipped(&self) -> u16 {
+        u16::from(matches!(self.body, Body::Erase { frees: true }))
     }
 
     /// Whether an fdatasync follows the transfer.

@@ -118,6 +118,10 @@ impl<I: FaultHook> IoEngine for ThreadPool<I> {
         self.depth
     }
 
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.arena().release(offset, len)
+    }
+
     fn in_flight(&self) -> usize {
         let state = self.shared.lock();
         let nowhere = state.completions.iter().filter(|(of, _)| of.is_none());
@@ -318,7 +322,7 @@ impl<I: FaultHook> PoolShared<I> {
             Body::Meta { buffer, .. } => {
                 rustix::io::pwrite(file, &buffer.rest(done)[..len as usize], at)?
             }
-            Body::Erase => return Err(Errno::INVAL),
+            Body::Erase { .. } => return Err(Errno::INVAL),
         };
         operation.flip(&self.arena, done, verdict);
         Ok(verdict.reported(moved as u32))
@@ -331,9 +335,9 @@ impl<I: FaultHook> PoolShared<I> {
             .on_call(&call(operation, CallKind::Erase, at, len));
         verdict.issued(len)?;
         let mut erased = Err(Errno::OPNOTSUPP);
-        for mode in ERASE_MODES {
+        for mode in &ERASE_MODES[usize::from(operation.erase_modes_skipped())..] {
             if erased == Err(Errno::OPNOTSUPP) {
-                let mode = FallocateFlags::from_bits_retain(mode);
+                let mode = FallocateFlags::from_bits_retain(*mode);
                 erased = rustix::fs::fallocate(file, mode, at, u64::from(len));
             }
         }

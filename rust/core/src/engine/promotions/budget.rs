@@ -31,6 +31,11 @@ impl PromotionBudget {
         }
     }
 
+    /// Sets the bytes that promotions may hold. Those that have started go on.
+    pub(super) fn set(&mut self, most: u64) {
+        self.most = most;
+    }
+
     /// Bytes that one more promotion of a request may bring.
     pub(super) fn of(&self, request: &RequestPromotions) -> u64 {
         self.most.saturating_sub(request.bytes)
