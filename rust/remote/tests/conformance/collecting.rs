@@ -243,7 +243,11 @@ pub(crate) fn stays_within_its_limit_under_load(
             let mut stored = 0;
             let each = &mut |entry: Entry| {
                 // A collection asks for the clock by an object of its own.
-                stored += if entry.path.starts_with("1/") { entry.bytes } else { 0 };
+                stored += if entry.path.starts_with("1/") {
+                    entry.bytes
+                } else {
+                    0
+                };
                 true
             };
             objects.list("", each).unwrap();

@@ -17,6 +17,8 @@ mod proxy;
 mod rig;
 #[cfg(feature = "redis")]
 mod server;
+#[cfg(feature = "redis")]
+mod tls;
 
 /// Gives the names of all cases to a macro.
 macro_rules! each_case {

@@ -16,7 +16,9 @@ impl Redis {
         // Another process may take the port in between: then another is tried.
         let mut last = String::new();
         for _ in 0..5 {
-            let port = free_port();
+            let named = arguments.iter().position(|of| *of == "--port");
+            let named = named.map(|at| arguments[at + 1].parse().unwrap());
+            let port = named.unwrap_or_else(free_port);
             let mut command = Command::new("redis-server");
             command
                 .args([

@@ -140,7 +140,7 @@ impl Remote {
         self.puts.writing.contains(&segment) || self.known.contains(segment, parts.now_ns)
     }
 
-    /// Collects the segments of chains that requests have hit: up to the first that is there, parents first.
+    /// Collects the segments of chains that requests have hit, and that are not there, parents first.
     fn step_walks(&mut self, parts: &mut EngineParts<'_>) {
         let mut nodes = WALK_NODES;
         while let Some(mut walk) = self.puts.walks.pop_front() {
@@ -162,10 +162,10 @@ impl Remote {
                 else {
                     break;
                 };
-                if state.depth.is_multiple_of(space.hash_blocks) {
-                    if self.is_there(&space, at, parts) {
-                        break;
-                    }
+                // A write above one that succeeded may have failed.
+                if state.depth.is_multiple_of(space.hash_blocks)
+                    && !self.is_there(&space, at, parts)
+                {
                     walk.found.push(walk.at);
                 }
                 let above = parts.residency.node(at).parent();
