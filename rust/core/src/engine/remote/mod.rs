@@ -178,9 +178,9 @@ impl Remote {
         std::mem::take(&mut self.has_ended)
     }
 
-    /// Whether there is something to send at once.
+    /// Whether there is something to send, or to look at, at once.
     pub(super) fn has_work(&self) -> bool {
-        self.has_begun
+        self.has_begun || self.puts.has_walks()
     }
 
     /// Whether [`Remote::next`] stopped for the length of its work only.

@@ -67,7 +67,12 @@ impl PutQueue {
     }
 
     pub(super) fn has_work(&self) -> bool {
-        !self.ends.is_empty() || !self.walks.is_empty()
+        !self.ends.is_empty() || self.has_walks()
+    }
+
+    /// Whether chains that requests have hit are to be looked at. Nothing else may come that wakes the IO thread.
+    pub(super) fn has_walks(&self) -> bool {
+        !self.walks.is_empty()
     }
 
     /// The store has no room, or does not allow writes.
