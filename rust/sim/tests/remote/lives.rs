@@ -8,7 +8,7 @@ use undercroft_core::key::BlockHash;
 use undercroft_core::policy::PolicyKind;
 use undercroft_core::remote::RemoteWrite;
 use undercroft_core::session::{
-    Extent, Load, Lookup, LookupRequest, PromotionWait, SaveRequest, Tokens, TransferId,
+    Extent, Load, Lookup, LookupRequest, PromotionWait, SaveRequest, Step, Tokens, TransferId,
 };
 
 const SEEDS: u64 = 300;
@@ -126,6 +126,16 @@ impl Life {
     fn open(&mut self, host: usize) {
         let id = self.random.below(2);
         let opened = self.hosts[host].enter(|engine| engine.open_session(model(id, FULL)));
+        if let Some(&session) = opened.as_ref().ok().filter(|_| self.random.chance(500)) {
+            // A vLLM of any speed, so that the planner weighs the store against it.
+            let step = Step {
+                tokens: 1024,
+                positions: 512 * 1024,
+                decodes: 0,
+                duration_ns: 1 + self.random.below(2000 * MILLISECOND),
+            };
+            self.hosts[host].enter(|engine| engine.report_steps(session, &[step; 10]));
+        }
         self.clients.push(Client {
             host,
             session: opened.expect("a payload fits"),

@@ -76,7 +76,7 @@ impl Remote {
                 "{id:?} counts {} gets of {in_flight}",
                 flight.gets
             );
-            ensure!(!flight.waiters.is_empty(), "{id:?} without a request");
+            ensure!(!flight.is_unused(), "{id:?} without a request");
             ensure!(
                 flight.is_over != self.order.contains(&id),
                 "{id:?} has ended and goes on"

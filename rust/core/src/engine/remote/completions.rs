@@ -6,6 +6,7 @@ use crate::work;
 
 use super::super::coordinator::Engine;
 use super::super::parts::EngineParts;
+use super::super::planner::RemoteRates;
 use super::flight::FlightId;
 use super::gets::give_up_payloads;
 use super::recent::fingerprint;
@@ -40,7 +41,12 @@ impl Engine {
         let took_ns = parts.now_ns - sent_ns;
         match operation {
             Operation::Probe { .. } if is_late => {}
-            Operation::Probe { flight } => remote.probe_ended(flight, &result, parts.now_ns),
+            Operation::Probe { flight } => {
+                if result.is_ok() {
+                    parts.rates.remote.probed(took_ns);
+                }
+                remote.probe_ended(flight, &result, parts.now_ns);
+            }
             Operation::Put {
                 node,
                 fingerprint,
@@ -63,6 +69,8 @@ impl Engine {
                 fingerprint,
                 payloads,
                 bytes,
+                is_first,
+                among,
             } => {
                 if remote.fetching.get(&segment) == Some(&Remote::id_of(token)) {
                     remote.fetching.remove(&segment);
@@ -72,14 +80,23 @@ impl Engine {
                     Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
                     result => (None, result.err()),
                 };
+                let beside = remote.get_window.in_flight();
                 remote.get_window.ended(bytes, sums.is_some());
                 if sums.is_some() {
                     let lens = payloads.iter();
                     let lens =
                         lens.map(|&(node, group)| parts.residency.payload_bytes(node, group));
                     count_get(lens.map(u64::from).sum(), took_ns, parts.counters);
+                    let times = (took_ns, parts.now_ns);
+                    learn(times, (is_first, among), beside, &mut parts.rates.remote);
                     remote.known.insert(fingerprint, parts.now_ns);
                 } else {
+                    if why == Some(RemoteError::NotFound) {
+                        parts.rates.remote.probed(took_ns);
+                        if is_first {
+                            parts.rates.remote.flight_ended(0, 1);
+                        }
+                    }
                     give_up_payloads(&payloads, parts.residency);
                 }
                 remote.note_object(fingerprint, why, parts.now_ns);
@@ -100,6 +117,22 @@ impl Engine {
             assert!(is_first, "a slot that is being filled has no checksum yet");
             self.payload_arrived(node, group, &mut visible);
         }
+    }
+}
+
+/// Learns from a get that has succeeded, with so many bytes in flight at its end.
+fn learn(
+    (took_ns, now_ns): (u64, u64),
+    (is_first, among): (bool, Option<u64>),
+    beside: u64,
+    rates: &mut RemoteRates,
+) {
+    if is_first {
+        rates.first_ended(beside, took_ns, now_ns);
+    }
+    // Gets that were sent later take their part of the store, too.
+    if let Some(bytes) = among.filter(|&bytes| beside <= bytes) {
+        rates.last_ended(bytes, took_ns, now_ns);
     }
 }
 

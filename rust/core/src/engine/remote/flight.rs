@@ -47,6 +47,15 @@ pub(super) struct Flight {
     /// It has ended; the lease goes on while requests are to look.
     pub(super) is_over: bool,
     pub(super) waiters: Vec<RequestId>,
+    /// It measures the store: no request needs to wait for it.
+    pub(super) is_measure: bool,
+    /// Gets in flight at most: the first segments come before the others, where gets share the store.
+    pub(super) width: u32,
+    pub(super) began_ns: u64,
+    /// When its last get was sent.
+    pub(super) sent_ns: u64,
+    /// How long it was to take, in nanoseconds, if that was predicted.
+    pub(super) predicted_ns: Option<u64>,
 }
 
 impl Flight {
@@ -89,14 +98,33 @@ impl Flight {
         }
     }
 
+    /// Where the hit of its requests is to end, in segments.
+    pub(super) fn goal(&self) -> u32 {
+        match self.search.is_over() || self.is_cut {
+            true => self.end(),
+            false => self.segments(),
+        }
+    }
+
     /// Whether a get may be sent, if there is room.
     pub(super) fn has_gets(&self) -> bool {
-        !self.is_over && !self.is_cut && self.next < self.search.present()
+        let is_needed = !self.is_over && !self.is_cut && self.gets < self.width;
+        is_needed && self.next < self.search.present()
     }
 
     /// Whether a probe is to be sent.
     pub(super) fn has_probes(&self) -> bool {
         !self.is_over && !self.is_cut && !self.search.is_asking() && !self.search.is_over()
+    }
+
+    /// Segments whose gets have not been sent.
+    pub(super) fn unsent(&self) -> u32 {
+        self.goal().saturating_sub(self.next)
+    }
+
+    /// Whether nobody needs it any more.
+    pub(super) fn is_unused(&self) -> bool {
+        self.waiters.is_empty() && (self.is_over || !self.is_measure)
     }
 
     /// Whether nothing more comes.

@@ -36,6 +36,7 @@ impl Remote {
         out: &mut Vec<RemoteRequest>,
     ) {
         let mut hash_blocks = ENTRY_HASH_BLOCKS;
+        let mut last = None;
         for at in 0..self.order.len().min(FLIGHTS_MAX) {
             let Some(&id) = self.order.get(at) else {
                 break;
@@ -56,14 +57,21 @@ impl Remote {
                 }
                 hash_blocks = hash_blocks.saturating_sub(self.flights[id].space.hash_blocks);
                 if let Some(request) = self.start_get(id, parts) {
+                    last = Some(Self::id_of(request.token()));
                     out.push(request);
                 }
             }
+        }
+        let in_flight = self.get_window.in_flight();
+        let last = last.and_then(|id| self.operations.get_mut(id));
+        if let Some(Operation::Get { among, .. }) = last.map(|of| &mut of.operation) {
+            *among = Some(in_flight);
         }
         let looked_at = self.order.iter().take(FLIGHTS_MAX);
         let done = looked_at.filter(|&&id| self.flights[id].is_done());
         let done: Vec<FlightId> = done.copied().collect();
         for id in done {
+            self.note_flight_ended(id, parts);
             self.end_flight(id, parts.residency);
         }
     }
@@ -124,7 +132,10 @@ impl Remote {
             self.take_along(id, segment);
             return None;
         }
-        self.flights[id].gets += 1;
+        let flight = &mut self.flights[id];
+        let is_first = flight.sent_ns == 0;
+        flight.sent_ns = parts.now_ns.max(1);
+        flight.gets += 1;
         self.get_window.started(bytes);
         let key = Self::key(&self.flights[id], segment);
         let parts_of = |(&(node, group), &payload): (&(NodeId, u8), &u32)| RemotePart {
@@ -141,6 +152,8 @@ impl Remote {
             fingerprint: fingerprint(&key.namespace, &key.end),
             payloads: reserved.payloads,
             bytes,
+            is_first,
+            among: None,
         };
         let token = self.send(operation, parts.now_ns);
         self.fetching.insert(place, Self::id_of(token));

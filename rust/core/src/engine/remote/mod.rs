@@ -18,6 +18,7 @@ mod check;
 mod completions;
 mod flight;
 mod gets;
+mod plans;
 mod puts;
 mod recent;
 mod search;
@@ -73,6 +74,10 @@ enum Operation {
         payloads: Vec<(NodeId, u8)>,
         /// In the window.
         bytes: u64,
+        /// Its flight's first.
+        is_first: bool,
+        /// Of the last get that an entry sends: the bytes that were in flight then.
+        among: Option<u64>,
     },
     Put {
         /// Leased.
@@ -99,7 +104,7 @@ struct InFlight {
 ///   each flight's;
 /// - the windows count the bytes of the operations in flight, `held` those of the flights;
 /// - a flight with the segment that it waits for next is found by the end of that segment;
-/// - a flight has waiters, each of which knows it.
+/// - a flight has waiters, each of which knows it, or measures the store.
 #[derive(Debug)]
 pub(super) struct Remote {
     config: RemoteConfig,
@@ -252,6 +257,9 @@ impl Remote {
         self.forget_segments(id);
         let is_there = kept != NONE && !residency.has_left_index(kept);
         self.move_lease(id, if is_there { kept } else { NONE }, residency);
+        if self.flights[id].is_unused() {
+            self.drop_flight(id, residency);
+        }
     }
 
     /// Moves a flight's lease to `node` (`NONE`: to nothing).

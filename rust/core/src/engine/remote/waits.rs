@@ -1,6 +1,6 @@
 //! Lookups and flights: when a request begins or joins one, and for how long it waits.
 
-use crate::forest::{NONE, NsId};
+use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
 use crate::session::{LookupRequest, PromotionWait, Tokens};
 
@@ -10,8 +10,10 @@ use super::super::requests::{RequestId, RequestState};
 use super::super::residency::Residency;
 use super::Remote;
 use super::flight::{Flight, FlightId};
+use super::plans::Fetches;
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
+use super::spaces::Space;
 
 /// Flights that one request waits for, in turn.
 const TRIES_MAX: u8 = 4;
@@ -25,10 +27,16 @@ pub(in crate::engine) struct RemoteShare {
     pub(in crate::engine) flight: Option<FlightId>,
     /// Flights that it has joined.
     tries: u8,
-    /// It has waited for long enough: it joins no other.
-    gave_up: bool,
+    /// It has waited for long enough, or shall not wait: it joins no other.
+    pub(super) gave_up: bool,
+    /// Segments that are probably there were left, since computing takes less time.
+    pub(in crate::engine) is_left: bool,
+    /// The decision to wait was counted.
+    pub(super) is_counted: bool,
+    /// It waits against the prediction.
+    pub(super) ignores_prediction: bool,
     /// Depths (exclusive, inclusive) that flights brought for it.
-    pub(super) brought: Option<(u32, u32)>,
+    pub(in crate::engine) brought: Option<(u32, u32)>,
 }
 
 impl Engine {
@@ -54,18 +62,46 @@ impl Engine {
         if share.gave_up || share.tries == TRIES_MAX {
             return false;
         }
+        let Some((remote, parts)) = self.remote() else {
+            return false;
+        };
+        let Some((wanted, under_way)) = remote.wanted(ns, request, &parts) else {
+            return false;
+        };
+        let fetches = self.plans_flight(id, request, &wanted, under_way);
         let Some((remote, mut parts)) = self.remote() else {
             return false;
         };
-        let Some(flight) = remote.join(id, ns, request, &mut parts) else {
-            return false;
+        let (segments, width, predicted_ns) = match fetches {
+            Fetches::None => return false,
+            Fetches::Some(segments) => (segments.min(wanted.segments), segments, None),
+            Fetches::All {
+                width,
+                predicted_ns,
+            } => (wanted.segments, width, predicted_ns),
         };
-        let share = &mut self.sessions.requests[id].remote;
+        let is_measure = matches!(fetches, Fetches::Some(_));
+        let flight = match under_way {
+            Some(flight) => flight,
+            None => {
+                let segments = segments.min(SEGMENTS_MAX);
+                let begun = remote.begin(ns, request, &wanted, segments, &mut parts);
+                let Some(flight) = begun else {
+                    return false;
+                };
+                let of = &mut remote.flights[flight];
+                (of.is_measure, of.width, of.predicted_ns) = (is_measure, width, predicted_ns);
+                flight
+            }
+        };
+        if is_measure {
+            return false;
+        }
+        remote.flights[flight].waiters.push(id);
+        let share = &mut parts.requests[id].remote;
         let before = share.flight.replace(flight);
         share.tries += 1;
-        if let Some((remote, parts)) = self.remote()
-            && let Some(before) = before
-        {
+        if let Some(before) = before {
             remote.leave(before, id, parts.residency);
         }
         true
@@ -81,8 +117,17 @@ impl Engine {
         let came = (of.found, of.depth_of(of.arrived));
         // A store that is silent costs a request its time limit once.
         let gave_up = is_of_ns && (!of.is_over || of.is_failed);
+        let state = &self.sessions.requests[id];
+        let stop = match is_of_ns && !of.is_over && !state.remote.gave_up {
+            true => self.flight_stop(state, of),
+            false => None,
+        };
+        if let Some((stop, tokens)) = stop {
+            stop.count_remote(tokens, &mut self.counters);
+        }
         let share = &mut self.sessions.requests[id].remote;
         share.gave_up |= gave_up;
+        share.is_left |= stop.is_some();
         if is_of_ns && came.1 > came.0 {
             share.brought = Some(match share.brought {
                 None => came,
@@ -117,25 +162,16 @@ impl Engine {
         let Some(flight) = flight else {
             return true;
         };
-        let waited_ns = self.now_ns - demanded_ns;
-        let end = if flight.search.is_over() || flight.is_cut {
-            flight.end()
-        } else {
-            flight.segments()
-        };
-        let depths = (flight.depth_of(flight.arrived), flight.depth_of(end));
         match state.wait.unwrap_or(self.config.promotion_wait) {
             PromotionWait::Complete => false,
-            PromotionWait::Planned => {
-                self.remote_plan_stops(state, depths, flight.space.hash_blocks, waited_ns)
-            }
+            PromotionWait::Planned => self.flight_stop(state, flight).is_some(),
             PromotionWait::Limit {
                 base_ns,
                 per_1k_tokens_ns,
             } => {
-                let gain = self.gain_of(state, depths.1);
+                let gain = self.gain_of(state, flight.depth_of(flight.goal()));
                 let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
-                u128::from(waited_ns) >= u128::from(base_ns) + part
+                u128::from(self.now_ns - demanded_ns) >= u128::from(base_ns) + part
             }
         }
     }
@@ -156,26 +192,36 @@ impl Engine {
     }
 }
 
+/// The segments of a prompt that the tiers lack.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    pub(super) space: Space,
+    /// The deepest node of the prompt in the tiers, or `NONE`, and its depth.
+    deepest: NodeId,
+    pub(super) found: u32,
+    /// Segments before the first.
+    pub(super) skipped: u32,
+    pub(super) segments: u32,
+}
+
 impl Remote {
-    /// Joins the flight that brings the first segment which a prompt lacks, or begins it. `None` if the store does not
-    /// help.
-    fn join(
+    /// The segments that a prompt lacks, and the flight that brings the first. `None` if the store does not help.
+    fn wanted(
         &mut self,
-        id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
-        parts: &mut EngineParts<'_>,
-    ) -> Option<FlightId> {
+        parts: &EngineParts<'_>,
+    ) -> Option<(Wanted, Option<FlightId>)> {
         if !self.breaker.allows(parts.now_ns) {
             return None;
         }
         let space = self.spaces.get(ns, parts.namespaces, parts.residency)?;
         let residency = &*parts.residency;
         let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
-        let (deepest, depth) = found.unwrap_or((NONE, 0));
+        let (deepest, found) = found.unwrap_or((NONE, 0));
         let size = space.hash_blocks;
         let tokens = residency.hash_block_size(ns) * size;
-        let skipped = depth / size;
+        let skipped = found / size;
         let whole = u32::try_from(request.hashes.len()).ok()? / size;
         // A segment that the hit ends in counts.
         let wanted = whole.min(request.max.0.div_ceil(tokens));
@@ -185,27 +231,51 @@ impl Remote {
         }
         let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
         crate::work::index();
-        if let Some(&flight) = self.by_segment.get(&(ns, first)) {
-            self.flights[flight].waiters.push(id);
-            return Some(flight);
-        }
+        let under_way = self.by_segment.get(&(ns, first)).copied();
         let is_absent = self
             .absent
             .contains(fingerprint(&space.digest, &first), parts.now_ns);
-        if is_absent || self.order.len() >= FLIGHTS_MAX {
+        if under_way.is_none() && (is_absent || self.order.len() >= FLIGHTS_MAX) {
             return None;
         }
+        let wanted = Wanted {
+            space,
+            deepest,
+            found,
+            skipped,
+            segments,
+        };
+        Some((wanted, under_way))
+    }
+
+    /// Begins a flight for the first `segments` of those that a prompt lacks.
+    fn begin(
+        &mut self,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+        wanted: &Wanted,
+        segments: u32,
+        parts: &mut EngineParts<'_>,
+    ) -> Option<FlightId> {
+        let Wanted {
+            space,
+            deepest,
+            found,
+            skipped,
+            ..
+        } = *wanted;
+        let size = space.hash_blocks;
         let from = (skipped * size) as usize;
-        let (before, hashes) = read_hashes(request, from, segments.min(SEGMENTS_MAX), size)?;
+        let (before, hashes) = read_hashes(request, from, segments, size)?;
         let segments = hashes.len() as u32 / size;
-        let lease = match depth {
+        let lease = match found {
             0 => NONE,
-            _ => residency.forest().ancestor(deepest, skipped * size),
+            _ => parts.residency.forest().ancestor(deepest, skipped * size),
         };
         let flight = self.flights.insert(Flight {
             ns,
             space,
-            found: depth,
+            found,
             skipped,
             hashes,
             before,
@@ -221,7 +291,12 @@ impl Remote {
             is_cut: false,
             is_failed: false,
             is_over: false,
-            waiters: vec![id],
+            waiters: Vec::new(),
+            is_measure: false,
+            width: u32::MAX,
+            began_ns: parts.now_ns,
+            sent_ns: 0,
+            predicted_ns: None,
         });
         self.move_lease(flight, lease, parts.residency);
         self.announce(flight, 0);
@@ -231,6 +306,7 @@ impl Remote {
         self.order.push(flight);
         self.has_begun = true;
         parts.counters.remote_lookups += 1;
+        parts.rates.remote.began(parts.now_ns);
         Some(flight)
     }
 
@@ -240,7 +316,7 @@ impl Remote {
             return;
         };
         flight.waiters.retain(|&of| of != request);
-        if flight.waiters.is_empty() {
+        if flight.is_unused() {
             self.drop_flight(id, residency);
         }
     }
