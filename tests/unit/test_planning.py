@@ -36,7 +36,7 @@ def test_the_remote_store_has_a_sentence_and_a_table_of_its_own():
     assert [tier for tier, _, _ in planning.of_tiers(STATS)] == ["disk"]
     remote = {"plan_remote_bytes_per_s": 1_000_000_000, "plan_remote_latency_seconds": 0.02}
     _, (tier, text, stats) = planning.of_tiers(STATS | remote)
-    assert (tier, text.split(";")[0]) == ("remote store", "remote store 953.674 MiB/s")
+    assert (tier, text.split(";")[0]) == ("remote store", "remote store 953.7 MiB/s")
     assert text.endswith("prefixes on the remote store are computed")
     assert [row[-1] for row in planning.table(stats)] == ["compute"] * 5
     # The disk of the same engine is another matter.
