@@ -1,6 +1,6 @@
 //! Lookups and flights: when a request begins or joins one, and for how long it waits.
 
-use crate::forest::{NONE, NsId};
+use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
 use crate::session::{LookupRequest, PromotionWait, Tokens};
 
@@ -10,13 +10,14 @@ use super::super::requests::{RequestId, RequestState};
 use super::super::residency::Residency;
 use super::Remote;
 use super::flight::{Flight, FlightId};
+use super::pieces::Piece;
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
 
 /// Flights that one request waits for, in turn.
 const TRIES_MAX: u8 = 4;
 /// Flights that go on at once.
-const FLIGHTS_MAX: usize = 1024;
+pub(super) const FLIGHTS_MAX: usize = 1024;
 
 /// A request's share in the flights.
 #[derive(Clone, Copy, Debug, Default)]
@@ -40,7 +41,9 @@ impl Engine {
         ns: NsId,
         request: &LookupRequest<'_>,
     ) -> bool {
-        if self.remote.is_none() {
+        // An end of a prompt inside a block has a chain of its own, which is looked up beside its prompt.
+        let is_tail = request.request.find('\0').is_some_and(|at| at > 0);
+        if self.remote.is_none() || is_tail {
             return false;
         }
         if let Some(flight) = self.sessions.requests[id].remote.flight {
@@ -54,10 +57,11 @@ impl Engine {
         if share.gave_up || share.tries == TRIES_MAX {
             return false;
         }
+        let align = self.sessions.alignment_of(id) / self.residency.hash_block_size(ns);
         let Some((remote, mut parts)) = self.remote() else {
             return false;
         };
-        let Some(flight) = remote.join(id, ns, request, &mut parts) else {
+        let Some(flight) = remote.join(id, ns, request, align, &mut parts) else {
             return false;
         };
         let share = &mut self.sessions.requests[id].remote;
@@ -78,7 +82,7 @@ impl Engine {
         };
         let of = &remote.flights[flight];
         let is_of_ns = of.ns == ns;
-        let came = (of.found, of.depth_of(of.arrived));
+        let came = (of.found, of.reach(of.arrived));
         // A store that is silent costs a request its time limit once.
         let gave_up = is_of_ns && (!of.is_over || of.is_failed);
         let share = &mut self.sessions.requests[id].remote;
@@ -118,12 +122,7 @@ impl Engine {
             return true;
         };
         let waited_ns = self.now_ns - demanded_ns;
-        let end = if flight.search.is_over() || flight.is_cut {
-            flight.end()
-        } else {
-            flight.segments()
-        };
-        let depths = (flight.depth_of(flight.arrived), flight.depth_of(end));
+        let depths = flight.progress();
         match state.wait.unwrap_or(self.config.promotion_wait) {
             PromotionWait::Complete => false,
             PromotionWait::Planned => {
@@ -157,13 +156,13 @@ impl Engine {
 }
 
 impl Remote {
-    /// Joins the flight that brings the first segment which a prompt lacks, or begins it. `None` if the store does not
-    /// help.
+    /// Joins the flight that brings what a prompt lacks first, or begins it. `None` if the store does not help.
     fn join(
         &mut self,
         id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
+        align: u32,
         parts: &mut EngineParts<'_>,
     ) -> Option<FlightId> {
         if !self.breaker.allows(parts.now_ns) {
@@ -172,7 +171,11 @@ impl Remote {
         let space = self.spaces.get(ns, parts.namespaces, parts.residency)?;
         let residency = &*parts.residency;
         let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
-        let (deepest, depth) = found.unwrap_or((NONE, 0));
+        let found = found.unwrap_or((NONE, 0));
+        if space.is_hybrid {
+            return self.join_for_boundary(id, (ns, space), request, (found, align), parts);
+        }
+        let (deepest, depth) = found;
         let size = space.hash_blocks;
         let tokens = residency.hash_block_size(ns) * size;
         let skipped = depth / size;
@@ -184,45 +187,54 @@ impl Remote {
             return None;
         }
         let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
-        crate::work::index();
-        if let Some(&flight) = self.by_segment.get(&(ns, first)) {
-            self.flights[flight].waiters.push(id);
+        if let Some(flight) = self.board(id, (ns, first)) {
             return Some(flight);
         }
-        let is_absent = self
-            .absent
-            .contains(fingerprint(&space.digest, &first), parts.now_ns);
+        let absent = fingerprint(&Piece::segment(&space, skipped).key(&space, first));
+        let is_absent = self.absent.contains(absent, parts.now_ns);
         if is_absent || self.order.len() >= FLIGHTS_MAX {
             return None;
         }
         let from = (skipped * size) as usize;
-        let (before, hashes) = read_hashes(request, from, segments.min(SEGMENTS_MAX), size)?;
+        let to = from + (segments.min(SEGMENTS_MAX) * size) as usize;
+        let (before, mut hashes) = read_hashes(request, from, to)?;
+        hashes.truncate(hashes.len() / size as usize * size as usize);
         let segments = hashes.len() as u32 / size;
         let lease = match depth {
             0 => NONE,
             _ => residency.forest().ancestor(deepest, skipped * size),
         };
-        let flight = self.flights.insert(Flight {
-            ns,
-            space,
-            found: depth,
-            skipped,
-            hashes,
-            before,
+        let flight = Flight {
             search: Search::new(segments),
-            asked_ns: None,
             here: vec![false; segments as usize],
-            arrived: 0,
-            next: 0,
-            gets: 0,
-            ends: Vec::new(),
-            lease: NONE,
-            bytes: 0,
-            is_cut: false,
-            is_failed: false,
-            is_over: false,
-            waiters: vec![id],
-        });
+            ..Flight::new(
+                (ns, space),
+                depth,
+                (skipped, skipped * size),
+                (before, hashes),
+            )
+        };
+        (segments > 0).then(|| self.begin(flight, id, lease, parts))
+    }
+
+    /// Has a request wait for the flight that is found by a block hash.
+    pub(super) fn board(&mut self, id: RequestId, by: (NsId, BlockHash)) -> Option<FlightId> {
+        crate::work::index();
+        let flight = *self.by_segment.get(&by)?;
+        self.flights[flight].waiters.push(id);
+        Some(flight)
+    }
+
+    /// Begins a flight for a request, which leases a node.
+    pub(super) fn begin(
+        &mut self,
+        flight: Flight,
+        waiter: RequestId,
+        lease: NodeId,
+        parts: &mut EngineParts<'_>,
+    ) -> FlightId {
+        let flight = self.flights.insert(flight);
+        self.flights[flight].waiters.push(waiter);
         self.move_lease(flight, lease, parts.residency);
         self.announce(flight, 0);
         if self.order.is_empty() && self.reads == 0 {
@@ -231,7 +243,7 @@ impl Remote {
         self.order.push(flight);
         self.has_begun = true;
         parts.counters.remote_lookups += 1;
-        Some(flight)
+        flight
     }
 
     /// A request no longer waits for a flight.
@@ -246,25 +258,23 @@ impl Remote {
     }
 }
 
-/// The hash before the hash block `from`, and those of the segments behind, as far as they are usable.
-fn read_hashes(
+/// The hash before the hash block `from`, and those from there to `to`, as far as they are usable.
+pub(super) fn read_hashes(
     request: &LookupRequest<'_>,
     from: usize,
-    segments: u32,
-    size: u32,
-) -> Option<(Option<BlockHash>, Box<[BlockHash]>)> {
+    to: usize,
+) -> Option<(Option<BlockHash>, Vec<BlockHash>)> {
     let before = match from.checked_sub(1) {
         Some(at) => Some(request.hashes.get(at)?),
         None => None,
     };
-    let to = from + (segments * size) as usize;
     let read = (from..to).map_while(|at| request.hashes.get(at));
     let mut hashes: Vec<BlockHash> = read.collect();
     let len = before.or(hashes.first().copied())?.as_bytes().len();
     let same = hashes
         .iter()
         .take_while(|hash| hash.as_bytes().len() == len);
-    let usable = same.count() / size as usize * size as usize;
+    let usable = same.count();
     hashes.truncate(usable);
-    (usable > 0).then(|| (before, hashes.into_boxed_slice()))
+    Some((before, hashes))
 }
