@@ -7,7 +7,8 @@ use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{
-    Extent, LookupRequest, Priority, PromotionWait, SessionSpec, Step, Tokens, append_extents,
+    Extent, Lookup, LookupRequest, Priority, PromotionWait, SessionSpec, Step, Tokens,
+    append_extents,
 };
 
 use crate::content::hash_of;
@@ -268,14 +269,19 @@ impl World {
         let entered = pending.map(|_| self.engine.with(|engine| engine.lookup(id, &question)));
         let answer = of.session.lookup(&question);
         let name = state.name.clone();
-        if pending.is_some() && (entered != pending || Some(answer) != pending) {
+        // A request that waits for the remote store is told of blocks that others save.
+        let is_same = |one: Option<Lookup>| match self.remote {
+            Some(_) => one.is_some_and(Lookup::is_pending),
+            None => one == pending,
+        };
+        if pending.is_some() && !(is_same(entered) && is_same(Some(answer))) {
             return Err(format!(
                 "{name} was said to be pending, but is answered {answer:?}"
             ));
         }
         self.note(|| format!("lookup {name} local {local} most {most}: {answer:?}"));
         let state = &mut self.sessions[session].requests[request];
-        if answer.is_pending() && answer.shared() < state.min {
+        if answer.is_pending() && answer.shared() < state.min && self.remote.is_none() {
             return Err(format!("{name} waits for a hit that is too short"));
         }
         match answer.tokens() {
@@ -454,7 +460,14 @@ impl World {
             (request.ready, request.promise) = (None, None);
             request.looked.clear();
         }
-        self.models[namespace].advance();
+        if self.shares() && !self.models[namespace].private {
+            // The weights of the description are in the store, also for those who were not reset.
+            self.models[namespace].stored.clear();
+            self.history.saved.retain(|&(of, _, _)| of != namespace);
+            self.pins.forget(namespace);
+        } else {
+            self.models[namespace].advance();
+        }
         self.log.stats.resets += 1;
         self.note(|| format!("reset namespace {namespace}"));
         if !self.models[namespace].private {

@@ -346,3 +346,15 @@ fn the_object_that_others_look_for_is_written_last() {
         assert!(is_there && objects.by_name.len() == all, "{kinds:?}");
     }
 }
+
+#[test]
+fn a_question_for_less_than_a_block_asks_the_store_for_nothing() {
+    let hashes = chain(&[(1, 70)]);
+    let (mut objects, mut random) = (Objects::default(), Random(1));
+    let (mut reader, session) = host_of(config(512, 8), STATE);
+    save(&mut reader, session, STATE, &hashes, &[]);
+    let question = LookupRequest::new("r", &hashes).max(Tokens(BLOCK - 2));
+    assert!(!reader.look(session, &question).is_pending());
+    reader.run(100, &mut objects, &mut random);
+    assert_eq!((objects.probes, objects.gets), (0, 0));
+}
