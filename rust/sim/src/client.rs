@@ -7,8 +7,7 @@ use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{
-    Extent, Lookup, LookupRequest, Priority, PromotionWait, SessionSpec, Step, Tokens,
-    append_extents,
+    Extent, LookupRequest, Priority, PromotionWait, SessionSpec, Step, Tokens, append_extents,
 };
 
 use crate::content::hash_of;
@@ -269,19 +268,14 @@ impl World {
         let entered = pending.map(|_| self.engine.with(|engine| engine.lookup(id, &question)));
         let answer = of.session.lookup(&question);
         let name = state.name.clone();
-        // A request that waits for the remote store is told of blocks that others save.
-        let is_same = |one: Option<Lookup>| match self.remote {
-            Some(_) => one.is_some_and(Lookup::is_pending),
-            None => one == pending,
-        };
-        if pending.is_some() && !(is_same(entered) && is_same(Some(answer))) {
+        if pending.is_some() && (entered != pending || Some(answer) != pending) {
             return Err(format!(
                 "{name} was said to be pending, but is answered {answer:?}"
             ));
         }
         self.note(|| format!("lookup {name} local {local} most {most}: {answer:?}"));
         let state = &mut self.sessions[session].requests[request];
-        if answer.is_pending() && answer.shared() < state.min && self.remote.is_none() {
+        if answer.is_pending() && answer.shared() < state.min {
             return Err(format!("{name} waits for a hit that is too short"));
         }
         match answer.tokens() {
@@ -460,14 +454,7 @@ impl World {
             (request.ready, request.promise) = (None, None);
             request.looked.clear();
         }
-        if self.shares() && !self.models[namespace].private {
-            // The weights of the description are in the store, also for those who were not reset.
-            self.models[namespace].stored.clear();
-            self.history.saved.retain(|&(of, _, _)| of != namespace);
-            self.pins.forget(namespace);
-        } else {
-            self.models[namespace].advance();
-        }
+        self.models[namespace].advance();
         self.log.stats.resets += 1;
         self.note(|| format!("reset namespace {namespace}"));
         if !self.models[namespace].private {
