@@ -41,6 +41,9 @@ impl Remote {
         let limit = u32::try_from(request.hashes.len()).ok()?;
         let limit = limit.min(request.max.0 / tokens) / step * step;
         let local = request.computed.0 / tokens;
+        if limit <= local {
+            return None;
+        }
         let above = Self::tiers_reach(found, (local, align, limit), parts);
         let least = request.min.0.div_ceil(tokens).saturating_sub(1);
         let above = above.max(local).max(least);
