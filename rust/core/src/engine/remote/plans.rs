@@ -57,6 +57,9 @@ impl Engine {
         let segment = wanted.space.hash_blocks * size;
         let from = (wanted.found * size).max(prompt.computed);
         let to = ((wanted.skipped + wanted.segments) * segment).min(prompt.end);
+        // A part of a window or state is of no use.
+        let is_hybrid = wanted.space.is_hybrid;
+        let block = if is_hybrid { to.max(1) } else { segment };
         let rates = &self.planner.rates.remote;
         let is_prefetch = request.priority == Priority::Prefetch;
         let is_idle = remote.get_window.in_flight() == 0;
@@ -66,14 +69,14 @@ impl Engine {
                 segments: wanted.segments,
                 bytes: wanted.space.bytes,
                 width,
-                is_probed: wanted.segments > FETCHED,
+                is_probed: is_hybrid || wanted.segments > FETCHED,
                 silent_ns: remote.silent_ns(self.now_ns),
             });
             Reading {
-                first_ns,
+                first_ns: if is_hybrid { all_ns } else { first_ns },
                 all_ns,
-                block: segment,
-                together: segment * width,
+                block,
+                together: block.saturating_mul(width),
                 is_prefetch,
                 present: rates.present(),
                 absent_ns: rates.absent_ns(),
@@ -138,8 +141,8 @@ impl Engine {
         }
         let prompt = self.prompt(state);
         let size = self.hash_block_size_of(state);
-        let [arrived, end] = [flight.arrived, flight.goal()].map(|of| flight.depth_of(of) * size);
-        let end = end.min(prompt.end);
+        let (arrived, end) = flight.progress();
+        let (arrived, end) = (arrived * size, (end * size).min(prompt.end));
         let together = flight.gets.max(1) * flight.space.hash_blocks * size;
         let rates = &self.planner.rates.remote;
         let predicts = !state.remote.ignores_prediction && rates.is_known();
@@ -158,7 +161,7 @@ impl Engine {
             segments: unsent + flight.gets,
             bytes: flight.space.bytes,
             width: flight.width,
-            is_probed: unsent > 0 && !flight.search.is_over(),
+            is_probed: !flight.is_searched(),
             silent_ns: remote.silent_ns(self.now_ns),
         });
         if unsent > 0 || flight.sent_ns == 0 {
@@ -197,11 +200,11 @@ impl Remote {
     /// A flight ends by itself: the planner learns what was there, and how long it took.
     pub(super) fn note_flight_ended(&self, id: FlightId, parts: &mut EngineParts<'_>) {
         let flight = &self.flights[id];
-        if flight.is_failed || !flight.search.is_over() {
+        if flight.is_failed || !flight.is_searched() {
             return;
         }
-        let (there, segments) = (flight.arrived, flight.segments());
-        if there == 0 {
+        let (there, segments) = (flight.arrived, flight.objects());
+        if there == 0 && segments > 0 {
             // The end of the first get has told.
             return;
         }

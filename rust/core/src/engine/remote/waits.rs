@@ -10,6 +10,7 @@ use super::super::requests::{RequestId, RequestState};
 use super::super::residency::Residency;
 use super::Remote;
 use super::flight::{Flight, FlightId};
+use super::pieces::Piece;
 use super::plans::Fetches;
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
@@ -18,7 +19,7 @@ use super::spaces::Space;
 /// Flights that one request waits for, in turn.
 const TRIES_MAX: u8 = 4;
 /// Flights that go on at once.
-const FLIGHTS_MAX: usize = 1024;
+pub(super) const FLIGHTS_MAX: usize = 1024;
 
 /// A request's share in the flights.
 #[derive(Clone, Copy, Debug, Default)]
@@ -48,7 +49,9 @@ impl Engine {
         ns: NsId,
         request: &LookupRequest<'_>,
     ) -> bool {
-        if self.remote.is_none() {
+        // An end of a prompt inside a block has a chain of its own, which is looked up beside its prompt.
+        let is_tail = request.request.find('\0').is_some_and(|at| at > 0);
+        if self.remote.is_none() || is_tail {
             return false;
         }
         if let Some(flight) = self.sessions.requests[id].remote.flight {
@@ -62,6 +65,7 @@ impl Engine {
         if share.gave_up || share.tries == TRIES_MAX {
             return false;
         }
+        let align = self.sessions.alignment_of(id) / self.residency.hash_block_size(ns);
         let Some((remote, parts)) = self.remote() else {
             return false;
         };
@@ -72,32 +76,29 @@ impl Engine {
         let Some((remote, mut parts)) = self.remote() else {
             return false;
         };
-        let (segments, width, predicted_ns) = match fetches {
+        let segments = match fetches {
             Fetches::None => return false,
-            Fetches::Some(segments) => (segments.min(wanted.segments), segments, None),
+            Fetches::Some(segments) => segments.min(wanted.segments),
+            Fetches::All { .. } => wanted.segments,
+        };
+        let wanted = Wanted { segments, ..wanted };
+        let Some(flight) = remote.join(id, ns, request, (wanted, align), &mut parts) else {
+            return false;
+        };
+        let of = &mut remote.flights[flight];
+        let is_new = of.waiters == [id] && of.sent_ns == 0 && of.began_ns == parts.now_ns;
+        match fetches {
             Fetches::All {
                 width,
                 predicted_ns,
-            } => (wanted.segments, width, predicted_ns),
-        };
-        let is_measure = matches!(fetches, Fetches::Some(_));
-        let flight = match under_way {
-            Some(flight) => flight,
-            None => {
-                let segments = segments.min(SEGMENTS_MAX);
-                let begun = remote.begin(ns, request, &wanted, segments, &mut parts);
-                let Some(flight) = begun else {
-                    return false;
-                };
-                let of = &mut remote.flights[flight];
-                (of.is_measure, of.width, of.predicted_ns) = (is_measure, width, predicted_ns);
-                flight
+            } if is_new => (of.width, of.predicted_ns) = (width, predicted_ns),
+            Fetches::All { .. } => {}
+            Fetches::Some(_) | Fetches::None => {
+                of.is_measure = true;
+                remote.leave(flight, id, parts.residency);
+                return false;
             }
-        };
-        if is_measure {
-            return false;
         }
-        remote.flights[flight].waiters.push(id);
         let share = &mut parts.requests[id].remote;
         let before = share.flight.replace(flight);
         share.tries += 1;
@@ -114,7 +115,7 @@ impl Engine {
         };
         let of = &remote.flights[flight];
         let is_of_ns = of.ns == ns;
-        let came = (of.found, of.depth_of(of.arrived));
+        let came = (of.found, of.reach(of.arrived));
         // A store that is silent costs a request its time limit once.
         let gave_up = is_of_ns && (!of.is_over || of.is_failed);
         let state = &self.sessions.requests[id];
@@ -169,7 +170,7 @@ impl Engine {
                 base_ns,
                 per_1k_tokens_ns,
             } => {
-                let gain = self.gain_of(state, flight.depth_of(flight.goal()));
+                let gain = self.gain_of(state, flight.progress().1);
                 let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
                 u128::from(self.now_ns - demanded_ns) >= u128::from(base_ns) + part
             }
@@ -201,6 +202,7 @@ pub(super) struct Wanted {
     pub(super) found: u32,
     /// Segments before the first.
     pub(super) skipped: u32,
+    /// With windows or states, about.
     pub(super) segments: u32,
 }
 
@@ -225,36 +227,38 @@ impl Remote {
         let whole = u32::try_from(request.hashes.len()).ok()? / size;
         // A segment that the hit ends in counts.
         let wanted = whole.min(request.max.0.div_ceil(tokens));
-        let segments = wanted.checked_sub(skipped).filter(|&of| of > 0)?;
-        if wanted * tokens <= request.computed.0 {
-            return None;
-        }
-        let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
-        crate::work::index();
-        let under_way = self.by_segment.get(&(ns, first)).copied();
-        let is_absent = self
-            .absent
-            .contains(fingerprint(&space.digest, &first), parts.now_ns);
-        if under_way.is_none() && (is_absent || self.order.len() >= FLIGHTS_MAX) {
-            return None;
-        }
+        let segments = wanted.saturating_sub(skipped);
         let wanted = Wanted {
             space,
             deepest,
             found,
             skipped,
-            segments,
+            segments: segments.max(1),
         };
+        if space.is_hybrid {
+            return Some((wanted, None));
+        }
+        if segments == 0 || (skipped + segments) * tokens <= request.computed.0 {
+            return None;
+        }
+        let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
+        crate::work::index();
+        let under_way = self.by_segment.get(&(ns, first)).copied();
+        let absent = fingerprint(&Piece::segment(&space, skipped).key(&space, first));
+        let is_absent = self.absent.contains(absent, parts.now_ns);
+        if under_way.is_none() && (is_absent || self.order.len() >= FLIGHTS_MAX) {
+            return None;
+        }
         Some((wanted, under_way))
     }
 
-    /// Begins a flight for the first `segments` of those that a prompt lacks.
-    fn begin(
+    /// Joins the flight that brings what a prompt lacks first, or begins it. `None` if the store does not help.
+    fn join(
         &mut self,
+        id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
-        wanted: &Wanted,
-        segments: u32,
+        (wanted, align): (Wanted, u32),
         parts: &mut EngineParts<'_>,
     ) -> Option<FlightId> {
         let Wanted {
@@ -262,42 +266,59 @@ impl Remote {
             deepest,
             found,
             skipped,
-            ..
-        } = *wanted;
+            segments,
+        } = wanted;
+        if space.is_hybrid {
+            let found = (deepest, found);
+            return self.join_for_boundary(id, (ns, space), request, (found, align), parts);
+        }
         let size = space.hash_blocks;
+        let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
+        if let Some(flight) = self.board(id, (ns, first)) {
+            return Some(flight);
+        }
         let from = (skipped * size) as usize;
-        let (before, hashes) = read_hashes(request, from, segments, size)?;
+        let to = from + (segments.min(SEGMENTS_MAX) * size) as usize;
+        let (before, mut hashes) = read_hashes(request, from, to)?;
+        hashes.truncate(hashes.len() / size as usize * size as usize);
         let segments = hashes.len() as u32 / size;
         let lease = match found {
             0 => NONE,
             _ => parts.residency.forest().ancestor(deepest, skipped * size),
         };
-        let flight = self.flights.insert(Flight {
-            ns,
-            space,
-            found,
-            skipped,
-            hashes,
-            before,
+        let flight = Flight {
             search: Search::new(segments),
-            asked_ns: None,
             here: vec![false; segments as usize],
-            arrived: 0,
-            next: 0,
-            gets: 0,
-            ends: Vec::new(),
-            lease: NONE,
-            bytes: 0,
-            is_cut: false,
-            is_failed: false,
-            is_over: false,
-            waiters: Vec::new(),
-            is_measure: false,
-            width: u32::MAX,
-            began_ns: parts.now_ns,
-            sent_ns: 0,
-            predicted_ns: None,
-        });
+            ..Flight::new(
+                (ns, space),
+                found,
+                (skipped, skipped * size),
+                (before, hashes),
+            )
+        };
+        (segments > 0).then(|| self.begin(flight, id, lease, parts))
+    }
+
+    /// Has a request wait for the flight that is found by a block hash.
+    pub(super) fn board(&mut self, id: RequestId, by: (NsId, BlockHash)) -> Option<FlightId> {
+        crate::work::index();
+        let flight = *self.by_segment.get(&by)?;
+        self.flights[flight].waiters.push(id);
+        Some(flight)
+    }
+
+    /// Begins a flight for a request, which leases a node.
+    pub(super) fn begin(
+        &mut self,
+        flight: Flight,
+        waiter: RequestId,
+        lease: NodeId,
+        parts: &mut EngineParts<'_>,
+    ) -> FlightId {
+        let flight = self.flights.insert(flight);
+        self.flights[flight].waiters.push(waiter);
+        self.flights[flight].began_ns = parts.now_ns;
+        parts.rates.remote.began(parts.now_ns);
         self.move_lease(flight, lease, parts.residency);
         self.announce(flight, 0);
         if self.order.is_empty() && self.reads == 0 {
@@ -306,8 +327,7 @@ impl Remote {
         self.order.push(flight);
         self.has_begun = true;
         parts.counters.remote_lookups += 1;
-        parts.rates.remote.began(parts.now_ns);
-        Some(flight)
+        flight
     }
 
     /// A request no longer waits for a flight.
@@ -322,25 +342,23 @@ impl Remote {
     }
 }
 
-/// The hash before the hash block `from`, and those of the segments behind, as far as they are usable.
-fn read_hashes(
+/// The hash before the hash block `from`, and those from there to `to`, as far as they are usable.
+pub(super) fn read_hashes(
     request: &LookupRequest<'_>,
     from: usize,
-    segments: u32,
-    size: u32,
-) -> Option<(Option<BlockHash>, Box<[BlockHash]>)> {
+    to: usize,
+) -> Option<(Option<BlockHash>, Vec<BlockHash>)> {
     let before = match from.checked_sub(1) {
         Some(at) => Some(request.hashes.get(at)?),
         None => None,
     };
-    let to = from + (segments * size) as usize;
     let read = (from..to).map_while(|at| request.hashes.get(at));
     let mut hashes: Vec<BlockHash> = read.collect();
     let len = before.or(hashes.first().copied())?.as_bytes().len();
     let same = hashes
         .iter()
         .take_while(|hash| hash.as_bytes().len() == len);
-    let usable = same.count() / size as usize * size as usize;
+    let usable = same.count();
     hashes.truncate(usable);
-    (usable > 0).then(|| (before, hashes.into_boxed_slice()))
+    Some((before, hashes))
 }
