@@ -133,7 +133,8 @@ METRICS: tuple[Metric, ...] = (
         },
     ),
     Metric("tokens_not_loaded", "counter", "Cached tokens that were computed, by the reason.", ("reason",),
-           {f"tokens_not_loaded_{why}": (why,) for why in ("disk", "small", "other_way", "rest", "guarantee", "remote")}),
+           {f"tokens_not_loaded_{why}": (why,)
+            for why in ("disk", "small", "other_way", "rest", "guarantee", "remote")}),
     Metric("plan_predicted_time_seconds", "counter", "Predicted times of loads that have ended, by tier.", ("tier",),
            {f"plan_predicted_{tier}_seconds": (tier,) for tier in _PLANNED}),
     Metric("plan_actual_time_seconds", "counter", "Actual times of the same loads.", ("tier",),

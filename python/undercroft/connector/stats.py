@@ -79,7 +79,10 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
         "counter",
         "waits for the disk that ended: load_margin was over, and too few tokens had arrived",
     ),
-    "remote_plans_load_faster": ("counter", "prompts fetched from the remote store: that takes less time than computing"),
+    "remote_plans_load_faster": (
+        "counter",
+        "prompts fetched from the remote store: that takes less time than computing",
+    ),
     "remote_plans_load_unknown": ("counter", "prompts fetched from the remote store before enough was measured"),
     "remote_plans_load_other_way": ("counter", "prompts fetched from it as one in a hundred near-even decisions"),
     "remote_plans_compute_faster": ("counter", "prompts not fetched: computing takes less time, or little is there"),

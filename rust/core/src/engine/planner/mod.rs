@@ -273,7 +273,8 @@ fn ways(
         Way::NONE
     };
     let all = model.way(&prompt, to);
-    let cost_ns = if is_cut_short(1.0) {
+    let is_safe = !is_cut_short(SLOWER);
+    let cost_ns = if !is_safe && is_cut_short(1.0) {
         f64::INFINITY
     } else {
         all.cost_ns + model.until_asked_ns(reading.all_ns)
@@ -284,7 +285,7 @@ fn ways(
         saved_ns: there * all.saved_ns + absent * less.saved_ns,
         cost_ns: there * cost_ns + absent * absent_ns,
     };
-    (more, less, !is_cut_short(SLOWER))
+    (more, less, is_safe)
 }
 
 #[cfg(test)]
