@@ -135,9 +135,9 @@ def print_status(status: dict[str, Any]) -> None:
         print()
         latencies = tuple(f"{way} {part}" for way in ("reads", "writes") for part in ("p50", "p99"))
         output.print_table(("disk", "capacity", "health", *latencies, "trouble"), [_disk(disk) for disk in disks])
-    if plan := planning.sentence(stats):
+    for _, plan, of_tier in planning.of_tiers(stats):
         print(f"\n{plan}")
-        output.print_table(planning.HEADER, planning.table(stats))
+        output.print_table(planning.HEADER, planning.table(of_tier))
     if status["sessions"]:
         print()
         columns = ("connected", "workers", "answered", "hits", "lookups", "pending", "loads", "saves")
