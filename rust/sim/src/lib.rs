@@ -40,6 +40,7 @@ mod namespaces;
 mod operator;
 mod participants;
 mod random;
+mod sealed;
 mod settings;
 mod shared;
 mod transfers;
@@ -108,6 +109,10 @@ pub struct Stats {
     pub clears: u64,
     /// Clears after which nothing of a namespace was there.
     pub clears_checked: u64,
+    /// Blocks that could not be decrypted.
+    pub undecrypted: u64,
+    /// Pairs of records of encrypted stores whose slots somebody exchanged.
+    pub exchanged: u64,
     /// Payloads erased from devices.
     pub erased: u64,
     /// Hints that clients gave.
@@ -153,6 +158,8 @@ impl Stats {
         self.routers_checked += other.routers_checked;
         self.clears += other.clears;
         self.clears_checked += other.clears_checked;
+        self.undecrypted += other.undecrypted;
+        self.exchanged += other.exchanged;
         self.erased += other.erased;
         self.hints += other.hints;
         self.pins += other.pins;

@@ -57,6 +57,7 @@ mod residency;
 mod retention;
 mod save;
 mod save_cursor;
+mod sealed;
 mod served;
 mod sessions;
 mod waits;

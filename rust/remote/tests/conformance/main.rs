@@ -8,6 +8,7 @@ mod cases;
 mod cloud;
 mod collecting;
 mod directory;
+mod encrypted;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod faults;
 #[cfg(any(feature = "redis", feature = "s3"))]

@@ -121,6 +121,10 @@ impl Remote {
                 self.breaker.succeeded();
                 parts.counters.remote_corrupt += 1;
             }
+            Err(RemoteError::Cipher) => {
+                self.breaker.succeeded();
+                parts.counters.decryption_failures += 1;
+            }
             Err(RemoteError::Throttled) => {
                 parts.counters.remote_throttled += 1;
                 let window = match is_put {
@@ -181,12 +185,12 @@ impl Remote {
 
     /// Remembers the result of a get of an object.
     fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) {
-        let is_gone = matches!(why, Some(RemoteError::NotFound | RemoteError::Corrupt));
+        let is_gone = why.is_some_and(RemoteError::is_of_object);
         if is_gone {
             self.known.remove(segment);
             self.absent.insert(segment, now_ns);
         }
-        if why == Some(RemoteError::Corrupt) {
+        if matches!(why, Some(RemoteError::Corrupt | RemoteError::Cipher)) {
             self.broken.insert(segment, now_ns);
         }
     }
