@@ -8,21 +8,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches/RESULTS.md"
 CHART = ROOT / "docs/images/gain.svg"
-HEADING = "## A load from host memory, against computing"
+HEADING = "## Time to the first token, computed and loaded"
 TITLE = "Time to the first token, in milliseconds"
-SERIES = (("computed by vLLM", "#94a3b8"), ("loaded from host memory", "#2563eb"))
+SERIES = (
+    ("computed by vLLM", "#94a3b8"),
+    ("loaded from host memory", "#2563eb"),
+    ("loaded from disk, after a restart", "#0d9488"),
+)
 WIDTH, LEFT, BAR, GAP, TOP = 880, 150, 20, 22, 92
 LONGEST = 600
-LEAST_TOKENS = 128
 
 
-def rows(results: str) -> list[tuple[int, float, float]]:
-    """Tokens, milliseconds of computing and of loading of each row of the record. Raises ValueError without one."""
+def rows(results: str) -> list[tuple[int, list[float]]]:
+    """Tokens, and the milliseconds of each of `SERIES`, of each row of the record. Raises ValueError without one."""
     record = results.partition(HEADING + "\n")[2].partition("\n## ")[0]
-    found = re.findall(r"^\| (\d+) \| ([\d.]+), ([\d.]+) \|", record, re.MULTILINE)
+    times = ", ".join([r"([\d.]+)"] * len(SERIES))
+    found = re.findall(rf"^\| (\d+) \| {times} \|", record, re.MULTILINE)
     if not found:
         raise ValueError(f'{RESULTS.name} has no table of milliseconds under "{HEADING}"')
-    return [(int(tokens), float(compute), float(load)) for tokens, load, compute in found]
+    return [(int(tokens), [float(value) for value in row]) for tokens, *row in found]
 
 
 def source(results: str) -> str:
@@ -32,26 +36,29 @@ def source(results: str) -> str:
 
 
 def draw(results: str) -> str:
-    """The chart as SVG: two bars a row, their lengths in proportion to the times."""
-    bars = [row for row in rows(results) if row[0] >= LEAST_TOKENS]
-    most = max(max(compute, load) for _, compute, load in bars)
-    height = TOP + len(bars) * (2 * BAR + GAP) + 30
-    spoken = ", ".join(f"{tokens} tokens {compute:g} and {load:g}" for tokens, compute, load in bars)
+    """The chart as SVG: a bar for each time of a row, their lengths in proportion to the times."""
+    bars = rows(results)
+    most = max(max(times) for _, times in bars)
+    group = len(SERIES) * BAR + GAP
+    height = TOP + len(bars) * group + 30
+    spoken = ", ".join(f"{tokens} tokens {', '.join(f'{value:g}' for value in times)}" for tokens, times in bars)
+    names = ", ".join(name for name, _ in SERIES)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{TITLE}, computed and loaded: {spoken}" '
+        f'aria-label="{TITLE}: {names}: {spoken}" '
         'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="14">',
         f'<rect width="{WIDTH}" height="{height}" rx="12" fill="#ffffff"/>',
         f'<text x="24" y="34" font-size="15" font-weight="bold" fill="#0f172a">{TITLE}</text>',
     ]
-    for (name, colour), x in zip(SERIES, (LEFT, LEFT + 200), strict=True):
+    x = LEFT
+    for name, colour in SERIES:
         lines.append(f'<rect x="{x}" y="54" width="14" height="14" rx="3" fill="{colour}"/>')
         lines.append(f'<text x="{x + 22}" y="66" fill="#475569">{name}</text>')
-    for index, (tokens, *times) in enumerate(bars):
-        y = TOP + index * (2 * BAR + GAP)
-        lines.append(
-            f'<text x="{LEFT - 14}" y="{y + BAR + 5}" text-anchor="end" fill="#0f172a">{tokens:,} tokens</text>'
-        )
+        x += 60 + 7 * len(name)
+    for index, (tokens, times) in enumerate(bars):
+        y = TOP + index * group
+        middle = y + len(SERIES) * BAR // 2 + 4
+        lines.append(f'<text x="{LEFT - 14}" y="{middle}" text-anchor="end" fill="#0f172a">{tokens:,} tokens</text>')
         for row, (value, (_, colour)) in enumerate(zip(times, SERIES, strict=True)):
             top, length = y + row * BAR, LONGEST * value / most
             lines.append(f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR - 2}" rx="3" fill="{colour}"/>')

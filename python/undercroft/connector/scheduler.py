@@ -424,7 +424,7 @@ class SchedulerConnector:
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         request, lookup, queued = state.request, state.lookup, self.steps.queued(state)
         hashes = self._groups.hashes(request.block_hashes)
-        least = self._least_boundary(state.min_tokens, num_computed_tokens)
+        least = self._least_boundary(state.min_tokens, num_computed_tokens) if state.min_tokens else 0
         return self._session.lookup(
             request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least, lookup.planned, queued
         )

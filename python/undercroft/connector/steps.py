@@ -69,8 +69,11 @@ class Steps:
         if self._last_decodes and not self._running:
             self._unreported.append((0, 0, 0, 0.0))
             self._last_decodes = 0
-        self._report()
-        return max(0, state.queued_behind - self._done)
+        # Asked for each waiting request in each step: no call without need.
+        if self._unreported:
+            self._report()
+        queued = state.queued_behind - self._done
+        return queued if queued > 0 else 0
 
     # Times
 
@@ -108,6 +111,5 @@ class Steps:
             self._report()
 
     def _report(self) -> None:
-        if self._unreported:
-            steps, self._unreported = self._unreported, []
-            self._session.report_steps(steps)
+        steps, self._unreported = self._unreported, []
+        self._session.report_steps(steps)
