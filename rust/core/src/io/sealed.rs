@@ -47,8 +47,8 @@ impl SealedBuffer {
     }
 }
 
-/// Carries out the transfer of an encrypted payload. `transfer` moves a range of the bytes from or to the same place
-/// behind the operation's offset in the file, all of it. Returns the checksum of the plain payload.
+/// Carries out the transfer of an encrypted payload: `transfer` reads or writes all of the bytes at the operation's place
+/// in the file. Returns the checksum of the plain payload.
 pub(super) fn carry_out(
     operation: &Operation,
     (arena, cipher): (&Arena, &Arc<dyn PayloadCipher>),
