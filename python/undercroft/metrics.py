@@ -122,6 +122,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _one("checksum_failures", "counter", "Blocks or records dropped because their checksum did not match."),
     _one("host_checksum_failures", "counter", "Blocks in host memory dropped because they changed after their save."),
+    _one("decryption_failures", "counter", "Blocks dropped because no key of key_file decrypts them."),
     Metric("io_failures", "counter", "Failed disk operations.", ("direction",),
            {"read_failures": ("load",), "write_failures": ("save",)}),
     _one("degraded_disks", "gauge", "Directories that accept no writes, do not answer, have failed, or lack a file.",

@@ -305,5 +305,5 @@ def test_an_interrupted_export_leaves_no_file(engine: _core.Engine, place: Path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _core.export_namespace([str(place / "store")], session.namespace, str(place / "blocks"), interrupted)
+        _core.export_namespace([str(place / "store")], session.namespace, str(place / "blocks"), "", interrupted)
     assert [path.name for path in place.iterdir() if path.name.startswith("blocks")] == []

@@ -21,6 +21,7 @@ COUNTERS = frozenset(key for metric in METRICS if metric.kind == "counter" for k
 TROUBLES = (
     "checksum_failures",
     "host_checksum_failures",
+    "decryption_failures",
     "read_failures",
     "write_failures",
     "load_failures",

@@ -33,6 +33,7 @@ pub struct Counters {
     pub disk_evictions: u64,
     pub checksum_failures: u64,
     pub host_checksum_failures: u64,
+    pub decryption_failures: u64,
     pub read_failures: u64,
     pub write_failures: u64,
     pub load_failures: u64,

@@ -11,7 +11,7 @@ use undercroft_core::disk::Health;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery};
 use undercroft_core::io::fault::{FaultControl, FaultEngine};
-use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
+use undercroft_core::io::{IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine};
 use undercroft_ipc::stats_json;
 
 use crate::config::HostConfig;
@@ -76,9 +76,14 @@ impl RunningEngine {
             files,
             images,
             mut states,
+            cipher,
         } = directories;
-        let (io, features) =
-            open_io_engine(choice, depth, Arc::clone(&arena), files).map_err(HostError::Io)?;
+        let of_io = Arc::clone(&arena);
+        let opened = match cipher {
+            Some(cipher) => open_encrypting_engine(depth, of_io, files, cipher),
+            None => open_io_engine(choice, depth, of_io, files),
+        };
+        let (io, features) = opened.map_err(HostError::Io)?;
         let (io, faults) = if inject_faults {
             let (io, faults) = FaultEngine::new(io);
             (Box::new(io) as _, Some(faults))

@@ -42,6 +42,7 @@ mod namespaces;
 mod operator;
 mod participants;
 mod random;
+mod sealed;
 mod settings;
 mod shared;
 mod transfers;
@@ -116,6 +117,10 @@ pub struct Stats {
     pub resizes_checked: u64,
     /// Pages that the system got back.
     pub released: u64,
+    /// Blocks that could not be decrypted.
+    pub undecrypted: u64,
+    /// Pairs of records of encrypted stores whose slots somebody exchanged.
+    pub exchanged: u64,
     /// Payloads erased from devices.
     pub erased: u64,
     /// Hints that clients gave.
@@ -164,6 +169,8 @@ impl Stats {
         self.released += other.released;
         self.clears += other.clears;
         self.clears_checked += other.clears_checked;
+        self.undecrypted += other.undecrypted;
+        self.exchanged += other.exchanged;
         self.erased += other.erased;
         self.hints += other.hints;
         self.pins += other.pins;

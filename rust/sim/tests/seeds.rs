@@ -48,6 +48,8 @@ fn lives() {
     assert!(stats.blocks_checked > 100_000, "too few loads: {stats:?}");
     assert!(stats.corruptions > 100, "too few faults: {stats:?}");
     assert!(stats.moved_runs > 1000, "too few moved pages: {stats:?}");
+    assert!(stats.exchanged > 1000, "too few exchanges: {stats:?}");
+    assert!(stats.undecrypted > 300, "too few bad keys: {stats:?}");
     assert!(stats.gaps > 200, "too few gaps: {stats:?}");
     assert!(stats.filled_gaps > 0, "too few gaps: {stats:?}");
     assert!(stats.late > 500, "too few late directories: {stats:?}");

@@ -315,6 +315,11 @@ impl Arena {
         self.with(offset, len, |bytes| out.extend_from_slice(bytes))
     }
 
+    /// Copies a range of the length of `out` to `out`.
+    pub fn copy_to(&self, offset: u64, out: &mut [u8]) -> Result<(), OutOfBounds> {
+        self.with(offset, out.len() as u64, |bytes| out.copy_from_slice(bytes))
+    }
+
     /// One `pread` into the range; the number of bytes read, which may be short.
     pub fn pread(
         &self,

@@ -1,6 +1,7 @@
 //! Bookkeeping of one disk directory: slots, records and health. No IO happens here: the engine
 //! turns this module's decisions into requests.
 
+pub mod binding;
 mod device;
 mod files;
 mod fit_table;

@@ -230,11 +230,17 @@ impl Engine {
         let rates = &mut self.planner.rates;
         rates.read_ended(device, bytes, ahead, times, result.is_ok());
         match result {
-            Ok(_) => {
+            Ok(checksum) => {
                 let payload_bytes = self.residency.payload_bytes(node, group);
                 let (_, mut parts) = self.promotions();
                 count_read(payload_bytes, started_ns, &mut parts);
-                self.residency.disk_mut(device).health.read_succeeded();
+                let disk = self.residency.disk_mut(device);
+                disk.health.read_succeeded();
+                if disk.encrypted_store().is_some() {
+                    // Its record has none.
+                    self.residency
+                        .set_host_checksum(node, group, Some(checksum));
+                }
                 self.payload_arrived(node, group, &mut Vec::new());
             }
             Err(fault) => self.read_failed(node, group, fault),
@@ -261,6 +267,7 @@ impl Engine {
         match fault {
             IoFault::Stopped => {}
             IoFault::Corrupt => self.counters.checksum_failures += 1,
+            IoFault::Cipher => self.counters.decryption_failures += 1,
             IoFault::Truncated | IoFault::Os(_) => self.counters.read_failures += 1,
         }
         if fault != IoFault::Stopped {

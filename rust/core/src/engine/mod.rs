@@ -58,6 +58,7 @@ mod resize;
 mod retention;
 mod save;
 mod save_cursor;
+mod sealed;
 mod served;
 mod sessions;
 mod waits;

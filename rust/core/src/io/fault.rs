@@ -305,9 +305,14 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
             faults.writes
         };
         let token = request.token();
-        if let (Some(rate), IoRequest::ReadPayload { len, .. }) = (faults.read_rate, &request) {
+        let read_len = match &request {
+            IoRequest::ReadPayload { len, .. } => Some(*len),
+            IoRequest::Sealed(of) => of.reads.then_some(of.len),
+            _ => None,
+        };
+        if let (Some(rate), Some(len)) = (faults.read_rate, read_len) {
             let now = Instant::now();
-            let takes = Duration::try_from_secs_f64(f64::from(*len) / rate);
+            let takes = Duration::try_from_secs_f64(f64::from(len) / rate);
             let takes = takes.unwrap_or(HANG).min(HANG);
             let due = self.busy_until.map_or(now, |until| until.max(now)) + takes;
             self.busy_until = Some(due);

@@ -290,7 +290,7 @@ impl<I: FaultHook> Uring<I> {
                 Buffer::Arena(arena_offset + u64::from(done))
             }
             Body::Meta { buffer, .. } => Buffer::Metadata(Arc::clone(buffer), done),
-            Body::Erase { .. } => return self.finish_piece(index),
+            Body::Sealed { .. } | Body::Erase { .. } => return self.finish_piece(index),
         };
         let transfer = RingTransfer {
             reading: operation.is_read(),
@@ -550,7 +550,7 @@ impl<I: FaultHook> IoEngine for Uring<I> {
         let takes = has_room && !self.is_broken();
         let index = if takes { self.free.pop() } else { None };
         let operation = match index {
-            Some(_) => Operation::new(request, &self.arena, self.devices.len()),
+            Some(_) => Operation::plain(request, &self.arena, self.devices.len()),
             None => Err(IoFault::Os(refusal.raw_os_error())),
         };
         match (operation, index) {
