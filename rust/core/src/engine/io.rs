@@ -141,9 +141,11 @@ impl Engine {
         let least = usize::from(self.promotions.is_short());
         let beside_reads = self.config.writes_beside_reads.max(least);
         for device in self.residency.devices() {
-            // A device that writes much answers reads late.
-            let is_reading =
-                self.operations.reads(device) > 0 || self.promotions.waits_for(Some(device));
+            // A device that writes much answers reads late. A request that waits for memory or for the budget does not
+            // wait for the device: that may last until the scheduler takes another request up.
+            let waits_for_device =
+                !self.operations.may_read(device) && self.promotions.waits_for(Some(device));
+            let is_reading = self.operations.reads(device) > 0 || waits_for_device;
             let most = is_reading.then_some(beside_reads);
             self.operations.limit_writes(device, most);
         }
