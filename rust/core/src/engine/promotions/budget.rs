@@ -51,6 +51,11 @@ impl PromotionBudget {
         self.held > request.bytes && self.held + bytes > self.most
     }
 
+    /// Whether a request's promotion has started with a part of its bytes.
+    pub(super) fn is_partial(&self, id: RequestId) -> bool {
+        self.partial == Some(id)
+    }
+
     /// Whether a promotion may start, which needs `rest` bytes, and `slot` of them now. Notes the promotion if so.
     pub(super) fn admit(
         &mut self,

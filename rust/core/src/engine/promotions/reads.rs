@@ -225,7 +225,8 @@ impl Promotions {
         if promotion.reserved.is_some() {
             return true;
         }
-        if !*admits && !continues {
+        // A promotion that has started goes on: others may wait for the bytes that it holds.
+        if !*admits && !continues && !self.budget.is_partial(id) {
             return false;
         }
         if request.demanded && !continues {
