@@ -475,5 +475,5 @@ def test_a_wrong_value_is_refused_with_the_allowed_ones(
 
 
 def test_inspect_says_that_a_directory_holds_no_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main.main(["inspect", str(tmp_path)]) == 1
+    assert main.main(["inspect", str(tmp_path)]) == 2
     assert "holds no undercroft cache" in capsys.readouterr().err
