@@ -48,6 +48,8 @@ BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("bench", "disk", "--block-bytes", "0"), "--block-bytes", "above 0"),
     (("drain", "--all"), "usage: undercroft drain", "--timeout"),
     (("drain", "--timeout", "never"), "--timeout", "from 0.1 to 86400"),
+    (("resize", "--host-memory", "lots"), "--host-memory", "GiB"),
+    (("resize", "--disk-capacity", "0"), "--disk-capacity", "above 0"),
     (("nonsense",), "nonsense", "serve"),
 )
 

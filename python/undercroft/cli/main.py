@@ -33,6 +33,7 @@ COMMANDS = (
     "warm",
     "clear",
     "drain",
+    "resize",
     "export",
     "import",
 )
