@@ -28,7 +28,7 @@ class PromotionWait:
     """How long a lookup waits for blocks that are on disk only.
 
     ``planned``: while loading takes less time than computing, by measurement. Otherwise ``base_ms`` plus
-    ``per_1k_tokens_ms`` for each 1,000 tokens of the lookup; with ``base_ms`` None, until all blocks are in host memory.
+    ``per_1k_tokens_ms`` for each 1,000 tokens of the lookup; with ``base_ms`` None, until all are in host memory.
     """
 
     base_ms: float | None = None
