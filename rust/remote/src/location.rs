@@ -97,7 +97,7 @@ impl Location {
             ));
         }
         let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
-        if host.contains('@') {
+        if host.contains('@') || query.contains('@') {
             return Err(refused(
                 "credentials in the URL, which is logged; leave them out and set them in the environment, such as \
                  REDIS_PASSWORD or AWS_ACCESS_KEY_ID",
@@ -297,6 +297,7 @@ mod tests {
             "redis://:hunter2@host/0",
             "s3://key:hunter2@bucket/p",
             "x://a:hunter2/b@host",
+            "mooncake://host/p?metadata=http://key:hunter2@other",
         ] {
             let text = refused(url);
             assert!(!text.contains("hunter2"), "{text}");

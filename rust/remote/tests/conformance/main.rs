@@ -12,6 +12,7 @@ mod cloud;
 mod cluster;
 mod collecting;
 mod directory;
+mod encrypted;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod faults;
 mod mooncake;
