@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 use undercroft_core::remote::RemoteError;
 use undercroft_remote::{Health, Location, Options};
 
-use crate::faults::{child, url_of_parent};
+use crate::child::{child, url_of_parent};
 use crate::rig::{Rig, Segment, s3_url};
 
 const PATIENCE: Duration = Duration::from_secs(30);
