@@ -140,11 +140,17 @@ def _remote_object(value: Any) -> int:
     return size
 
 
-def _remote_ttl(value: Any) -> int:
-    seconds = parse_duration(value)
-    if seconds < 60:
-        raise ValueError("less than a minute")
-    return seconds
+_CENTURY_S = 36_525 * 86_400
+
+
+def _duration(least: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        seconds = parse_duration(value)
+        if not least <= seconds <= _CENTURY_S:
+            raise ValueError("out of range")
+        return seconds
+
+    return parse
 
 
 SHADOWS_MAX = 4
@@ -354,9 +360,9 @@ class UndercroftConfig:
         parse_size, str, "engine",
     )]
     disk_ttl: Annotated[int, Option(
-        "number", 0, "0 to 3155760000 seconds; 0 keeps them",
-        "Time to live on disk: blocks that no request has used for so many seconds are evicted from the directories.",
-        _integer(0, 3_155_760_000), _text_number, "engine",
+        "time", 0, DURATION_FORMAT + "; 0 to 36525d, 0 keeps them",
+        "Time to live on disk: blocks that no request has used for so long are evicted from the directories.",
+        _duration(0), str, "engine",
     )]
     remote: Annotated[str, Option(
         "URL", "", REMOTE_FORMAT,
@@ -382,10 +388,10 @@ class UndercroftConfig:
         parse_size, str, "engine",
     )]
     remote_ttl: Annotated[int, Option(
-        "time", "3d", DURATION_FORMAT + "; at least 1m",
+        "time", "3d", DURATION_FORMAT + "; 1m to 36525d",
         "Time that an object is kept after its last use. Redis removes it then. In other stores, reading an object "
         "renews it when half of this time has passed; `undercroft remote gc` removes the old ones.",
-        _remote_ttl, str, "engine",
+        _duration(60), str, "engine",
     )]
     verify_host: Annotated[bool, Option(
         "true or false", False, "true or false",

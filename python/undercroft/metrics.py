@@ -36,6 +36,7 @@ def _one(name: str, kind: str, help_text: str, key: str | None = None) -> Metric
 
 
 _TIERS = ("host", "disk")
+_PLANNED = (*_TIERS, "remote")
 SHADOWS = range(1, 5)
 """Places of the sizes of the option ``shadow``."""
 
@@ -118,33 +119,38 @@ METRICS: tuple[Metric, ...] = (
     _one("load_failures", "counter", "Failed loads. Their requests computed the tokens.", "failed_loads"),
     _one("save_failures", "counter", "Failed saves. Their blocks were dropped."),
     Metric(
-        "plans", "counter", "Decisions to load or to compute, by their reason.", ("decision", "reason"),
+        "plans", "counter", "Decisions to load or to compute, by their reason.", ("decision", "reason", "tier"),
         {
-            f"plans_{decision}_{reason}": (decision, reason)
+            f"{prefix}plans_{decision}_{reason}": (decision, reason, "host" if reason == "small" else tier)
+            for prefix, tier in (("", "disk"), ("remote_", "remote"))
             for decision, reasons in (
                 ("load", ("faster", "unknown", "other_way")),
                 ("compute", ("faster", "measure", "small", "other_way")),
                 ("stopped", ("rest", "guarantee")),
             )
             for reason in reasons
+            if (reason, tier) != ("small", "remote")
         },
     ),
     Metric("tokens_not_loaded", "counter", "Cached tokens that were computed, by the reason.", ("reason",),
-           {f"tokens_not_loaded_{why}": (why,) for why in ("disk", "small", "other_way", "rest", "guarantee")}),
+           {f"tokens_not_loaded_{why}": (why,)
+            for why in ("disk", "small", "other_way", "rest", "guarantee", "remote")}),
     Metric("plan_predicted_time_seconds", "counter", "Predicted times of loads that have ended, by tier.", ("tier",),
-           {f"plan_predicted_{tier}_seconds": (tier,) for tier in _TIERS}),
+           {f"plan_predicted_{tier}_seconds": (tier,) for tier in _PLANNED}),
     Metric("plan_actual_time_seconds", "counter", "Actual times of the same loads.", ("tier",),
-           {f"plan_actual_{tier}_seconds": (tier,) for tier in _TIERS}),
+           {f"plan_actual_{tier}_seconds": (tier,) for tier in _PLANNED}),
     Metric("plan_error_time_seconds", "counter",
            "Sum of the differences of predicted and actual times, without signs. Divide by the actual times.",
            ("tier",),
-           {f"plan_error_{tier}_seconds": (tier,) for tier in _TIERS}),
+           {f"plan_error_{tier}_seconds": (tier,) for tier in _PLANNED}),
     _one("saved_time_seconds", "counter", "Time saved by loads: predicted time of computing less time of loading.",
          "plan_saved_seconds"),
-    Metric("learned_bytes_per_second", "gauge", "Learned rate of reads from disk, and of loads from host memory.",
-           ("tier",), {"plan_copy_bytes_per_s": ("host",), "plan_disk_bytes_per_s": ("disk",)}),
+    Metric("learned_bytes_per_second", "gauge", "Learned rate of reads from a tier, and of loads from host memory.",
+           ("tier",), {"plan_copy_bytes_per_s": ("host",), "plan_disk_bytes_per_s": ("disk",),
+                       "plan_remote_bytes_per_s": ("remote",)}),
     Metric("learned_latency_seconds", "gauge", "Learned fixed time of a read or a load, whatever its bytes.", ("tier",),
-           {"plan_copy_latency_seconds": ("host",), "plan_disk_latency_seconds": ("disk",)}),
+           {"plan_copy_latency_seconds": ("host",), "plan_disk_latency_seconds": ("disk",),
+            "plan_remote_latency_seconds": ("remote",)}),
     Metric("learned_prefill_tokens_per_second", "gauge", "Learned rate of computing, by the position in the prompt.",
            ("position",), {"plan_prefill_tokens_per_s": ("0",), "plan_prefill_tokens_per_s_32k": ("32768",)}),
     _one("bytes_per_token", "gauge", "Bytes of a token in the tiers.", "plan_bytes_per_token"),

@@ -13,6 +13,7 @@ REASONS: dict[str, str] = {
     "no_boundary": "a sliding window or a state that a hit needs there is not cached",
     "too_few": "a hit would gain too few tokens (min_load_tokens)",
     "planned": "by prediction, computing took less time than loading (docs/planning.md)",
+    "remote_planned": "computing took less time than fetching from the remote store (docs/planning.md)",
     "timed_out": "the wait for the disk was over (promotion_wait, lookup_timeout_ms)",
     "disk_silent": "the disk did not answer",
     "budget": "reads from disk for other requests took all of promotion_memory",

@@ -112,7 +112,7 @@ BAD = {
     "on_disk_error": ["ignore", False],
     "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
-    "disk_ttl": [-1, "7d", 0.5, True, None],
+    "disk_ttl": [-1, "7w", "1.5h", "36526d", 0.5, True, None],
     "remote": [
         1,
         "/mnt/shared",
@@ -126,7 +126,7 @@ BAD = {
     "remote_object": ["1KiB", "65MiB", 0, "big", True],
     "remote_write": ["some", None, 1],
     "remote_write_rate": ["fast", -1, "10%"],
-    "remote_ttl": ["59s", 0, "3w", -1, "", None, True],
+    "remote_ttl": ["59s", 0, "3w", "36526d", -1, "", None, True],
     "reset_with_prefix_cache": [1, "no", None],
     "shadow": ["lots", 0, ["1GiB", "0"], ["1GiB"] * 5, None],
     "log_requests": ["yes", True, 1, None],
@@ -174,6 +174,15 @@ def test_options_of_the_remote_store_are_read():
     assert (config.remote, config.remote_object, config.remote_write_rate) == ("s3://bucket/prefix", 4 << 20, 0)
     assert (config.remote_ttl, config.remote_write) == (12 * 3600, "all")
     assert parse({}).remote_ttl == 3 * 86_400
+
+
+@pytest.mark.parametrize("name", ["disk_ttl", "remote_ttl"])
+def test_times_have_units_and_plain_numbers_are_seconds(name):
+    values = [getattr(parse({name: given}), name) for given in (90, 90.0, "90", "90s", "3m", "12h", "7d", "36525d")]
+    assert values == [90, 90, 90, 90, 180, 43_200, 604_800, 3_155_760_000]
+    assert getattr(parse({}, **{"UNDERCROFT_" + name.upper(): "2d"}), name) == 172_800
+    with pytest.raises(ConfigError, match=r"with a unit \(s, m, h, d\)"):
+        parse({name: "7 weeks"})
 
 
 def test_names_of_other_connectors_get_the_option_that_does_the_same():

@@ -29,7 +29,21 @@ def test_one_sentence_tells_from_which_length_on_the_disk_is_read():
     fast = planning.sentence(STATS | {"plan_disk_bytes_per_s": 14_000_000_000})
     assert fast.endswith("prefixes of 512 tokens and more are loaded")
     none = planning.sentence(STATS | {"plan_disk_bytes_per_s": 100_000_000})
-    assert none.endswith("prefixes on disk are computed")
+    assert none.endswith("prefixes on the disk are computed")
+
+
+def test_the_remote_store_has_a_sentence_and_a_table_of_its_own():
+    assert [tier for tier, _, _ in planning.of_tiers(STATS)] == ["disk"]
+    remote = {"plan_remote_bytes_per_s": 1_000_000_000, "plan_remote_latency_seconds": 0.02}
+    _, (tier, text, stats) = planning.of_tiers(STATS | remote)
+    assert (tier, text.split(";")[0]) == ("remote store", "remote store 953.7 MiB/s")
+    assert text.endswith("prefixes on the remote store are computed")
+    assert [row[-1] for row in planning.table(stats)] == ["compute"] * 5
+    # The disk of the same engine is another matter.
+    assert [row[-1] for row in planning.table(STATS | remote)][-1] == "load"
+    only = {"plan_disk_bytes_per_s": 0, "plan_remote_bytes_per_s": 20_000_000_000}
+    ((tier, text, _),) = planning.of_tiers(STATS | only)
+    assert tier == "remote store" and text.endswith("tokens and more are loaded")
 
 
 def test_nothing_is_said_before_enough_was_measured():
@@ -66,6 +80,10 @@ def test_doctor_tells_the_plan_of_each_engine_with_a_disk(running, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:2] == ["tokens", "computing"]
     assert lines[-1].split()[0] == "131072" and lines[-1].endswith("load")
+    running[2]["stats"]["plan_remote_bytes_per_s"] = 100_000_000
+    _, _, remote = plans.checks()
+    assert (remote.name, remote.status) == ("plan of 3", "warn") and "store" in remote.advice
+    del running[2]["stats"]["plan_remote_bytes_per_s"]
     running[2]["stats"]["plan_disk_bytes_per_s"] = 100_000_000
     _, slow = plans.checks()
     assert (slow.status, [row[-1] for row in slow.plan]) == ("warn", ["compute"] * 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bad_network import Proxy, redis_server
 from connector_engine import TOKENS, References, core, settled
 from real_engine import Engine, prompt
 
@@ -100,3 +102,52 @@ def test_vllm_starts_without_its_remote_store_and_says_why(
     warm = running.generate(PROMPT, TOKENS)
     assert (warm.cached, warm.tokens) == (1024, reference(PROMPT))
     settled(running)
+
+
+@pytest.mark.parametrize("fault", ["frozen", "slow"])
+def test_a_store_that_hangs_costs_a_quarter_of_computing_at_most(
+    engine: Make, llama: Path, tmp_path: Path, fault: str
+) -> None:
+    """In processor time of vLLM's thread, which polls while it waits: other work on the machine does not count."""
+    rounds, tokens = 4, 2049
+    stored = [prompt(tokens, seed=50 + number) for number in range(rounds)]
+    with redis_server() as port:
+        writer = engine(llama, options(tmp_path, "first", remote=f"redis://127.0.0.1:{port}/0", host_memory="256MiB"))
+        writer.generate_all(stored, 1)
+        settled(writer)
+        until(writer, lambda stats: stats["remote_put_queue_segments"] == 0 and stats["remote_puts"] > 0)
+        writer.close()
+        proxy = Proxy(port)
+        remote = f"redis://127.0.0.1:{proxy.port}/0"
+        running = engine(llama, options(tmp_path, "second", remote=remote, promotion_wait="planned"))
+        absent = (prompt(tokens, seed=number) for number in range(100, 1000))
+
+        def cost(ids: list[int]) -> float:
+            began = time.thread_time()
+            running.generate(ids, 1)
+            took = time.thread_time() - began
+            settled(running)
+            return took
+
+        # The planner learns how long steps take.
+        learned = [cost(next(absent)) for _ in range(8)]
+        computed, hung = [], []
+        for ids in stored:
+            computed += [cost(next(absent)) for _ in range(2)]
+            if fault == "frozen":
+                proxy.freeze()
+            else:
+                proxy.bytes_per_s = 100_000
+            hung += [cost(ids), cost(next(absent))]
+            proxy.pass_on()
+            # The store is tried again by itself.
+            deadline = time.monotonic() + PATIENCE_S
+            while core(running).stats()["remote_degraded"]:
+                assert time.monotonic() < deadline
+                cost(next(absent))
+        print(f"{fault}: learned {learned}, computed {computed}, hung {hung}")
+        assert statistics.median(hung) <= 1.25 * statistics.median(computed)
+        # The first request after the fault is the one that waits.
+        assert statistics.median(hung[::2]) <= 1.25 * statistics.median(computed)
+        running.close()
+        proxy.close()

@@ -103,7 +103,8 @@ def _print_one(one: dict[str, Any]) -> None:
     loaded = "" if not hit else ", loaded" if one["loaded"] else ", not loaded (yet)"
     print(f"  {one['asked_tokens']} tokens could be loaded at most, {one['device_tokens']} were on the device")
     print(f"  {one['found_tokens']} tokens were found in the cache")
-    print(f"  the hit ended at {hit} tokens, {one['disk_tokens']} of them from disk{loaded}")
+    remote = f", {one['remote_tokens']} from the remote store" if one.get("remote_tokens") else ""
+    print(f"  the hit ended at {hit} tokens, {one['disk_tokens']} of them from disk{remote}{loaded}")
     print(f"  waited {one['waited_ms']} ms")
     print(f"  {one['reason']}: {reasons.sentence(one['reason'], one['ago_s'])}")
     if one["missing_block"]:

@@ -1,4 +1,4 @@
-"""The planner's estimates, as a person reads them: from how many tokens on the disk is worth its wait."""
+"""The planner's estimates, as a person reads them: from how many tokens on a tier is worth its wait."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from undercroft.units import format_size
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 _SLACK = 0.9
 """A load must take less than this part of the time of computing, as in the planner."""
+
+
+def of_remote(stats: dict[str, Any]) -> dict[str, Any]:
+    """The same, with the remote store in the place of the disk."""
+    names = ("bytes_per_s", "latency_seconds")
+    return stats | {f"plan_disk_{name}": stats.get(f"plan_remote_{name}", 0) for name in names}
 
 
 def compute_s(stats: dict[str, Any], tokens: int) -> float:
@@ -38,8 +44,8 @@ def loaded_lengths(stats: dict[str, Any]) -> list[int]:
     return [tokens for tokens in LENGTHS if load_s(stats, tokens) < _SLACK * compute_s(stats, tokens)]
 
 
-def sentence(stats: dict[str, Any]) -> str:
-    """One sentence; empty before enough was measured."""
+def sentence(stats: dict[str, Any], tier: str = "disk") -> str:
+    """One sentence about the disk, or what stands in its place; empty before enough was measured."""
     if not is_known(stats):
         return ""
     even = 8192 * stats["plan_bytes_per_token"] / compute_s(stats, 8192)
@@ -49,15 +55,21 @@ def sentence(stats: dict[str, Any]) -> str:
         if loaded == list(LENGTHS[len(LENGTHS) - len(loaded) :]) and loaded
         else f"prefixes of {', '.join(map(str, loaded))} tokens are loaded"
         if loaded
-        else "prefixes on disk are computed"
+        else f"prefixes on the {tier} are computed"
     )
     return (
-        f"disk {format_size(stats['plan_disk_bytes_per_s'])}/s; this model breaks even at {format_size(int(even))}/s "
+        f"{tier} {format_size(stats['plan_disk_bytes_per_s'])}/s; this model breaks even at {format_size(int(even))}/s "
         f"for 8192 tokens: {what}"
     )
 
 
-HEADER = ("tokens", "computing", "loading from disk", "equal at", "decision")
+def of_tiers(stats: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Each tier that was measured: its name, the sentence about it, and the values for its table."""
+    tiers = (("disk", stats), ("remote store", of_remote(stats)))
+    return [(tier, text, of) for tier, of in tiers if (text := sentence(of, tier))]
+
+
+HEADER = ("tokens", "computing", "loading", "equal at", "decision")
 
 
 def table(stats: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -134,9 +134,9 @@ def print_status(status: dict[str, Any]) -> None:
     if disks := status["info"].get("disks"):
         print()
         output.print_table(("disk", "capacity", "health", "trouble"), [_disk(disk) for disk in disks])
-    if plan := planning.sentence(stats):
+    for _, plan, of_tier in planning.of_tiers(stats):
         print(f"\n{plan}")
-        output.print_table(planning.HEADER, planning.table(stats))
+        output.print_table(planning.HEADER, planning.table(of_tier))
     if status["sessions"]:
         print()
         columns = ("connected", "workers", "answered", "hits", "lookups", "pending", "loads", "saves")

@@ -28,6 +28,8 @@ pub enum Reason {
     TooFew,
     /// By prediction, computing takes less time than loading.
     Planned,
+    /// By prediction, or by its progress, computing takes less time than fetching from the remote store.
+    RemotePlanned,
     /// The wait for the disk was over.
     TimedOut,
     /// The disk did not answer.
@@ -60,6 +62,7 @@ impl Reason {
             Self::NoBoundary => "no_boundary",
             Self::TooFew => "too_few",
             Self::Planned => "planned",
+            Self::RemotePlanned => "remote_planned",
             Self::TimedOut => "timed_out",
             Self::DiskSilent => "disk_silent",
             Self::Budget => "budget",
@@ -111,6 +114,9 @@ pub struct Explained {
     pub hit_tokens: u32,
     /// Tokens of the hit that were read from disk for it.
     pub disk_tokens: u32,
+    /// Tokens of the hit that were read from the remote store for it.
+    #[serde(default)]
+    pub remote_tokens: u32,
     /// How long the scheduler waited for the answer, in milliseconds.
     pub waited_ms: u64,
     /// Whether a load of the hit began.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use undercroft_core::arena::Arena;
 use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{Engine, EngineConfig};
+use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::io::Waker;
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::key::BlockHash;
@@ -22,6 +22,9 @@ use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 const BLOCK: u32 = 16;
 const PAYLOAD: u32 = 4096;
 const ARENA: u64 = 1 << 20;
+
+/// The name of an object that makes the next write fail.
+const REFUSED_ONCE: &str = "refused once";
 
 type Objects = Arc<Mutex<HashMap<String, Vec<u8>>>>;
 
@@ -111,6 +114,9 @@ fn carry_out(
                 .map(|part| header.checksums[part.payload as usize]);
             Ok(RemoteDone::Got(sums.collect()))
         }
+        RemoteRequest::Put { .. } if objects.remove(REFUSED_ONCE).is_some() => {
+            Err(RemoteError::Unreachable)
+        }
         RemoteRequest::Put {
             key, header, parts, ..
         } => {
@@ -127,7 +133,7 @@ fn carry_out(
 }
 
 /// A running engine with a session, whose segments have four hash blocks.
-fn start(objects: &Objects) -> (Driver, Arc<Arena>, undercroft_core::engine::SessionId) {
+fn start(objects: &Objects) -> (Driver, Arc<Arena>, SessionId) {
     let arena = Arc::new(Arena::create(ARENA).expect("memory"));
     let mut config = EngineConfig::new(ARENA);
     config.remote = Some(RemoteConfig {
@@ -156,15 +162,16 @@ fn start(objects: &Objects) -> (Driver, Arc<Arena>, undercroft_core::engine::Ses
     (driver, arena, session)
 }
 
-#[test]
-fn segments_go_from_one_running_engine_to_another() {
-    let objects = Objects::default();
-    let hashes: Vec<BlockHash> = (1..=32)
+fn hashes() -> Vec<BlockHash> {
+    (1..=32)
         .map(|byte| BlockHash::new(&[byte; 32]).expect("32 bytes"))
-        .collect();
-    let all = Tokens(32 * BLOCK);
-    let (writer, arena, session) = start(&objects);
-    let save = SaveRequest::new("w", &hashes, all);
+        .collect()
+}
+
+/// Saves all blocks: eight segments.
+fn save(writer: &Driver, arena: &Arena, session: SessionId) {
+    let hashes = hashes();
+    let save = SaveRequest::new("w", &hashes, Tokens(32 * BLOCK));
     let granted = writer.enter(|engine| engine.begin_save(session, &save));
     let transfer = granted.expect("it runs").transfer.expect("there is room");
     for (block, offset) in (0u8..).zip(&transfer.extents[0].offsets) {
@@ -174,6 +181,38 @@ fn segments_go_from_one_running_engine_to_another() {
             .expect("in the arena");
     }
     writer.enter(|engine| engine.end_transfer(transfer.id, true));
+}
+
+/// Nothing but the hit has the store asked for anything, and the segments below the missing one are there.
+#[test]
+fn a_hit_has_a_segment_written_whose_write_has_failed() {
+    let objects = Objects::default();
+    let refused = (REFUSED_ONCE.to_owned(), Vec::new());
+    objects.lock().expect("nobody panics").extend([refused]);
+    let (writer, arena, session) = start(&objects);
+    save(&writer, &arena, session);
+    let limit = Duration::from_secs(30);
+    let is_written = |engine: &mut Engine| {
+        let counters = engine.counters();
+        let ended = counters.remote_puts + counters.remote_puts_failed;
+        ended == 8 && !engine.has_remote_work()
+    };
+    assert!(writer.wait_until(limit, is_written));
+    assert_eq!(objects.lock().expect("nobody panics").len(), 7);
+    let (all, hashes) = (Tokens(32 * BLOCK), hashes());
+    let question = LookupRequest::new("r", &hashes);
+    let found = writer.enter(|engine| engine.lookup(session, &question).tokens());
+    assert_eq!(found, Some(Some(all)));
+    assert!(writer.wait_until(limit, |engine| engine.counters().remote_puts == 8));
+    assert_eq!(objects.lock().expect("nobody panics").len(), 8);
+}
+
+#[test]
+fn segments_go_from_one_running_engine_to_another() {
+    let objects = Objects::default();
+    let (all, hashes) = (Tokens(32 * BLOCK), hashes());
+    let (writer, arena, session) = start(&objects);
+    save(&writer, &arena, session);
     let is_written = |engine: &mut Engine| engine.counters().remote_puts == 8;
     assert!(writer.wait_until(Duration::from_secs(30), is_written));
     writer.stop(Duration::from_secs(5));

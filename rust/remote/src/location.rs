@@ -13,7 +13,7 @@ pub enum Scheme {
     Gs,
     /// Azure Blob Storage.
     Az,
-    /// Redis or Valkey.
+    /// Redis or Valkey: one server, or a cluster.
     Redis,
     /// The same over TLS.
     Rediss,
@@ -40,10 +40,21 @@ pub struct LocationError(pub String);
 pub struct Location {
     /// The kind of store.
     pub scheme: Scheme,
-    /// The bucket, the container, or `host` or `host:port`; empty for a directory.
+    /// The bucket, the container, or servers as `host` or `host:port` with commas between; empty for a directory.
     pub host: String,
     /// The directory, or the prefix of all names, without `/` at its ends.
     pub path: String,
+}
+
+/// The servers of a Redis, and the place of undercroft's keys there.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct RedisPlace {
+    /// Host and port: one server, or some of a cluster.
+    pub(crate) servers: Vec<(String, u16)>,
+    /// Its number; a cluster has number 0 only.
+    pub(crate) database: i64,
+    /// How all keys begin, without the `/` behind it.
+    pub(crate) prefix: String,
 }
 
 impl Location {
@@ -99,18 +110,9 @@ impl Location {
         Ok(found)
     }
 
-    /// Host, port, database and prefix of a Redis server.
-    pub(crate) fn redis(&self) -> Result<(String, u16, i64, String), &'static str> {
-        let (host, port) = match self.host.rsplit_once(':') {
-            // An IPv6 address without a port ends with its bracket.
-            Some((host, port)) if !port.ends_with(']') => (
-                host,
-                port.parse()
-                    .map_err(|_| "a port that is no number up to 65535")?,
-            ),
-            _ => (self.host.as_str(), 6379),
-        };
-        let host = host.trim_matches(['[', ']']);
+    /// The servers, the database and the prefix of a Redis.
+    pub(crate) fn redis(&self) -> Result<RedisPlace, &'static str> {
+        let servers: Result<_, _> = self.host.split(',').map(redis_server).collect();
         let (database, prefix) = self
             .path
             .split_once('/')
@@ -128,7 +130,11 @@ impl Location {
         } else {
             prefix
         };
-        Ok((host.to_owned(), port, database, prefix.to_owned()))
+        Ok(RedisPlace {
+            servers: servers?,
+            database,
+            prefix: prefix.to_owned(),
+        })
     }
 
     /// The error that this store cannot be used.
@@ -146,6 +152,23 @@ impl fmt::Display for Location {
             _ if self.path.is_empty() => write!(f, "{name}://{}", self.host),
             _ => write!(f, "{name}://{}/{}", self.host, self.path),
         }
+    }
+}
+
+/// Host and port of a Redis server.
+fn redis_server(text: &str) -> Result<(String, u16), &'static str> {
+    let (host, port) = match text.rsplit_once(':') {
+        // An IPv6 address without a port ends with its bracket.
+        Some((host, port)) if !port.ends_with(']') => (
+            host,
+            port.parse()
+                .map_err(|_| "a port that is no number up to 65535")?,
+        ),
+        _ => (text, 6379),
+    };
+    match host.trim_matches(['[', ']']) {
+        "" => Err("a server without a host"),
+        host => Ok((host.to_owned(), port)),
     }
 }
 
@@ -198,12 +221,21 @@ mod tests {
         assert_eq!(bucket.to_string(), "s3://bucket/a/b");
         assert_eq!(of("gs://bucket").to_string(), "gs://bucket");
         let redis = |url: &str| of(url).redis().unwrap();
-        let default = || ("h".to_owned(), 6379, 0, "undercroft".to_owned());
+        let place = |servers: &[(&str, u16)], database, prefix: &str| RedisPlace {
+            servers: (servers.iter())
+                .map(|(host, port)| ((*host).to_owned(), *port))
+                .collect(),
+            database,
+            prefix: prefix.to_owned(),
+        };
+        let default = || place(&[("h", 6379)], 0, "undercroft");
         assert_eq!(redis("redis://h"), default());
         assert_eq!(redis("redis://h/"), default());
-        let full = ("::1".to_owned(), 7000, 3, "a/b".to_owned());
+        let full = place(&[("::1", 7000)], 3, "a/b");
         assert_eq!(redis("rediss://[::1]:7000/3/a/b"), full);
-        assert_eq!(redis("redis://[::1]").0, "::1");
+        assert_eq!(redis("redis://[::1]").servers[0].0, "::1");
+        let cluster = place(&[("a", 7000), ("b", 6379), ("::1", 7002)], 0, "undercroft");
+        assert_eq!(redis("redis://a:7000,b,[::1]:7002"), cluster);
     }
 
     #[test]
@@ -221,6 +253,8 @@ mod tests {
             "s3://bucket/a?region=x",
             "redis://host:port",
             "redis://host/name",
+            "redis://a:7000,,b:7000",
+            "redis://a:7000,:7001",
         ] {
             let text = refused(url);
             assert!(

@@ -9,6 +9,7 @@ use serde::Serialize;
 use undercroft_core::arena::{ARENA_ALIGN, Arena};
 use undercroft_core::io::{Wake, Waker};
 use undercroft_core::key::{BlockHash, NamespaceDigest};
+use undercroft_core::remote::segment::SEGMENT_ALIGN;
 use undercroft_core::remote::{
     Expected, ObjectKey, RemoteError, RemotePart, RemoteRequest, RemoteStore, SegmentHeader,
     SegmentPayload,
@@ -24,6 +25,8 @@ const PROBES: usize = 21;
 const PROBED: usize = 32;
 /// Bytes that reads have in flight, as the engine's have at most.
 const WINDOW: u64 = 256 << 20;
+/// Reads of all objects, of each kind; the middle one counts.
+const ROUNDS: usize = 3;
 /// A size is large enough if reads of it reach this share of the best rate.
 const ENOUGH: f64 = 0.9;
 
@@ -107,7 +110,8 @@ struct Samples<'a> {
 
 impl<'a> Samples<'a> {
     fn new(objects: &'a Arc<dyn Objects>, size: u64, total: u64) -> Result<Self> {
-        let place = size.next_multiple_of(4096);
+        // A bare read has the header, too.
+        let place = place_of(size);
         let most = (WINDOW / place).clamp(1, objects.parallel() as u64);
         let arena = Arena::create((most * place).next_multiple_of(ARENA_ALIGN));
         let arena = arena.map_err(|error| StoreError::new(RemoteError::Stopped, error))?;
@@ -152,31 +156,34 @@ impl<'a> Samples<'a> {
         keys.collect()
     }
 
+    fn place(&self) -> u64 {
+        place_of(self.size)
+    }
+
     fn part(&self, slot: usize) -> RemotePart {
         RemotePart {
             payload: 0,
-            arena_offset: slot as u64 * self.size.next_multiple_of(4096),
+            arena_offset: slot as u64 * self.place(),
             len: self.size as u32,
         }
     }
 
     fn measure(&self) -> Result<OfSize> {
         let put = timed(|| {
-            self.each(|header| {
+            self.each(|_, header| {
                 let (parts, encoded) = ([self.part(0)], header.encode());
                 let body = Body::segment(&encoded, &self.arena, &parts);
                 let path = Self::key(header).path();
                 self.objects.put(&path, &body, false).map(drop)
             })
         })?;
-        let bare = timed(|| {
-            self.each(|header| {
-                let mut receiver = Receiver::discard(header.described.object_bytes());
-                self.objects.get(&Self::key(header).path(), &mut receiver)?;
-                receiver.finish().map(drop)
-            })
-        })?;
-        let get = timed(|| self.read())?;
+        // In turns, since other work on the machine changes.
+        let (mut bares, mut gets) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            bares.push(timed(|| self.read_bare())?);
+            gets.push(timed(|| self.read())?);
+        }
+        let (bare, get) = (middle(bares), middle(gets));
         let all = (self.headers.len() as u64 * self.size) as f64;
         Ok(OfSize {
             object_bytes: self.size,
@@ -189,16 +196,28 @@ impl<'a> Samples<'a> {
         })
     }
 
-    /// Makes a call for each object, as many at a time as reads are in flight.
-    fn each(&self, call: impl Fn(&SegmentHeader) -> Result<()> + Sync) -> Result<()> {
+    /// Reads all objects with the same client, and drops them.
+    fn read_bare(&self) -> Result<()> {
+        self.each(|slot, header| {
+            let bytes = header.described.object_bytes();
+            let place = slot as u64 * self.place();
+            let mut receiver = Receiver::discard(&self.arena, place, bytes);
+            self.objects.get(&Self::key(header).path(), &mut receiver)?;
+            receiver.finish().map(drop)
+        })
+    }
+
+    /// Makes a call for each object, as many at a time as reads are in flight, each with a slot of its own.
+    fn each(&self, call: impl Fn(usize, &SegmentHeader) -> Result<()> + Sync) -> Result<()> {
         let next = AtomicUsize::new(0);
         let failed: Mutex<Option<StoreError>> = Mutex::new(None);
         std::thread::scope(|scope| {
-            for _ in 0..self.slots.min(self.headers.len()) {
-                scope.spawn(|| {
+            for slot in 0..self.slots.min(self.headers.len()) {
+                let (next, failed, call) = (&next, &failed, &call);
+                scope.spawn(move || {
                     while let Some(header) = self.headers.get(next.fetch_add(1, Ordering::Relaxed))
                     {
-                        if let Err(error) = call(header) {
+                        if let Err(error) = call(slot, header) {
                             *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                             next.store(self.headers.len(), Ordering::Relaxed);
                         }
@@ -262,6 +281,17 @@ impl Bell {
         }
         *rung = false;
     }
+}
+
+/// Room in the arena for an object with a payload of so many bytes.
+fn place_of(size: u64) -> u64 {
+    size.next_multiple_of(SEGMENT_ALIGN) + SEGMENT_ALIGN
+}
+
+/// The one of middle time.
+fn middle(mut times: Vec<(f64, f64)>) -> (f64, f64) {
+    times.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    times[times.len() / 2]
 }
 
 /// The time and the CPU time of `work`, in seconds.

@@ -30,8 +30,8 @@ enum Target<'a> {
     Segment(Box<Segment<'a>>),
     /// The first bytes, at most so many.
     Bytes(Vec<u8>, u64),
-    /// Nothing is kept of so many bytes.
-    Nowhere(u64),
+    /// So many bytes, of which nobody looks at any. A file is read to this place in the arena.
+    Unseen(&'a Arena, u64, u64),
 }
 
 #[derive(Debug)]
@@ -91,9 +91,14 @@ impl<'a> Receiver<'a> {
         Self::new(Target::Bytes(Vec::new(), limit), None)
     }
 
-    /// For so many bytes, which are dropped: for benchmarks.
-    pub fn discard(bytes: u64) -> Self {
-        Self::new(Target::Nowhere(bytes), None)
+    /// For so many bytes, which are dropped: for benchmarks. Those of a file, which must be read to somewhere, go to a
+    /// place in the arena.
+    ///
+    /// # Panics
+    /// If the place is not in the arena.
+    pub fn discard(arena: &'a Arena, place: u64, bytes: u64) -> Self {
+        assert!(arena.check(place, bytes).is_ok(), "a place in the arena");
+        Self::new(Target::Unseen(arena, place, bytes), None)
     }
 
     fn new(target: Target<'a>, stop: Option<&'a AtomicBool>) -> Self {
@@ -109,7 +114,7 @@ impl<'a> Receiver<'a> {
     pub fn wanted(&self) -> u64 {
         match &self.target {
             Target::Segment(segment) => segment.wanted(),
-            Target::Bytes(_, limit) | Target::Nowhere(limit) => *limit,
+            Target::Bytes(_, limit) | Target::Unseen(_, _, limit) => *limit,
         }
     }
 
@@ -117,7 +122,7 @@ impl<'a> Receiver<'a> {
     pub(crate) fn wants_all(&self) -> bool {
         match &self.target {
             Target::Segment(segment) => segment.parts.len() == segment.expect.payloads.len(),
-            Target::Bytes(..) | Target::Nowhere(_) => false,
+            Target::Bytes(..) | Target::Unseen(..) => false,
         }
     }
 
@@ -149,7 +154,7 @@ impl<'a> Receiver<'a> {
                 let room = (*limit - out.len() as u64).min(bytes.len() as u64);
                 out.extend_from_slice(&bytes[..room as usize]);
             }
-            Target::Nowhere(_) => {}
+            Target::Unseen(..) => {}
         }
         Ok(self.at < self.wanted())
     }
@@ -161,7 +166,19 @@ impl<'a> Receiver<'a> {
     pub fn take_file(&mut self, file: BorrowedFd<'_>) -> Result<()> {
         let head = match &self.target {
             Target::Segment(segment) => segment.expect.header_bytes(),
-            Target::Bytes(_, limit) | Target::Nowhere(limit) => *limit,
+            Target::Bytes(_, limit) => *limit,
+            Target::Unseen(arena, place, bytes) => {
+                while self.at < *bytes {
+                    let piece = PIECE.min(*bytes - self.at);
+                    match arena.pread(file, self.at, place + self.at, piece) {
+                        Ok(0) => break,
+                        Ok(count) => self.at += count as u64,
+                        Err(Errno::INTR) => {}
+                        Err(errno) => return Err(os_error(errno)),
+                    }
+                }
+                return Ok(());
+            }
         };
         let mut buffer = vec![0; head as usize];
         let mut filled = 0;
@@ -177,7 +194,7 @@ impl<'a> Receiver<'a> {
         let stop = self.stop;
         match &mut self.target {
             Target::Segment(segment) => segment.take_parts(file, || stopped(stop)),
-            Target::Bytes(..) | Target::Nowhere(_) => Ok(()),
+            Target::Bytes(..) | Target::Unseen(..) => Ok(()),
         }
     }
 
@@ -192,8 +209,10 @@ impl<'a> Receiver<'a> {
     pub fn finish(self) -> Result<Vec<u64>> {
         match self.target {
             Target::Segment(segment) => segment.finish(),
-            Target::Nowhere(bytes) if self.at < bytes => Err(corrupt("the object ends too early")),
-            Target::Bytes(..) | Target::Nowhere(_) => Ok(Vec::new()),
+            Target::Unseen(_, _, bytes) if self.at < bytes => {
+                Err(corrupt("the object ends too early"))
+            }
+            Target::Bytes(..) | Target::Unseen(..) => Ok(Vec::new()),
         }
     }
 
@@ -201,7 +220,7 @@ impl<'a> Receiver<'a> {
     pub fn into_bytes(self) -> Vec<u8> {
         match self.target {
             Target::Bytes(bytes, _) => bytes,
-            Target::Segment(_) | Target::Nowhere(_) => Vec::new(),
+            Target::Segment(_) | Target::Unseen(..) => Vec::new(),
         }
     }
 }

@@ -1,15 +1,16 @@
-//! `redis://`, `rediss://`: Redis and Valkey, by the crate `redis`. An object is a value that expires.
+//! `redis://`, `rediss://`: Redis and Valkey, one server or a cluster, by the crate `redis`. An object is a value that
+//! expires.
 //!
-//! Whoever calls has a connection to itself; those that are not in use are kept. User and password come from the
-//! environment (`REDIS_USERNAME`, `REDIS_PASSWORD`) or a file (`REDIS_PASSWORD_FILE`).
+//! User and password come from the environment (`REDIS_USERNAME`, `REDIS_PASSWORD`) or a file (`REDIS_PASSWORD_FILE`).
 
-use std::sync::{Mutex, PoisonError};
+mod servers;
+mod slots;
+
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use redis::{
-    Client, Connection, ConnectionAddr, ConnectionLike, ErrorKind, ExistenceCheck,
-    IntoConnectionInfo, RedisConnectionInfo, RedisError, ServerErrorKind, SetExpiry, SetOptions,
-    TypedCommands,
+    ErrorKind, ExistenceCheck, FromRedisValue, RedisConnectionInfo, RedisError, ServerErrorKind,
+    SetExpiry, SetOptions, Value,
 };
 use undercroft_core::remote::RemoteError;
 
@@ -20,20 +21,18 @@ use crate::directory::seconds_between;
 use crate::location::{Location, LocationError, Scheme};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
+use servers::{Address, Keyed, Servers};
 
-/// Calls at a time. The server carries out one command at a time; more connections only divide its network.
+/// Calls at a time. A server carries out one command at a time; more connections only divide its network.
 const PARALLEL: usize = 8;
-/// A connection that is not there after so long, or a byte.
-const STALL: Duration = Duration::from_secs(1);
 /// Names in one answer of a list.
 const LISTED: usize = 1000;
 
-/// Values of a server.
+/// Values of a server or a cluster.
 pub(crate) struct RedisStore {
-    client: Client,
+    servers: Servers,
     prefix: String,
     ttl: Duration,
-    idle: Mutex<Vec<Connection>>,
 }
 
 impl std::fmt::Debug for RedisStore {
@@ -49,34 +48,20 @@ impl RedisStore {
         location: &Location,
         options: Options,
     ) -> std::result::Result<Self, LocationError> {
-        let (host, port, database, prefix) =
-            (location.redis()).map_err(|error| location.refused(error))?;
-        let addr = if location.scheme == Scheme::Rediss {
-            ConnectionAddr::TcpTls {
-                host,
-                port,
-                insecure: false,
-                tls_params: None,
-            }
-        } else {
-            ConnectionAddr::Tcp(host, port)
-        };
-        let mut settings = RedisConnectionInfo::default().set_db(database);
+        let place = (location.redis()).map_err(|error| location.refused(error))?;
+        let mut settings = RedisConnectionInfo::default().set_db(place.database);
         if let Ok(name) = std::env::var("REDIS_USERNAME") {
             settings = settings.set_username(name);
         }
         if let Some(password) = password(location)? {
             settings = settings.set_password(password);
         }
-        let info = addr.into_connection_info();
-        let client = info
-            .and_then(|info| Client::open(info.set_redis_settings(settings)))
-            .map_err(|error| location.refused(error))?;
+        let is_tls = location.scheme == Scheme::Rediss;
+        let servers = Servers::new(place.servers, is_tls, settings);
         Ok(Self {
-            client,
-            prefix,
-            ttl: options.ttl,
-            idle: Mutex::default(),
+            servers: servers.map_err(|error| location.refused(error))?,
+            prefix: place.prefix,
+            ttl: options.ttl.max(Duration::from_secs(1)),
         })
     }
 
@@ -84,44 +69,67 @@ impl RedisStore {
         format!("{}/{path}", self.prefix)
     }
 
-    /// Makes a call on a connection of its own. A connection that was kept may have been closed by the server: then the
-    /// call is made again on a new one.
-    fn with<R>(&self, call: impl Fn(&mut Connection) -> redis::RedisResult<R>) -> Result<R> {
-        let kept = self.lock().pop();
-        if let Some(mut connection) = kept {
-            match call(&mut connection) {
-                Err(error) if error.is_connection_dropped() && !error.is_timeout() => {}
-                result => return self.end(connection, result),
+    /// A finding on a server's memory; `None` if the server's operator has forbidden to ask.
+    fn memory(&self, server: &Address) -> Option<Finding> {
+        let asked = redis::cmd("INFO").arg("memory").take();
+        let answer = self.servers.ask_one(server, &[&asked]).ok()?.pop()?;
+        let info: redis::InfoDict = value(answer).ok()?;
+        let (name, status) = ("remote memory", Status::Warn);
+        let most: u64 = info.get("maxmemory").unwrap_or(0);
+        let policy: String = info.get("maxmemory_policy").unwrap_or_default();
+        Some(if most == 0 {
+            let advice = "set maxmemory, and maxmemory-policy allkeys-lru: it grows until its machine is full";
+            let text = "the server has no limit of its memory";
+            Finding::new(name, status, text, advice)
+        } else if policy == "noeviction" {
+            let advice = "set maxmemory-policy allkeys-lru: a full server refuses writes";
+            Finding::new(name, status, "the server evicts nothing", advice)
+        } else {
+            let text = format!("{} MiB, {policy}", most >> 20);
+            Finding::new(name, Status::Ok, text, "")
+        })
+    }
+
+    /// The objects of one server.
+    fn list_of(
+        &self,
+        server: &Address,
+        pattern: &str,
+        each: &mut dyn FnMut(Entry) -> bool,
+    ) -> Result<bool> {
+        let mut cursor: u64 = 0;
+        loop {
+            let mut scan = redis::cmd("SCAN");
+            scan.arg(cursor).arg("MATCH").arg(pattern);
+            scan.arg("COUNT").arg(LISTED);
+            let answer = self.servers.ask_one(server, &[&scan])?.pop();
+            let (next, keys): (u64, Vec<String>) = value(answer.unwrap_or(Value::Nil))?;
+            let asked = keys.iter().flat_map(|key| {
+                ["STRLEN", "TTL"].map(|name| Keyed::new(key, redis::cmd(name).arg(key).take()))
+            });
+            let asked: Vec<Keyed> = asked.collect();
+            let found = match asked.is_empty() {
+                true => Vec::new(),
+                false => self.servers.ask(&asked)?,
+            };
+            let found: Vec<i64> = found.into_iter().map(value).collect::<Result<_>>()?;
+            for (key, of_key) in keys.iter().zip(found.chunks(2)) {
+                let path = key.strip_prefix(&self.prefix).unwrap_or(key);
+                let left = Duration::from_secs(u64::try_from(of_key[1]).unwrap_or(0));
+                let entry = Entry {
+                    path: path.trim_start_matches('/').to_owned(),
+                    bytes: u64::try_from(of_key[0]).unwrap_or(0),
+                    modified: SystemTime::now() + left - self.ttl,
+                };
+                if of_key[1] != -2 && !each(entry) {
+                    return Ok(false);
+                }
             }
+            if next == 0 {
+                return Ok(true);
+            }
+            cursor = next;
         }
-        let mut connection = self.connect().map_err(store_error)?;
-        let result = call(&mut connection);
-        self.end(connection, result)
-    }
-
-    fn end<R>(&self, connection: Connection, result: redis::RedisResult<R>) -> Result<R> {
-        // After an answer that came in part nothing that follows has a meaning.
-        let is_usable = match &result {
-            Ok(_) => true,
-            Err(error) => matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension),
-        };
-        if is_usable && connection.is_open() {
-            self.lock().push(connection);
-        }
-        result.map_err(store_error)
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn connect(&self) -> redis::RedisResult<Connection> {
-        let mut connection = self.client.get_connection_with_timeout(STALL)?;
-        connection.set_read_timeout(Some(STALL))?;
-        connection.set_write_timeout(Some(STALL))?;
-        // A server that wants a password closes the connection at a large value, and does not say why.
-        redis::cmd("PING").exec(&mut connection)?;
-        Ok(connection)
     }
 }
 
@@ -135,29 +143,37 @@ impl Objects for RedisStore {
     }
 
     fn probe(&self, paths: &[String]) -> Result<u64> {
-        let mut pipeline = redis::pipe();
-        for path in paths {
-            pipeline.exists(self.key(path));
-        }
-        let found: Vec<bool> = self.with(|connection| pipeline.query(connection))?;
-        let bits = found.iter().enumerate();
-        Ok(bits.fold(0, |all, (index, found)| all | u64::from(*found) << index))
+        let asked = paths.iter().map(|path| {
+            let key = self.key(path);
+            Keyed::new(&key, redis::cmd("EXISTS").arg(&key).take())
+        });
+        let found = self.servers.ask(&asked.collect::<Vec<_>>())?;
+        let bits = found.into_iter().enumerate();
+        bits.map(|(index, found)| Ok(u64::from(value::<bool>(found)?) << index))
+            .try_fold(0, |all, bit: Result<u64>| Ok(all | bit?))
     }
 
     /// An object that is read is wanted for `remote_ttl` again.
     fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
         let key = self.key(path);
         let wanted = isize::try_from(receiver.wanted()).unwrap_or(isize::MAX);
-        let seconds = i64::try_from(self.ttl.as_secs()).unwrap_or(i64::MAX);
-        let mut pipeline = redis::pipe();
-        if receiver.wants_all() {
-            pipeline.get(&key);
+        let read = if receiver.wants_all() {
+            redis::cmd("GET").arg(&key).take()
         } else {
-            pipeline.getrange(&key, 0, wanted - 1);
-        }
-        pipeline.expire(&key, seconds);
-        type Answer = (Option<Vec<u8>>, bool);
-        let (bytes, exists): Answer = self.with(|connection| pipeline.query(connection))?;
+            redis::cmd("GETRANGE")
+                .arg(&key)
+                .arg(0)
+                .arg(wanted - 1)
+                .take()
+        };
+        let renew = redis::cmd("EXPIRE")
+            .arg(&key)
+            .arg(self.ttl.as_secs())
+            .take();
+        let asked = [read, renew].map(|command| Keyed::new(&key, command));
+        let mut answers = self.servers.ask(&asked)?;
+        let exists: bool = value(answers.remove(1))?;
+        let bytes: Option<Vec<u8>> = value(answers.remove(0))?;
         match bytes {
             Some(bytes) if exists || !bytes.is_empty() => receiver.take(&bytes).map(drop),
             _ => Err(RemoteError::NotFound.into()),
@@ -165,69 +181,34 @@ impl Objects for RedisStore {
     }
 
     fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
-        let (key, bytes) = (self.key(path), body.to_vec());
-        let mut options =
-            SetOptions::default().with_expiration(SetExpiry::EX(self.ttl.as_secs().max(1)));
+        let key = self.key(path);
+        let mut options = SetOptions::default().with_expiration(SetExpiry::EX(self.ttl.as_secs()));
         if if_absent {
             options = options.conditional_set(ExistenceCheck::NX);
         }
-        let stored: redis::Value = self.with(|connection| {
-            redis::cmd("SET")
-                .arg(&key)
-                .arg(&bytes)
-                .arg(&options)
-                .query(connection)
-        })?;
-        Ok(stored != redis::Value::Nil)
+        let mut command = redis::cmd("SET");
+        command.arg(&key).arg(body.to_vec()).arg(&options);
+        let stored = self.servers.ask(&[Keyed::new(&key, command)])?;
+        Ok(stored != [Value::Nil])
     }
 
     fn delete(&self, paths: &[String]) -> Result<()> {
-        let keys: Vec<String> = paths.iter().map(|path| self.key(path)).collect();
-        if keys.is_empty() {
-            return Ok(());
-        }
-        self.with(|connection| connection.unlink(&keys)).map(drop)
+        let asked = paths.iter().map(|path| {
+            let key = self.key(path);
+            Keyed::new(&key, redis::cmd("UNLINK").arg(&key).take())
+        });
+        self.servers.ask(&asked.collect::<Vec<_>>()).map(drop)
     }
 
     /// Objects have no time of their own here: the time of the next renewal stands for it.
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
         let pattern = format!("{}*", escaped(&self.key(below)));
-        let mut cursor: u64 = 0;
-        loop {
-            let (next, keys): (u64, Vec<String>) = self.with(|connection| {
-                let mut scan = redis::cmd("SCAN");
-                scan.arg(cursor)
-                    .arg("MATCH")
-                    .arg(&pattern)
-                    .arg("COUNT")
-                    .arg(LISTED);
-                scan.query(connection)
-            })?;
-            let mut pipeline = redis::pipe();
-            for key in &keys {
-                pipeline.strlen(key).ttl(key);
+        for server in self.servers.all()? {
+            if !self.list_of(&server, &pattern, each)? {
+                break;
             }
-            let found: Vec<i64> = match keys.is_empty() {
-                true => Vec::new(),
-                false => self.with(|connection| pipeline.query(connection))?,
-            };
-            for (key, of_key) in keys.iter().zip(found.chunks(2)) {
-                let path = key.strip_prefix(&self.prefix).unwrap_or(key);
-                let left = Duration::from_secs(u64::try_from(of_key[1]).unwrap_or(0));
-                let entry = Entry {
-                    path: path.trim_start_matches('/').to_owned(),
-                    bytes: u64::try_from(of_key[0]).unwrap_or(0),
-                    modified: SystemTime::now() + left - self.ttl,
-                };
-                if of_key[1] != -2 && !each(entry) {
-                    return Ok(());
-                }
-            }
-            if next == 0 {
-                return Ok(());
-            }
-            cursor = next;
         }
+        Ok(())
     }
 
     fn delete_unchanged(&self, _entries: &[Entry]) -> Result<Vec<bool>> {
@@ -238,39 +219,25 @@ impl Objects for RedisStore {
     }
 
     fn clock_skew(&self) -> Result<Option<f64>> {
+        let Some(server) = self.servers.all()?.pop() else {
+            return Ok(None);
+        };
         let before = SystemTime::now();
-        let (seconds, micros): (u64, u64) =
-            self.with(|connection| redis::cmd("TIME").query(connection))?;
+        let answer = self.servers.ask_one(&server, &[&redis::cmd("TIME")])?;
         let between = before + before.elapsed().unwrap_or_default() / 2;
+        let (seconds, micros): (u64, u64) = value(answer.into_iter().next().unwrap_or(Value::Nil))?;
         let store = UNIX_EPOCH + Duration::from_secs(seconds) + Duration::from_micros(micros);
         Ok(Some(seconds_between(between, store)))
     }
 
     fn advice(&self) -> Vec<Finding> {
-        let info: Result<redis::InfoDict> =
-            self.with(|connection| redis::cmd("INFO").arg("memory").query(connection));
-        let Ok(info) = info else {
-            // The server's operator may have forbidden it.
-            return Vec::new();
-        };
-        let (name, status) = ("remote memory", Status::Warn);
-        let most: u64 = info.get("maxmemory").unwrap_or(0);
-        let policy: String = info.get("maxmemory_policy").unwrap_or_default();
-        vec![if most == 0 {
-            let advice = "set maxmemory, and maxmemory-policy allkeys-lru: it grows until its machine is full";
-            Finding::new(
-                name,
-                status,
-                "the server has no limit of its memory",
-                advice,
-            )
-        } else if policy == "noeviction" {
-            let advice = "set maxmemory-policy allkeys-lru: a full server refuses writes";
-            Finding::new(name, status, "the server evicts nothing", advice)
-        } else {
-            let text = format!("{} MiB, {policy}", most >> 20);
-            Finding::new(name, Status::Ok, text, "")
-        }]
+        let servers = self.servers.all().unwrap_or_default();
+        let found = servers.iter().filter_map(|server| self.memory(server));
+        // The worst server of a cluster stands for all of them.
+        found
+            .max_by_key(|finding| finding.status == Status::Warn)
+            .into_iter()
+            .collect()
     }
 
     fn expires(&self) -> bool {
@@ -303,6 +270,12 @@ fn escaped(text: &str) -> String {
         pattern.push(character);
     }
     pattern
+}
+
+/// What an answer says.
+fn value<T: FromRedisValue>(answer: Value) -> Result<T> {
+    let answer = answer.extract_error().map_err(store_error)?;
+    redis::from_redis_value(answer).map_err(|error| store_error(error.into()))
 }
 
 fn store_error(error: RedisError) -> StoreError {

@@ -1,4 +1,4 @@
-"""Checks of ``undercroft doctor`` that compare the disks with the model, as running engines have measured both."""
+"""Checks of ``undercroft doctor`` that compare the tiers with the model, as running engines have measured both."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from collections.abc import Iterator
 from undercroft.cli import engines, planning
 from undercroft.cli.doctor.check import Check
 
+_REMEDY = {
+    "disk": "This disk is slower than the model computes: use a faster one, or several.",
+    "remote store": "This store is slower than the model computes: only a faster one, or a faster network, is of use.",
+}
+
 
 def checks() -> Iterator[Check]:
-    """For each engine of this user that has measured its disk and its model, from which length on it reads prompts."""
+    """For each engine of this user that has measured a tier and its model, from which length on it reads prompts."""
     for engine in engines.all_of_user():
-        if not engine["info"].get("disks"):
-            continue
-        stats = engine["stats"]
+        tiers = planning.of_tiers(engine["stats"])
         name = f"plan of {engine['pid']}"
-        if not planning.is_known(stats):
+        if not tiers and engine["info"].get("disks"):
             yield Check(name, "ok", "no plan yet: it has not read and computed enough")
-            continue
-        computed = not planning.loaded_lengths(stats)
-        yield Check(
-            name,
-            "warn" if computed else "ok",
-            planning.sentence(stats),
-            "This disk is slower than the model computes: use a faster one, or several." if computed else "",
-            planning.table(stats),
-        )
+        for tier, sentence, stats in tiers:
+            computed = not planning.loaded_lengths(stats)
+            remedy = _REMEDY[tier] if computed else ""
+            yield Check(name, "warn" if computed else "ok", sentence, remedy, planning.table(stats))

@@ -33,6 +33,7 @@ struct Record {
     found: u32,
     hit: u32,
     from_disk: u32,
+    from_remote: u32,
     rest: Rest,
     /// The hash of the first block that was not found; 0 without one.
     missing: u64,
@@ -134,7 +135,11 @@ impl Engine {
         if before.is_some_and(|(before, _)| before == noted) {
             return;
         }
-        let (rest, missing) = self.rest_of(ns, request, &noted);
+        let (mut rest, missing) = self.rest_of(ns, request, &noted);
+        let is_gone = !matches!(rest.reason, Reason::Complete | Reason::Incomplete);
+        if noted.reason == Reason::Complete && is_gone && missing != 0 && state.remote.is_left {
+            rest = Reason::RemotePlanned.into();
+        }
         let other = match rest.reason {
             Reason::OtherIdentity => self.other_of(ns, request, noted.found),
             _ => None,
@@ -181,10 +186,12 @@ impl Engine {
         let mut name = [0; NAME_BYTES];
         let name_bytes = shown.len().min(NAME_BYTES);
         name[..name_bytes].copy_from_slice(&shown.as_bytes()[..name_bytes]);
-        let read = state.promotions.from_disk.map_or(0, |(after, to)| {
-            let to = (to * size).min(tokens.0);
-            to.saturating_sub((after * size).max(request.computed.0))
-        });
+        let of_hit = |brought: Option<(u32, u32)>| {
+            brought.map_or(0, |(after, to)| {
+                let to = (to * size).min(tokens.0);
+                to.saturating_sub((after * size).max(request.computed.0))
+            })
+        };
         Record {
             name,
             name_bytes: name_bytes as u8,
@@ -196,7 +203,8 @@ impl Engine {
             computed: request.computed.0,
             found: state.shared.0,
             hit: tokens.0,
-            from_disk: read,
+            from_disk: of_hit(state.promotions.from_disk),
+            from_remote: of_hit(state.remote.brought),
             rest,
             missing,
             other: NsId::MAX,
@@ -315,6 +323,7 @@ impl Engine {
             found_tokens: record.found,
             hit_tokens: record.hit,
             disk_tokens: record.from_disk,
+            remote_tokens: record.from_remote,
             waited_ms: record.waited_ns / 1_000_000,
             loaded: record.loaded,
             missing_block: missing,

@@ -4,7 +4,7 @@ use crate::forest::DeviceIndex;
 use crate::session::{PromotionWait, Step, Tokens};
 
 use super::coordinator::Engine;
-use super::planner::{Prompt, Reading, Reason, Stop};
+use super::planner::{MEASURE_AFTER_NS, Prompt, Reading, Reason, Stop};
 use super::promotions::front;
 use super::requests::{Promotion, RequestId, RequestState};
 use super::sessions::{LoadPromise, SessionId};
@@ -63,7 +63,7 @@ impl Engine {
         least.unwrap_or_else(|| self.planner.least(session)).max(1)
     }
 
-    fn prompt(&self, state: &RequestState) -> Prompt {
+    pub(super) fn prompt(&self, state: &RequestState) -> Prompt {
         let ns = self.sessions.get(state.session).map(|session| session.ns);
         let ns = ns.expect("a request belongs to a session");
         Prompt {
@@ -75,7 +75,7 @@ impl Engine {
         }
     }
 
-    fn is_planned(&self, state: &RequestState) -> bool {
+    pub(super) fn is_planned(&self, state: &RequestState) -> bool {
         state.wait.unwrap_or(self.config.promotion_wait) == PromotionWait::Planned
     }
 
@@ -95,7 +95,7 @@ impl Engine {
         is_worth
     }
 
-    fn hash_block_size_of(&self, state: &RequestState) -> u32 {
+    pub(super) fn hash_block_size_of(&self, state: &RequestState) -> u32 {
         let session = self.sessions.get(state.session);
         let session = session.expect("a request belongs to a session");
         self.residency.hash_block_size(session.ns)
@@ -132,20 +132,28 @@ impl Engine {
             rates.wait_ns(bytes as u64, priority, answering, silent)
         };
         let all_ns = wait_ns(bytes);
+        let is_full = self.residency.spec(ns).has_full_only();
+        // A part of a window or state is of no use.
+        let block = if is_full { size } else { disk - host };
+        let is_old = || {
+            let since_ns = self.now_ns.checked_sub(MEASURE_AFTER_NS);
+            since_ns.is_some_and(|since_ns| self.planner.rates.are_old(since_ns))
+        };
         let reading = Reading {
-            // A part of a window or state is of no use.
-            first_ns: match self.residency.spec(ns).has_full_only() {
+            first_ns: match is_full {
                 true => wait_ns(f64::from(size) * prompt.bytes_per_token),
                 false => all_ns,
             },
             all_ns,
+            block,
+            together: block,
             is_prefetch,
+            present: 1.0,
+            absent_ns: 0.0,
+            is_known: self.planner.rates.are_known(),
+            is_old: !self.promotions.has_probes() && is_old(),
         };
-        let may_measure = !self.promotions.has_probes();
-        let ends = (host, disk);
-        let start = self
-            .planner
-            .start(&prompt, ends, reading, may_measure, self.now_ns);
+        let start = self.planner.start(&prompt, (host, disk), &reading);
         let planned = &mut self.sessions.requests[id].planned;
         planned.predicted_ns = (start.reason != Reason::Unknown).then_some(all_ns as u64);
         planned.ignores_prediction = start.reason == Reason::OtherWay;
@@ -184,35 +192,16 @@ impl Engine {
         let prompt = self.prompt(state);
         let size = self.hash_block_size_of(state);
         let (arrived, boundary) = (self.arrived(promotion) * size, promotion.boundary() * size);
-        let rest_ns = || {
+        let predicts = !state.planned.ignores_prediction && self.planner.rates.are_known();
+        let rest_ns = predicts.then(|| {
             let issued = promotion.is_issued();
             let rates = &self.planner.rates;
             rates.rest_ns(&promotion.shares, issued, |device| self.silent_ns(device))
-        };
-        let stop = self.planner.stop(
-            &prompt,
-            (arrived, boundary, size),
-            self.now_ns - demanded_ns,
-            rest_ns,
-            !state.planned.ignores_prediction,
-        )?;
+        });
+        let ends = (arrived, boundary, size);
+        let waited_ns = self.now_ns - demanded_ns;
+        let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
         Some((stop, boundary - arrived.clamp(prompt.computed, boundary)))
-    }
-
-    /// Whether a request's planned wait for segments of so many hash blocks from the remote store is over, of which those
-    /// up to `arrived` have come, and those up to `end` are to. Nothing is predicted: the guarantee counts.
-    pub(super) fn remote_plan_stops(
-        &self,
-        state: &RequestState,
-        (arrived, end): (u32, u32),
-        segment: u32,
-        waited_ns: u64,
-    ) -> bool {
-        let prompt = self.prompt(state);
-        let size = self.hash_block_size_of(state);
-        let ends = (arrived * size, (end * size).min(prompt.end), segment * size);
-        let stop = self.planner.stop(&prompt, ends, waited_ns, || 0.0, false);
-        stop.is_some()
     }
 
     /// The tokens that a hit of so many hash blocks adds to those that the device holds.

@@ -546,6 +546,9 @@ impl Engine {
             self.writeback
                 .offer_late(node, group, &mut self.residency, &mut self.counters);
         }
+        if ok {
+            self.offer_remote_saved(payloads);
+        }
     }
 }
 

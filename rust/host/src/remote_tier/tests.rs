@@ -14,9 +14,23 @@ use crate::directories::Directories;
 use crate::running::RunningEngine;
 
 const PATIENCE: Duration = Duration::from_secs(30);
+/// A call that waits for a store that hangs takes a second at least; the machine may be busy.
+const NEVER: Duration = Duration::from_millis(900);
 const BLOCK: u32 = 16;
 const BLOCKS: u32 = 256;
 const BYTES: usize = 20_000;
+
+// Stores that are programs, and a network that can be bad.
+#[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
+mod bad_stores;
+#[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
+mod limits;
+#[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
+#[path = "../../../remote/tests/conformance/proxy.rs"]
+mod proxy;
+#[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
+#[path = "../../../remote/tests/conformance/server.rs"]
+mod server;
 
 /// An engine with a disk of its own.
 struct Host {
@@ -38,11 +52,17 @@ impl Host {
             ..HostConfig::default()
         };
         change(&mut config);
+        let host = Self::without_store(&config);
+        host.engine.attach_remote(&config).unwrap();
+        host
+    }
+
+    /// A host that is given its store later.
+    fn without_store(config: &HostConfig) -> Self {
         let arena = Arc::new(Arena::create(config.arena_bytes()).unwrap());
-        let directories = Directories::open(&config).unwrap();
+        let directories = Directories::open(config).unwrap();
         let io = (config.io_engine, config.io_depth());
         let engine = RunningEngine::start(config.engine(), directories, io, arena).unwrap();
-        engine.attach_remote(&config).unwrap();
         let spec = NamespaceSpec {
             description: "{\"model\": \"test\"}".to_owned(),
             hash_block_size: BLOCK,
@@ -71,9 +91,14 @@ impl Host {
     }
 
     /// Saves a prompt as a worker that has computed it.
-    fn compute(&self, prompt: u8) {
-        let hashes = hashes(prompt);
-        let save = SaveRequest::new("save", &hashes, Tokens(BLOCKS * BLOCK));
+    fn compute(&self, prompt: u32) {
+        self.compute_blocks(prompt, BLOCKS);
+    }
+
+    /// Saves the first blocks of a prompt. Returns how many of them there was room for.
+    fn compute_blocks(&self, prompt: u32, blocks: u32) -> usize {
+        let hashes = hashes(prompt, blocks);
+        let save = SaveRequest::new("save", &hashes, Tokens(blocks * BLOCK));
         let Save::Granted(grant) = self.session.begin_save(&save) else {
             panic!("host memory has room");
         };
@@ -89,15 +114,25 @@ impl Host {
         }
         self.session.end_transfer(grant.id, true);
         self.session.finish_request("save");
+        let saved = grant.extents.iter().map(|extent| extent.offsets.len());
+        saved.sum()
     }
 
-    /// The tokens of a prompt that a hit brings, and whether all of their bytes are right.
-    fn hit(&self, prompt: u8) -> u32 {
-        let hashes = hashes(prompt);
+    /// The tokens of a prompt that a hit brings; all of their bytes are right.
+    fn hit(&self, prompt: u32) -> u32 {
+        self.hit_blocks(prompt, BLOCKS)
+    }
+
+    fn hit_blocks(&self, prompt: u32, blocks: u32) -> u32 {
+        let hashes = hashes(prompt, blocks);
         let request = LookupRequest::new("load", &hashes).wait(Some(PromotionWait::Complete));
         let end = Instant::now() + PATIENCE;
         let hit = loop {
-            match self.session.lookup(&request) {
+            let began = Instant::now();
+            let found = self.session.lookup(&request);
+            let took = began.elapsed();
+            assert!(took < NEVER, "a scheduler that waits for {took:?}");
+            match found {
                 Lookup::Pending { .. } => assert!(Instant::now() < end, "a lookup without end"),
                 Lookup::Hit(hit) => break hit,
                 Lookup::Miss { .. } => {
@@ -130,13 +165,14 @@ impl Host {
     }
 }
 
-fn hashes(prompt: u8) -> Vec<BlockHash> {
+fn hashes(prompt: u32, blocks: u32) -> Vec<BlockHash> {
     let hash = |block: u32| {
-        let mut bytes = [prompt; 32];
+        let mut bytes = [0x5a; 32];
         bytes[..4].copy_from_slice(&block.wrapping_mul(0x9e37_79b9).to_le_bytes());
+        bytes[4..8].copy_from_slice(&prompt.wrapping_mul(0x85eb_ca6b).to_le_bytes());
         BlockHash::new(&bytes).unwrap()
     };
-    (0..BLOCKS).map(hash).collect()
+    (0..blocks).map(hash).collect()
 }
 
 fn payload(hash: &BlockHash) -> Vec<u8> {

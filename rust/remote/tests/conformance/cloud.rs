@@ -44,6 +44,16 @@ fn an_old_object_that_is_read_becomes_new() {
     rig.get_all(&segment).unwrap();
 }
 
+/// The store's times are whole seconds.
+#[test]
+fn two_that_collect_at_once_keep_the_limit_under_load() {
+    let Some(url) = url() else { return };
+    let location = Location::parse(&url).unwrap();
+    let objects = undercroft_remote::open(&location, Options::default()).unwrap();
+    let [min_age, inexact, time] = [4, 2, 12].map(Duration::from_secs);
+    crate::collecting::stays_within_its_limit_under_load(&*objects, min_age, inexact, time);
+}
+
 #[test]
 fn wrong_credentials_and_a_missing_bucket_are_told() {
     let Some(url) = url() else { return };

@@ -1,8 +1,8 @@
 //! Removing objects.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant, SystemTime};
 
 use undercroft_remote::gc::{Limits, Report, collect};
 use undercroft_remote::{Body, Entry, Location, Objects, Options};
@@ -171,4 +171,116 @@ fn nothing_that_was_just_written_goes_and_two_at_once_remove_no_more_than_one() 
         "{removed} removed, {written} written"
     );
     assert!((left.len() as u64) <= 100 + new_ones, "{} left", left.len());
+}
+
+/// The end of a write under load, if it has ended.
+type Written = Option<Instant>;
+
+/// Bytes of an object under load.
+const LOAD_BYTES: usize = MIB / 16;
+
+/// Writes new objects until told to stop. Each is there as long as it is young.
+fn write_on(
+    objects: &dyn Objects,
+    young: Duration,
+    stop: &AtomicBool,
+    written: &Mutex<Vec<Written>>,
+) {
+    let bytes = vec![1; LOAD_BYTES];
+    for number in 0.. {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        let began = Instant::now();
+        written.lock().unwrap().push(None);
+        let path = path(number);
+        objects.put(&path, &Body::bytes(&bytes), true).unwrap();
+        written.lock().unwrap()[number as usize] = Some(Instant::now());
+        let found = objects.probe(&[path]).unwrap();
+        assert!(
+            found == 1 || began.elapsed() >= young,
+            "object {number} was removed after {:?}",
+            began.elapsed()
+        );
+    }
+}
+
+/// Two that collect at once, again and again, beside a writer. `inexact`: by how much the store's times differ from these.
+/// At any time the store has at most `most` bytes, and those that were written since the last collection began, or shortly
+/// before.
+pub(crate) fn stays_within_its_limit_under_load(
+    objects: &dyn Objects,
+    min_age: Duration,
+    inexact: Duration,
+    time: Duration,
+) {
+    const MOST: usize = 8 * LOAD_BYTES;
+    let limits = Limits {
+        min_age,
+        ..limits(Some(MOST), None)
+    };
+    let (stop, written) = (AtomicBool::new(false), Mutex::new(Vec::new()));
+    let collections: Mutex<Vec<Instant>> = Mutex::default();
+    let (mut looks, mut removed) = (0, 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| write_on(objects, min_age - inexact, &stop, &written));
+        let two = [0, 1].map(|_| {
+            scope.spawn(|| {
+                let mut removed = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    let began = Instant::now();
+                    removed += collect(objects, &limits, |_, _| true)
+                        .unwrap()
+                        .removed_objects;
+                    collections.lock().unwrap().push(began);
+                }
+                removed
+            })
+        });
+        let end = Instant::now() + time;
+        while Instant::now() < end {
+            let collected = collections.lock().unwrap().iter().max().copied();
+            let mut stored = 0;
+            let each = &mut |entry: Entry| {
+                // A collection asks for the clock by an object of its own.
+                stored += if entry.path.starts_with("1/") {
+                    entry.bytes
+                } else {
+                    0
+                };
+                true
+            };
+            objects.list("", each).unwrap();
+            let Some(collected) = collected else { continue };
+            let since = collected - min_age - inexact;
+            let written = written.lock().unwrap();
+            let new = written
+                .iter()
+                .filter(|one| one.is_none_or(|ended| ended > since));
+            let most = (MOST + new.count() * LOAD_BYTES) as u64;
+            assert!(stored <= most, "{stored} bytes, {most} are allowed");
+            looks += 1;
+        }
+        stop.store(true, Ordering::Relaxed);
+        removed = two.map(|one| one.join().unwrap()).iter().sum::<u64>();
+    });
+    let written = written.into_inner().unwrap();
+    assert!(looks > 3 && removed > 0, "{looks} looks, {removed} removed");
+    assert!(
+        removed <= written.len() as u64,
+        "{removed} removed of {}",
+        written.len()
+    );
+    eprintln!(
+        "{} written, {removed} removed, {looks} looks",
+        written.len()
+    );
+}
+
+#[test]
+fn two_that_collect_at_once_keep_the_limit_under_load() {
+    let place = Place::new();
+    let (min_age, inexact) = (Duration::from_millis(200), Duration::from_millis(30));
+    let time = Duration::from_secs(2);
+    stays_within_its_limit_under_load(&*place.objects, min_age, inexact, time);
 }

@@ -65,15 +65,38 @@ mod redis {
             proxy.set(Fault::None);
             is_well(&mut rig, &segment);
         }
-        proxy.set(Fault::Cut(100_000));
+        proxy.set_after(100_000, Fault::Reset);
         let cut = rig.get_all(&segment);
         assert_eq!(
             cut,
             Err(RemoteError::Unreachable),
             "a value that comes in part"
         );
-        proxy.set(Fault::Delay(Duration::from_millis(20)));
-        is_well(&mut rig, &segment);
+        for fault in [
+            Fault::Delay(Duration::from_millis(20)),
+            Fault::Slow(10 << 20),
+        ] {
+            proxy.set(fault);
+            is_well(&mut rig, &segment);
+        }
+        proxy.set(Fault::Flip);
+        let damaged = rig.get_all(&segment);
+        assert_eq!(damaged, Err(RemoteError::Corrupt), "a bit that flips");
+    }
+
+    /// The deadline is that of the call, not of each of its answers.
+    #[test]
+    fn a_probe_of_many_ends_as_soon_as_one_of_few() {
+        let Some(server) = start(&[]) else { return };
+        let proxy = Proxy::start(0, server.port());
+        let url = format!("redis://127.0.0.1:{}", proxy.port());
+        let mut rig = Rig::new(&url, Box::new(server)).unwrap();
+        let keys: Vec<_> = (0..64).map(|number| Segment::new(number).key).collect();
+        assert_eq!(rig.probe(keys.clone()), Ok(RemoteDone::Present(0)));
+        proxy.set(Fault::Stall);
+        let started = Instant::now();
+        assert_eq!(rig.probe(keys), Err(RemoteError::Late));
+        assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
     }
 
     #[test]

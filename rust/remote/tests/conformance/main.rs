@@ -6,6 +6,8 @@
 mod cases;
 #[cfg(feature = "s3")]
 mod cloud;
+#[cfg(feature = "redis")]
+mod cluster;
 mod collecting;
 mod directory;
 #[cfg(any(feature = "redis", feature = "s3"))]
@@ -15,40 +17,56 @@ mod proxy;
 mod rig;
 #[cfg(feature = "redis")]
 mod server;
+#[cfg(feature = "redis")]
+mod tls;
 
-/// One test for each case, over the store that `open` gives. Without one, says why.
-macro_rules! conformance {
-    ($store:ident, $open:path) => {
-        mod $store {
-            conformance!(@cases $open,
-                an_object_is_read_as_it_was_written,
-                only_the_parts_that_are_asked_for_are_touched,
-                an_object_is_kept_if_it_is_put_again_as_absent_and_replaced_otherwise,
-                what_is_not_there_is_not_found,
-                a_probe_tells_each_of_64_objects,
-                another_object_under_the_name_is_corrupt_and_goes,
-                a_changed_payload_is_corrupt_and_goes,
-                an_object_that_ends_early_is_corrupt,
-                every_request_of_many_ends_once,
-                objects_are_listed_and_removed,
-                dropping_the_pool_ends_its_operations,
-                the_clock_of_the_store_is_near,
-            );
+/// Gives the names of all cases to a macro.
+macro_rules! each_case {
+    ($to:ident $with:tt) => {
+        $to! { $with
+            an_object_is_read_as_it_was_written,
+            only_the_parts_that_are_asked_for_are_touched,
+            an_object_is_kept_if_it_is_put_again_as_absent_and_replaced_otherwise,
+            what_is_not_there_is_not_found,
+            a_probe_tells_each_of_64_objects,
+            another_object_under_the_name_is_corrupt_and_goes,
+            a_changed_payload_is_corrupt_and_goes,
+            an_object_that_ends_early_is_corrupt,
+            every_request_of_many_ends_once,
+            objects_are_listed_and_removed,
+            dropping_the_pool_ends_its_operations,
+            the_clock_of_the_store_is_near,
         }
-    };
-    (@cases $open:path, $($case:ident,)*) => {
-        $(#[test]
-        fn $case() {
-            match $open() {
-                Ok(rig) => crate::cases::$case(rig),
-                Err(reason) => eprintln!("skipped: {reason}"),
-            }
-        })*
     };
 }
 
-conformance!(file, crate::rig::file);
+/// One test for each case, over the store that `$open` gives. Without one, says why.
+macro_rules! tests {
+    (($store:ident $open:path) $($case:ident,)*) => {
+        mod $store {
+            $(#[test]
+            fn $case() {
+                match $open() {
+                    Ok(rig) => crate::cases::$case(rig),
+                    Err(reason) => eprintln!("skipped: {reason}"),
+                }
+            })*
+        }
+    };
+}
+
+/// All cases, for a store that takes long to start.
 #[cfg(feature = "redis")]
-conformance!(redis, crate::rig::redis);
+macro_rules! table {
+    (() $($case:ident,)*) => {
+        const CASES: &[(&str, fn(rig::Rig))] = &[$((stringify!($case), cases::$case),)*];
+    };
+}
+
+each_case!(tests (file crate::rig::file));
+#[cfg(feature = "redis")]
+each_case!(tests (redis crate::rig::redis));
 #[cfg(feature = "s3")]
-conformance!(s3, crate::rig::s3);
+each_case!(tests (s3 crate::rig::s3));
+#[cfg(feature = "redis")]
+each_case!(table());

@@ -1,7 +1,7 @@
 //! A Redis server of a test's own.
 
-use std::io::{BufRead, BufReader};
-use std::net::TcpListener;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 
 /// A running server; ended when it is dropped.
@@ -16,8 +16,9 @@ impl Redis {
         // Another process may take the port in between: then another is tried.
         let mut last = String::new();
         for _ in 0..5 {
-            let port = TcpListener::bind("127.0.0.1:0").and_then(|free| free.local_addr());
-            let port = port.map_err(|error| error.to_string())?.port();
+            let named = arguments.iter().position(|of| *of == "--port");
+            let named = named.map(|at| arguments[at + 1].parse().unwrap());
+            let port = named.unwrap_or_else(free_port);
             let mut command = Command::new("redis-server");
             command
                 .args([
@@ -58,6 +59,22 @@ impl Redis {
     pub(crate) fn url(&self) -> String {
         format!("redis://127.0.0.1:{}/0/test", self.port)
     }
+
+    /// The answer to a command of one line.
+    pub(crate) fn say(&self, command: &str) -> String {
+        let mut connection = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        write!(connection, "{command}\r\nQUIT\r\n").unwrap();
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).unwrap();
+        let answer = answer.strip_suffix("+OK\r\n").unwrap();
+        assert!(!answer.starts_with('-'), "{command}: {answer}");
+        answer.to_owned()
+    }
+}
+
+pub(crate) fn free_port() -> u16 {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    free.local_addr().unwrap().port()
 }
 
 impl Drop for Redis {

@@ -119,8 +119,35 @@ fn a_wait_is_a_quarter_of_computing_although_most_steps_before_it_were_held_up()
 }
 
 #[test]
+fn a_prompt_is_not_read_if_the_guarantee_would_end_its_wait() {
+    // Reading takes five sixths of the predicted time of computing, which may be a third shorter, too.
+    let (mut life, prompts) = learned(1.2, 8);
+    for i in 0..64 {
+        let part = if i % 8 == 0 { 0.65 } else { 1.0 };
+        let step = Step {
+            tokens: CHUNK,
+            positions: u64::from(CHUNK).pow(2) / 2,
+            decodes: 0,
+            duration_ns: (life.compute.step_ns(0, CHUNK, 0) * part) as u64,
+        };
+        life.engine.report_steps(life.session, &[step]);
+    }
+    let before = life.engine.counters().plans_stopped_guarantee;
+    let mut sums = Sums::default();
+    for hashes in &prompts {
+        life.ask(hashes, &mut sums).expect("within the guarantee");
+    }
+    let stopped = life.engine.counters().plans_stopped_guarantee - before;
+    let ratio = sums.planned / sums.computed;
+    assert!(
+        stopped == 0 && ratio < 1.02,
+        "{stopped} waits ended, {ratio}"
+    );
+}
+
+#[test]
 fn one_in_a_hundred_near_even_prompts_goes_the_other_way() {
-    let (mut life, prompts) = learned(1.0, 200);
+    let (mut life, prompts) = learned(1.15, 200);
     for hashes in &prompts {
         let sums = &mut Sums::default();
         life.ask(hashes, sums).expect("within the guarantee");

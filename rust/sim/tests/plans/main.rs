@@ -6,6 +6,8 @@
 mod decisions;
 mod disk;
 mod lies;
+mod remote;
+mod store;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -124,6 +126,19 @@ struct Sums {
     much_slower: u32,
     /// The largest share of the computing time that one was slower, beside two turns.
     most: f64,
+}
+
+impl Sums {
+    fn add(&mut self, of: &Self) {
+        self.planned += of.planned;
+        self.better += of.better;
+        self.computed += of.computed;
+        self.loaded += of.loaded;
+        self.requests += of.requests;
+        self.slower += of.slower;
+        self.much_slower += of.much_slower;
+        self.most = self.most.max(of.most);
+    }
 }
 
 fn chain(chain: u64, blocks: u32) -> Vec<BlockHash> {
@@ -411,14 +426,7 @@ fn planned_waits_cost_little_more_than_the_better_choice_and_stay_within_the_gua
             panic!("seed {seed}: {error}");
         }
         regrets += sums.planned / sums.better - 1.0;
-        total.planned += sums.planned;
-        total.better += sums.better;
-        total.computed += sums.computed;
-        total.loaded += sums.loaded;
-        total.requests += sums.requests;
-        total.slower += sums.slower;
-        total.much_slower += sums.much_slower;
-        total.most = total.most.max(sums.most);
+        total.add(&sums);
     }
     let regret = regrets / count;
     println!("mean regret {:.1} % of {total:?}", regret * 100.0);

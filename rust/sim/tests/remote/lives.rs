@@ -1,16 +1,32 @@
 //! Whole lives from a seed: two hosts, one store, all faults, in any order.
 
 use crate::FULL;
-use crate::rig::{BLOCK, Host, MILLISECOND, Random, SECOND, SLOT, chain, config, model};
+use crate::rig::{
+    BLOCK, Host, MILLISECOND, Random, SECOND, SLOT, assert_complete, chain, config, model, offers,
+};
 use crate::store::{Connection, Faults, Objects};
 use undercroft_core::engine::{EngineConfig, SessionId};
 use undercroft_core::key::BlockHash;
+use undercroft_core::namespace::GroupKind;
 use undercroft_core::policy::PolicyKind;
 use undercroft_core::remote::RemoteWrite;
 use undercroft_core::session::{
-    Extent, Load, Lookup, LookupRequest, PromotionWait, SaveRequest, Tokens, TransferId,
+    Extent, Load, Lookup, LookupRequest, PromotionWait, SaveRequest, Step, Tokens, TransferId,
 };
 
+/// The groups of each model.
+const MODELS: [&[GroupKind]; 4] = [
+    FULL,
+    &[GroupKind::Full, GroupKind::SlidingWindow { tokens: 70 }],
+    &[GroupKind::State, GroupKind::Full],
+    &[
+        GroupKind::Full,
+        GroupKind::SlidingWindow { tokens: 40 },
+        GroupKind::ChunkedLocal { tokens: 64 },
+        GroupKind::Full,
+        GroupKind::State,
+    ],
+];
 const SEEDS: u64 = 300;
 const STEPS: u64 = 250;
 
@@ -25,12 +41,13 @@ struct Request {
 
 struct Client {
     host: usize,
+    kinds: &'static [GroupKind],
     session: SessionId,
     model: u64,
     /// The weights: 0 are those of the description.
     weights: u64,
     requests: Vec<Request>,
-    loads: Vec<(Load, Vec<BlockHash>)>,
+    loads: Vec<(Load, Vec<BlockHash>, u32)>,
     saves: Vec<(TransferId, Vec<Extent>, Vec<BlockHash>)>,
 }
 
@@ -40,8 +57,12 @@ struct Life {
     objects: Objects,
     clients: Vec<Client>,
     faults: Faults,
+    /// The models of this life.
+    models: [u64; 2],
     names: u64,
     checked: u64,
+    /// Loads with windows or states.
+    completed: u64,
 }
 
 impl Life {
@@ -68,8 +89,10 @@ impl Life {
             objects: Objects::default(),
             clients: Vec::new(),
             faults,
+            models: [0, random.below(MODELS.len() as u64)],
             names: 0,
             checked: 0,
+            completed: 0,
             random,
         };
         for at in 0..2 {
@@ -124,10 +147,22 @@ impl Life {
     }
 
     fn open(&mut self, host: usize) {
-        let id = self.random.below(2);
-        let opened = self.hosts[host].enter(|engine| engine.open_session(model(id, FULL)));
+        let id = self.models[self.random.below(2) as usize];
+        let kinds = MODELS[id as usize];
+        let opened = self.hosts[host].enter(|engine| engine.open_session(model(id, kinds)));
+        if let Some(&session) = opened.as_ref().ok().filter(|_| self.random.chance(500)) {
+            // A vLLM of any speed, so that the planner weighs the store against it.
+            let step = Step {
+                tokens: 1024,
+                positions: 512 * 1024,
+                decodes: 0,
+                duration_ns: 1 + self.random.below(2000 * MILLISECOND),
+            };
+            self.hosts[host].enter(|engine| engine.report_steps(session, &[step; 10]));
+        }
         self.clients.push(Client {
             host,
+            kinds,
             session: opened.expect("a payload fits"),
             model: id,
             weights: 0,
@@ -267,15 +302,25 @@ impl Life {
         let load = host.enter(|engine| engine.begin_load(client.session, &of.name, Tokens(0), end));
         client
             .loads
-            .push((load.expect("a hit can be loaded"), of.hashes));
+            .push((load.expect("a hit can be loaded"), of.hashes, tokens));
     }
 
     fn save(&mut self, at: usize, request: usize) {
         let client = &mut self.clients[at];
         let host = &mut self.hosts[client.host];
         let of = &client.requests[request];
-        let end = Tokens(of.hashes.len() as u32 * BLOCK);
-        let save = SaveRequest::new(&of.name, &of.hashes, end);
+        let blocks = of.hashes.len() as u32;
+        let end = Tokens(blocks * BLOCK);
+        // The device has the windows and the state at the end of what was computed, and where it stopped before.
+        let mut ends = vec![blocks];
+        if self.random.chance(300) {
+            ends.push(self.random.below(u64::from(blocks)) as u32 + 1);
+        }
+        let offered = match self.random.chance(900) {
+            true => offers(&model(client.model, client.kinds), &ends),
+            false => Vec::new(),
+        };
+        let save = SaveRequest::new(&of.name, &of.hashes, end).offers(&offered);
         let granted = host.enter(|engine| engine.begin_save(client.session, &save));
         if let Some(transfer) = granted.transfer {
             let to = (transfer.id, transfer.extents, of.hashes.clone());
@@ -295,7 +340,9 @@ impl Life {
         let client = &mut self.clients[at];
         let host = &mut self.hosts[client.host];
         let weights = (client.model, client.weights);
-        for (load, hashes) in client.loads.drain(..) {
+        for (load, hashes, tokens) in client.loads.drain(..) {
+            assert_complete(&load, &model(client.model, client.kinds), tokens);
+            self.completed += u64::from(client.kinds.len() > 1);
             self.checked += u64::from(host.compare(&load, &hashes, weights));
             host.enter(|engine| engine.end_transfer(load.id, true));
         }
@@ -411,11 +458,13 @@ fn seeds() {
     let first = std::env::var("UNDERCROFT_REMOTE_SEED");
     let first = first.ok().and_then(|seed| seed.parse().ok()).unwrap_or(0);
     let (mut checked, mut gets, mut tokens, mut corrupt, mut opened) = (0, 0, 0, 0, 0);
+    let mut completed = 0;
     for seed in first..first + count {
         eprintln!("seed {seed}");
         let mut life = Life::new(seed);
         life.run();
         checked += life.checked;
+        completed += life.completed;
         for host in &life.hosts {
             let counters = host.engine.counters();
             gets += counters.remote_gets;
@@ -425,7 +474,7 @@ fn seeds() {
         }
     }
     println!(
-        "{count} seeds: {checked} blocks compared, {gets} gets, {tokens} tokens, {corrupt} corrupt"
+        "{count} seeds: {checked} blocks compared, {gets} gets, {tokens} tokens, {corrupt} corrupt, {completed} with windows"
     );
     if count >= SEEDS {
         assert!(
@@ -433,5 +482,6 @@ fn seeds() {
             "too little happened"
         );
         assert!(corrupt > 0 && opened > 0, "the store was never at fault");
+        assert!(completed > count / 4, "{completed} loads with windows");
     }
 }

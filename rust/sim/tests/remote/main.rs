@@ -3,6 +3,7 @@
 //! `UNDERCROFT_REMOTE_SEEDS=10000 cargo nextest run -p undercroft-sim --test remote --release`
 
 mod failures;
+mod hybrid;
 mod lives;
 mod rig;
 mod store;
@@ -16,14 +17,14 @@ use undercroft_core::remote::RemoteWrite;
 use undercroft_core::session::{LookupRequest, Priority, SaveRequest, SessionSpec, Tokens};
 
 pub(crate) const FULL: &[GroupKind] = &[GroupKind::Full];
-const MODEL: (u64, u64) = (1, 0);
+pub(crate) const MODEL: (u64, u64) = (1, 0);
 
 /// A host with a session, whose store is 20 ms away.
 pub(crate) fn host(config: EngineConfig) -> (Host, SessionId) {
     host_of(config, FULL)
 }
 
-fn host_of(config: EngineConfig, kinds: &[GroupKind]) -> (Host, SessionId) {
+pub(crate) fn host_of(config: EngineConfig, kinds: &[GroupKind]) -> (Host, SessionId) {
     let store = Connection::new(128, 20 * rig::MILLISECOND);
     let mut host = Host::new(config, store, 0);
     let session = host.enter(|engine| engine.open_session(model(1, kinds)));
@@ -130,7 +131,7 @@ fn the_end_among_a_thousand_segments_takes_seventy_requests_and_two_rounds() {
     }
 }
 
-fn hex(hash: &BlockHash) -> String {
+pub(crate) fn hex(hash: &BlockHash) -> String {
     let digits = hash.as_bytes().iter().map(|byte| format!("{byte:02x}"));
     digits.collect()
 }
@@ -354,28 +355,6 @@ fn private_sessions_never_touch_the_store() {
     assert_eq!((objects.probed_keys, objects.gets, objects.puts), (0, 0, 0));
     assert_eq!(objects.by_name, before);
     host.check();
-}
-
-#[test]
-fn models_with_windows_or_states_do_not_use_the_store() {
-    let hashes = chain(&[(1, 64)]);
-    let window = GroupKind::SlidingWindow { tokens: 64 };
-    for kind in [
-        window,
-        GroupKind::State,
-        GroupKind::ChunkedLocal { tokens: 64 },
-    ] {
-        let (mut objects, mut random) = (Objects::default(), Random(9));
-        let (mut host, session) = host_of(config(512, 8), &[GroupKind::Full, kind]);
-        host.save((session, "w"), &hashes, MODEL);
-        let other = chain(&[(2, 64)]);
-        assert_eq!(
-            host.ask(session, "r", &other, &mut objects, &mut random),
-            (0, 0)
-        );
-        host.run(1000, &mut objects, &mut random);
-        assert_eq!((objects.probed_keys, objects.gets, objects.puts), (0, 0, 0));
-    }
 }
 
 #[test]

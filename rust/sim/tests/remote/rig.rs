@@ -1,6 +1,6 @@
 //! Hosts: each an engine with an arena of real bytes, a disk that always works, and a connection to the shared store.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::store::{Connection, Objects};
 use undercroft_core::arena::Arena;
@@ -12,7 +12,7 @@ use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::policy::PolicyKind;
 use undercroft_core::remote::RemoteConfig;
-use undercroft_core::session::{Extent, Load, Lookup, LookupRequest, SaveRequest, Tokens};
+use undercroft_core::session::{Extent, Load, Lookup, LookupRequest, Offer, SaveRequest, Tokens};
 use undercroft_core::slots::page_bytes_for;
 use undercroft_core::work::Work;
 
@@ -56,6 +56,40 @@ pub(crate) fn model(id: u64, kinds: &[GroupKind]) -> NamespaceSpec {
         hash_block_size: BLOCK,
         alignment_tokens: BLOCK,
         groups: kinds.iter().map(group).collect(),
+    }
+}
+
+/// The blocks of windows and states that hits at these boundaries need, as a device offers them.
+pub(crate) fn offers(spec: &NamespaceSpec, boundaries: &[u32]) -> Vec<Offer> {
+    let mut offers = Vec::new();
+    for &boundary in boundaries {
+        for (group, of) in (0..).zip(&spec.groups) {
+            if !matches!(of.kind, GroupKind::Full | GroupKind::Ignored) {
+                offers.push(Offer {
+                    group,
+                    first_block: spec.needed_after(usize::from(group), boundary),
+                    end_block: boundary,
+                });
+            }
+        }
+    }
+    offers
+}
+
+/// Checks that a load has every payload that a hit of so many tokens needs.
+pub(crate) fn assert_complete(load: &Load, spec: &NamespaceSpec, tokens: u32) {
+    let boundary = tokens / BLOCK;
+    let there: HashSet<(u8, usize)> = slots(&load.extents)
+        .map(|(group, block, _)| (group, block))
+        .collect();
+    for (group, of) in (0..).zip(&spec.groups) {
+        let after = spec.needed_after(usize::from(group), boundary);
+        for block in after..boundary {
+            assert!(
+                of.kind == GroupKind::Ignored || there.contains(&(group, block as usize)),
+                "a hit of {boundary} blocks without block {block} of group {group}"
+            );
+        }
     }
 }
 
@@ -292,13 +326,24 @@ impl Host {
     /// Saves a prompt that was computed: how many payloads are new.
     pub(crate) fn save(
         &mut self,
+        of: (SessionId, &str),
+        hashes: &[BlockHash],
+        weights: (u64, u64),
+    ) -> usize {
+        self.save_with(of, hashes, &[], weights)
+    }
+
+    /// Saves a prompt with windows and states.
+    pub(crate) fn save_with(
+        &mut self,
         (session, name): (SessionId, &str),
         hashes: &[BlockHash],
+        offers: &[Offer],
         (model, weights): (u64, u64),
     ) -> usize {
         let all = hashes.to_vec();
         let tokens = Tokens(all.len() as u32 * BLOCK);
-        let save = SaveRequest::new(name, &all, tokens);
+        let save = SaveRequest::new(name, &all, tokens).offers(offers);
         let granted = self.enter(|engine| engine.begin_save(session, &save));
         let Some(transfer) = granted.transfer else {
             return 0;

@@ -1,7 +1,5 @@
 //! A line through measured times: a latency, and a time for each byte.
 
-/// Samples after which a measured line outweighs the assumed one.
-const KNOWN: u32 = 8;
 /// Share of the old samples that stays when a new one comes: about the last 64 count.
 const KEEP: f64 = 1.0 - 1.0 / 64.0;
 /// Weight, in samples, that old measurements keep at least.
@@ -12,6 +10,8 @@ const PULL: f64 = 0.02;
 /// How samples count.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trust {
+    /// Samples after which the line counts as known.
+    known: u32,
     /// Time after which earlier samples count half.
     half_life_ns: f64,
     /// A sample counts as at most so many times its prediction: one read that hung says little of later reads.
@@ -26,6 +26,7 @@ const SURPRISE: f64 = 3.0;
 /// Reads of a device: many at once, each soon followed by others. A device that has become slow shows it in many
 /// samples.
 pub(super) const READS: Trust = Trust {
+    known: 8,
     half_life_ns: 1e8,
     clip: 8.0,
     surprised: 0.5,
@@ -33,9 +34,18 @@ pub(super) const READS: Trust = Trust {
 
 /// Copies to a device: few, and always about as fast, but for those that another prompt's step holds up.
 pub(super) const COPIES: Trust = Trust {
+    known: 8,
     half_life_ns: 1e10,
     clip: 3.0,
     surprised: 1.0,
+};
+
+/// Gets from the remote store: large, and one or two samples a prompt. Their latency and rate are those of a network.
+pub(super) const GETS: Trust = Trust {
+    known: 2,
+    half_life_ns: 5e9,
+    clip: 8.0,
+    surprised: 0.5,
 };
 
 /// `latency + bytes * ns_per_byte`, fitted to samples: the fit weighs each error as a share of the sample's time, and
@@ -120,7 +130,7 @@ impl Line {
 
     /// Whether enough was measured.
     pub(super) fn is_known(&self) -> bool {
-        self.samples >= KNOWN
+        self.samples >= self.trust.known
     }
 
     /// How long so many bytes take, in nanoseconds.

@@ -1,78 +1,68 @@
 //! Load or compute: how long a load will take, how long computing would, and which is started and awaited.
 //!
-//! The planner learns from operations that run anyway: finished reads of each device ([`rates`]), copies of the workers
-//! ([`line`]), steps that the connector reports ([`step_model`]). [`plan`] decides of times alone. The planner belongs
+//! The planner learns from operations that run anyway: finished reads of each device ([`rates`]), gets from the remote
+//! store ([`remote`]), copies of the workers ([`line`]), steps that the connector reports ([`step_model`]). [`plan`] decides of times alone. The planner belongs
 //! to the engine: it has no clock, and decides the same for the same events.
 
+mod counts;
 mod line;
+mod model;
 mod plan;
 mod rates;
+mod remote;
 mod step_model;
 
 use slotmap::SecondaryMap;
 
-use crate::metrics::{Counters, Gauges};
+use crate::metrics::Gauges;
 use crate::session::Step;
 
 use super::sessions::SessionId;
-use line::{COPIES, Line};
-use step_model::StepModel;
-
-pub(super) use plan::{Reason, Stop};
+use model::Model;
 use plan::{Wait, Way};
+
+pub(super) use model::Prompt;
+pub(super) use plan::{Reason, Stop};
 pub(super) use rates::{Rates, ReadShare};
+pub(super) use remote::{Fetch, RemoteRates};
 
 /// Without a prediction, a hit that gains fewer tokens is not worth a load, which takes a step more than computing.
 const LEAST_UNKNOWN: u32 = 64;
 
 /// After so long without a read, some reads are made although they seem too slow, and so is a load from host memory:
 /// their times may have changed.
-const MEASURE_AFTER_NS: u64 = 250_000_000;
+pub(super) const MEASURE_AFTER_NS: u64 = 250_000_000;
+
+/// A read may take so many times as long as predicted without the guarantee ending the wait: else it is not started. A
+/// wait that the guarantee ends costs more than a read gains that is hardly faster than computing.
+const SLOWER: f64 = 1.1;
 
 /// Tokens of a long prompt, for the gauges.
 const LONG: u32 = 32 << 10;
 
-/// The measurements of one vLLM.
-#[derive(Debug)]
-struct Model {
-    steps: StepModel,
-    /// From a load's begin to the end of its copies, less the step that runs meanwhile.
-    copies: Line,
-}
-
-impl Default for Model {
-    fn default() -> Self {
-        Self {
-            steps: StepModel::default(),
-            copies: Line::new(COPIES),
-        }
-    }
-}
-
-/// A prompt, in tokens from its start.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Prompt {
-    pub(super) session: SessionId,
-    /// Tokens that the device holds.
-    pub(super) computed: u32,
-    /// Tokens to compute or load, from the start of the prompt.
-    pub(super) end: u32,
-    /// Tokens that vLLM computes before it.
-    pub(super) queued: u32,
-    /// Bytes that a load copies for each token, about.
-    pub(super) bytes_per_token: f64,
-}
-
-/// How long a promotion's reads take, in nanoseconds.
+/// How long tokens take to come from a disk, or from the remote store.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reading {
-    /// Time until the first part has come that is of use by itself.
+    /// Nanoseconds until the first part has come that is of use by itself.
     pub(super) first_ns: f64,
+    /// Nanoseconds until all have come.
     pub(super) all_ns: f64,
+    /// Tokens of such a part.
+    pub(super) block: u32,
+    /// Tokens that are on their way at once: that they have not come is no delay.
+    pub(super) together: u32,
     pub(super) is_prefetch: bool,
+    /// The part of the tokens that is there, about.
+    pub(super) present: f64,
+    /// Nanoseconds until it is known that none is.
+    pub(super) absent_ns: f64,
+    /// Enough was measured for these times.
+    pub(super) is_known: bool,
+    /// Nothing was measured for long, and nothing is being measured.
+    pub(super) is_old: bool,
 }
 
-/// A decision about a promotion.
+/// A decision about a promotion, or a flight.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Start {
     pub(super) promotes: bool,
@@ -160,83 +150,56 @@ impl Planner {
         })
     }
 
-    /// Whether to read the payloads that a load up to `disk` needs beyond one up to `host`. `may_measure`: no reads for
-    /// measurement are pending yet.
+    /// Whether to bring the tokens that a load up to `to` needs beyond one up to `from`.
     pub(super) fn start(
         &mut self,
         prompt: &Prompt,
-        (host, disk): (u32, u32),
-        reading: Reading,
-        may_measure: bool,
-        now_ns: u64,
+        (from, to): (u32, u32),
+        reading: &Reading,
     ) -> Start {
         self.bytes_per_token = prompt.bytes_per_token;
-        let rates_known = self.rates.are_known();
+        let margin = self.margin;
         let ways = self.with_model(prompt.session, |model| {
-            let mut more = model.way(prompt, disk);
-            // While vLLM computes the requests before, waiting costs nothing.
-            let free_ns = if reading.is_prefetch {
-                model.steps.queue_ns(prompt.queued)
-            } else {
-                0.0
-            };
-            let waits = [reading.first_ns, reading.all_ns].map(|ns| (ns - free_ns).max(0.0));
-            let [first_ns, all_ns] = waits;
-            if first_ns > self.margin * more.saved_ns * model.steps.certain_part() {
-                // The guarantee would end the wait before anything has come.
-                more.cost_ns = f64::INFINITY;
-            }
-            more.cost_ns += model.until_asked_ns(all_ns);
-            let less = if host > prompt.computed {
-                model.way(prompt, host)
-            } else {
-                Way::NONE
-            };
-            (model.steps.is_known() && rates_known).then_some((more, less))
+            (model.steps.is_known() && reading.is_known)
+                .then(|| ways(model, prompt, (from, to), reading, margin))
         });
-        let Some((more, less)) = ways else {
+        let Some((more, less, is_safe)) = ways else {
             return Start {
                 promotes: true,
                 reason: Reason::Unknown,
             };
         };
-        let (promotes, reason) = plan::start(more, less, &mut self.near_even);
-        let is_old = || {
-            let since_ns = now_ns.checked_sub(MEASURE_AFTER_NS);
-            since_ns.is_some_and(|since_ns| self.rates.are_old(since_ns))
-        };
-        if !promotes && may_measure && is_old() {
+        let (promotes, reason) = plan::start(more, less, is_safe, &mut self.near_even);
+        if !promotes && reading.is_old {
             let reason = Reason::Measure;
             return Start { promotes, reason };
         }
         Start { promotes, reason }
     }
 
-    /// Whether a wait for a promotion up to `boundary` ends. Its payloads up to `arrived` are there, and its blocks
-    /// have `block` tokens.
+    /// Whether the guarantee would let a wait go on that is a little slower than predicted.
+    pub(super) fn is_safe(&self, prompt: &Prompt, ends: (u32, u32), reading: &Reading) -> bool {
+        self.with_model(prompt.session, |model| {
+            let (prompt, reading) = without_queue(model, prompt, reading);
+            !model.is_cut_short(&prompt, ends, &reading, SLOWER, self.margin)
+        })
+    }
+
+    /// Whether a wait for the tokens up to `boundary` ends. Those up to `arrived` are there, and so many are on their
+    /// way at once. `rest_ns`: time until all have come; `None` if there is no prediction, or it shall not count.
     pub(super) fn stop(
         &self,
         prompt: &Prompt,
         (arrived, boundary, block): (u32, u32, u32),
         waited_ns: u64,
-        rest_ns: impl FnOnce() -> f64,
-        follows_prediction: bool,
+        rest_ns: Option<f64>,
     ) -> Option<Stop> {
-        let rates_known = self.rates.are_known();
         self.with_model(prompt.session, |model| {
-            let tokens = f64::from(boundary.saturating_sub(prompt.computed).max(1));
-            let here = arrived.max(prompt.computed);
-            let all = model.way(prompt, boundary);
-            let predicts = follows_prediction && rates_known && model.steps.is_known();
+            let wait = model.wait(prompt, (arrived, boundary, block), waited_ns as f64);
+            let rest_ns = rest_ns.filter(|_| model.steps.is_known());
             let wait = Wait {
-                waited_ns: waited_ns as f64,
-                compute_ns: (all.saved_ns + model.steps.queue_ns(prompt.queued))
-                    * model.steps.certain_part(),
-                arrived: f64::from(here - prompt.computed) / tokens,
-                block: f64::from(block) / tokens,
-                all,
-                here: model.way(prompt, here),
-                rest_ns: predicts.then(|| model.until_asked_ns(rest_ns())),
+                rest_ns: rest_ns.map(|ns| model.until_asked_ns(ns)),
+                ..wait
             };
             plan::stop(&wait, self.margin)
         })
@@ -255,6 +218,7 @@ impl Planner {
         let (bytes_per_s, latency_ns) = self.rates.learned();
         gauges.plan_disk_bytes_per_s = bytes_per_s as u64;
         gauges.plan_disk_latency_ns = latency_ns as u64;
+        self.rates.remote.report(gauges);
         let model = self.latest.and_then(|session| self.models.get(session));
         let Some(model) = model else {
             return;
@@ -272,75 +236,61 @@ impl Planner {
     }
 }
 
-impl Model {
-    /// How long a wait of so many nanoseconds takes until vLLM asks again, which it does once a step. On average the
-    /// wait ends in the middle of one.
-    fn until_asked_ns(&self, wait_ns: f64) -> f64 {
-        if wait_ns <= 0.0 {
-            return 0.0;
-        }
-        let turn_ns = self.steps.turn_ns();
-        wait_ns.max(turn_ns / 2.0) + turn_ns / 2.0
+/// Without the time for which vLLM computes the requests before: a wait costs nothing meanwhile.
+fn without_queue(model: &Model, prompt: &Prompt, reading: &Reading) -> (Prompt, Reading) {
+    if !reading.is_prefetch {
+        return (*prompt, *reading);
     }
-
-    /// A load up to `to`: computing that it saves, and its copy. vLLM computes the rest in the step after that of the
-    /// copy.
-    fn way(&self, prompt: &Prompt, to: u32) -> Way {
-        if to <= prompt.computed {
-            return Way::NONE;
-        }
-        let bytes = (f64::from(to - prompt.computed) * prompt.bytes_per_token) as u64;
-        Way {
-            saved_ns: self.steps.saved_ns(prompt.computed, to, prompt.end),
-            cost_ns: self.copies.of(bytes) + self.steps.turn_ns(),
-        }
-    }
+    let free_ns = model.steps.queue_ns(prompt.queued);
+    let rest = |ns: f64| (ns - free_ns).max(0.0);
+    let prompt = Prompt {
+        queued: 0,
+        ..*prompt
+    };
+    let reading = Reading {
+        first_ns: rest(reading.first_ns),
+        all_ns: rest(reading.all_ns),
+        absent_ns: rest(reading.absent_ns),
+        ..*reading
+    };
+    (prompt, reading)
 }
 
-impl Reason {
-    /// Counts a decision about a promotion that would have brought so many tokens.
-    pub(super) fn count(self, promotes: bool, tokens: u32, counters: &mut Counters) {
-        let counter = match (promotes, self) {
-            (true, Self::Faster | Self::Measure) => &mut counters.plans_load_faster,
-            (true, Self::Unknown) => &mut counters.plans_load_unknown,
-            (true, Self::OtherWay) => &mut counters.plans_load_other_way,
-            (false, Self::OtherWay) => &mut counters.plans_compute_other_way,
-            (false, Self::Measure) => &mut counters.plans_compute_measure,
-            (false, _) => &mut counters.plans_compute_faster,
-        };
-        *counter += 1;
-        if !promotes {
-            let tokens_of = match self {
-                Self::OtherWay => &mut counters.tokens_not_loaded_other_way,
-                _ => &mut counters.tokens_not_loaded_disk,
-            };
-            *tokens_of += u64::from(tokens);
-        }
-    }
-}
-
-impl Stop {
-    /// Counts the end of a wait, and the tokens that have not come.
-    pub(super) fn count(self, tokens: u32, counters: &mut Counters) {
-        let (plans, tokens_of) = match self {
-            Self::Rest => (
-                &mut counters.plans_stopped_rest,
-                &mut counters.tokens_not_loaded_rest,
-            ),
-            Self::Guarantee => (
-                &mut counters.plans_stopped_guarantee,
-                &mut counters.tokens_not_loaded_guarantee,
-            ),
-        };
-        *plans += 1;
-        *tokens_of += u64::from(tokens);
-    }
+/// The way that brings the tokens up to `to`, the one that does without those after `from`, and whether the first is
+/// safe from the guarantee.
+fn ways(
+    model: &Model,
+    prompt: &Prompt,
+    (from, to): (u32, u32),
+    reading: &Reading,
+    margin: f64,
+) -> (Way, Way, bool) {
+    let (prompt, reading) = without_queue(model, prompt, reading);
+    let is_cut_short = |slower| model.is_cut_short(&prompt, (from, to), &reading, slower, margin);
+    let less = if from > prompt.computed {
+        model.way(&prompt, from)
+    } else {
+        Way::NONE
+    };
+    let all = model.way(&prompt, to);
+    let is_safe = !is_cut_short(SLOWER);
+    let cost_ns = if !is_safe && is_cut_short(1.0) {
+        f64::INFINITY
+    } else {
+        all.cost_ns + model.until_asked_ns(reading.all_ns)
+    };
+    let absent_ns = less.cost_ns + model.until_asked_ns(reading.absent_ns);
+    let (there, absent) = (reading.present, 1.0 - reading.present);
+    let more = Way {
+        saved_ns: there * all.saved_ns + absent * less.saved_ns,
+        cost_ns: there * cost_ns + absent * absent_ns,
+    };
+    (more, less, is_safe)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::forest::DeviceIndex;
     use crate::session::Priority;
 
     #[test]
@@ -361,14 +311,6 @@ mod tests {
             duration_ns: 100_000_000,
         };
         planner.add_steps(session, &[step; 8]);
-        let device = DeviceIndex::new(0);
-        for i in 1..=8 {
-            planner
-                .rates
-                .read_began(device, 1000, &mut [], Priority::Demand);
-            let times = (i, i + 1000);
-            planner.rates.read_ended(device, 1000, 1000, times, true);
-        }
         let mut starts = |needs_all, wait_ms: f64| {
             let prompt = Prompt {
                 session,
@@ -381,10 +323,15 @@ mod tests {
             let reading = Reading {
                 first_ns: if needs_all { all_ns } else { all_ns / 10.0 },
                 all_ns,
+                block: if needs_all { 1000 } else { 100 },
+                together: if needs_all { 1000 } else { 100 },
                 is_prefetch: false,
+                present: 1.0,
+                absent_ns: 0.0,
+                is_known: true,
+                is_old: false,
             };
-            let ends = (0, 1000);
-            planner.start(&prompt, ends, reading, false, 2000).promotes
+            planner.start(&prompt, (0, 1000), &reading).promotes
         };
         // Computing takes 100 ms.
         assert_eq!(

@@ -42,10 +42,16 @@ impl Way {
     }
 }
 
-/// Whether to load by `more` rather than by `less`, of which it saves a part. `near_even` counts such decisions.
-pub(in crate::engine) fn start(more: Way, less: Way, near_even: &mut u64) -> (bool, Reason) {
+/// Whether to load by `more` rather than by `less`, of which it saves a part. `is_safe`: the guarantee would not end the
+/// wait if it took a little longer. `near_even` counts such decisions.
+pub(in crate::engine) fn start(
+    more: Way,
+    less: Way,
+    is_safe: bool,
+    near_even: &mut u64,
+) -> (bool, Reason) {
     let gain = more.gain_ns() - less.gain_ns().max(0.0);
-    let pays = gain > SLACK * more.saved_ns;
+    let pays = is_safe && gain > SLACK * more.saved_ns;
     if gain.abs() > NEAR_EVEN * more.saved_ns {
         return (pays, Reason::Faster);
     }
@@ -113,17 +119,22 @@ mod tests {
     fn the_way_that_takes_less_time_is_taken() {
         let mut count = 0;
         assert_eq!(
-            start(way(100.0, 20.0), Way::NONE, &mut count),
+            start(way(100.0, 20.0), Way::NONE, true, &mut count),
             (true, Reason::Faster)
         );
         assert_eq!(
-            start(way(100.0, 200.0), Way::NONE, &mut count),
+            start(way(100.0, 200.0), Way::NONE, true, &mut count),
             (false, Reason::Faster)
         );
         // The tokens in host memory count already.
         assert_eq!(
-            start(way(100.0, 60.0), way(80.0, 5.0), &mut count),
+            start(way(100.0, 60.0), way(80.0, 5.0), true, &mut count),
             (false, Reason::Faster)
+        );
+        assert_eq!(
+            start(way(100.0, 20.0), Way::NONE, false, &mut count),
+            (false, Reason::Faster),
+            "the guarantee would end the wait"
         );
         assert_eq!(count, 0);
     }
@@ -133,7 +144,7 @@ mod tests {
         let mut count = 0;
         let mut other_ways = 0;
         for _ in 0..1000 {
-            let (load, reason) = start(way(100.0, 80.0), Way::NONE, &mut count);
+            let (load, reason) = start(way(100.0, 80.0), Way::NONE, true, &mut count);
             other_ways += u32::from(reason == Reason::OtherWay);
             assert_eq!(load, reason == Reason::Faster);
         }

@@ -6,6 +6,7 @@ use crate::session::Priority;
 #[cfg(feature = "check")]
 use super::super::ensure::ensure;
 use super::line::{Line, READS};
+use super::remote::RemoteRates;
 
 /// A promotion's reads of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +48,7 @@ impl Default for DeviceRate {
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Rates {
     devices: Vec<DeviceRate>,
+    pub(in crate::engine) remote: RemoteRates,
 }
 
 impl Rates {

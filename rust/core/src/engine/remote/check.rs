@@ -12,14 +12,15 @@ use super::{Operation, Remote};
 impl Remote {
     /// The nodes that flights and puts lease.
     pub(in crate::engine) fn leases(&self) -> impl Iterator<Item = NodeId> {
-        let flights = self.flights.values().map(|flight| flight.lease);
-        let puts = self
-            .operations
-            .values()
-            .filter_map(|of| match of.operation {
-                Operation::Put { node, .. } => Some(node),
-                _ => None,
-            });
+        let of_flight = |flight: &super::Flight| {
+            let kept = flight.kept.iter().copied();
+            kept.chain([flight.lease]).collect::<Vec<_>>()
+        };
+        let flights = self.flights.values().flat_map(of_flight);
+        let puts = self.operations.values().flat_map(|of| match &of.operation {
+            Operation::Put { nodes, .. } => nodes.clone(),
+            _ => Vec::new(),
+        });
         flights.chain(puts).filter(|&node| node != NONE)
     }
 
@@ -76,7 +77,7 @@ impl Remote {
                 "{id:?} counts {} gets of {in_flight}",
                 flight.gets
             );
-            ensure!(!flight.waiters.is_empty(), "{id:?} without a request");
+            ensure!(!flight.is_unused(), "{id:?} without a request");
             ensure!(
                 flight.is_over != self.order.contains(&id),
                 "{id:?} has ended and goes on"

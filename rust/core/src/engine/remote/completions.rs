@@ -6,6 +6,7 @@ use crate::work;
 
 use super::super::coordinator::Engine;
 use super::super::parts::EngineParts;
+use super::super::planner::RemoteRates;
 use super::flight::FlightId;
 use super::gets::give_up_payloads;
 use super::recent::fingerprint;
@@ -40,9 +41,14 @@ impl Engine {
         let took_ns = parts.now_ns - sent_ns;
         match operation {
             Operation::Probe { .. } if is_late => {}
-            Operation::Probe { flight } => remote.probe_ended(flight, &result, parts.now_ns),
+            Operation::Probe { flight } => {
+                if result.is_ok() {
+                    parts.rates.remote.probed(took_ns);
+                }
+                remote.probe_ended(flight, &result, &mut parts);
+            }
             Operation::Put {
-                node,
+                nodes,
                 fingerprint,
                 bytes,
                 payload_bytes,
@@ -55,36 +61,49 @@ impl Engine {
                     Ok(_) => count_put(payload_bytes, took_ns, parts.counters),
                     Err(_) => parts.counters.remote_puts_failed += 1,
                 }
-                parts.residency.unpin(node);
+                for node in nodes.into_iter().rev() {
+                    parts.residency.unpin(node);
+                }
             }
             Operation::Get {
                 takers,
-                segment,
+                object,
                 fingerprint,
                 payloads,
                 bytes,
+                is_first,
+                among,
             } => {
-                if remote.fetching.get(&segment) == Some(&Remote::id_of(token)) {
-                    remote.fetching.remove(&segment);
+                if remote.fetching.get(&object) == Some(&Remote::id_of(token)) {
+                    remote.fetching.remove(&object);
                 }
                 let is_whole = |sums: &Vec<u64>| sums.len() == payloads.len();
                 let (sums, why) = match result {
                     Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
                     result => (None, result.err()),
                 };
+                let beside = remote.get_window.in_flight();
                 remote.get_window.ended(bytes, sums.is_some());
                 if sums.is_some() {
                     let lens = payloads.iter();
                     let lens =
                         lens.map(|&(node, group)| parts.residency.payload_bytes(node, group));
                     count_get(lens.map(u64::from).sum(), took_ns, parts.counters);
+                    let times = (took_ns, parts.now_ns);
+                    learn(times, (is_first, among), beside, &mut parts.rates.remote);
                     remote.known.insert(fingerprint, parts.now_ns);
                 } else {
+                    if why == Some(RemoteError::NotFound) {
+                        parts.rates.remote.probed(took_ns);
+                        if is_first {
+                            parts.rates.remote.flight_ended(0, 1);
+                        }
+                    }
                     give_up_payloads(&payloads, parts.residency);
                 }
                 remote.note_object(fingerprint, why, parts.now_ns);
                 for taker in takers {
-                    remote.get_ended(taker, sums.is_some());
+                    remote.get_ended(taker, sums.is_some(), why, &parts);
                 }
                 self.fetched(&payloads, &sums.unwrap_or_default());
             }
@@ -100,6 +119,22 @@ impl Engine {
             assert!(is_first, "a slot that is being filled has no checksum yet");
             self.payload_arrived(node, group, &mut visible);
         }
+    }
+}
+
+/// Learns from a get that has succeeded, with so many bytes in flight at its end.
+fn learn(
+    (took_ns, now_ns): (u64, u64),
+    (is_first, among): (bool, Option<u64>),
+    beside: u64,
+    rates: &mut RemoteRates,
+) {
+    if is_first {
+        rates.first_ended(beside, took_ns, now_ns);
+    }
+    // Gets that were sent later take their part of the store, too.
+    if let Some(bytes) = among.filter(|&bytes| beside <= bytes) {
+        rates.last_ended(bytes, took_ns, now_ns);
     }
 }
 
@@ -162,27 +197,34 @@ impl Remote {
         }
     }
 
-    fn probe_ended(&mut self, id: FlightId, result: &Result<RemoteDone, RemoteError>, now_ns: u64) {
-        let Some(flight) = self.flights.get_mut(id).filter(|of| of.search.is_asking()) else {
+    fn probe_ended(
+        &mut self,
+        id: FlightId,
+        result: &Result<RemoteDone, RemoteError>,
+        parts: &mut EngineParts<'_>,
+    ) {
+        let Some(flight) = self.flights.get_mut(id).filter(|of| of.is_asking()) else {
             return;
         };
         let bits = match result {
             Ok(RemoteDone::Present(bits)) => Some(*bits),
             _ => None,
         };
-        flight.search.answer(bits);
         flight.asked_ns = None;
+        if flight.boundaries.is_some() {
+            return self.boundaries_answered(id, bits, parts);
+        }
+        flight.search.answer(bits);
         let end = flight.search.present();
-        if bits.is_some() && flight.search.is_over() && end < flight.segments() {
-            let missing = fingerprint(&flight.digest(), &flight.end_of(end));
-            self.absent.insert(missing, now_ns);
+        if bits.is_some() && flight.search.is_over() && end < flight.objects() {
+            let missing = fingerprint(&flight.key(flight.piece(end)));
+            self.absent.insert(missing, parts.now_ns);
         }
     }
 
     /// Remembers the result of a get of an object.
     fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) {
-        let is_gone = matches!(why, Some(RemoteError::NotFound | RemoteError::Corrupt));
-        if is_gone {
+        if is_gone(why) {
             self.known.remove(segment);
             self.absent.insert(segment, now_ns);
         }
@@ -192,18 +234,26 @@ impl Remote {
     }
 
     /// A get that a flight waits for has ended.
-    fn get_ended(&mut self, (id, segment): (FlightId, u32), ok: bool) {
-        if !self.flights.contains_key(id) {
+    fn get_ended(
+        &mut self,
+        (id, object): (FlightId, u32),
+        ok: bool,
+        why: Option<RemoteError>,
+        parts: &EngineParts<'_>,
+    ) {
+        let Some(flight) = self.flights.get_mut(id) else {
             return;
-        }
-        self.unannounce(id, segment);
-        let flight = &mut self.flights[id];
+        };
         let left = flight.gets.checked_sub(1);
         flight.gets = left.expect("a flight counts its gets");
         if ok {
-            flight.came(segment);
-        } else {
-            flight.ends_at(segment);
+            return self.arrived(id, object);
+        }
+        flight.ends_at(object);
+        if flight.boundaries.is_none() {
+            self.unannounce(id, object);
+        } else if is_gone(why) {
+            self.boundary_lost(id, parts);
         }
     }
 
@@ -241,7 +291,7 @@ impl Remote {
             self.reads -= usize::from(!matches!(of.operation, Operation::Put { .. }));
         }
         for id in probes {
-            self.probe_ended(id, &Err(RemoteError::Late), now_ns);
+            self.probe_ended(id, &Err(RemoteError::Late), parts);
         }
         // All gets of a store that is silent are one failure.
         for _ in 0..failures + u32::from(is_stalled) {
@@ -252,4 +302,9 @@ impl Remote {
             self.end_all(parts);
         }
     }
+}
+
+/// Whether an object is not there, or not the one that was asked for.
+fn is_gone(why: Option<RemoteError>) -> bool {
+    matches!(why, Some(RemoteError::NotFound | RemoteError::Corrupt))
 }

@@ -1,9 +1,13 @@
-//! A flight: the segments of one chain on their way from the store, for the requests that wait for them.
+//! A flight: objects of one chain on their way from the store, for the requests that wait for them.
 
-use crate::forest::{NodeId, NsId};
+use crate::forest::{NONE, NodeId, NsId};
 use crate::key::{BlockHash, NamespaceDigest};
+use crate::namespace::NamespaceSpec;
+use crate::remote::ObjectKey;
 
 use super::super::requests::RequestId;
+use super::boundaries::Boundaries;
+use super::pieces::{Piece, last_of};
 use super::search::Search;
 use super::spaces::Space;
 
@@ -11,33 +15,43 @@ slotmap::new_key_type! {
     pub(in crate::engine) struct FlightId;
 }
 
-/// The segments of one chain, from the first that the tiers lack.
+/// Objects of one chain, in the order of their gets: whole segments from the first that the tiers lack, each of which is of
+/// use with those before. Where a hit needs windows or states, all objects of a hit at one boundary, which are of use
+/// together.
 #[derive(Debug)]
 pub(super) struct Flight {
     pub(super) ns: NsId,
     pub(super) space: Space,
-    /// Hash blocks of the chain that were in the tiers.
+    /// Hash blocks of the hit that the tiers alone allow.
     pub(super) found: u32,
     /// Segments of the chain before the first.
     pub(super) skipped: u32,
-    /// The block hashes from the first segment on, and the hash before them.
+    /// The block hashes after the depth `base`, and the hash before them.
+    pub(super) base: u32,
     pub(super) hashes: Box<[BlockHash]>,
     pub(super) before: Option<BlockHash>,
+    /// The search for a boundary; `None` without windows and states.
+    pub(super) boundaries: Option<Boundaries>,
+    /// The objects of the boundary that was found; empty without windows and states.
+    pub(super) pieces: Vec<Piece>,
+    /// How many of the objects are there.
     pub(super) search: Search,
     /// When the round of probes was sent that is being answered.
     pub(super) asked_ns: Option<u64>,
-    /// Whether each segment has come, or need not.
+    /// Whether each object has come, or need not.
     pub(super) here: Vec<bool>,
-    /// How many segments, front to back, have come.
+    /// How many objects, front to back, have come.
     pub(super) arrived: u32,
-    /// The next segment to be fetched.
+    /// The next object to be fetched.
     pub(super) next: u32,
     /// Gets in flight.
     pub(super) gets: u32,
-    /// The nodes at the end of the first segments: those whose gets have begun. The lease keeps them.
+    /// The deepest node that is needed for each of the first objects: those whose gets have begun. The lease keeps them.
     pub(super) ends: Vec<NodeId>,
     /// Leased: the deepest node that the flight has made, or stands on; `NONE` if there is none.
     pub(super) lease: NodeId,
+    /// Leased as well: nodes with windows or states that it brings.
+    pub(super) kept: Vec<NodeId>,
     /// Slot bytes that it has filled or is filling, which the lease keeps.
     pub(super) bytes: u64,
     /// Nothing more is fetched.
@@ -47,41 +61,140 @@ pub(super) struct Flight {
     /// It has ended; the lease goes on while requests are to look.
     pub(super) is_over: bool,
     pub(super) waiters: Vec<RequestId>,
+    /// It measures the store: no request needs to wait for it.
+    pub(super) is_measure: bool,
+    /// Gets in flight at most: the first segments come before the others, where gets share the store.
+    pub(super) width: u32,
+    pub(super) began_ns: u64,
+    /// When its last get was sent.
+    pub(super) sent_ns: u64,
+    /// How long it was to take, in nanoseconds, if that was predicted.
+    pub(super) predicted_ns: Option<u64>,
 }
 
 impl Flight {
-    pub(super) fn segments(&self) -> u32 {
+    /// A flight that brings nothing yet. `skipped` and `base` are one pair, and so are the hash before and the hashes.
+    pub(super) fn new(
+        (ns, space): (NsId, Space),
+        found: u32,
+        (skipped, base): (u32, u32),
+        (before, hashes): (Option<BlockHash>, Vec<BlockHash>),
+    ) -> Self {
+        Self {
+            ns,
+            space,
+            found,
+            skipped,
+            base,
+            hashes: hashes.into_boxed_slice(),
+            before,
+            boundaries: None,
+            pieces: Vec::new(),
+            search: Search::known(0),
+            asked_ns: None,
+            here: Vec::new(),
+            arrived: 0,
+            next: 0,
+            gets: 0,
+            ends: Vec::new(),
+            lease: NONE,
+            kept: Vec::new(),
+            bytes: 0,
+            is_cut: false,
+            is_failed: false,
+            is_over: false,
+            waiters: Vec::new(),
+            is_measure: false,
+            width: u32::MAX,
+            began_ns: 0,
+            sent_ns: 0,
+            predicted_ns: None,
+        }
+    }
+
+    /// Objects that may be fetched at most.
+    pub(super) fn objects(&self) -> u32 {
         self.here.len() as u32
     }
 
-    /// The block hashes of a segment.
-    pub(super) fn hashes_of(&self, segment: u32) -> &[BlockHash] {
-        let size = self.space.hash_blocks as usize;
-        let from = segment as usize * size;
-        &self.hashes[from..from + size]
+    /// One of the objects.
+    pub(super) fn piece(&self, object: u32) -> Piece {
+        let piece = self.pieces.get(object as usize).copied();
+        piece.unwrap_or_else(|| Piece::segment(&self.space, self.skipped + object))
     }
 
-    /// The block hash at the end of a segment.
-    pub(super) fn end_of(&self, segment: u32) -> BlockHash {
-        let hashes = self.hashes_of(segment);
-        hashes[hashes.len() - 1]
-    }
-
-    /// The block hash before a segment; `None` at the start of a chain.
-    pub(super) fn parent_of(&self, segment: u32) -> Option<BlockHash> {
-        match segment.checked_sub(1) {
-            Some(before) => Some(self.end_of(before)),
+    /// The block hash at a depth above `base`; `base` itself is the hash before.
+    pub(super) fn hash_at(&self, depth: u32) -> Option<BlockHash> {
+        match (depth - self.base).checked_sub(1) {
+            Some(at) => Some(self.hashes[at as usize]),
             None => self.before,
         }
     }
 
-    /// Hash blocks of the chain before a segment.
-    pub(super) fn depth_of(&self, segment: u32) -> u32 {
-        (self.skipped + segment) * self.space.hash_blocks
+    /// The block hashes of an object.
+    pub(super) fn hashes_of(&self, piece: Piece) -> &[BlockHash] {
+        &self.hashes[(piece.after - self.base) as usize..(piece.to - self.base) as usize]
     }
 
-    /// Where the chain ends that may be fetched, in segments, by all that is known.
-    pub(super) fn end(&self) -> u32 {
+    /// The block hash before an object; `None` at the start of a chain.
+    pub(super) fn parent_of(&self, piece: Piece) -> Option<BlockHash> {
+        self.hash_at(piece.after)
+    }
+
+    /// The name of an object.
+    pub(super) fn key(&self, piece: Piece) -> ObjectKey {
+        let end = self.hash_at(piece.to);
+        let end = end.expect("an object has hash blocks");
+        piece.key(&self.space, end)
+    }
+
+    /// The block hash by which requests find the flight, for one of the objects: the end of a segment. With windows or
+    /// states, that of all that is looked for.
+    pub(super) fn announced_by(&self, object: u32) -> BlockHash {
+        let hash = match self.boundaries {
+            None => self.hash_at(self.piece(object).to),
+            Some(_) => self.hashes.last().copied(),
+        };
+        hash.expect("a flight has hash blocks")
+    }
+
+    /// Hash blocks of a hit when so many objects have come, front to back.
+    pub(super) fn reach(&self, objects: u32) -> u32 {
+        match self.boundaries {
+            None => (self.skipped + objects) * self.space.hash_blocks,
+            Some(_) if !self.pieces.is_empty() && objects == self.objects() => self.boundary(),
+            Some(_) => self.found,
+        }
+    }
+
+    /// With windows or states: where the hit is to end, by all that is known.
+    pub(super) fn boundary(&self) -> u32 {
+        let last = self.pieces.iter().map(|piece| piece.to).max();
+        last.unwrap_or(self.base + self.hashes.len() as u32)
+    }
+
+    /// Hash blocks that have come, and those that will have come in the end: objects that are of use only together count
+    /// in proportion.
+    pub(super) fn progress(&self) -> (u32, u32) {
+        if self.boundaries.is_none() {
+            return (self.reach(self.arrived), self.reach(self.goal()));
+        }
+        let end = self.boundary();
+        let part = u64::from(end - self.found) * u64::from(self.arrived);
+        let objects = u64::from(self.objects()).max(1);
+        (self.found + (part / objects) as u32, end)
+    }
+
+    /// How many objects are fetched, if all are there that may be.
+    fn goal(&self) -> u32 {
+        match self.is_searched() || self.is_cut {
+            true => self.end(),
+            false => self.objects(),
+        }
+    }
+
+    /// How many objects are fetched, by all that is known.
+    fn end(&self) -> u32 {
         if self.is_cut {
             self.next
         } else {
@@ -91,35 +204,87 @@ impl Flight {
 
     /// Whether a get may be sent, if there is room.
     pub(super) fn has_gets(&self) -> bool {
-        !self.is_over && !self.is_cut && self.next < self.search.present()
+        let is_needed = !self.is_over && !self.is_cut && self.gets < self.width;
+        is_needed && self.next < self.search.present()
+    }
+
+    /// Whether an answer to a probe is awaited.
+    pub(super) fn is_asking(&self) -> bool {
+        let boundaries = self.boundaries.as_ref();
+        boundaries.map_or(self.search.is_asking(), Boundaries::is_asking)
+    }
+
+    /// Whether no more probes are sent.
+    pub(super) fn is_searched(&self) -> bool {
+        let boundaries = self.boundaries.as_ref();
+        boundaries.map_or(self.search.is_over(), Boundaries::is_over)
     }
 
     /// Whether a probe is to be sent.
     pub(super) fn has_probes(&self) -> bool {
-        !self.is_over && !self.is_cut && !self.search.is_asking() && !self.search.is_over()
+        !self.is_over && !self.is_cut && !self.is_asking() && !self.is_searched()
+    }
+
+    /// The objects to ask for now.
+    pub(super) fn next_probe(&mut self, spec: &NamespaceSpec) -> Vec<ObjectKey> {
+        let asked = match &mut self.boundaries {
+            None => self.search.next_round().to_vec(),
+            Some(boundaries) => boundaries.next_round().to_vec(),
+        };
+        let piece = |at| match self.boundaries {
+            None => self.piece(at),
+            Some(_) => last_of(spec, &self.space, at),
+        };
+        asked.into_iter().map(|at| self.key(piece(at))).collect()
+    }
+
+    /// With windows or states: stands for the question where a hit ends, among what is remembered as absent.
+    pub(super) fn question(&self) -> ObjectKey {
+        question(self.digest(), self.announced_by(0))
+    }
+
+    /// Objects whose gets have not been sent.
+    pub(super) fn unsent(&self) -> u32 {
+        self.goal().saturating_sub(self.next)
+    }
+
+    /// Whether nobody needs it any more.
+    pub(super) fn is_unused(&self) -> bool {
+        self.waiters.is_empty() && (self.is_over || !self.is_measure)
     }
 
     /// Whether nothing more comes.
     pub(super) fn is_done(&self) -> bool {
-        let is_known = self.is_cut || self.search.is_over();
+        let is_known = self.is_cut || self.is_searched();
         is_known && self.gets == 0 && !self.has_gets()
     }
 
-    /// A segment has come.
-    pub(super) fn came(&mut self, segment: u32) {
-        self.here[segment as usize] = true;
+    /// An object has come.
+    pub(super) fn came(&mut self, object: u32) {
+        self.here[object as usize] = true;
         let rest = self.here[self.arrived as usize..].iter();
         self.arrived += rest.take_while(|&&here| here).count() as u32;
     }
 
-    /// A segment does not come, nor do those behind it.
-    pub(super) fn ends_at(&mut self, segment: u32) {
-        self.search.ends_at(segment);
-        self.is_cut |= self.next >= segment;
+    /// An object does not come, nor do those behind it.
+    pub(super) fn ends_at(&mut self, object: u32) {
+        self.search.ends_at(object);
+        // Those before are of no use without windows and states.
+        self.is_cut |= self.next >= object || self.boundaries.is_some();
     }
 
     /// The digest of its namespace, for names and headers.
     pub(super) fn digest(&self) -> NamespaceDigest {
         self.space.digest
+    }
+}
+
+/// Stands for the question where a hit ends in a prompt with windows or states, whose last boundary has this hash.
+pub(super) fn question(namespace: NamespaceDigest, end: BlockHash) -> ObjectKey {
+    ObjectKey {
+        namespace,
+        end,
+        hash_blocks: 0,
+        group: None,
     }
 }

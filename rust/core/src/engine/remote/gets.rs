@@ -1,4 +1,4 @@
-//! Segments of flights are asked for and fetched, front to back.
+//! Objects of flights are asked for and fetched, front to back.
 
 use crate::forest::{HostState, NONE, NodeId, Tier};
 use crate::remote::{Expected, RemotePart, RemoteRequest, SegmentPayload};
@@ -9,22 +9,25 @@ use super::super::parts::EngineParts;
 use super::super::requests::RequestId;
 use super::super::residency::Residency;
 use super::flight::{Flight, FlightId};
+use super::pieces::Piece;
 use super::recent::fingerprint;
-use super::{ENTRY_HASH_BLOCKS, Operation, Remote};
+use super::{ENTRY_HASH_BLOCKS, Operation, Place, Remote};
 
 /// Flights that an entry looks at.
 const FLIGHTS_MAX: usize = 64;
 
-/// A segment whose missing payloads have slots.
+/// An object whose missing payloads have slots.
 struct Reserved {
     /// The node at its end.
     end: NodeId,
-    /// The payloads to be filled, and the index of each among the segment's.
+    /// The payloads to be filled, and the index of each among the object's.
     payloads: Vec<(NodeId, u8)>,
     indices: Vec<u32>,
     expected: Expected,
     /// Nodes that needed no payload and were made.
     bare: Vec<NodeId>,
+    /// Nodes with a window's block or a state that the object has.
+    optional: Vec<NodeId>,
 }
 
 impl Remote {
@@ -36,6 +39,7 @@ impl Remote {
         out: &mut Vec<RemoteRequest>,
     ) {
         let mut hash_blocks = ENTRY_HASH_BLOCKS;
+        let mut last = None;
         for at in 0..self.order.len().min(FLIGHTS_MAX) {
             let Some(&id) = self.order.get(at) else {
                 break;
@@ -43,7 +47,7 @@ impl Remote {
             work::queued();
             self.send_probe(id, most, parts, out);
             while self.flights[id].has_gets() {
-                let bytes = self.flights[id].space.bytes;
+                let bytes = self.next_bytes(id, parts.residency);
                 let may_send = out.len() < most
                     && self.breaker.allows(parts.now_ns)
                     && self.get_window.allows(bytes);
@@ -54,16 +58,25 @@ impl Remote {
                     self.has_rest = true;
                     break;
                 }
-                hash_blocks = hash_blocks.saturating_sub(self.flights[id].space.hash_blocks);
+                let flight = &self.flights[id];
+                let piece = flight.piece(flight.next);
+                hash_blocks = hash_blocks.saturating_sub(piece.hash_blocks());
                 if let Some(request) = self.start_get(id, parts) {
+                    last = Some(Self::id_of(request.token()));
                     out.push(request);
                 }
             }
+        }
+        let in_flight = self.get_window.in_flight();
+        let last = last.and_then(|id| self.operations.get_mut(id));
+        if let Some(Operation::Get { among, .. }) = last.map(|of| &mut of.operation) {
+            *among = Some(in_flight);
         }
         let looked_at = self.order.iter().take(FLIGHTS_MAX);
         let done = looked_at.filter(|&&id| self.flights[id].is_done());
         let done: Vec<FlightId> = done.copied().collect();
         for id in done {
+            self.note_flight_ended(id, parts);
             self.end_flight(id, parts.residency);
         }
     }
@@ -80,53 +93,69 @@ impl Remote {
         if !flight.has_probes() || !may_send {
             return;
         }
-        let asked = flight.search.next_round().to_vec();
-        if asked.is_empty() {
+        let keys = flight.next_probe(parts.residency.spec(flight.ns));
+        if keys.is_empty() {
             return;
         }
         flight.asked_ns = Some(parts.now_ns);
-        let flight = &self.flights[id];
-        let keys = asked.iter().map(|&segment| Self::key(flight, segment));
-        let keys: Vec<_> = keys.collect();
         parts.counters.remote_probes += keys.len() as u64;
         let token = self.send(Operation::Probe { flight: id }, parts.now_ns);
         out.push(RemoteRequest::Probe { token, keys });
     }
 
-    /// Makes the nodes of a flight's next segment, with slots for what is missing. `None` if nothing is to be sent: all is
+    /// Bytes of the next object of a flight.
+    fn next_bytes(&self, id: FlightId, residency: &Residency) -> u64 {
+        let flight = &self.flights[id];
+        match flight.boundaries {
+            None => flight.space.bytes,
+            Some(_) => flight.piece(flight.next).bytes(residency.spec(flight.ns)),
+        }
+    }
+
+    /// Makes the nodes of a flight's next object, with slots for what is missing. `None` if nothing is to be sent: all is
     /// here or on its way, or the flight ends there.
     fn start_get(&mut self, id: FlightId, parts: &mut EngineParts<'_>) -> Option<RemoteRequest> {
-        let segment = self.flights[id].next;
-        let bytes = self.flights[id].space.bytes;
+        let object = self.flights[id].next;
+        let piece = self.flights[id].piece(object);
+        let bytes = self.next_bytes(id, parts.residency);
         if self.held + bytes > self.held_max {
             self.release_idle(id, parts);
         }
         let fits = self.held + bytes <= self.held_max;
-        let reserved = fits.then(|| reserve(&self.flights[id], segment, parts));
+        let reserved = fits.then(|| reserve(&self.flights[id], piece, parts));
         let Some(reserved) = reserved.flatten() else {
             parts.counters.remote_gets_without_memory += 1;
-            self.flights[id].is_cut = true;
+            let flight = &mut self.flights[id];
+            flight.is_cut = true;
+            // Another flight would bring the same again, for nothing.
+            flight.is_failed |= flight.boundaries.is_some();
             return None;
         };
-        self.move_lease(id, reserved.end, parts.residency);
+        self.keep(id, piece, &reserved, parts.residency);
         let mut visible = Vec::new();
         for &node in &reserved.bare {
             parts.residency.propagate_visible(node, &mut visible);
         }
         let flight = &mut self.flights[id];
         flight.next += 1;
-        flight.ends.push(reserved.end);
+        flight.ends.push(flight.lease);
         let next = flight.next;
         flight.bytes += bytes;
         self.held += bytes;
-        self.announce(id, next);
+        if self.flights[id].boundaries.is_none() {
+            self.announce(id, next);
+        }
+        let key = self.flights[id].key(piece);
+        let place = (self.flights[id].ns, key);
         if reserved.payloads.is_empty() {
-            self.take_along(id, segment);
+            self.take_along(id, object, &place);
             return None;
         }
-        self.flights[id].gets += 1;
+        let flight = &mut self.flights[id];
+        let is_first = flight.sent_ns == 0;
+        flight.sent_ns = parts.now_ns.max(1);
+        flight.gets += 1;
         self.get_window.started(bytes);
-        let key = Self::key(&self.flights[id], segment);
         let parts_of = |(&(node, group), &payload): (&(NodeId, u8), &u32)| RemotePart {
             payload,
             arena_offset: slot_offset(parts.residency.node(node).payload(group).host_slot),
@@ -134,13 +163,14 @@ impl Remote {
         };
         let of_request = reserved.payloads.iter().zip(&reserved.indices);
         let of_request: Vec<RemotePart> = of_request.map(parts_of).collect();
-        let place = (self.flights[id].ns, key.end);
         let operation = Operation::Get {
-            takers: vec![(id, segment)],
-            segment: place,
-            fingerprint: fingerprint(&key.namespace, &key.end),
+            takers: vec![(id, object)],
+            object: place,
+            fingerprint: fingerprint(&key),
             payloads: reserved.payloads,
             bytes,
+            is_first,
+            among: None,
         };
         let token = self.send(operation, parts.now_ns);
         self.fetching.insert(place, Self::id_of(token));
@@ -152,24 +182,40 @@ impl Remote {
         })
     }
 
-    /// A flight's segment is here, or is being filled: by a save, or for another flight, whose get it waits for, too.
-    fn take_along(&mut self, id: FlightId, segment: u32) {
-        let place = (self.flights[id].ns, self.flights[id].end_of(segment));
-        let get = self.fetching.get(&place);
+    /// Leases the nodes of an object that a flight brings: the deepest of the chain, and each with a window or state.
+    fn keep(&mut self, id: FlightId, piece: Piece, of: &Reserved, residency: &mut Residency) {
+        if piece.group.is_none() {
+            return self.move_lease(id, of.end, residency);
+        }
+        for &node in &of.optional {
+            residency.pin(node);
+        }
+        self.flights[id].kept.extend(&of.optional);
+    }
+
+    /// A flight's object is here, or is being filled: by a save, or for another flight, whose get it waits for, too.
+    fn take_along(&mut self, id: FlightId, object: u32, place: &Place) {
+        let get = self.fetching.get(place);
         let get = get.and_then(|&get| self.operations.get_mut(get));
         match get {
             // It may never end.
-            Some(get) if get.is_late => self.flights[id].ends_at(segment),
+            Some(get) if get.is_late => self.flights[id].ends_at(object),
             Some(get) => {
                 if let Operation::Get { takers, .. } = &mut get.operation {
-                    takers.push((id, segment));
+                    takers.push((id, object));
                     self.flights[id].gets += 1;
                 }
             }
-            None => {
-                self.flights[id].came(segment);
-                self.unannounce(id, segment);
-            }
+            None => self.arrived(id, object),
+        }
+    }
+
+    /// An object of a flight has come.
+    pub(super) fn arrived(&mut self, id: FlightId, object: u32) {
+        let flight = &mut self.flights[id];
+        flight.came(object);
+        if flight.boundaries.is_none() {
+            self.unannounce(id, object);
         }
     }
 
@@ -185,21 +231,23 @@ impl Remote {
         let idle: Vec<FlightId> = idle.map(|(id, _)| id).collect();
         for id in idle {
             self.move_lease(id, NONE, parts.residency);
+            self.let_go(id, parts.residency);
             self.held -= std::mem::take(&mut self.flights[id].bytes);
         }
     }
 }
 
-/// Makes the nodes of a segment that are missing, below those of the segment before, and reserves slots for the missing
-/// payloads. `None`, and nothing is left, if the chain above has gone or there is no memory.
-fn reserve(flight: &Flight, segment: u32, parts: &mut EngineParts<'_>) -> Option<Reserved> {
+/// Makes the nodes of an object that are missing, below those before it, and reserves slots for the missing payloads.
+/// Windows and states come to nodes that are there. `None`, and nothing is left, if the chain above has gone or there is no
+/// memory.
+fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option<Reserved> {
     let residency = &mut *parts.residency;
-    let above = match flight.parent_of(segment) {
+    let above = match flight.parent_of(piece) {
         Some(hash) => residency.forest().find(flight.ns, &hash)?,
         None => NONE,
     };
-    let first = flight.depth_of(segment);
-    if above != NONE && (residency.node(above).depth != first || residency.has_left_index(above)) {
+    let is_above = |id| residency.node(id).depth == piece.after && !residency.has_left_index(id);
+    if above != NONE && !is_above(above) {
         return None;
     }
     let mut reserved = Reserved {
@@ -208,49 +256,48 @@ fn reserve(flight: &Flight, segment: u32, parts: &mut EngineParts<'_>) -> Option
         indices: Vec::new(),
         expected: Expected {
             namespace: flight.digest(),
-            parent: flight.parent_of(segment),
-            hashes: flight.hashes_of(segment).to_vec(),
-            payloads: Vec::new(),
+            parent: flight.parent_of(piece),
+            hashes: flight.hashes_of(piece).to_vec(),
+            payloads: piece.payloads(residency.spec(flight.ns)),
         },
         bare: Vec::new(),
+        optional: Vec::new(),
     };
-    for (index, &hash) in (0..).zip(flight.hashes_of(segment)) {
+    let (mut at, hashes) = (0, flight.hashes_of(piece));
+    for (index, &hash) in (0..).zip(hashes) {
         let found = residency.forest().find(flight.ns, &hash);
         let node = match found {
             Some(node) if residency.node(node).parent() == reserved.end => node,
             // The hashes are no chain.
             Some(_) => return undo(&reserved, residency),
+            None if piece.group.is_some() => return undo(&reserved, residency),
             None => residency.insert(flight.ns, reserved.end, hash, 0),
         };
         if found.is_none() && residency.node(node).required() == 0 {
             reserved.bare.push(node);
         }
         reserved.end = node;
-        for group in residency.node(node).groups() {
-            if !residency.node(node).requires(group) {
-                continue;
+        while let Some(&SegmentPayload { group, .. }) =
+            (reserved.expected.payloads.get(at)).filter(|of| of.hash_block == index)
+        {
+            if piece.group.is_some() {
+                reserved.optional.push(node);
             }
-            let at = reserved.expected.payloads.len() as u32;
-            reserved.expected.payloads.push(SegmentPayload {
-                hash_block: index,
-                group,
-                len: residency.payload_bytes(node, group),
-            });
             let payload = residency.node(node).payload(group);
-            if payload.host != HostState::Empty || payload.has_slot(Tier::Disk) {
-                continue;
+            if payload.host == HostState::Empty && !payload.has_slot(Tier::Disk) {
+                if !residency.reserve_host(node, group, HostState::Filling, parts.counters) {
+                    return undo(&reserved, residency);
+                }
+                reserved.payloads.push((node, group));
+                reserved.indices.push(at as u32);
             }
-            if !residency.reserve_host(node, group, HostState::Filling, parts.counters) {
-                return undo(&reserved, residency);
-            }
-            reserved.payloads.push((node, group));
-            reserved.indices.push(at);
+            at += 1;
         }
     }
     Some(reserved)
 }
 
-/// Frees the slots of a segment that could not be reserved in full, and the nodes that were made for it.
+/// Frees the slots of an object that could not be reserved in full, and the nodes that were made for it.
 fn undo(reserved: &Reserved, residency: &mut Residency) -> Option<Reserved> {
     if reserved.end != NONE {
         residency.reconcile(reserved.end);

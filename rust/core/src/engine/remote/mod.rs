@@ -6,18 +6,26 @@
 //! - A lookup whose chain ends before the prompt begins a *flight* (`flight`): probes find the end of the chain in the
 //!   store (`search`), and gets fill slots of the arena front to back, below nodes that are made like those of a save
 //!   (`gets`). A segment that has come is in host memory like any other. Requests for the same segments share a flight.
-//! - Segments that have become visible are written (`puts`), at a limited rate and with a limited part of the arena. What
-//!   does not fit is dropped.
+//! - Where a hit needs windows or states, the flight looks for a boundary (`boundaries`), and brings all objects of a hit
+//!   there (`pieces`, `hybrid`).
+//! - Segments that have become visible are written (`offers`, `puts`), at a limited rate and with a limited part of the arena.
+//!   Those that do not fit are dropped.
 //! - A store that fails is left alone (`breaker`).
 //!
 //! Nothing waits for the store but the requests of a flight, and these no longer than for a promotion (`waits`).
 
+mod boundaries;
+mod boundary_puts;
 mod breaker;
 #[cfg(feature = "check")]
 mod check;
 mod completions;
 mod flight;
 mod gets;
+mod hybrid;
+mod offers;
+mod pieces;
+mod plans;
 mod puts;
 mod recent;
 mod search;
@@ -31,6 +39,7 @@ use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
 use crate::metrics::{Counters, Gauges};
 use crate::remote::{ObjectKey, RemoteConfig, RemoteRequest};
+use crate::work;
 
 use super::coordinator::Engine;
 use super::parts::EngineParts;
@@ -57,6 +66,9 @@ slotmap::new_key_type! {
     struct RemoteId;
 }
 
+/// An object, in a namespace of this engine.
+type Place = (NsId, ObjectKey);
+
 /// An operation of the store. It holds its slots until its completion, whoever lost interest.
 #[derive(Debug)]
 enum Operation {
@@ -64,19 +76,22 @@ enum Operation {
         flight: FlightId,
     },
     Get {
-        /// The flights that wait for it, and the segment's place in each.
+        /// The flights that wait for it, and the object's place in each.
         takers: Vec<(FlightId, u32)>,
-        /// The namespace, and the block hash at the end of the segment.
-        segment: (NsId, BlockHash),
+        object: Place,
         fingerprint: u64,
         /// Payloads being filled, in the order of the request's parts.
         payloads: Vec<(NodeId, u8)>,
         /// In the window.
         bytes: u64,
+        /// Its flight's first.
+        is_first: bool,
+        /// Of the last get that an entry sends: the bytes that were in flight then.
+        among: Option<u64>,
     },
     Put {
         /// Leased.
-        node: NodeId,
+        nodes: Vec<NodeId>,
         fingerprint: u64,
         /// In the window.
         bytes: u64,
@@ -95,11 +110,11 @@ struct InFlight {
 /// The remote store, as the engine uses it.
 ///
 /// Invariants:
-/// - a payload that an operation fills has a slot and is being filled; the node that a put reads is leased, and so is
+/// - a payload that an operation fills has a slot and is being filled; the nodes that a put reads are leased, and so are
 ///   each flight's;
 /// - the windows count the bytes of the operations in flight, `held` those of the flights;
 /// - a flight with the segment that it waits for next is found by the end of that segment;
-/// - a flight has waiters, each of which knows it.
+/// - a flight has waiters, each of which knows it, or measures the store.
 #[derive(Debug)]
 pub(super) struct Remote {
     config: RemoteConfig,
@@ -112,10 +127,11 @@ pub(super) struct Remote {
     flights: SlotMap<FlightId, Flight>,
     /// Flights that go on, in the order of their begin.
     order: Vec<FlightId>,
-    /// Flights by the ends of their segments that are on their way, and of the next one.
+    /// Flights by the ends of their segments that are on their way, and of the next one; with windows or states, by the
+    /// end of all that they look for.
     by_segment: FxHashMap<(NsId, BlockHash), FlightId>,
-    /// Segments that are being fetched.
-    fetching: FxHashMap<(NsId, BlockHash), RemoteId>,
+    /// Objects that are being fetched.
+    fetching: FxHashMap<Place, RemoteId>,
     held: u64,
     held_max: u64,
     known: Recent,
@@ -178,9 +194,9 @@ impl Remote {
         std::mem::take(&mut self.has_ended)
     }
 
-    /// Whether there is something to send at once.
+    /// Whether there is something to send, or to look at, at once.
     pub(super) fn has_work(&self) -> bool {
-        self.has_begun
+        self.has_begun || self.puts.has_walks()
     }
 
     /// Whether [`Remote::next`] stopped for the length of its work only.
@@ -228,15 +244,6 @@ impl Remote {
         KeyData::from_ffi(token).into()
     }
 
-    fn key(flight: &Flight, segment: u32) -> ObjectKey {
-        ObjectKey {
-            namespace: flight.digest(),
-            end: flight.end_of(segment),
-            hash_blocks: flight.space.hash_blocks,
-            group: None,
-        }
-    }
-
     /// A flight has ended: its waiters look again. The blocks that have arrived are leased until then.
     fn end_flight(&mut self, id: FlightId, residency: &mut Residency) {
         let flight = &mut self.flights[id];
@@ -250,8 +257,24 @@ impl Remote {
         self.order.retain(|&of| of != id);
         self.has_ended = true;
         self.forget_segments(id);
-        let is_there = kept != NONE && !residency.has_left_index(kept);
+        let flight = &self.flights[id];
+        // A part of a hit with windows or states is of no use.
+        let is_part = flight.boundaries.is_some() && flight.arrived < flight.objects();
+        let is_there = kept != NONE && !is_part && !residency.has_left_index(kept);
         self.move_lease(id, if is_there { kept } else { NONE }, residency);
+        if !is_there {
+            self.let_go(id, residency);
+        }
+        if self.flights[id].is_unused() {
+            self.drop_flight(id, residency);
+        }
+    }
+
+    /// Ends the leases of the nodes with windows or states that a flight brings.
+    fn let_go(&mut self, id: FlightId, residency: &mut Residency) {
+        for node in std::mem::take(&mut self.flights[id].kept) {
+            residency.unpin(node);
+        }
     }
 
     /// Moves a flight's lease to `node` (`NONE`: to nothing).
@@ -271,6 +294,7 @@ impl Remote {
     /// Forgets a flight. Its gets that are in flight go on, and serve the next request for their segments.
     fn drop_flight(&mut self, id: FlightId, residency: &mut Residency) {
         self.move_lease(id, NONE, residency);
+        self.let_go(id, residency);
         self.forget_segments(id);
         self.order.retain(|&of| of != id);
         if let Some(flight) = self.flights.remove(id) {
@@ -279,33 +303,33 @@ impl Remote {
         }
     }
 
-    /// No request finds a flight by its segments any more.
+    /// No request finds a flight by its objects any more.
     fn forget_segments(&mut self, id: FlightId) {
         let flight = &self.flights[id];
-        let last = flight.segments().min(flight.next + 1);
+        if flight.boundaries.is_some() {
+            return self.unannounce(id, 0);
+        }
+        let last = flight.objects().min(flight.next + 1);
         for segment in flight.arrived.min(last)..last {
-            crate::work::index();
-            let key = (flight.ns, flight.end_of(segment));
-            if self.by_segment.get(&key) == Some(&id) {
-                self.by_segment.remove(&key);
-            }
+            self.unannounce(id, segment);
         }
     }
 
     /// Lets requests find a flight by a segment, unless they find another that brings it.
     fn announce(&mut self, id: FlightId, segment: u32) {
         let flight = &self.flights[id];
-        if segment < flight.segments() {
-            crate::work::index();
-            let key = (flight.ns, flight.end_of(segment));
+        if segment < flight.objects() || flight.boundaries.is_some() {
+            work::index();
+            let key = (flight.ns, flight.announced_by(segment));
             self.by_segment.entry(key).or_insert(id);
         }
     }
 
     /// A segment of a flight has come, or its get has ended.
     fn unannounce(&mut self, id: FlightId, segment: u32) {
+        work::index();
         let flight = &self.flights[id];
-        let key = (flight.ns, flight.end_of(segment));
+        let key = (flight.ns, flight.announced_by(segment));
         if self.by_segment.get(&key) == Some(&id) {
             self.by_segment.remove(&key);
         }
@@ -357,6 +381,13 @@ impl Engine {
     pub(super) fn offer_remote(&mut self, visible: &[NodeId]) {
         if let Some((remote, mut parts)) = self.remote() {
             remote.offer_new(visible, &mut parts);
+        }
+    }
+
+    /// Payloads have been saved: the windows and states among them may be written.
+    pub(super) fn offer_remote_saved(&mut self, payloads: &[(NodeId, u8)]) {
+        if let Some((remote, mut parts)) = self.remote() {
+            remote.offer_saved(payloads, &mut parts);
         }
     }
 

@@ -2,22 +2,26 @@
 
 use rustc_hash::FxHashMap;
 
-use crate::key::{BlockHash, NamespaceDigest};
+use crate::remote::ObjectKey;
 use crate::work;
 
-/// Stands for a segment: 64 bits of its namespace and of the hash at its end. Two that are the same by chance cost a
-/// request, or a write, no more.
-pub(super) fn fingerprint(namespace: &NamespaceDigest, end: &BlockHash) -> u64 {
+/// Stands for an object: 64 bits of its name. Two that are the same by chance cost a request, or a write, no more.
+pub(super) fn fingerprint(object: &ObjectKey) -> u64 {
+    let mix = |sum: u64, word: u64| {
+        let sum = (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        sum ^ sum >> 29
+    };
     let words = |bytes: &[u8; 32], mut sum: u64| {
         for word in bytes.chunks_exact(8) {
             let mut lane = [0; 8];
             lane.copy_from_slice(word);
-            sum = (sum ^ u64::from_le_bytes(lane)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            sum ^= sum >> 29;
+            sum = mix(sum, u64::from_le_bytes(lane));
         }
         sum
     };
-    words(end.padded(), words(&namespace.0, 0))
+    let group = object.group.map_or(0, |group| u64::from(group) + 1);
+    let sum = words(object.end.padded(), words(&object.namespace.0, 0));
+    mix(sum, u64::from(object.hash_blocks) << 32 | group)
 }
 
 /// Segments that were noted lately: about `most` of them, each for `keep_ns`.
@@ -67,6 +71,7 @@ impl Recent {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::key::{BlockHash, NamespaceDigest};
 
     #[test]
     fn a_segment_is_remembered_for_a_time() {
@@ -89,9 +94,23 @@ mod tests {
     }
 
     #[test]
-    fn the_same_block_hash_in_two_namespaces_is_two_segments() {
-        let hash = BlockHash::new(&[7; 32]).expect("32 bytes");
-        let [a, b] = ["a", "b"].map(NamespaceDigest::of);
-        assert_ne!(fingerprint(&a, &hash), fingerprint(&b, &hash));
+    fn objects_that_end_with_the_same_block_hash_are_different() {
+        let object = |namespace: &str, hash_blocks, group| {
+            fingerprint(&ObjectKey {
+                namespace: NamespaceDigest::of(namespace),
+                end: BlockHash::new(&[7; 32]).expect("32 bytes"),
+                hash_blocks,
+                group,
+            })
+        };
+        let one = object("a", 8, None);
+        let others = [
+            object("b", 8, None),
+            object("a", 4, None),
+            object("a", 8, Some(0)),
+            object("a", 8, Some(1)),
+        ];
+        assert!(!others.contains(&one), "{others:?}");
+        assert_ne!(others[2], others[3]);
     }
 }

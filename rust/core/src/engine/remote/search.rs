@@ -38,6 +38,17 @@ impl Search {
         }
     }
 
+    /// So many pieces are there, by what is known already.
+    pub(super) fn known(pieces: u32) -> Self {
+        Self {
+            present: pieces,
+            absent: pieces,
+            stride: 1,
+            round: 2,
+            asked: Vec::new(),
+        }
+    }
+
     /// Whether an answer is awaited.
     pub(super) fn is_asking(&self) -> bool {
         !self.asked.is_empty()

@@ -11,7 +11,7 @@ use super::super::namespaces::Namespaces;
 use super::super::residency::Residency;
 
 /// Hash blocks that a segment has at most: an entry of the engine handles one.
-const HASH_BLOCKS_MAX: u32 = 64;
+pub(super) const HASH_BLOCKS_MAX: u32 = 64;
 
 /// A namespace in the remote store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +21,10 @@ pub(super) struct Space {
     pub(super) hash_blocks: u32,
     /// Bytes of a segment's payloads in an object.
     pub(super) bytes: u64,
+    /// An object of windows or states has at least so many bytes, where there are as many (`remote_object`).
+    pub(super) object_bytes: u64,
+    /// A hit needs windows or states, too.
+    pub(super) is_hybrid: bool,
 }
 
 /// The namespaces as the remote store has them.
@@ -48,7 +52,7 @@ impl Spaces {
         self.known.clear();
     }
 
-    /// A namespace in the store. `None` if the namespace is private, barred, or has windows or states.
+    /// A namespace in the store. `None` if the namespace is private or barred, or if no group has required payloads.
     pub(super) fn get(
         &mut self,
         ns: NsId,
@@ -64,11 +68,14 @@ impl Spaces {
         let is_shared = !namespaces.is_private(ns) && !self.barred.contains(&instance);
         let space = is_shared.then(|| {
             let digest = *namespaces.digest(ns);
-            let (hash_blocks, bytes) = segment_of(residency.spec(ns), self.object_bytes)?;
+            let spec = residency.spec(ns);
+            let (hash_blocks, bytes) = segment_of(spec, self.object_bytes)?;
             Some(Space {
                 digest,
                 hash_blocks,
                 bytes,
+                object_bytes: self.object_bytes,
+                is_hybrid: !spec.has_full_only(),
             })
         });
         let space = space.flatten();
@@ -78,12 +85,9 @@ impl Spaces {
 }
 
 /// Hash blocks of a segment, and the bytes of its payloads: the least power of two of the runs of hash blocks after which
-/// blocks of all groups end, so that there are `object_bytes`, but for many small ones. `None` if a group has windows or
-/// states: those would need objects of their own.
+/// blocks of all groups end, so that there are `object_bytes`, but for many small ones. `None` if no group has required
+/// payloads.
 fn segment_of(spec: &NamespaceSpec, object_bytes: u64) -> Option<(u32, u64)> {
-    if !spec.has_full_only() {
-        return None;
-    }
     let run = (1..=HASH_BLOCKS_MAX).find(|&depth| spec.may_end(depth))?;
     let full = (0..spec.groups.len()).filter(|&group| spec.groups[group].kind == GroupKind::Full);
     let bytes_of_run: u64 = full
@@ -145,17 +149,17 @@ mod tests {
     }
 
     #[test]
-    fn windows_and_states_are_not_shared() {
+    fn windows_and_states_do_not_count() {
         let window = GroupKind::SlidingWindow { tokens: 64 };
         for kind in [
             window,
             GroupKind::State,
             GroupKind::ChunkedLocal { tokens: 64 },
+            GroupKind::Ignored,
         ] {
-            let groups = [(GroupKind::Full, 16, 1 << 20), (kind, 16, 1 << 20)];
-            assert_eq!(segment_of(&spec(&groups), 16 << 20), None);
+            let groups = [(GroupKind::Full, 16, 16 << 20), (kind, 16, 16 << 20)];
+            assert_eq!(segment_of(&spec(&groups), 16 << 20), Some((1, 16 << 20)));
+            assert_eq!(segment_of(&spec(&groups[1..]), 16 << 20), None);
         }
-        let ignored = [(GroupKind::Full, 16, 16 << 20), (GroupKind::Ignored, 0, 0)];
-        assert_eq!(segment_of(&spec(&ignored), 16 << 20), Some((1, 16 << 20)));
     }
 }

@@ -1,6 +1,6 @@
 //! Lookups and flights: when a request begins or joins one, and for how long it waits.
 
-use crate::forest::{NONE, NsId};
+use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
 use crate::session::{LookupRequest, PromotionWait, Tokens};
 
@@ -10,13 +10,16 @@ use super::super::requests::{RequestId, RequestState};
 use super::super::residency::Residency;
 use super::Remote;
 use super::flight::{Flight, FlightId};
+use super::pieces::Piece;
+use super::plans::Fetches;
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
+use super::spaces::Space;
 
 /// Flights that one request waits for, in turn.
 const TRIES_MAX: u8 = 4;
 /// Flights that go on at once.
-const FLIGHTS_MAX: usize = 1024;
+pub(super) const FLIGHTS_MAX: usize = 1024;
 
 /// A request's share in the flights.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,10 +28,16 @@ pub(in crate::engine) struct RemoteShare {
     pub(in crate::engine) flight: Option<FlightId>,
     /// Flights that it has joined.
     tries: u8,
-    /// It has waited for long enough: it joins no other.
-    gave_up: bool,
+    /// It has waited for long enough, or shall not wait: it joins no other.
+    pub(super) gave_up: bool,
+    /// Segments that are probably there were left, since computing takes less time.
+    pub(in crate::engine) is_left: bool,
+    /// The decision to wait was counted.
+    pub(super) is_counted: bool,
+    /// It waits against the prediction.
+    pub(super) ignores_prediction: bool,
     /// Depths (exclusive, inclusive) that flights brought for it.
-    pub(super) brought: Option<(u32, u32)>,
+    pub(in crate::engine) brought: Option<(u32, u32)>,
 }
 
 impl Engine {
@@ -40,7 +49,9 @@ impl Engine {
         ns: NsId,
         request: &LookupRequest<'_>,
     ) -> bool {
-        if self.remote.is_none() {
+        // An end of a prompt inside a block has a chain of its own, which is looked up beside its prompt.
+        let is_tail = request.request.find('\0').is_some_and(|at| at > 0);
+        if self.remote.is_none() || is_tail {
             return false;
         }
         if let Some(flight) = self.sessions.requests[id].remote.flight {
@@ -54,18 +65,44 @@ impl Engine {
         if share.gave_up || share.tries == TRIES_MAX {
             return false;
         }
+        let align = self.sessions.alignment_of(id) / self.residency.hash_block_size(ns);
+        let Some((remote, parts)) = self.remote() else {
+            return false;
+        };
+        let Some((wanted, under_way)) = remote.wanted(ns, request, &parts) else {
+            return false;
+        };
+        let fetches = self.plans_flight(id, request, &wanted, under_way);
         let Some((remote, mut parts)) = self.remote() else {
             return false;
         };
-        let Some(flight) = remote.join(id, ns, request, &mut parts) else {
+        let segments = match fetches {
+            Fetches::None => return false,
+            Fetches::Some(segments) => segments.min(wanted.segments),
+            Fetches::All { .. } => wanted.segments,
+        };
+        let wanted = Wanted { segments, ..wanted };
+        let Some(flight) = remote.join(id, ns, request, (wanted, align), &mut parts) else {
             return false;
         };
-        let share = &mut self.sessions.requests[id].remote;
+        let of = &mut remote.flights[flight];
+        let is_new = of.waiters == [id] && of.sent_ns == 0 && of.began_ns == parts.now_ns;
+        match fetches {
+            Fetches::All {
+                width,
+                predicted_ns,
+            } if is_new => (of.width, of.predicted_ns) = (width, predicted_ns),
+            Fetches::All { .. } => {}
+            Fetches::Some(_) | Fetches::None => {
+                of.is_measure = true;
+                remote.leave(flight, id, parts.residency);
+                return false;
+            }
+        }
+        let share = &mut parts.requests[id].remote;
         let before = share.flight.replace(flight);
         share.tries += 1;
-        if let Some((remote, parts)) = self.remote()
-            && let Some(before) = before
-        {
+        if let Some(before) = before {
             remote.leave(before, id, parts.residency);
         }
         true
@@ -78,11 +115,20 @@ impl Engine {
         };
         let of = &remote.flights[flight];
         let is_of_ns = of.ns == ns;
-        let came = (of.found, of.depth_of(of.arrived));
+        let came = (of.found, of.reach(of.arrived));
         // A store that is silent costs a request its time limit once.
         let gave_up = is_of_ns && (!of.is_over || of.is_failed);
+        let state = &self.sessions.requests[id];
+        let stop = match is_of_ns && !of.is_over && !state.remote.gave_up {
+            true => self.flight_stop(state, of),
+            false => None,
+        };
+        if let Some((stop, tokens)) = stop {
+            stop.count_remote(tokens, &mut self.counters);
+        }
         let share = &mut self.sessions.requests[id].remote;
         share.gave_up |= gave_up;
+        share.is_left |= stop.is_some();
         if is_of_ns && came.1 > came.0 {
             share.brought = Some(match share.brought {
                 None => came,
@@ -117,25 +163,16 @@ impl Engine {
         let Some(flight) = flight else {
             return true;
         };
-        let waited_ns = self.now_ns - demanded_ns;
-        let end = if flight.search.is_over() || flight.is_cut {
-            flight.end()
-        } else {
-            flight.segments()
-        };
-        let depths = (flight.depth_of(flight.arrived), flight.depth_of(end));
         match state.wait.unwrap_or(self.config.promotion_wait) {
             PromotionWait::Complete => false,
-            PromotionWait::Planned => {
-                self.remote_plan_stops(state, depths, flight.space.hash_blocks, waited_ns)
-            }
+            PromotionWait::Planned => self.flight_stop(state, flight).is_some(),
             PromotionWait::Limit {
                 base_ns,
                 per_1k_tokens_ns,
             } => {
-                let gain = self.gain_of(state, depths.1);
+                let gain = self.gain_of(state, flight.progress().1);
                 let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
-                u128::from(waited_ns) >= u128::from(base_ns) + part
+                u128::from(self.now_ns - demanded_ns) >= u128::from(base_ns) + part
             }
         }
     }
@@ -156,73 +193,132 @@ impl Engine {
     }
 }
 
+/// The segments of a prompt that the tiers lack.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    pub(super) space: Space,
+    /// The deepest node of the prompt in the tiers, or `NONE`, and its depth.
+    deepest: NodeId,
+    pub(super) found: u32,
+    /// Segments before the first.
+    pub(super) skipped: u32,
+    /// With windows or states, about.
+    pub(super) segments: u32,
+}
+
 impl Remote {
-    /// Joins the flight that brings the first segment which a prompt lacks, or begins it. `None` if the store does not
-    /// help.
-    fn join(
+    /// The segments that a prompt lacks, and the flight that brings the first. `None` if the store does not help.
+    fn wanted(
         &mut self,
-        id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
-        parts: &mut EngineParts<'_>,
-    ) -> Option<FlightId> {
+        parts: &EngineParts<'_>,
+    ) -> Option<(Wanted, Option<FlightId>)> {
         if !self.breaker.allows(parts.now_ns) {
             return None;
         }
         let space = self.spaces.get(ns, parts.namespaces, parts.residency)?;
         let residency = &*parts.residency;
         let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
-        let (deepest, depth) = found.unwrap_or((NONE, 0));
+        let (deepest, found) = found.unwrap_or((NONE, 0));
         let size = space.hash_blocks;
         let tokens = residency.hash_block_size(ns) * size;
-        let skipped = depth / size;
+        let skipped = found / size;
         let whole = u32::try_from(request.hashes.len()).ok()? / size;
         // A segment that the hit ends in counts.
         let wanted = whole.min(request.max.0.div_ceil(tokens));
-        let segments = wanted.checked_sub(skipped).filter(|&of| of > 0)?;
-        if wanted * tokens <= request.computed.0 {
+        let segments = wanted.saturating_sub(skipped);
+        let wanted = Wanted {
+            space,
+            deepest,
+            found,
+            skipped,
+            segments: segments.max(1),
+        };
+        if space.is_hybrid {
+            return Some((wanted, None));
+        }
+        if segments == 0 || (skipped + segments) * tokens <= request.computed.0 {
             return None;
         }
         let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
         crate::work::index();
-        if let Some(&flight) = self.by_segment.get(&(ns, first)) {
-            self.flights[flight].waiters.push(id);
-            return Some(flight);
-        }
-        let is_absent = self
-            .absent
-            .contains(fingerprint(&space.digest, &first), parts.now_ns);
-        if is_absent || self.order.len() >= FLIGHTS_MAX {
+        let under_way = self.by_segment.get(&(ns, first)).copied();
+        let absent = fingerprint(&Piece::segment(&space, skipped).key(&space, first));
+        let is_absent = self.absent.contains(absent, parts.now_ns);
+        if under_way.is_none() && (is_absent || self.order.len() >= FLIGHTS_MAX) {
             return None;
         }
-        let from = (skipped * size) as usize;
-        let (before, hashes) = read_hashes(request, from, segments.min(SEGMENTS_MAX), size)?;
-        let segments = hashes.len() as u32 / size;
-        let lease = match depth {
-            0 => NONE,
-            _ => residency.forest().ancestor(deepest, skipped * size),
-        };
-        let flight = self.flights.insert(Flight {
-            ns,
+        Some((wanted, under_way))
+    }
+
+    /// Joins the flight that brings what a prompt lacks first, or begins it. `None` if the store does not help.
+    fn join(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+        (wanted, align): (Wanted, u32),
+        parts: &mut EngineParts<'_>,
+    ) -> Option<FlightId> {
+        let Wanted {
             space,
-            found: depth,
+            deepest,
+            found,
             skipped,
-            hashes,
-            before,
+            segments,
+        } = wanted;
+        if space.is_hybrid {
+            let found = (deepest, found);
+            return self.join_for_boundary(id, (ns, space), request, (found, align), parts);
+        }
+        let size = space.hash_blocks;
+        let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
+        if let Some(flight) = self.board(id, (ns, first)) {
+            return Some(flight);
+        }
+        let from = (skipped * size) as usize;
+        let to = from + (segments.min(SEGMENTS_MAX) * size) as usize;
+        let (before, mut hashes) = read_hashes(request, from, to)?;
+        hashes.truncate(hashes.len() / size as usize * size as usize);
+        let segments = hashes.len() as u32 / size;
+        let lease = match found {
+            0 => NONE,
+            _ => parts.residency.forest().ancestor(deepest, skipped * size),
+        };
+        let flight = Flight {
             search: Search::new(segments),
-            asked_ns: None,
             here: vec![false; segments as usize],
-            arrived: 0,
-            next: 0,
-            gets: 0,
-            ends: Vec::new(),
-            lease: NONE,
-            bytes: 0,
-            is_cut: false,
-            is_failed: false,
-            is_over: false,
-            waiters: vec![id],
-        });
+            ..Flight::new(
+                (ns, space),
+                found,
+                (skipped, skipped * size),
+                (before, hashes),
+            )
+        };
+        (segments > 0).then(|| self.begin(flight, id, lease, parts))
+    }
+
+    /// Has a request wait for the flight that is found by a block hash.
+    pub(super) fn board(&mut self, id: RequestId, by: (NsId, BlockHash)) -> Option<FlightId> {
+        crate::work::index();
+        let flight = *self.by_segment.get(&by)?;
+        self.flights[flight].waiters.push(id);
+        Some(flight)
+    }
+
+    /// Begins a flight for a request, which leases a node.
+    pub(super) fn begin(
+        &mut self,
+        flight: Flight,
+        waiter: RequestId,
+        lease: NodeId,
+        parts: &mut EngineParts<'_>,
+    ) -> FlightId {
+        let flight = self.flights.insert(flight);
+        self.flights[flight].waiters.push(waiter);
+        self.flights[flight].began_ns = parts.now_ns;
+        parts.rates.remote.began(parts.now_ns);
         self.move_lease(flight, lease, parts.residency);
         self.announce(flight, 0);
         if self.order.is_empty() && self.reads == 0 {
@@ -231,7 +327,7 @@ impl Remote {
         self.order.push(flight);
         self.has_begun = true;
         parts.counters.remote_lookups += 1;
-        Some(flight)
+        flight
     }
 
     /// A request no longer waits for a flight.
@@ -240,31 +336,29 @@ impl Remote {
             return;
         };
         flight.waiters.retain(|&of| of != request);
-        if flight.waiters.is_empty() {
+        if flight.is_unused() {
             self.drop_flight(id, residency);
         }
     }
 }
 
-/// The hash before the hash block `from`, and those of the segments behind, as far as they are usable.
-fn read_hashes(
+/// The hash before the hash block `from`, and those from there to `to`, as far as they are usable.
+pub(super) fn read_hashes(
     request: &LookupRequest<'_>,
     from: usize,
-    segments: u32,
-    size: u32,
-) -> Option<(Option<BlockHash>, Box<[BlockHash]>)> {
+    to: usize,
+) -> Option<(Option<BlockHash>, Vec<BlockHash>)> {
     let before = match from.checked_sub(1) {
         Some(at) => Some(request.hashes.get(at)?),
         None => None,
     };
-    let to = from + (segments * size) as usize;
     let read = (from..to).map_while(|at| request.hashes.get(at));
     let mut hashes: Vec<BlockHash> = read.collect();
     let len = before.or(hashes.first().copied())?.as_bytes().len();
     let same = hashes
         .iter()
         .take_while(|hash| hash.as_bytes().len() == len);
-    let usable = same.count() / size as usize * size as usize;
+    let usable = same.count();
     hashes.truncate(usable);
-    (usable > 0).then(|| (before, hashes.into_boxed_slice()))
+    Some((before, hashes))
 }

@@ -79,6 +79,13 @@ impl Residency {
         )
     }
 
+    /// Whether the windows and states that a hit at `end` needs are in the arena.
+    pub(in crate::engine) fn has_windows_in_host(&self, end: NodeId) -> bool {
+        let (spec, depth) = (self.spec_of(end), self.node(end).depth);
+        let mut chain = self.chain(end, true);
+        may_end_at(spec, depth, 0, |depth, group| chain.has(depth, group))
+    }
+
     fn chain(&self, deepest: NodeId, host_only: bool) -> Chain<'_> {
         Chain {
             residency: self,

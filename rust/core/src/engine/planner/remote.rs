@@ -1,0 +1,160 @@
+//! The remote store: how long gets take, and how much of the tokens that are asked for is there.
+
+use crate::metrics::Gauges;
+
+use super::line::{GETS, Line};
+
+/// Part of what was learned that stays when a flight has ended, or a round of probes.
+const KEEP: f64 = 7.0 / 8.0;
+/// The least part of the tokens that is expected to be there.
+const PRESENT_MIN: f64 = 1e-3;
+/// After so long without a flight, segments are fetched for which no request waits, although the store seems too slow, or
+/// to have nothing.
+const MEASURE_AFTER_NS: u64 = 1_000_000_000;
+/// Such a flight takes at most one part in so many of the store's time.
+const MEASURE_PART: u64 = 8;
+/// Every other such flight brings so many segments: gets that are in flight together tell what the store can do.
+const MEASURED: u32 = 4;
+
+/// What was learned of the remote store.
+///
+/// Gets that are in flight together share the store, so the time of one says little: the last of those that are sent
+/// together tells when all have come. A probe takes as long as a get without its bytes.
+#[derive(Debug)]
+pub(in crate::engine) struct RemoteRates {
+    /// From the send of a get that was the last to be sent, by the bytes in flight then; less a probe.
+    last: Line,
+    /// From the send of a flight's first get, by the bytes in flight at its end; less a probe.
+    first: Line,
+    /// Mean time of a round of probes.
+    probe_ns: f64,
+    /// The part of the segments of the last flights that was there.
+    present: f64,
+    /// When a flight began last.
+    began_ns: u64,
+    /// How long the last get took.
+    took_ns: u64,
+    /// Flights so far that measure.
+    measured: u32,
+}
+
+/// Segments that a flight waits for.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct Fetch {
+    /// Bytes in flight, and to be sent before.
+    pub(in crate::engine) ahead: u64,
+    pub(in crate::engine) segments: u32,
+    /// Bytes of a segment.
+    pub(in crate::engine) bytes: u64,
+    /// Gets of the flight that are in flight at once.
+    pub(in crate::engine) width: u32,
+    /// A round of probes comes before.
+    pub(in crate::engine) is_probed: bool,
+    /// How long the store has had operations of which none has ended.
+    pub(in crate::engine) silent_ns: u64,
+}
+
+impl Default for RemoteRates {
+    fn default() -> Self {
+        Self {
+            last: Line::new(GETS),
+            first: Line::new(GETS),
+            probe_ns: 0.0,
+            present: 1.0,
+            began_ns: 0,
+            took_ns: 0,
+            measured: 0,
+        }
+    }
+}
+
+impl RemoteRates {
+    /// A flight begins.
+    pub(in crate::engine) fn began(&mut self, now_ns: u64) {
+        self.began_ns = now_ns;
+    }
+
+    /// A get has ended that was the last to be sent. So many bytes were in flight when it was sent.
+    pub(in crate::engine) fn last_ended(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
+        let rest_ns = took_ns.saturating_sub(self.probe_ns as u64);
+        self.took_ns = took_ns;
+        self.last.add(bytes, rest_ns, now_ns);
+    }
+
+    /// The first get of a flight has ended, with so many bytes in flight.
+    pub(in crate::engine) fn first_ended(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
+        let rest_ns = took_ns.saturating_sub(self.probe_ns as u64);
+        self.first.add(bytes, rest_ns, now_ns);
+    }
+
+    /// A round of probes was answered.
+    pub(in crate::engine) fn probed(&mut self, took_ns: u64) {
+        self.probe_ns = if self.probe_ns > 0.0 {
+            self.probe_ns * KEEP + took_ns as f64 * (1.0 - KEEP)
+        } else {
+            took_ns as f64
+        };
+    }
+
+    /// A flight has ended for which the store had `there` of its segments.
+    pub(in crate::engine) fn flight_ended(&mut self, there: u32, segments: u32) {
+        let part = f64::from(there) / f64::from(segments.max(1));
+        self.present = (self.present * KEEP + part * (1.0 - KEEP)).max(PRESENT_MIN);
+    }
+
+    /// Whether enough was measured: only where the store has objects are there gets.
+    pub(in crate::engine) fn is_known(&self) -> bool {
+        self.last.is_known() && self.first.is_known() || self.present < KEEP * KEEP
+    }
+
+    /// Whether no flight has begun for long.
+    pub(in crate::engine) fn is_old(&self, now_ns: u64) -> bool {
+        let pause_ns = MEASURE_AFTER_NS.max(MEASURE_PART * self.took_ns);
+        now_ns >= self.began_ns.saturating_add(pause_ns)
+    }
+
+    /// How many segments the next flight brings that measures.
+    pub(in crate::engine) fn next_measured(&mut self) -> u32 {
+        self.measured += 1;
+        match self.measured % 2 {
+            0 => MEASURED,
+            _ => 1,
+        }
+    }
+
+    /// The part of the tokens that is there, about.
+    pub(in crate::engine) fn present(&self) -> f64 {
+        self.present
+    }
+
+    /// Nanoseconds until it is known that the store has nothing.
+    pub(in crate::engine) fn absent_ns(&self) -> f64 {
+        self.probe_ns
+    }
+
+    /// Nanoseconds until the first segment has come, and until all have.
+    pub(in crate::engine) fn wait_ns(&self, fetch: &Fetch) -> (f64, f64) {
+        let silent_ns = fetch.silent_ns as f64;
+        let width = fetch.width.clamp(1, fetch.segments.max(1));
+        let together = u64::from(width) * fetch.bytes;
+        let ahead_ns = match fetch.ahead {
+            0 => 0.0,
+            ahead => self.last.of(ahead) - self.last.latency_ns(),
+        };
+        let probes_ns = if fetch.is_probed { self.probe_ns } else { 0.0 };
+        let turns = f64::from(fetch.segments.max(1)) / f64::from(width);
+        let turn_ns = self.probe_ns + self.last.of(together);
+        let all_ns = (ahead_ns + probes_ns + turns * turn_ns).max(silent_ns);
+        // The first segments come before the probes are answered, but then none does until others have come.
+        let first_ns = ahead_ns + probes_ns + self.probe_ns + self.first.of(together);
+        (first_ns.max(silent_ns).min(all_ns), all_ns)
+    }
+
+    /// Writes what was learned into the gauges.
+    pub(in crate::engine) fn report(&self, gauges: &mut Gauges) {
+        if self.last.is_known() {
+            gauges.plan_remote_bytes_per_s = self.last.bytes_per_s() as u64;
+            gauges.plan_remote_latency_ns = (self.last.latency_ns() + self.probe_ns) as u64;
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Flights of prompts whose hits need windows or states: one boundary is looked for, and all that a hit there needs is
+//! brought.
+
+use crate::forest::{NONE, NodeId, NsId};
+use crate::namespace::{GroupKind, NamespaceSpec};
+use crate::session::LookupRequest;
+
+use super::super::parts::EngineParts;
+use super::super::requests::RequestId;
+use super::Remote;
+use super::boundaries::Boundaries;
+use super::flight::{Flight, FlightId, question};
+use super::pieces::{Piece, last_of, of_boundary};
+use super::recent::fingerprint;
+use super::search::{SEGMENTS_MAX, Search};
+use super::spaces::Space;
+use super::waits::{FLIGHTS_MAX, read_hashes};
+
+/// Nodes of the tiers that are looked at for the hit that they allow.
+const LOCAL_NODES: u32 = 250;
+
+impl Remote {
+    /// Joins the flight that looks for the deepest boundary of a prompt, or begins it. `found` is the deepest node of the
+    /// prompt with all required payloads, and its depth; hits end at multiples of `align` hash blocks.
+    pub(super) fn join_for_boundary(
+        &mut self,
+        id: RequestId,
+        (ns, space): (NsId, Space),
+        request: &LookupRequest<'_>,
+        (found, align): ((NodeId, u32), u32),
+        parts: &mut EngineParts<'_>,
+    ) -> Option<FlightId> {
+        // Hits of a draft model need blocks behind their ends, which are no objects of the boundary.
+        if parts.requests[id].dropped_tokens > 0 {
+            return None;
+        }
+        let residency = &*parts.residency;
+        let spec = residency.spec(ns);
+        let tokens = spec.hash_block_size;
+        let step = (1..=space.hash_blocks).find(|&times| spec.may_end(times * align))? * align;
+        let limit = u32::try_from(request.hashes.len()).ok()?;
+        let limit = limit.min(request.max.0 / tokens) / step * step;
+        let local = request.computed.0 / tokens;
+        if limit <= local {
+            return None;
+        }
+        let above = Self::tiers_reach(found, (local, align, limit), parts);
+        let least = request.min.0.div_ceil(tokens).saturating_sub(1);
+        let above = above.max(local).max(least);
+        if above >= limit {
+            return None;
+        }
+        let end = request.hashes.get(limit as usize - 1)?;
+        if let Some(flight) = self.board(id, (ns, end)) {
+            return Some(flight);
+        }
+        let asked = fingerprint(&question(space.digest, end));
+        if self.absent.contains(asked, parts.now_ns) || self.order.len() >= FLIGHTS_MAX {
+            return None;
+        }
+        let skipped = found.1 / space.hash_blocks;
+        if limit / space.hash_blocks - skipped.min(limit / space.hash_blocks) > SEGMENTS_MAX {
+            return None;
+        }
+        let base = lowest_need(spec, above + 1).min(skipped * space.hash_blocks);
+        let (before, hashes) = read_hashes(request, base as usize, limit as usize)?;
+        if hashes.len() as u32 != limit - base {
+            return None;
+        }
+        let mut flight = Flight::new((ns, space), above, (skipped, base), (before, hashes));
+        let limit = self.before_hole(&flight, limit, parts.now_ns);
+        let is_usable = |boundary| {
+            let last = flight.key(last_of(spec, &space, boundary));
+            !self.absent.contains(fingerprint(&last), parts.now_ns)
+        };
+        let steps = (step, space.hash_blocks);
+        let boundaries = Boundaries::new((above, limit), steps, is_usable);
+        if boundaries.is_over() {
+            self.absent.insert(asked, parts.now_ns);
+            return None;
+        }
+        flight.boundaries = Some(boundaries);
+        let lease = match found.1 {
+            0 => NONE,
+            _ => {
+                let forest = residency.forest();
+                forest.ancestor(found.0, skipped * space.hash_blocks)
+            }
+        };
+        Some(self.begin(flight, id, lease, parts))
+    }
+
+    /// Where the deepest hit may end that the tiers alone allow, or a boundary below which none does.
+    fn tiers_reach(
+        (deepest, depth): (NodeId, u32),
+        (local, align, limit): (u32, u32, u32),
+        parts: &EngineParts<'_>,
+    ) -> u32 {
+        let residency = &*parts.residency;
+        if deepest == NONE {
+            return 0;
+        }
+        let top = residency.forest().ancestor(deepest, depth.min(limit));
+        match residency.boundary_within(top, (local, align), false, LOCAL_NODES) {
+            Ok(boundary) => boundary,
+            Err(node) => residency.node(node).depth,
+        }
+    }
+
+    /// Where the chain ends at the latest, before the first segment that is remembered as absent.
+    fn before_hole(&self, flight: &Flight, limit: u32, now_ns: u64) -> u32 {
+        let size = flight.space.hash_blocks;
+        let is_absent = |&segment: &u32| {
+            let key = flight.key(Piece::segment(&flight.space, segment));
+            self.absent.contains(fingerprint(&key), now_ns)
+        };
+        let hole = (flight.skipped..limit / size).find(is_absent);
+        // A hit inside that segment needs only a part of it.
+        hole.map_or(limit, |segment| limit.min((segment + 1) * size - 1))
+    }
+
+    /// The answer to a flight's question which boundaries are there. When the search is over, all objects of a hit at the
+    /// deepest one are to be fetched.
+    pub(super) fn boundaries_answered(
+        &mut self,
+        id: FlightId,
+        bits: Option<u64>,
+        parts: &mut EngineParts<'_>,
+    ) {
+        let flight = &mut self.flights[id];
+        let (deepest, asked) = (flight.boundary(), fingerprint(&flight.question()));
+        let boundaries = flight.boundaries.as_mut();
+        let boundaries = boundaries.expect("a flight that looks for a boundary");
+        boundaries.answer(bits);
+        if !boundaries.is_over() {
+            return;
+        }
+        let found = boundaries.found();
+        if bits.is_some() && found != Some(deepest) {
+            self.absent.insert(asked, parts.now_ns);
+        }
+        if let Some(boundary) = found {
+            self.take_boundary(id, boundary, parts);
+        }
+    }
+
+    /// Has a flight bring all that a hit at a boundary needs.
+    fn take_boundary(&mut self, id: FlightId, boundary: u32, parts: &mut EngineParts<'_>) {
+        let residency = &mut *parts.residency;
+        let flight = &mut self.flights[id];
+        let spec = residency.spec(flight.ns);
+        let whole = boundary / flight.space.hash_blocks;
+        let segments = flight.skipped..whole;
+        let segments = segments.map(|index| Piece::segment(&flight.space, index));
+        let of_boundary = of_boundary(spec, &flight.space, boundary).into_iter();
+        // The tiers have the required payloads up to `skipped` segments.
+        let is_needed = |piece: &Piece| {
+            piece.group.is_some() || piece.after / flight.space.hash_blocks >= flight.skipped
+        };
+        let pieces: Vec<Piece> = segments.chain(of_boundary.filter(is_needed)).collect();
+        let bytes: u64 = pieces.iter().map(|piece| piece.bytes(spec)).sum();
+        let is_required = pieces.first().is_some_and(|piece| piece.group.is_none());
+        flight.here = vec![false; pieces.len()];
+        flight.search = Search::known(pieces.len() as u32);
+        flight.pieces = pieces;
+        if bytes > self.held_max {
+            parts.counters.remote_gets_without_memory += 1;
+            (flight.is_cut, flight.is_failed) = (true, true);
+        } else if !is_required {
+            let hash = flight.hash_at(boundary);
+            let node = hash.and_then(|hash| residency.forest().find(flight.ns, &hash));
+            match node.filter(|&node| !residency.has_left_index(node)) {
+                Some(node) => self.move_lease(id, node, residency),
+                None => flight.is_cut = true,
+            }
+        }
+    }
+
+    /// An object of a flight's boundary is not there: the next search leaves the boundary out.
+    pub(super) fn boundary_lost(&mut self, id: FlightId, parts: &EngineParts<'_>) {
+        let flight = &self.flights[id];
+        let spec = parts.residency.spec(flight.ns);
+        let last = flight.key(last_of(spec, &flight.space, flight.boundary()));
+        let (last, asked) = (fingerprint(&last), fingerprint(&flight.question()));
+        self.absent.insert(last, parts.now_ns);
+        self.absent.remove(asked);
+    }
+}
+
+/// The depth after which windows and states of hits at `boundary`, or deeper, are needed.
+fn lowest_need(spec: &NamespaceSpec, boundary: u32) -> u32 {
+    let groups = 0..spec.groups.len();
+    let optional = groups.filter(|&group| {
+        let kind = spec.groups[group].kind;
+        !matches!(kind, GroupKind::Full | GroupKind::Ignored)
+    });
+    let needed = optional.map(|group| spec.needed_after(group, boundary));
+    needed.min().unwrap_or(boundary).min(boundary - 1)
+}

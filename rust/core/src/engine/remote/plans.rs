@@ -1,0 +1,219 @@
+//! Fetch or compute: which flights begin, and for how long a request waits for one.
+
+use crate::session::{LookupRequest, Priority};
+
+use super::super::coordinator::Engine;
+use super::super::parts::EngineParts;
+use super::super::planner::{Fetch, Reading, Reason, Start, Stop};
+use super::super::requests::{RequestId, RequestState};
+use super::Remote;
+use super::flight::{Flight, FlightId};
+use super::search::FETCHED;
+use super::waits::Wanted;
+
+/// Flights whose bytes count as sent before those of a new one.
+const AHEAD_MAX: usize = 64;
+/// If less of what was asked for was there, its absence is no news.
+const LIKELY: f64 = 0.5;
+
+/// The segments to fetch, of those that a prompt lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fetches {
+    All {
+        /// Gets in flight at once.
+        width: u32,
+        /// How long they are to take, in nanoseconds, if that was predicted.
+        predicted_ns: Option<u64>,
+    },
+    /// The first few, for which no request waits, to measure the store.
+    Some(u32),
+    None,
+}
+
+impl Engine {
+    /// Whether to fetch the segments that a prompt lacks, by a new flight or the one `under_way`.
+    pub(super) fn plans_flight(
+        &mut self,
+        id: RequestId,
+        request: &LookupRequest<'_>,
+        wanted: &Wanted,
+        under_way: Option<FlightId>,
+    ) -> Fetches {
+        let state = &mut self.sessions.requests[id];
+        let blocks = u32::try_from(request.hashes.len()).unwrap_or(u32::MAX);
+        state.planned.note(request.computed.0, request.max.0);
+        let (state, Some(remote)) = (&self.sessions.requests[id], &self.remote) else {
+            return Fetches::None;
+        };
+        if !self.is_planned(state) {
+            return Fetches::All {
+                width: u32::MAX,
+                predicted_ns: None,
+            };
+        }
+        let size = self.hash_block_size_of(state);
+        let mut prompt = self.prompt(state);
+        prompt.end = prompt.end.min(blocks.saturating_mul(size));
+        let segment = wanted.space.hash_blocks * size;
+        let from = (wanted.found * size).max(prompt.computed);
+        let to = ((wanted.skipped + wanted.segments) * segment).min(prompt.end);
+        // A part of a window or state is of no use.
+        let is_hybrid = wanted.space.is_hybrid;
+        let block = if is_hybrid { to.max(1) } else { segment };
+        let rates = &self.planner.rates.remote;
+        let is_prefetch = request.priority == Priority::Prefetch;
+        let is_idle = remote.get_window.in_flight() == 0;
+        let of_width = |width: u32| {
+            let (first_ns, all_ns) = rates.wait_ns(&Fetch {
+                ahead: remote.ahead_of(under_way),
+                segments: wanted.segments,
+                bytes: wanted.space.bytes,
+                width,
+                is_probed: is_hybrid || wanted.segments > FETCHED,
+                silent_ns: remote.silent_ns(self.now_ns),
+            });
+            Reading {
+                first_ns: if is_hybrid { all_ns } else { first_ns },
+                all_ns,
+                block,
+                together: block.saturating_mul(width),
+                is_prefetch,
+                present: rates.present(),
+                absent_ns: rates.absent_ns(),
+                is_known: rates.is_known(),
+                is_old: under_way.is_none() && remote.reads == 0 && rates.is_old(self.now_ns),
+            }
+        };
+        // The wider, the faster; but gets that share the store all end late.
+        let at_once = (remote.get_window.bytes() / wanted.space.bytes) as u32;
+        let most = wanted.segments.min(at_once).max(1);
+        let widths = [most, most / 2, most / 4, most / 8];
+        let mut readings = widths
+            .map(|width| (width.max(1), of_width(width.max(1))))
+            .into_iter();
+        let ends = (from, to);
+        let safe = readings.find(|(_, of)| self.planner.is_safe(&prompt, ends, of));
+        let (width, reading) = safe.unwrap_or((most, of_width(most)));
+        let start = if reading.is_known || is_idle || !remote.order.is_empty() {
+            self.planner.start(&prompt, ends, &reading)
+        } else {
+            // Gets that nobody waits for any more are under way: those to come would be as late.
+            let reason = match reading.is_old {
+                true => Reason::Measure,
+                false => Reason::Faster,
+            };
+            Start {
+                promotes: false,
+                reason,
+            }
+        };
+        let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
+        let share = &mut self.sessions.requests[id].remote;
+        if is_final && !std::mem::replace(&mut share.is_counted, true) {
+            let tokens = to.saturating_sub(from);
+            start
+                .reason
+                .count_remote(start.promotes, tokens, &mut self.counters);
+        }
+        if start.promotes {
+            share.ignores_prediction = start.reason == Reason::OtherWay;
+            let is_known = start.reason != Reason::Unknown;
+            return Fetches::All {
+                width: if is_known { width } else { (most / 4).max(1) },
+                predicted_ns: is_known.then_some(reading.all_ns as u64),
+            };
+        }
+        // A prefetch is decided again when the scheduler asks.
+        share.gave_up |= !is_prefetch;
+        share.is_left |= reading.present >= LIKELY;
+        match start.reason {
+            Reason::Measure => Fetches::Some(self.planner.rates.remote.next_measured()),
+            _ => Fetches::None,
+        }
+    }
+
+    /// Why a request's planned wait for a flight is over, with the tokens that have not come; `None` if it goes on.
+    pub(super) fn flight_stop(&self, state: &RequestState, flight: &Flight) -> Option<(Stop, u32)> {
+        let demanded_ns = state.demanded_ns?;
+        let remote = self.remote.as_deref()?;
+        if !self.is_planned(state) {
+            return None;
+        }
+        let prompt = self.prompt(state);
+        let size = self.hash_block_size_of(state);
+        let (arrived, end) = flight.progress();
+        let (arrived, end) = (arrived * size, (end * size).min(prompt.end));
+        let together = flight.gets.max(1) * flight.space.hash_blocks * size;
+        let rates = &self.planner.rates.remote;
+        let predicts = !state.remote.ignores_prediction && rates.is_known();
+        let rest_ns = predicts.then(|| self.rest_ns(remote, flight));
+        let waited_ns = self.now_ns - demanded_ns;
+        let ends = (arrived, end, together);
+        let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
+        Some((stop, end - arrived.clamp(prompt.computed.min(end), end)))
+    }
+
+    /// Nanoseconds until all segments of a flight have come.
+    fn rest_ns(&self, remote: &Remote, flight: &Flight) -> f64 {
+        let unsent = flight.unsent();
+        let (_, all_ns) = self.planner.rates.remote.wait_ns(&Fetch {
+            ahead: 0,
+            segments: unsent + flight.gets,
+            bytes: flight.space.bytes,
+            width: flight.width,
+            is_probed: !flight.is_searched(),
+            silent_ns: remote.silent_ns(self.now_ns),
+        });
+        if unsent > 0 || flight.sent_ns == 0 {
+            return all_ns;
+        }
+        // A get that takes longer than predicted is expected to take as long again.
+        let since_ns = (self.now_ns - flight.sent_ns.min(self.now_ns)) as f64;
+        if since_ns < all_ns {
+            all_ns - since_ns
+        } else {
+            since_ns
+        }
+    }
+}
+
+impl Remote {
+    /// Bytes that are fetched before those of a new flight, or of one under way.
+    fn ahead_of(&self, flight: Option<FlightId>) -> u64 {
+        let before = self.order.iter().take(AHEAD_MAX);
+        let before = before.take_while(|&&id| Some(id) != flight);
+        let unsent = before.map(|&id| {
+            crate::work::queued();
+            u64::from(self.flights[id].unsent()) * self.flights[id].space.bytes
+        });
+        self.get_window.in_flight() + unsent.sum::<u64>()
+    }
+
+    /// How long the store has had reads of which none has ended.
+    fn silent_ns(&self, now_ns: u64) -> u64 {
+        match self.reads {
+            0 => 0,
+            _ => now_ns.saturating_sub(self.progress_ns),
+        }
+    }
+
+    /// A flight ends by itself: the planner learns what was there, and how long it took.
+    pub(super) fn note_flight_ended(&self, id: FlightId, parts: &mut EngineParts<'_>) {
+        let flight = &self.flights[id];
+        if flight.is_failed || !flight.is_searched() {
+            return;
+        }
+        let (there, segments) = (flight.arrived, flight.objects());
+        if there == 0 && segments > 0 {
+            // The end of the first get has told.
+            return;
+        }
+        parts.rates.remote.flight_ended(there, segments);
+        if let Some(predicted_ns) = flight.predicted_ns.filter(|_| there == segments) {
+            let took_ns = parts.now_ns - flight.began_ns;
+            parts.counters.plan_predicted_remote_ns += predicted_ns;
+            parts.counters.plan_actual_remote_ns += took_ns;
+            parts.counters.plan_error_remote_ns += predicted_ns.abs_diff(took_ns);
+        }
+    }
+}

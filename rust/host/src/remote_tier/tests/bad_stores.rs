@@ -1,0 +1,190 @@
+//! Engines over real stores behind a proxy that makes the network bad.
+
+use super::proxy::{Fault, Proxy};
+use super::server::Redis;
+use super::*;
+
+/// All tokens of a prompt, and its segments.
+const WHOLE: u32 = BLOCKS * BLOCK;
+const SEGMENTS: u64 = 4;
+/// Bytes that a store has sent when the fault begins: before the first answer, within the first object, and late.
+const BEGINS: [u64; 3] = [0, 500_000, 3_000_000];
+
+pub(super) fn redis() -> Option<Redis> {
+    let server = Redis::start(&[]);
+    server
+        .inspect_err(|reason| eprintln!("skipped: {reason}"))
+        .ok()
+}
+
+fn host(root: &Path, name: &str, url: &str) -> Host {
+    Host::start(root, name, |config| config.remote = url.to_owned())
+}
+
+/// Computes a prompt, and waits until it is in the store.
+fn write(host: &Host, prompt: u32) {
+    let is_done = |host: &Host| host.stat("remote_puts") + host.stat("remote_puts_known");
+    let goal = is_done(host) + SEGMENTS;
+    host.compute(prompt);
+    host.wait_for("a prompt is in the store", |host| is_done(host) >= goal);
+}
+
+/// One engine's prompt is read by another one, which computes another prompt meanwhile. The store fails after so many
+/// bytes of its answers, and is well some time later.
+fn recovers(url: &str, proxy: &Proxy, fault: Fault, after: u64) {
+    let root = tempfile::tempdir().unwrap();
+    let writer = host(root.path(), "writer", url);
+    write(&writer, 1);
+    let reader = host(root.path(), "reader", url);
+    reader.wait_for("the store answers", |host| {
+        host.engine.info()["remote"]["health"] == "good"
+    });
+    proxy.set_after(after, fault);
+    // The bytes of each hit are compared, whatever its length is.
+    reader.hit(1);
+    reader.compute(2);
+    assert_eq!(reader.hit(2), WHOLE, "host memory is not affected");
+    reader.hit(1);
+    proxy.set(Fault::None);
+    if reader.hit(1) < WHOLE && fault == Fault::Flip {
+        // What was damaged has been removed.
+        reader.compute(1);
+    }
+    reader.wait_for("reads recover", |host| host.hit(1) == WHOLE);
+    // A hit offers what is not known to be there.
+    let other = host(root.path(), "other", url);
+    reader.wait_for("writes recover", |reader| {
+        reader.hit(2);
+        other.hit(2) == WHOLE
+    });
+    assert_eq!(other.hit(1), WHOLE);
+}
+
+/// A fault that begins at each of [`BEGINS`], each over a proxy and a prefix of its own.
+fn recovers_from(fault: Fault) {
+    let Some(server) = redis() else { return };
+    std::thread::scope(|scope| {
+        for after in BEGINS {
+            let port = server.port();
+            scope.spawn(move || {
+                let proxy = Proxy::start(0, port);
+                let url = format!("redis://127.0.0.1:{}/0/{after}", proxy.port());
+                recovers(&url, &proxy, fault, after);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_store_that_freezes_costs_hits_and_is_used_again() {
+    recovers_from(Fault::Stall);
+}
+
+#[test]
+fn a_store_whose_connections_break_costs_hits_and_is_used_again() {
+    recovers_from(Fault::Reset);
+    recovers_from(Fault::Cut(1000));
+}
+
+#[test]
+fn a_slow_store_costs_hits_and_is_used_again() {
+    recovers_from(Fault::Slow(2 << 20));
+    recovers_from(Fault::Delay(Duration::from_millis(300)));
+}
+
+#[test]
+fn a_store_that_changes_bits_gives_no_wrong_byte() {
+    recovers_from(Fault::Flip);
+}
+
+#[test]
+fn a_store_that_throttles_costs_hits_and_is_used_again() {
+    recovers_from(Fault::Answer(
+        "-LOADING Redis is loading the dataset in memory\r\n",
+    ));
+}
+
+/// A server that is killed has lost all objects when it is back.
+#[test]
+fn a_store_that_is_killed_is_used_again_once_it_is_back() {
+    let Some(server) = redis() else { return };
+    let root = tempfile::tempdir().unwrap();
+    let (url, port) = (server.url(), server.port().to_string());
+    let one = host(root.path(), "one", &url);
+    write(&one, 1);
+    drop(server);
+    let other = host(root.path(), "other", &url);
+    assert_eq!(other.hit(1), 0);
+    other.compute(2);
+    other.wait_for("the failure is told", |host| {
+        host.engine.info()["remote"]["health"] == "failed"
+    });
+    let server = Redis::start(&["--port", &port]).unwrap();
+    assert_eq!(server.say("EXISTS any"), ":0\r\n");
+    // The server has lost what the first host has written; a hit there does not offer it again.
+    other.wait_for("writes recover", |other| {
+        other.hit(2);
+        let there = other.stat("remote_puts") + other.stat("remote_puts_known");
+        there >= SEGMENTS
+    });
+    one.wait_for("reads recover", |one| one.hit(2) == WHOLE);
+}
+
+/// The same over S3, whose endpoint the environment names for a whole process.
+#[test]
+fn an_object_store_that_fails_costs_hits_and_is_used_again() {
+    let (Ok(url), Ok(endpoint)) = (
+        std::env::var("UNDERCROFT_TEST_S3"),
+        std::env::var("AWS_ENDPOINT_URL"),
+    ) else {
+        eprintln!(
+            "skipped: UNDERCROFT_TEST_S3 names no bucket; `make test-remote` starts a server with one"
+        );
+        return;
+    };
+    let upstream = endpoint.rsplit(':').next().unwrap();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "--nocapture"])
+        .arg("remote_tier::tests::bad_stores::before_an_object_store")
+        .env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}"))
+        .env("UNDERCROFT_TEST_S3", url)
+        .env("UNDERCROFT_TEST_PORTS", format!("{port} {upstream}"))
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{text}{errors}"
+    );
+}
+
+/// Run by the test above.
+#[test]
+#[ignore = "a part of another test"]
+fn before_an_object_store() {
+    let ports = std::env::var("UNDERCROFT_TEST_PORTS").unwrap();
+    let (port, upstream) = ports.split_once(' ').unwrap();
+    let proxy = Proxy::start(port.parse().unwrap(), upstream.parse().unwrap());
+    let bucket = std::env::var("UNDERCROFT_TEST_S3").unwrap();
+    let busy = "HTTP/1.1 503 x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+    let faults = [
+        Fault::Stall,
+        Fault::Reset,
+        Fault::Cut(1000),
+        Fault::Slow(2 << 20),
+        Fault::Flip,
+        Fault::Answer(busy),
+    ];
+    for (index, fault) in faults.into_iter().enumerate() {
+        for after in BEGINS {
+            eprintln!("{fault:?} after {after} bytes");
+            let url = format!("{bucket}/bad-{}-{index}-{after}", std::process::id());
+            recovers(&url, &proxy, fault, after);
+            proxy.set(Fault::None);
+        }
+    }
+}

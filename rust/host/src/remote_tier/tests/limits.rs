@@ -1,0 +1,170 @@
+//! How much an engine asks of a store, and how much a slow store holds it up.
+
+use std::sync::Mutex;
+
+use undercroft_remote::{Body, Entry, Location, Receiver, Result};
+
+use super::bad_stores::redis;
+use super::proxy::{Fault, Proxy};
+use super::*;
+
+/// A store whose probes are noted.
+#[derive(Debug)]
+struct Watched {
+    store: Arc<dyn Objects>,
+    /// The end of each probe, and its number of objects.
+    probes: Mutex<Vec<(Instant, usize)>>,
+}
+
+impl Objects for Watched {
+    fn name(&self) -> &'static str {
+        self.store.name()
+    }
+    fn parallel(&self) -> usize {
+        self.store.parallel()
+    }
+    fn greet(&self) -> Result<()> {
+        self.store.greet()
+    }
+    fn probe(&self, paths: &[String]) -> Result<u64> {
+        let found = self.store.probe(paths);
+        let probe = (Instant::now(), paths.len());
+        self.probes.lock().unwrap().push(probe);
+        found
+    }
+    fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
+        self.store.get(path, receiver)
+    }
+    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+        self.store.put(path, body, if_absent)
+    }
+    fn delete(&self, paths: &[String]) -> Result<()> {
+        self.store.delete(paths)
+    }
+    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+        self.store.list(below, each)
+    }
+    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+        self.store.delete_unchanged(entries)
+    }
+    fn clock_skew(&self) -> Result<Option<f64>> {
+        self.store.clock_skew()
+    }
+}
+
+/// A host without a disk, whose segments are single blocks.
+fn of_single_blocks(url: &str) -> HostConfig {
+    HostConfig {
+        host_memory: 256 << 20,
+        remote: url.to_owned(),
+        remote_object: Some(1),
+        remote_write_rate: Some(0),
+        ..HostConfig::default()
+    }
+}
+
+/// The first half of a prompt of 1,024 segments is in a store 20 ms away: the requests until the engine knows that, and the
+/// time. The time is the least of several prompts, since the machine may be busy.
+#[test]
+fn a_thousand_segments_are_looked_up_with_seventy_requests_in_two_round_trips() {
+    const LATENCY: Duration = Duration::from_millis(20);
+    const PROMPTS: u32 = 5;
+    let Some(server) = redis() else { return };
+    let config = of_single_blocks(&server.url());
+    let writer = Host::without_store(&config);
+    writer.engine.attach_remote(&config).unwrap();
+    for prompt in 1..=PROMPTS {
+        assert_eq!(writer.compute_blocks(prompt, 512), 512);
+    }
+    writer.wait_for("half of each prompt is in the store", |host| {
+        host.stat("remote_puts") == 512 * u64::from(PROMPTS)
+    });
+    let proxy = Proxy::start(0, server.port());
+    proxy.set(Fault::Delay(LATENCY));
+    let url = format!("redis://127.0.0.1:{}/0/test", proxy.port());
+    let reader = Host::without_store(&of_single_blocks(&url));
+    let store = undercroft_remote::open(&Location::parse(&url).unwrap(), Default::default());
+    let watched = Arc::new(Watched {
+        store: store.unwrap(),
+        probes: Mutex::default(),
+    });
+    let driver = reader.engine.driver();
+    let arena = Arc::clone(reader.engine.arena());
+    let objects = Arc::clone(&watched) as Arc<dyn Objects>;
+    let pool = Pool::start(objects, arena, driver.waker()).unwrap();
+    driver.attach_remote(Box::new(pool));
+    assert!(driver.wait_until(PATIENCE, |engine| engine.has_remote()));
+    let mut least = PATIENCE;
+    for prompt in 1..=PROMPTS {
+        watched.probes.lock().unwrap().clear();
+        let began = Instant::now();
+        assert_eq!(reader.hit_blocks(prompt, 1024), 512 * BLOCK);
+        let probes = watched.probes.lock().unwrap();
+        assert_eq!(probes.len(), 2, "round trips");
+        // Two segments are fetched without a probe.
+        let requests = 2 + probes.iter().map(|(_, asked)| asked).sum::<usize>();
+        assert!((32..=70).contains(&requests), "{requests} requests");
+        let known = probes[1].0 - began;
+        eprintln!("{requests} requests, known after {known:?}");
+        least = least.min(known);
+    }
+    let goal = 2 * LATENCY + Duration::from_millis(10);
+    assert!(least <= goal, "{least:?} until the length is known");
+}
+
+/// Saves prompts for so long. Returns how many.
+fn compute_for(host: &Host, time: Duration, next: &mut u32) -> u32 {
+    let (began, first) = (Instant::now(), *next);
+    while began.elapsed() < time || *next == first {
+        let saved = host.compute_blocks(*next, BLOCKS);
+        assert_eq!(saved, BLOCKS as usize, "a save has room at any time");
+        *next += 1;
+    }
+    *next - first
+}
+
+/// The segments of prompts that a host has saved: those that were written, and those that were not.
+fn segments(host: &Host) -> (u64, u64) {
+    let written = host.stat("remote_puts") + host.stat("remote_puts_known");
+    let dropped = ["failed", "dropped_queue", "dropped_gone"];
+    let dropped = dropped.map(|why| host.stat(&format!("remote_puts_{why}")));
+    (written, dropped.iter().sum())
+}
+
+/// Prompts come ten times faster than a slow store takes them. In turns with a host without a store; of
+/// `UNDERCROFT_SECONDS` altogether, if that is set.
+#[test]
+fn computing_does_not_wait_for_a_slow_store_and_what_is_dropped_is_counted() {
+    const TURNS: u32 = 5;
+    let Some(server) = redis() else { return };
+    let seconds = std::env::var("UNDERCROFT_SECONDS").map_or(3.0, |text| text.parse().unwrap());
+    let turn = Duration::from_secs_f64(seconds / f64::from(2 * TURNS));
+    let root = tempfile::tempdir().unwrap();
+    let proxy = Proxy::start(0, server.port());
+    let without = Host::start(root.path(), "without", |config| config.remote.clear());
+    let with = Host::start(root.path(), "with", |config| {
+        config.remote = format!("redis://127.0.0.1:{}/0/test", proxy.port());
+    });
+    let (mut next, mut counts) = (0, [0, 0]);
+    for _ in 0..TURNS {
+        let count = compute_for(&without, turn, &mut next);
+        let bytes = f64::from(count) * f64::from(BLOCKS) * BYTES as f64;
+        // Two connections write.
+        proxy.set(Fault::Slow(
+            1 + (bytes / turn.as_secs_f64() / 10.0 / 2.0) as u64,
+        ));
+        counts[0] += count;
+        counts[1] += compute_for(&with, turn, &mut next);
+    }
+    proxy.set(Fault::None);
+    with.wait_for("no write waits", |host| {
+        let (written, dropped) = segments(host);
+        written + dropped == 4 * u64::from(counts[1])
+    });
+    let (written, dropped) = segments(&with);
+    eprintln!(
+        "{counts:?} prompts without and with the store, {written} segments written, {dropped} dropped"
+    );
+    assert!(written > 0 && dropped > written, "{written}, {dropped}");
+    assert!(counts[1] * 2 > counts[0], "{counts:?} prompts");
+}

@@ -1,0 +1,357 @@
+//! The servers of a Redis: one, or those of a cluster. Each has connections that are kept between calls.
+//!
+//! Any server of a cluster tells which keys each of them has. The answer is learned at the first call, and again after a
+//! server has sent a caller to another one or has failed. A server outside of a cluster has all keys.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use redis::{
+    Client, Cmd, Connection, ConnectionAddr, ConnectionLike, IntoConnectionInfo,
+    RedisConnectionInfo, RedisResult, ServerError, ServerErrorKind, Value,
+};
+use undercroft_core::remote::RemoteError;
+
+use super::slots::{Range, ranges, slot};
+use super::store_error;
+use crate::objects::{Result, StoreError};
+
+/// A connection that is not there after so long, or a byte.
+const STALL: Duration = Duration::from_secs(1);
+/// Servers that a command is sent to, one after the other, while a cluster moves its key.
+const REDIRECTS: usize = 4;
+
+/// Host and port.
+pub(super) type Address = (String, u16);
+
+/// A command, and the key that it is about.
+pub(super) struct Keyed {
+    key: String,
+    command: Cmd,
+}
+
+impl Keyed {
+    pub(super) fn new(key: &str, command: Cmd) -> Self {
+        let key = key.to_owned();
+        Self { key, command }
+    }
+}
+
+/// The commands for one server.
+struct Part<'a> {
+    address: &'a Address,
+    /// Their places among all commands.
+    indices: Vec<usize>,
+    commands: Vec<&'a Cmd>,
+}
+
+/// One server.
+struct Server {
+    client: Client,
+    /// Connections that nobody uses.
+    idle: Mutex<Vec<Connection>>,
+}
+
+/// Which server has which keys.
+type Map = Arc<Vec<Range>>;
+
+#[derive(Default)]
+struct State {
+    map: Option<Map>,
+    /// The map may be wrong.
+    is_stale: bool,
+    servers: HashMap<Address, Arc<Server>>,
+}
+
+/// All servers.
+pub(super) struct Servers {
+    /// Those of the URL.
+    named: Vec<Address>,
+    is_tls: bool,
+    settings: RedisConnectionInfo,
+    state: Mutex<State>,
+    /// Held by whoever learns the map anew: the others use the old one meanwhile.
+    learning: Mutex<()>,
+    /// Whom to ask for the map first: not the one that did not answer.
+    first_asked: AtomicUsize,
+}
+
+impl Servers {
+    /// Nothing is connected yet.
+    pub(super) fn new(
+        named: Vec<Address>,
+        is_tls: bool,
+        settings: RedisConnectionInfo,
+    ) -> RedisResult<Self> {
+        let servers = Self {
+            named,
+            is_tls,
+            settings,
+            state: Mutex::default(),
+            learning: Mutex::default(),
+            first_asked: AtomicUsize::new(0),
+        };
+        for address in &servers.named {
+            servers.server(address)?;
+        }
+        Ok(servers)
+    }
+
+    /// The answers to commands, in their order. Commands of one server are sent together.
+    pub(super) fn ask(&self, commands: &[Keyed]) -> Result<Vec<Value>> {
+        let map = self.map()?;
+        let mut groups: BTreeMap<&Address, Vec<usize>> = BTreeMap::new();
+        for (index, command) in commands.iter().enumerate() {
+            let slot = slot(command.key.as_bytes());
+            let range = map.iter().find(|range| range.has(slot));
+            let range = range.ok_or_else(|| failed("no server of the cluster has this key"))?;
+            groups.entry(&range.address).or_default().push(index);
+        }
+        let parts = groups.into_iter().map(|(address, indices)| Part {
+            address,
+            commands: indices.iter().map(|at| &commands[*at].command).collect(),
+            indices,
+        });
+        let mut found = vec![Value::Nil; commands.len()];
+        for (part, answers) in self.ask_parts(parts.collect()) {
+            for (index, answer) in part.indices.iter().zip(answers?) {
+                let command = &commands[*index].command;
+                found[*index] = self.followed(command, answer, part.address)?;
+            }
+        }
+        Ok(found)
+    }
+
+    /// Asks all servers at once.
+    fn ask_parts<'a>(&self, parts: Vec<Part<'a>>) -> Vec<(Part<'a>, Result<Vec<Value>>)> {
+        let ask = |part: Part<'a>| {
+            let answers = self.ask_one(part.address, &part.commands);
+            (part, answers)
+        };
+        if parts.len() < 2 {
+            return parts.into_iter().map(ask).collect();
+        }
+        std::thread::scope(|scope| {
+            let asked: Vec<_> = (parts.into_iter())
+                .map(|part| scope.spawn(move || ask(part)))
+                .collect();
+            let joined = asked.into_iter().map(|one| one.join());
+            joined
+                .map(|one| one.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        })
+    }
+
+    /// The answers of one server.
+    pub(super) fn ask_one(&self, address: &Address, commands: &[&Cmd]) -> Result<Vec<Value>> {
+        let server = self.server(address).map_err(store_error)?;
+        let mut packed = Vec::new();
+        for command in commands {
+            command.write_packed_command(&mut packed);
+        }
+        server.exchange(&packed, commands.len()).map_err(|error| {
+            // In a cluster another may have taken its place.
+            let mut state = self.lock();
+            state.is_stale |= state.map.as_ref().is_some_and(|map| map.len() > 1);
+            store_error(error)
+        })
+    }
+
+    /// The answer, from the server that the first one, at `from`, sends us to.
+    fn followed(&self, command: &Cmd, mut answer: Value, from: &Address) -> Result<Value> {
+        let mut from = from.clone();
+        for _ in 0..REDIRECTS {
+            let Value::ServerError(error) = &answer else {
+                return Ok(answer);
+            };
+            let is_asking = match error.kind() {
+                Some(ServerErrorKind::Ask) => true,
+                Some(ServerErrorKind::Moved) => {
+                    self.lock().is_stale = true;
+                    false
+                }
+                _ => return Err(store_error(error.clone().into())),
+            };
+            let to = (error.details()).and_then(|details| redirect(details, &from.0));
+            from = to.ok_or_else(|| failed(format_args!("a redirect to nowhere: {error}")))?;
+            let asking = redis::cmd("ASKING");
+            let commands = [&asking, command];
+            let commands = if is_asking {
+                &commands[..]
+            } else {
+                &commands[1..]
+            };
+            answer = self.ask_one(&from, commands)?.pop().unwrap_or(Value::Nil);
+        }
+        Err(failed(
+            "the servers of the cluster send each key to another one",
+        ))
+    }
+
+    /// The addresses of all servers that have keys, as the cluster says now.
+    pub(super) fn all(&self) -> Result<Vec<Address>> {
+        let map = self.learn()?;
+        let mut all: Vec<Address> = map.iter().map(|range| range.address.clone()).collect();
+        all.sort();
+        all.dedup();
+        Ok(all)
+    }
+
+    fn map(&self) -> Result<Map> {
+        let state = self.lock();
+        let (map, is_stale) = (state.map.clone(), state.is_stale);
+        drop(state);
+        let Some(map) = map else {
+            return self.learn();
+        };
+        if is_stale && let Ok(_one) = self.learning.try_lock() {
+            // If nobody answers, the next call says so.
+            return Ok(self.learn().unwrap_or(map));
+        }
+        Ok(map)
+    }
+
+    /// Asks for the map: those servers that are known from the last one, then those of the URL.
+    fn learn(&self) -> Result<Map> {
+        let started = Instant::now();
+        let state = self.lock();
+        let known = state.map.iter().flat_map(|map| map.iter());
+        let mut asked: Vec<Address> = known.map(|range| range.address.clone()).collect();
+        drop(state);
+        asked.dedup();
+        asked.extend(self.named.iter().cloned());
+        let first = self.first_asked.load(Ordering::Relaxed) % asked.len();
+        asked.rotate_left(first);
+        let mut last = None;
+        for address in &asked {
+            if started.elapsed() >= STALL {
+                break;
+            }
+            match self.map_of(address) {
+                Ok(map) => {
+                    let map = Arc::new(map);
+                    let mut state = self.lock();
+                    (state.map, state.is_stale) = (Some(Arc::clone(&map)), false);
+                    return Ok(map);
+                }
+                Err(error) => {
+                    self.first_asked.fetch_add(1, Ordering::Relaxed);
+                    last = Some(error);
+                }
+            }
+        }
+        Err(last.unwrap_or_else(|| failed("no server is named")))
+    }
+
+    /// The map as one server tells it. Without a cluster that server has all keys.
+    fn map_of(&self, address: &Address) -> Result<Vec<Range>> {
+        let mut command = redis::cmd("CLUSTER");
+        command.arg("SLOTS");
+        let answer = self.ask_one(address, &[&command])?.pop();
+        match answer.unwrap_or(Value::Nil) {
+            Value::ServerError(error) if !tells_nothing(&error) => Err(store_error(error.into())),
+            Value::ServerError(_) if self.named.len() > 1 => Err(failed(format_args!(
+                "the URL names several servers, but {}:{} is in no cluster, or does not tell",
+                address.0, address.1
+            ))),
+            Value::ServerError(_) => Ok(vec![Range::all(address.clone())]),
+            answer => ranges(answer, &address.0)
+                .ok_or_else(|| failed("an answer to CLUSTER SLOTS that has another form")),
+        }
+    }
+
+    fn server(&self, address: &Address) -> RedisResult<Arc<Server>> {
+        let mut state = self.lock();
+        if let Some(server) = state.servers.get(address) {
+            return Ok(Arc::clone(server));
+        }
+        let (host, port) = address.clone();
+        let addr = if self.is_tls {
+            ConnectionAddr::TcpTls {
+                host,
+                port,
+                insecure: false,
+                tls_params: None,
+            }
+        } else {
+            ConnectionAddr::Tcp(host, port)
+        };
+        let info = addr.into_connection_info()?;
+        let server = Arc::new(Server {
+            client: Client::open(info.set_redis_settings(self.settings.clone()))?,
+            idle: Mutex::default(),
+        });
+        state.servers.insert(address.clone(), Arc::clone(&server));
+        Ok(server)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Server {
+    /// Sends commands and reads their answers, on a connection of its own. A connection that was kept may have been closed
+    /// by the server: then the commands are sent again on a new one.
+    fn exchange(&self, packed: &[u8], count: usize) -> RedisResult<Vec<Value>> {
+        let kept = self.lock().pop();
+        if let Some(connection) = kept {
+            match self.exchange_on(connection, packed, count) {
+                Err(error) if error.is_connection_dropped() && !error.is_timeout() => {}
+                result => return result,
+            }
+        }
+        self.exchange_on(self.connect()?, packed, count)
+    }
+
+    /// A connection is kept only after all answers: what follows a part of an answer has no meaning. The first answer that
+    /// is late ends the call.
+    fn exchange_on(
+        &self,
+        mut connection: Connection,
+        packed: &[u8],
+        count: usize,
+    ) -> RedisResult<Vec<Value>> {
+        connection.send_packed_command(packed)?;
+        let answers: RedisResult<Vec<Value>> =
+            (0..count).map(|_| connection.recv_response()).collect();
+        let answers = answers?;
+        if connection.is_open() {
+            self.lock().push(connection);
+        }
+        Ok(answers)
+    }
+
+    fn connect(&self) -> RedisResult<Connection> {
+        let mut connection = self.client.get_connection_with_timeout(STALL)?;
+        connection.set_read_timeout(Some(STALL))?;
+        connection.set_write_timeout(Some(STALL))?;
+        // A server that wants a password closes the connection at a large value, and does not say why.
+        redis::cmd("PING").exec(&mut connection)?;
+        Ok(connection)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Connection>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether a server is in no cluster, or does not tell.
+fn tells_nothing(error: &ServerError) -> bool {
+    use ServerErrorKind::{NoPerm, ResponseError};
+    matches!(error.kind(), Some(NoPerm | ResponseError))
+}
+
+/// The address in the words `<slot> <host>:<port>` of a redirect; without a host it is that of the server that said so.
+fn redirect(details: &str, from: &str) -> Option<Address> {
+    let (_, address) = details.split_once(' ')?;
+    let (host, port) = address.trim().rsplit_once(':')?;
+    let host = if host.is_empty() { from } else { host };
+    Some((host.to_owned(), port.parse().ok()?))
+}
+
+fn failed(why: impl std::fmt::Display) -> StoreError {
+    StoreError::new(RemoteError::Unreachable, why)
+}
