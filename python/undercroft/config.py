@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from undercroft.errors import ConfigError
+from undercroft.key_file import check_key_file
 from undercroft.remote_url import REMOTE_FORMAT, check_remote, without_credentials
 from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, Amount, parse_amount, parse_duration, parse_size
 
@@ -363,6 +364,12 @@ class UndercroftConfig:
         "time", 0, DURATION_FORMAT + "; 0 to 36525d, 0 keeps them",
         "Time to live on disk: blocks that no request has used for so long are evicted from the directories.",
         _duration(0), str, "engine",
+    )]
+    key_file: Annotated[str, Option(
+        "path", "", "a file that only this user can read, with 32 bytes or lines of 64 hexadecimal digits",
+        "Encrypt blocks on disk and in the remote store (AES-256-GCM) with the first key of this file, and decrypt "
+        "them with each of its keys. `openssl rand -hex 32` makes a key. Without it blocks are stored as they are.",
+        check_key_file, str, "engine",
     )]
     remote: Annotated[str, Option(
         "URL", "", REMOTE_FORMAT,

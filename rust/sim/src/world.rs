@@ -95,7 +95,7 @@ impl World {
         let (settings, models) = Settings::random(&mut random);
         let devices = settings.devices.iter();
         let devices = devices
-            .map(|&(capacity, page)| SimDevice::new(capacity, page))
+            .map(|&size| SimDevice::new(size, settings.encrypted))
             .collect();
         Self {
             clock: VirtualClock::default(),
@@ -151,6 +151,7 @@ impl World {
             self.log.stats.gaps += moves.gaps;
             self.log.stats.filled_gaps += moves.filled_gaps;
             self.log.stats.corruptions += counters.checksum_failures;
+            self.log.stats.undecrypted += counters.decryption_failures;
             self.log.stats.changes_found += counters.host_checksum_failures;
         }
         Ok(())
@@ -178,6 +179,7 @@ impl World {
         self.leave_and_come_back();
         self.disks.absent.clear();
         self.lose_some();
+        self.tamper();
         self.engine = SharedEngine::new(Engine::new(config));
         if self.settings.tells_depth {
             let depth = self.settings.depth;
@@ -221,8 +223,8 @@ impl World {
             self.disks.attached.push(at);
             if self.history.stale.remove(&at) {
                 self.note(|| format!("the operator empties directory {at}"));
-                let (capacity, page) = self.settings.devices[at];
-                self.disks.devices[at] = SimDevice::new(capacity, page);
+                let size = self.settings.devices[at];
+                self.disks.devices[at] = SimDevice::new(size, self.settings.encrypted);
             }
         }
         if before != self.disks.attached || before.is_empty() {
@@ -311,6 +313,7 @@ impl World {
         let mut rooms = self.disks.rooms();
         self.engine
             .with(|engine| engine.next_io(&rooms[..], &mut requests));
+        self.release_memory()?;
         for request in requests {
             let device = usize::from(request.device());
             rooms[device] = rooms[device]
@@ -356,7 +359,7 @@ impl World {
             return false;
         };
         self.note(|| format!("end {}: {:?}", brief(&request), completion.result));
-        let is_erasure = matches!(request, IoRequest::Erase { .. });
+        let is_erasure = matches!(request, IoRequest::Erase { frees: false, .. });
         self.log.stats.erased += u64::from(is_erasure && completion.result.is_ok());
         self.engine.with(|engine| engine.complete(completion));
         true
@@ -449,6 +452,7 @@ impl World {
                 ));
             }
         }
+        self.check_resized()?;
         self.check_drained()?;
         self.check()?;
         self.nothing_is_left()?;
@@ -564,6 +568,11 @@ fn brief(request: &IoRequest) -> String {
             ..
         } => {
             format!("write of {arena_offset}+{len} to {device}:{file_offset}")
+        }
+        IoRequest::Sealed(of) => {
+            let (reads, device, at, len) = (of.reads, of.device, of.file_offset, of.len);
+            let arena_offset = of.arena_offset;
+            format!("sealed, reads: {reads}, {device}:{at}+{len} and {arena_offset}")
         }
         IoRequest::Erase {
             device,

@@ -219,12 +219,15 @@ impl Connection {
             RemoteError::Unreachable,
             RemoteError::Late,
             RemoteError::Denied,
+            // Of an object that is read.
+            RemoteError::Cipher,
         ];
         if random.chance(self.faults.throttled) {
             return Err(RemoteError::Throttled);
         }
         let fails = random.chance(self.faults.failed);
-        let error = errors[random.below(3) as usize];
+        let is_get = matches!(request, RemoteRequest::Get { .. });
+        let error = errors[random.below(if is_get { 4 } else { 3 }) as usize];
         match request {
             RemoteRequest::Probe { .. } if fails => Err(error),
             RemoteRequest::Probe { keys, .. } => {
