@@ -50,6 +50,8 @@ const REMOVALS: usize = 3;
 #[derive(Debug)]
 pub(crate) struct CloudStore {
     name: &'static str,
+    /// The remedy where the store refuses the credentials, or there are none.
+    credentials: &'static str,
     store: Arc<dyn ObjectStore>,
     prefix: String,
     renew_after: Duration,
@@ -71,6 +73,7 @@ impl CloudStore {
             .map_err(|error| location.refused(error))?;
         Ok(Self {
             name,
+            credentials: credentials(location.scheme),
             store,
             prefix: location.path.clone(),
             renew_after: options.ttl / 2,
@@ -95,7 +98,13 @@ impl CloudStore {
 
     fn wait<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         let runtime = self.runtime.as_ref().expect("only dropping takes it");
-        runtime.block_on(work)
+        runtime.block_on(work).map_err(|mut error| {
+            let is_role = ROLES.iter().any(|host| error.detail.contains(host));
+            if error.kind == RemoteError::Denied || is_role {
+                error.advice = Some(self.credentials);
+            }
+            error
+        })
     }
 
     async fn head(&self, path: &Path, limit: Duration) -> Result<Option<ObjectMeta>> {
@@ -304,6 +313,31 @@ impl Objects for CloudStore {
     }
 }
 
+/// Where a machine asks for the credentials of its role.
+const ROLES: [&str; 3] = [
+    "metadata.google.internal",
+    "169.254.169.254",
+    "169.254.170.2",
+];
+
+/// How the credentials of a kind of store are given.
+fn credentials(scheme: Scheme) -> &'static str {
+    match scheme {
+        Scheme::Gs => {
+            "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account's key, or give the instance a service \
+             account, that may read, write, list and delete objects below the prefix"
+        }
+        Scheme::Az => {
+            "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY (base64) or an identity of the instance, that \
+             may read, write, list and delete blobs below the prefix"
+        }
+        _ => {
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the pod or the instance a role, \
+             that may read, write, list and delete objects below the prefix; set AWS_REGION"
+        }
+    }
+}
+
 /// The detail of the error that an object of that name exists.
 const ALREADY_THERE: &str = "an object of that name exists";
 
@@ -323,8 +357,9 @@ fn client(
         ..RetryConfig::default()
     };
     let bucket = location.host.as_str();
-    let advice = |error: object_store::Error, variables: &str| {
-        location.refused(format_args!("{error}; set {variables} in the environment"))
+    let advice = |error: object_store::Error| {
+        let remedy = credentials(location.scheme);
+        location.refused(format_args!("{error}; {remedy}"))
     };
     match location.scheme {
         Scheme::Gs => {
@@ -335,7 +370,7 @@ fn client(
                 builder = builder.with_config(GoogleConfigKey::Client(key), value);
             }
             let store = builder.build();
-            let store = store.map_err(|error| advice(error, "GOOGLE_SERVICE_ACCOUNT"))?;
+            let store = store.map_err(advice)?;
             Ok(("gs", Arc::new(store)))
         }
         Scheme::Az => {
@@ -346,7 +381,7 @@ fn client(
                 builder = builder.with_config(AzureConfigKey::Client(key), value);
             }
             let store = builder.build();
-            let store = store.map_err(|error| advice(error, "AZURE_STORAGE_ACCOUNT_NAME"))?;
+            let store = store.map_err(advice)?;
             Ok(("az", Arc::new(store)))
         }
         _ => {
@@ -357,9 +392,8 @@ fn client(
             for (key, value) in options {
                 builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
             }
-            let variables = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION";
             let store = builder.build();
-            let store = store.map_err(|error| advice(error, variables))?;
+            let store = store.map_err(advice)?;
             Ok(("s3", Arc::new(store)))
         }
     }
@@ -379,14 +413,17 @@ async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Result<T> 
     })
 }
 
-/// The result of a request, which is made again at once if the server had closed the connection that it was sent on.
+/// The result of a request, which is made again at once if the server had closed the connection that it was sent on, or
+/// had an error of its own: Ceph has one for a read of an object that is being replaced.
 async fn again<T, F>(limit: Duration, request: impl Fn() -> F) -> Result<T>
 where
     F: Future<Output = object_store::Result<T>>,
 {
     let first = within(limit, request()).await?;
     let result = match first {
-        Err(error) if is_closed_connection(&error) => within(limit, request()).await?,
+        Err(error) if is_closed_connection(&error) || status(&error) == Some(500) => {
+            within(limit, request()).await?
+        }
         result => result,
     };
     result.map_err(store_error)

@@ -13,6 +13,8 @@ mod cluster;
 mod collecting;
 mod directory;
 mod encrypted;
+#[cfg(feature = "redis")]
+mod expiry;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod faults;
 mod mooncake;
