@@ -21,6 +21,8 @@
 //! - the blocks of a pin are in some tier until the pin ends, and all pins together take no more than their budget;
 //! - what an operator clears is found by no lookup from then on, and what is pinned or in use outlasts a clear by age;
 //! - an engine that drains begins no save and no promotion, and comes to rest;
+//! - the objects of a remote store, which outlive the engine that wrote them and are late, lost, changed and exchanged, are
+//!   used only where they are what was asked for; no operation of the store outlasts the engine's end;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,6 +42,7 @@ mod namespaces;
 mod operator;
 mod participants;
 mod random;
+mod remote;
 mod settings;
 mod shared;
 mod transfers;
@@ -62,6 +65,12 @@ pub struct Stats {
     pub blocks_checked: u64,
     /// Payloads read from disk.
     pub disk_reads: u64,
+    /// Objects read from the remote store.
+    pub remote_gets: u64,
+    /// Tokens of loads that came from there.
+    pub remote_tokens: u64,
+    /// Objects that were not what their names say.
+    pub remote_corrupt: u64,
     /// Payloads saved.
     pub blocks_saved: u64,
     /// Payloads evicted from the arena.
@@ -130,6 +139,9 @@ impl Stats {
         self.hits += other.hits;
         self.blocks_checked += other.blocks_checked;
         self.disk_reads += other.disk_reads;
+        self.remote_gets += other.remote_gets;
+        self.remote_tokens += other.remote_tokens;
+        self.remote_corrupt += other.remote_corrupt;
         self.blocks_saved += other.blocks_saved;
         self.evictions += other.evictions;
         self.moved_runs += other.moved_runs;

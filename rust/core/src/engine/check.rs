@@ -53,6 +53,12 @@ impl Engine {
         state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
     }
 
+    /// Whether a request waits for objects of the remote store.
+    pub fn awaits_objects(&self, session: SessionId, request: &str) -> bool {
+        let state = self.sessions.request(session, request);
+        state.is_some_and(|state| state.remote.flight.is_some())
+    }
+
     /// How many payloads a restart would find: those on disk whose chain is.
     pub fn durable_blocks(&self) -> u64 {
         self.residency.durable_blocks()

@@ -135,7 +135,7 @@ impl Engine {
             };
             cursor.unread = self.unless_draining(unread);
             cursor.may_promote = cursor.unread == Reason::Complete;
-            cursor.awaits_remote = !self.draining && self.awaits_remote(id, ns, request);
+            cursor.awaits_remote = self.awaits_remote(id, ns, request);
         }
         let was_touched = self.sessions.requests[id].touched;
         let found = self.look_up_now(id, ns, request, cursor)?;

@@ -13,7 +13,7 @@ use super::sessions::{LoadPromise, SessionId};
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Planned {
     /// Tokens that the device holds.
-    computed: u32,
+    pub(super) computed: u32,
     /// Tokens of the prompt.
     end: u32,
     /// Tokens that vLLM computes before it.
@@ -202,12 +202,6 @@ impl Engine {
         let waited_ns = self.now_ns - demanded_ns;
         let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
         Some((stop, boundary - arrived.clamp(prompt.computed, boundary)))
-    }
-
-    /// The tokens that a hit of so many hash blocks adds to those that the device holds.
-    pub(super) fn gain_of(&self, state: &RequestState, depth: u32) -> u32 {
-        let tokens = depth * self.hash_block_size_of(state);
-        tokens.saturating_sub(state.planned.computed)
     }
 
     /// Hash blocks that a hit could have now, if the promotion ended.
