@@ -145,7 +145,7 @@ impl SimRemote {
         arena: &mut SimArena,
         random: &mut Random,
     ) -> Result<(), String> {
-        if self.flights.len() == self.room {
+        if self.room() == 0 {
             return Err("more for the remote store than it has room for".to_owned());
         }
         let (parts, hand) = parts_of(&request);
@@ -177,7 +177,7 @@ impl SimRemote {
         now_ns: u64,
         arena: &mut SimArena,
         random: &mut Random,
-    ) -> Option<RemoteCompletion> {
+    ) -> Option<(RemoteRequest, RemoteCompletion)> {
         let due = (0..self.flights.len()).filter(|&at| self.flights[at].due_ns <= now_ns);
         let due: Vec<usize> = due.filter(|_| !self.is_frozen).collect();
         if due.is_empty() {
@@ -189,10 +189,11 @@ impl SimRemote {
         for part in parts {
             arena.release(part.arena_offset, u64::from(part.len), hand);
         }
-        Some(RemoteCompletion {
+        let completion = RemoteCompletion {
             token: request.token(),
             result,
-        })
+        };
+        Some((request, completion))
     }
 
     fn carry_out(
@@ -292,6 +293,10 @@ impl SimRemote {
             .filter(|_| !self.is_frozen)
     }
 
+    fn room(&self) -> usize {
+        self.room - self.flights.len()
+    }
+
     pub(crate) fn in_flight(&self) -> usize {
         self.flights.len()
     }
@@ -314,6 +319,25 @@ fn parts_of(request: &RemoteRequest) -> (&[RemotePart], Hand) {
     }
 }
 
+fn brief(request: &RemoteRequest) -> String {
+    let name = |key: &ObjectKey| {
+        let group = key
+            .group
+            .map_or(String::new(), |group| format!("-g{group}"));
+        format!("{:016x}-{}{group}", key.end.fingerprint(), key.hash_blocks)
+    };
+    match request {
+        RemoteRequest::Probe { keys, .. } => {
+            format!(
+                "probe of {}",
+                keys.iter().map(name).collect::<Vec<_>>().join(" ")
+            )
+        }
+        RemoteRequest::Get { key, parts, .. } => format!("get of {}: {parts:?}", name(key)),
+        RemoteRequest::Put { key, parts, .. } => format!("put of {}: {parts:?}", name(key)),
+    }
+}
+
 impl World {
     /// What the threads of the store do: operations end, and others begin.
     pub(crate) fn remote_turn(&mut self) -> Result<(), String> {
@@ -322,20 +346,26 @@ impl World {
             self.set_now(self.clock.now_ns.max(due_ns));
         }
         let now_ns = self.clock.now_ns;
-        let Some(remote) = &mut self.remote else {
-            return Ok(());
-        };
-        remote.decay(&mut self.random);
+        if let Some(remote) = &mut self.remote {
+            remote.decay(&mut self.random);
+        }
         for _ in 0..self.random.range(1, 4) {
-            let Some(ended) = remote.complete(now_ns, &mut self.arena, &mut self.random) else {
+            let remote = self.remote.as_mut();
+            let ended =
+                remote.and_then(|of| of.complete(now_ns, &mut self.arena, &mut self.random));
+            let Some((request, ended)) = ended else {
                 break;
             };
+            self.note(|| format!("end {}: {:?}", brief(&request), ended.result));
             self.engine.with(|engine| engine.complete_remote(ended));
         }
-        let (room, mut requests) = (remote.room - remote.flights.len(), Vec::new());
+        let room = self.remote.as_ref().map_or(0, SimRemote::room);
+        let mut requests = Vec::new();
         self.engine
             .with(|engine| engine.next_remote(room, &mut requests));
         for request in requests {
+            self.note(|| format!("start {}", brief(&request)));
+            let remote = self.remote.as_mut().ok_or("a request to no store")?;
             remote.submit(request, now_ns, &mut self.arena, &mut self.random)?;
         }
         Ok(())

@@ -15,7 +15,7 @@ pub(super) struct Planned {
     /// Tokens that the device holds.
     pub(super) computed: u32,
     /// Tokens of the prompt.
-    end: u32,
+    pub(super) end: u32,
     /// Tokens that vLLM computes before it.
     pub(super) queued: u32,
     /// A hit of fewer tokens, with those on the device, does not serve the request.

@@ -203,7 +203,9 @@ impl Engine {
                 base_ns,
                 per_1k_tokens_ns,
             } => {
+                // A segment may end behind the prompt.
                 let reach = flight.progress().1 * self.hash_block_size_of(state);
+                let reach = reach.min(state.planned.end);
                 let gain = reach.saturating_sub(computed.0);
                 let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
                 u128::from(self.now_ns - demanded_ns) >= u128::from(base_ns) + part
