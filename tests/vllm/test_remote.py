@@ -12,7 +12,6 @@ import pytest
 
 from bad_network import Proxy, redis_server
 from connector_engine import TOKENS, References, core, settled
-from hybrid_engine import MODELS, Model, ask
 from real_engine import Engine, prompt
 
 pytestmark = pytest.mark.vllm
@@ -152,52 +151,3 @@ def test_a_store_that_hangs_costs_a_quarter_of_computing_at_most(
         assert statistics.median(hung[::2]) <= 1.25 * statistics.median(computed)
         running.close()
         proxy.close()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_hybrid_model_hits_what_another_host_has_computed(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str
-) -> None:
-    model = Model(name, request.getfixturevalue(name), *MODELS[name])
-
-    def host(directory: str) -> Engine:
-        return model.start(options(tmp_path, directory))
-
-    first = host("first")
-    try:
-        cold = [ask(first, model.ids(blocks)) for blocks in (3, 5)]
-        until(first, lambda stats: stats["remote_put_queue_segments"] == 0 and stats["remote_puts"] > 0)
-    finally:
-        first.close()
-    second = host("second")
-    try:
-        # All of the prompt, and the beginning of a longer one.
-        for blocks, expected in ((3, cold[0]), (5, cold[1])):
-            warm = ask(second, model.ids(blocks))
-            assert warm.cached == blocks * model.block
-            assert model.same(warm, expected)
-        assert core(second).stats()["remote_hit_tokens"] == 5 * model.block
-        longer = model.ids(5) + prompt(2 * model.block, seed=43)
-        assert second.reset_device_cache(connector=True)
-        assert ask(second, longer, 1).cached == 0, "a session after a reset reads no objects"
-        assert core(second).stats()["remote_corrupt"] == 0
-    finally:
-        second.close()
-    # Without the state or the window of the longer prompt, the hit ends where the shorter one did.
-    ends = [path for path in (tmp_path / "remote").rglob(f"*-g{model.optional_group}") if path.is_file()]
-    assert len(ends) >= 2
-    third = host("third")
-    try:
-        longer = model.ids(5) + prompt(2 * model.block, seed=43)
-        assert ask(third, longer, 1).cached == 5 * model.block
-    finally:
-        third.close()
-    for path in ends:
-        path.unlink()
-    fourth = host("fourth")
-    try:
-        answer = ask(fourth, model.ids(5))
-        assert answer.cached == 0
-        assert model.same(answer, cold[1])
-    finally:
-        fourth.close()

@@ -65,6 +65,8 @@ pub struct Stats {
     pub blocks_checked: u64,
     /// Payloads read from disk.
     pub disk_reads: u64,
+    /// Starts on a host with empty directories.
+    pub moves: u64,
     /// Objects read from the remote store.
     pub remote_gets: u64,
     /// Tokens of loads that came from there.
@@ -139,6 +141,7 @@ impl Stats {
         self.hits += other.hits;
         self.blocks_checked += other.blocks_checked;
         self.disk_reads += other.disk_reads;
+        self.moves += other.moves;
         self.remote_gets += other.remote_gets;
         self.remote_tokens += other.remote_tokens;
         self.remote_corrupt += other.remote_corrupt;

@@ -297,6 +297,11 @@ impl SimRemote {
         self.room - self.flights.len()
     }
 
+    pub(crate) fn puts_in_flight(&self) -> usize {
+        let is_put = |of: &&Flight| matches!(of.request, RemoteRequest::Put { .. });
+        self.flights.iter().filter(is_put).count()
+    }
+
     pub(crate) fn in_flight(&self) -> usize {
         self.flights.len()
     }

@@ -186,6 +186,9 @@ impl World {
         self.checksums.clear();
         self.arena.abandon();
         self.leave_and_come_back();
+        if self.remote.is_some() && self.random.chance(300) {
+            self.move_to_another_host();
+        }
         self.disks.absent.clear();
         self.lose_some();
         self.engine = SharedEngine::new(Engine::new(config));
@@ -245,6 +248,20 @@ impl World {
             let attached = self.disks.attached.clone();
             self.note(|| format!("the engine has directories {attached:?}"));
         }
+    }
+
+    /// The next engine runs on another host: it shares the remote store with the last one, and nothing else.
+    fn move_to_another_host(&mut self) {
+        for (device, &(capacity, page)) in self.disks.devices.iter_mut().zip(&self.settings.devices)
+        {
+            *device = SimDevice::new(capacity, page);
+        }
+        self.history.stale.clear();
+        self.history.roomy_broken = true;
+        self.history.left_on_disk = None;
+        self.history.kept_namespaces.clear();
+        self.log.stats.moves += 1;
+        self.note(|| "another host".to_owned());
     }
 
     /// The operator changes the capacity of a directory.

@@ -209,6 +209,16 @@ impl Remote {
         !self.operations.is_empty() || !self.order.is_empty() || self.puts.has_work()
     }
 
+    /// Objects that wait to be written, or are being written.
+    pub(super) fn unwritten(&self) -> u64 {
+        (self.puts.len() + self.puts.walks.len() + self.writes) as u64
+    }
+
+    /// Whether something is on its way from the store. Reads that take too long do not count: they may never end.
+    pub(super) fn is_reading(&self) -> bool {
+        self.reads > 0 || !self.order.is_empty()
+    }
+
     /// Appends at most `room` requests to send now: probes and gets, then puts.
     fn next(&mut self, room: usize, parts: &mut EngineParts<'_>, out: &mut Vec<RemoteRequest>) {
         (self.has_begun, self.has_rest) = (false, false);
