@@ -29,21 +29,19 @@ def blocks_of(path: Path) -> int:
     return int(struct.unpack_from("<I", path.read_bytes()[:FIXED], 52)[0])
 
 
-def exchange_blocks(path: Path) -> None:
-    """Exchange the first two payloads of an object, with their checksums: nothing in the object tells."""
+def repeat_block(path: Path) -> None:
+    """Put the second payload of an object at the place of the first, too: nothing in the object tells."""
     content = bytearray(path.read_bytes())
     length, hashes, payloads = (struct.unpack_from("<I", content, at)[0] for at in (12, 48, 52))
     at = FIXED + hashes * HASH
     one, other = (list(PAYLOAD.unpack_from(content, at + index * PAYLOAD.size)) for index in (0, 1))
-    assert payloads >= 2
-    assert one[2] == other[2]
-    one[4], other[4] = other[4], one[4]
-    for index, fields in enumerate((one, other)):
-        PAYLOAD.pack_into(content, at + index * PAYLOAD.size, *fields)
     size = one[2]
+    assert payloads >= 2
+    assert other[2] == size
+    one[4] = other[4]
+    PAYLOAD.pack_into(content, at, *one)
     second = length + -(-size // ALIGN) * ALIGN
-    first_bytes, second_bytes = content[length : length + size], content[second : second + size]
-    content[length : length + size], content[second : second + size] = second_bytes, first_bytes
+    content[length : length + size] = content[second : second + size]
     end = at + payloads * PAYLOAD.size
     summed = bytes(content[: FIXED - 8]) + bytes(content[FIXED:end])
     struct.pack_into("<Q", content, FIXED - 8, checksum(summed))

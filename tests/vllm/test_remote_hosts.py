@@ -15,13 +15,15 @@ from bad_network import redis_server
 from connector_engine import core
 from hybrid_engine import MODELS, Model, ask
 from real_engine import Engine, prompt
-from remote_objects import blocks_of, exchange_blocks
+from remote_objects import blocks_of, repeat_block
 from test_remote import options, until
 from undercroft import _core
 
 pytestmark = pytest.mark.vllm
 
 FAMILIES = {"llama": ("float32", 128, -1), **MODELS}
+PROMPTS = {"llama": (4, 6), "gemma2": (3, 5), "qwen3_next": (3, 5)}
+"""Blocks of two prompts. Those of full attention are whole segments."""
 STORES = ["file", "redis", "s3"]
 
 
@@ -75,8 +77,9 @@ def test_a_host_hits_what_another_has_computed(
     with store(kind, tmp_path) as url:
         hosts = Hosts(model_of(request, name), tmp_path, url)
         model = hosts.model
-        shorter, longest = model.ids(3), model.ids(5)
-        onwards = longest + prompt(2 * model.block, seed=43)
+        shorter, longest = (model.ids(blocks) for blocks in PROMPTS[name])
+        whole = len(longest) - 1
+        onwards = longest + prompt(model.block, seed=43)
         with hosts.start() as first:
             cold = [ask(first, ids) for ids in (shorter, longest)]
             assert not cold[0].cached
@@ -87,7 +90,7 @@ def test_a_host_hits_what_another_has_computed(
                 assert (warm.cached, model.same(warm, expected)) == (len(ids) - 1, True)
             # The second prompt brings what the first lacks only.
             stats = core(second).stats()
-            assert (stats["remote_hit_tokens"], stats["remote_corrupt"]) == (5 * model.block, 0)
+            assert (stats["remote_hit_tokens"], stats["remote_corrupt"]) == (whole, 0)
             # Other weights may come with a reset: from then on, the store is not touched.
             assert second.reset_device_cache(connector=True)
             before = core(second).stats()
@@ -97,7 +100,7 @@ def test_a_host_hits_what_another_has_computed(
             assert [after[of] - before[of] for of in used] == [0] * len(used)
         with hosts.start() as third:
             # A longer prompt hits where the other host ended.
-            assert ask(third, onwards, 1).cached == 5 * model.block
+            assert ask(third, onwards, 1).cached == whole
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,18 +123,18 @@ def test_without_its_windows_or_states_a_prompt_is_computed(
 
 
 def test_blocks_at_wrong_positions_change_the_answer(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """The counter-check: equal tokens show that the bytes of the store are those of their blocks."""
+    """The counter-check: equal tokens show that each block of the store comes to its place."""
     with store("file", tmp_path) as url:
         hosts = Hosts(model_of(request, "llama"), tmp_path, url)
         model = hosts.model
         with hosts.start() as first:
-            cold = ask(first, model.ids(5))
+            cold = ask(first, model.ids(6))
             written(first)
         objects = [path for path in (tmp_path / "remote").rglob("*-*") if path.is_file() and blocks_of(path) > 1]
         assert objects
         for path in objects:
-            exchange_blocks(path)
+            repeat_block(path)
         with hosts.start() as second:
-            warm = ask(second, model.ids(5))
-            assert (warm.cached, core(second).stats()["remote_corrupt"]) == (5 * model.block, 0)
+            warm = ask(second, model.ids(6))
+            assert (warm.cached, core(second).stats()["remote_corrupt"]) == (6 * model.block, 0)
             assert not model.same(warm, cold)

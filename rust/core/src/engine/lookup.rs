@@ -320,6 +320,11 @@ impl Engine {
             .0
             .min(tokens_of(request.hashes.len(), hash_block_size));
         let state = &mut self.sessions.requests[id];
+        // A wait for the remote store goes by the prompt as it was when the wait began.
+        let end = match cursor.awaits_remote {
+            true => state.planned.end,
+            false => end,
+        };
         state.planned.note(request.computed.0, end);
         let residency = &self.residency;
         let found = residency.deepest(ns, request.hashes, |node| node.is_visible());

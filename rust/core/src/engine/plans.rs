@@ -201,7 +201,8 @@ impl Engine {
         let ends = (arrived, boundary, size);
         let waited_ns = self.now_ns - demanded_ns;
         let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
-        Some((stop, boundary - arrived.clamp(prompt.computed, boundary)))
+        let from = prompt.computed.min(boundary);
+        Some((stop, boundary - arrived.clamp(from, boundary)))
     }
 
     /// Hash blocks that a hit could have now, if the promotion ended.

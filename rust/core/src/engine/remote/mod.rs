@@ -30,6 +30,7 @@ mod puts;
 mod recent;
 mod search;
 mod spaces;
+mod told;
 mod waits;
 
 use rustc_hash::FxHashMap;
@@ -39,6 +40,7 @@ use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
 use crate::metrics::{Counters, Gauges};
 use crate::remote::{ObjectKey, RemoteConfig, RemoteRequest};
+use crate::session::BlockEvent;
 use crate::work;
 
 use super::coordinator::Engine;
@@ -50,6 +52,7 @@ use flight::Flight;
 use puts::PutQueue;
 use recent::Recent;
 use spaces::Spaces;
+use told::Told;
 
 pub(super) use flight::FlightId;
 pub(super) use waits::RemoteShare;
@@ -93,6 +96,7 @@ enum Operation {
         /// Leased.
         nodes: Vec<NodeId>,
         fingerprint: u64,
+        payloads: Vec<(NodeId, u8)>,
         /// In the window.
         bytes: u64,
         payload_bytes: u64,
@@ -139,6 +143,8 @@ pub(super) struct Remote {
     /// Objects that did not match their names: they are to be replaced.
     broken: Recent,
     puts: PutQueue,
+    /// Blocks that it is known to have.
+    told: Told,
     breaker: Breaker,
     get_window: Window,
     put_window: Window,
@@ -171,6 +177,7 @@ impl Remote {
             absent: Recent::new(ABSENT_MAX, config.absent_ns),
             broken: Recent::new(ABSENT_MAX, KNOWN_NS),
             puts: PutQueue::new(config.write_rate),
+            told: Told::default(),
             breaker: Breaker::new(config.stall_ns),
             get_window: Window::new(config.window_bytes),
             put_window: Window::new(host_bytes / 4),
@@ -363,6 +370,15 @@ impl Engine {
             let remote = Remote::new(of, config.host_bytes, config.promotion_bytes);
             self.remote = Some(Box::new(remote));
         }
+    }
+
+    /// Tells a feed of blocks in the store from a number on: the number that comes next.
+    pub(super) fn replay_remote(&self, ns: NsId, from: u64, events: &mut Vec<BlockEvent>) -> u64 {
+        let remote = self.remote.as_deref();
+        let told = remote.map(|remote| &remote.told);
+        told.map_or(u64::MAX, |told| {
+            told.step_replay(ns, from, &self.namespaces, events)
+        })
     }
 
     /// Whether there is a store.
