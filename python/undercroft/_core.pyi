@@ -251,7 +251,8 @@ def operate(socket: str, operation: dict[str, Any], timeout_s: float = 5.0) -> d
     ``{"explain": {"request": PREFIX, "misses": bool, "before": int | None}}``: ``lookups``, the latest first, and
     ``before``, with which to ask for more. ``{"clear": {"what": "all" | {"namespace": DIGITS} | {"older_than":
     SECONDS}, "erase": bool}}``, ``{"cleared": {}}``, ``{"drain": {"cancel": bool}}`` and ``{"drained": {}}``: the
-    progress, as the commands of these names print it with ``--json``; ``error`` if it is refused. ``{"describe":
+    progress, as the commands of these names print it with ``--json``; ``error`` if it is refused. ``{"resize":
+    {"host_bytes": BYTES, "disk_bytes": BYTES}}`` and ``{"resized": {}}``: the sizes, likewise. ``{"describe":
     {"namespace": DIGEST}}``: its ``description``, or None.
     """
 
@@ -526,12 +527,13 @@ def verify(directory: str, progress: Callable[[int, int], object]) -> dict[str, 
     """
 
 def export_namespace(
-    directories: list[str], digest: str, path: str, progress: Callable[[int, int], None]
+    directories: list[str], digest: str, path: str, key_file: str, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Write the blocks on disk of the namespace whose digest starts with ``digest`` to a new file.
 
-    Keys: namespace, blocks, bytes, left_out. ``progress(done, total)`` is called now and then; an exception of it ends
-    the export, and nothing is left. Raises ConfigError, StoreError, UndercroftError.
+    Keys: namespace, blocks, bytes, left_out. ``key_file`` has the keys of encrypted directories, and is empty for
+    none; the file is plain. ``progress(done, total)`` is called now and then; an exception of it ends the export, and
+    nothing is left. Raises ConfigError, StoreError, UndercroftError.
     """
 
 def import_namespace(socket: str, path: str, progress: Callable[[str, int, int], None]) -> dict[str, Any]:

@@ -36,6 +36,14 @@ def _one(name: str, kind: str, help_text: str, key: str | None = None) -> Metric
 
 
 _TIERS = ("host", "disk")
+_LIMITS = ("0.0001", "0.0003", "0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1", "3", "+Inf")
+LATENCIES: dict[str, tuple[str, ...]] = {
+    f"disk{disk}_{direction}_le_{number}": (str(disk), direction, limit)
+    for disk in range(4)
+    for direction in ("load", "save")
+    for number, limit in enumerate(_LIMITS)
+}
+"""Statistics of the latencies of disks: the number of the directory, the direction, and the limit in seconds."""
 _PLANNED = (*_TIERS, "remote")
 SHADOWS = range(1, 5)
 """Places of the sizes of the option ``shadow``."""
@@ -91,6 +99,8 @@ METRICS: tuple[Metric, ...] = (
     _one("volatile_namespaces", "gauge", "Namespaces without an entry on disk, which a restart does not find."),
     Metric("capacity_bytes", "gauge", "Capacity of a tier.", ("tier",),
            {f"{tier}_capacity_bytes": (tier,) for tier in _TIERS}),
+    Metric("target_bytes", "gauge", "Capacity of a tier when a resize has ended (undercroft resize).", ("tier",),
+           {f"{tier}_target_bytes": (tier,) for tier in _TIERS}),
     Metric("capacity_tokens", "gauge", "Tokens of this model that a tier of this capacity holds.", ("tier",),
            {f"{tier}_capacity_tokens": (tier,) for tier in _TIERS}),
     Metric("used_bytes", "gauge", "Bytes of a tier in use.", ("tier",),
@@ -112,6 +122,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _one("checksum_failures", "counter", "Blocks or records dropped because their checksum did not match."),
     _one("host_checksum_failures", "counter", "Blocks in host memory dropped because they changed after their save."),
+    _one("decryption_failures", "counter", "Blocks dropped because no key of key_file decrypts them."),
     Metric("io_failures", "counter", "Failed disk operations.", ("direction",),
            {"read_failures": ("load",), "write_failures": ("save",)}),
     _one("degraded_disks", "gauge", "Directories that accept no writes, do not answer, have failed, or lack a file.",
@@ -154,6 +165,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("learned_prefill_tokens_per_second", "gauge", "Learned rate of computing, by the position in the prompt.",
            ("position",), {"plan_prefill_tokens_per_s": ("0",), "plan_prefill_tokens_per_s_32k": ("32768",)}),
     _one("bytes_per_token", "gauge", "Bytes of a token in the tiers.", "plan_bytes_per_token"),
+    Metric("disk_operations", "counter",
+           "Reads and writes of each directory that took at most `le` seconds, by its place in disk_path, from 0; the "
+           "fourth stands for all further ones. For `histogram_quantile`.",
+           ("disk", "direction", "le"), LATENCIES),
     _one("shadow_prompt_tokens", "counter", "Prompt tokens looked up in the caches of the option shadow."),
     Metric("shadow_hit_tokens", "counter", "Prompt tokens that each cache of the option shadow would have had.",
            ("size",), {f"shadow_hit_tokens_{number}": (str(number),) for number in SHADOWS}),

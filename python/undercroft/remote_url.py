@@ -1,9 +1,11 @@
-"""URLs of remote stores: the first look at them, before the core reads them."""
+"""URLs of remote stores: the first look at them, before the core reads them. Secrets in values, which are not shown."""
 
 from __future__ import annotations
 
 import re
 from typing import TypeVar
+
+from undercroft.key_file import is_key
 
 SCHEMES = ("file", "s3", "gs", "az", "redis", "rediss")
 """Kinds of stores; rediss is Redis over TLS."""
@@ -45,7 +47,9 @@ def check_remote(value: object) -> str:
 
 
 def without_credentials(value: _T) -> _T | str:
-    """The value for a message: of a URL, nothing before an @ is shown."""
+    """The value for a message: nothing of a key is shown, and of a URL nothing before an @."""
     if not isinstance(value, str) or value.startswith("file:"):
         return value
+    if is_key(value):
+        return "..."
     return re.sub(r"://.*@", "://...@", value)

@@ -39,6 +39,8 @@ BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("export", "3f9a1c02"), "FILE", "required"),
     (("import",), "FILE", "required"),
     (("drain", "--timeout", "never"), "--timeout", "from 0.1 to 86400"),
+    (("resize", "--host-memory", "lots"), "--host-memory", "GiB"),
+    (("resize", "--disk-capacity", "0"), "--disk-capacity", "above 0"),
     (("nonsense",), "nonsense", "serve"),
 )
 

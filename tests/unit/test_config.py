@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from undercroft import _core, config
-from undercroft.config import OPTIONS, ConfigError, PromotionWait, UndercroftConfig, option_table, unknown_environment
+from undercroft.config import OPTIONS, ConfigError, UndercroftConfig, option_table, unknown_environment
 from undercroft.engine import disks
+from undercroft.option_values import PromotionWait
 from undercroft.sizing import resolve_sizes
 from undercroft.units import Amount, format_size, parse_amount, parse_size
 
@@ -113,6 +114,7 @@ BAD = {
     "disk_on_other_version": ["delete", 2],
     "disk_write_rate": ["fast", -1, "10%"],
     "disk_ttl": [-1, "7w", "1.5h", "36526d", 0.5, True, None],
+    "key_file": [1, ["/etc/key"], None],
     "remote": [
         1,
         "/mnt/shared",
@@ -165,6 +167,19 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url):
         with pytest.raises(ConfigError, match=r"(?i)remote") as error:
             parse(given, **({} if given else {"UNDERCROFT_REMOTE": url}))
         assert "hunter2" not in str(error.value)
+
+
+def test_a_key_in_place_of_its_file_is_refused_and_not_shown():
+    key = "0aF3" * 16
+    for given in ({"key_file": key}, {}):
+        with pytest.raises(ConfigError, match=r"(?i)key_file.*a key instead of the path") as error:
+            parse(given, **({} if given else {"UNDERCROFT_KEY_FILE": key}))
+        assert key not in str(error.value)
+
+
+def test_a_key_file_is_an_absolute_path():
+    assert parse({"key_file": "~/keys"}).key_file == str(Path("~/keys").expanduser())
+    assert parse({}).key_file == ""
 
 
 def test_options_of_the_remote_store_are_read():

@@ -22,6 +22,11 @@ from undercroft.cli import main, serve, status
 from undercroft.config import OPTIONS, UndercroftConfig
 from undercroft.units import Amount
 
+LATENCY = {
+    "limits_s": [0.001, 0.003, 0.01],
+    "load": {"at_most": [60, 99, 99, 100], "seconds": 0.2},
+    "save": {"at_most": [0, 0, 0, 2], "seconds": 9.0},
+}
 STATUS = {
     "version": "1.2.3",
     "pid": 77,
@@ -50,7 +55,7 @@ STATUS = {
     "info": {
         "io_engine": "io_uring",
         "disks": [
-            {"path": "/a", "capacity": 1 << 40, "health": "good", "fault": None},
+            {"path": "/a", "capacity": 1 << 40, "health": "good", "fault": None, "latency": LATENCY},
             {"path": "/b", "capacity": 1 << 40, "health": "no_writes", "fault": "No space left on device"},
         ],
     },
@@ -243,9 +248,9 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
         "host 16 GiB 64 GiB 1000 5",
         "disk 512 GiB 1 TiB 5000 6",
         "",
-        "disk capacity health trouble",
-        "/a 1 TiB good",
-        "/b 1 TiB no_writes No space left on device",
+        "disk capacity health reads p50 reads p99 writes p50 writes p99 trouble",
+        "/a 1 TiB good <= 1 ms <= 3 ms > 0.01 s > 0.01 s",
+        "/b 1 TiB no_writes - - - - No space left on device",
         "",
         "session connected workers answered hits lookups pending loads saves loaded saved requests",
         "abababababab yes 2 70 30 3 1 1 2 7 MiB 9 MiB 5 MiB",

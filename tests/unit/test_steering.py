@@ -1,9 +1,10 @@
-"""`undercroft clear`, `drain`, `export` and `import`, over the socket of a live engine."""
+"""`undercroft clear`, `drain`, `resize`, `export` and `import`, over the socket of a live engine."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from core_values import Group, places
 from undercroft import _core
 from undercroft.cli import main
+from undercroft.device.pinning import ArenaPinner, Turns
 
 BLOCK = 16
 PAYLOAD = 64 << 10
@@ -108,6 +110,8 @@ def test_clear_by_age_leaves_what_was_used(engine: _core.Engine, capsys: pytest.
     save(engine, session, 1, 4)
     assert run(capsys, "clear", "--older-than", "1h")["host_blocks"] == 0
     assert hit(session, 1, 4) == 64
+    # Blocks that are being written are in use.
+    assert engine.flush(30)
     assert run(capsys, "clear", "--older-than", "0s")["host_blocks"] == 4
     assert hit(session, 1, 4) == 0
 
@@ -142,6 +146,77 @@ def test_a_drain_that_takes_too_long_says_what_is_left(
     assert "1 saves in progress" in capsys.readouterr().err
     session.end_transfer(grant.transfer_id, False)
     assert main.main(["drain"]) == 0
+
+
+def memory_of(arena: _core.Arena) -> int:
+    return os.fstat(arena.fileno()).st_blocks * 512
+
+
+def test_resize_gives_memory_and_space_back_and_takes_them_again(
+    engine: _core.Engine, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = registered(engine)
+    for prompt in range(24):
+        save(engine, session, prompt, 8)
+    assert engine.flush(30)
+    arena = _core.Arena.attach(engine.arena.socket, engine.arena.session)
+    data = place / "store" / "data"
+    memory, space = memory_of(arena), data.stat().st_blocks * 512
+    resized = run(capsys, "resize", "--host-memory", "4MiB", "--disk-capacity", "12MiB")
+    assert resized["finished"] and resized["host"]["kept_bytes"] == resized["disk"]["kept_bytes"] == 0
+    assert resized["host"]["capacity_bytes"] <= 4 << 20 and resized["disk"]["capacity_bytes"] <= 12 << 20
+    assert memory_of(arena) <= memory - (10 << 20)
+    assert data.stat().st_blocks * 512 <= space - (16 << 20)
+    stats = engine.stats()
+    assert stats["host_used_bytes"] <= stats["host_capacity_bytes"] == resized["host"]["capacity_bytes"]
+    assert stats["disk_target_bytes"] == resized["disk"]["target_bytes"] < 12 << 20
+    kept = [prompt for prompt in range(24) if hit(session, prompt, 8) == 8 * BLOCK]
+    # The page of the last prompt may be nearly empty, and then cheaper to evict than a full one of older prompts.
+    assert set(range(12, 23)) <= set(kept), kept
+    assert main.main(["resize", "--host-memory", "16MiB", "--disk-capacity", "32MiB"]) == 0
+    assert "host  16 MiB     16 MiB     16 MiB" in (shown := capsys.readouterr().out), shown
+    for prompt in range(24, 48):
+        save(engine, session, prompt, 8)
+    assert engine.flush(30)
+    assert sum(hit(session, prompt, 8) for prompt in range(24, 48)) == 24 * 8 * BLOCK
+    assert engine.stats()["checksum_failures"] == engine.stats()["host_checksum_failures"] == 0
+    arena.let_go()
+    engine.close()
+    again = opened(place, "store")
+    theirs = registered(again)
+    assert sum(hit(theirs, prompt, 8) for prompt in range(24, 48)) == 24 * 8 * BLOCK
+    assert again.stats()["checksum_failures"] == 0
+    again.close()
+
+
+def test_resize_says_what_is_allowed_and_what_it_cannot_give_back(
+    engine: _core.Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = registered(engine)
+    save(engine, session, 1, 8)
+    assert main.main(["resize", "--host-memory", "20MiB"]) == 1
+    assert "host_memory 20 MiB: allowed is 1 MiB to 16 MiB; restart with" in capsys.readouterr().err
+    assert main.main(["resize", "--disk-capacity", "1MiB"]) == 1
+    assert "disk_capacity 1 MiB: allowed is" in capsys.readouterr().err
+    assert main.main(["resize", "--disk-capacity", "9000TiB"]) == 1
+    assert "free space there, or ask for less" in capsys.readouterr().err
+    arena = _core.Arena.attach(engine.arena.socket, engine.arena.session)
+    pinner = ArenaPinner(arena.address, arena.size, lambda *_: None, lambda _: None, turns=Turns(arena.fileno()))
+    assert pinner.wait(30)
+    before = memory_of(arena)
+    assert main.main(["resize", "--host-memory", "8MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "host memory: 8 MiB are unused, and the system does not have them back: a worker has pinned" in shown, shown
+    assert memory_of(arena) == before
+    # The pinned memory can be used again.
+    assert run(capsys, "resize", "--host-memory", "16MiB")["host"]["capacity_bytes"] == 16 << 20
+    pinner.close()
+    assert run(capsys, "resize", "--host-memory", "8MiB")["host"]["kept_bytes"] == 0
+    assert memory_of(arena) <= before - (8 << 20)
+    assert main.main(["status"]) == 0
+    assert "8 MiB" in capsys.readouterr().out
+    assert hit(session, 1, 8) == 8 * BLOCK
+    arena.let_go()
 
 
 def test_a_namespace_goes_to_another_host_byte_for_byte(
@@ -231,5 +306,5 @@ def test_an_interrupted_export_leaves_no_file(engine: _core.Engine, place: Path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _core.export_namespace([str(place / "store")], session.namespace, str(place / "blocks"), interrupted)
+        _core.export_namespace([str(place / "store")], session.namespace, str(place / "blocks"), "", interrupted)
     assert [path.name for path in place.iterdir() if path.name.startswith("blocks")] == []

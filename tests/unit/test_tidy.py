@@ -13,7 +13,7 @@ SOURCE_SUFFIXES = {".rs", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".yml", 
 
 # Modules of the core, lowest layer first; a module uses its own layer and lower ones only.
 LAYERS = (
-    ("key", "error", "explain", "metrics", "checksum", "little_endian", "memory", "panics", "size", "work"),
+    ("key", "error", "explain", "metrics", "checksum", "cipher", "little_endian", "memory", "panics", "size", "work"),
     ("buddy", "pool"),
     ("arena", "slots", "copy"),
     ("namespace", "forest", "resolve", "policy"),
@@ -23,7 +23,7 @@ LAYERS = (
     ("embedded",),
 )
 # `io` stands beside the layers: files and buffers, never keys; of the others, only these.
-IO_MAY_USE = {"io", "arena", "checksum", "memory", "error"}
+IO_MAY_USE = {"io", "arena", "checksum", "cipher", "memory", "error"}
 # Only the driver runs an IO engine; the state machine and the store speak its requests.
 IO_ENGINES = {"uring", "pool", "fault", "raw"}
 MAY_NAME_IO_ENGINES = {"io", "driver"}

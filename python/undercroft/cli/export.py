@@ -28,6 +28,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     )
     parser.add_argument("namespace", metavar="NAMESPACE", help="eight or more first digits of its digest (inspect)")
     parser.add_argument("file", metavar="FILE", type=Path, help="the file to be made")
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="the key_file of encrypted directories; the exported file is not encrypted",
+    )
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--socket", type=absolute_path, metavar="PATH", help="where the engine listens (the only engine of this user)"
@@ -51,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             bar.update(done - bar.n)
 
         exported: dict[str, Any] = _core.export_namespace(
-            directories, args.namespace, str(args.file.absolute()), progress
+            directories, args.namespace, str(args.file.absolute()), str(args.key_file or ""), progress
         )
     if args.json:
         output.print_json({"file": str(args.file), **exported})

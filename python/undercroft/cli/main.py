@@ -32,6 +32,7 @@ COMMANDS = (
     "warm",
     "clear",
     "drain",
+    "resize",
     "export",
     "import",
 )

@@ -21,6 +21,7 @@ COUNTERS = frozenset(key for metric in METRICS if metric.kind == "counter" for k
 TROUBLES = (
     "checksum_failures",
     "host_checksum_failures",
+    "decryption_failures",
     "read_failures",
     "write_failures",
     "load_failures",
@@ -133,7 +134,8 @@ def print_status(status: dict[str, Any]) -> None:
     )
     if disks := status["info"].get("disks"):
         print()
-        output.print_table(("disk", "capacity", "health", "trouble"), [_disk(disk) for disk in disks])
+        latencies = tuple(f"{way} {part}" for way in ("reads", "writes") for part in ("p50", "p99"))
+        output.print_table(("disk", "capacity", "health", *latencies, "trouble"), [_disk(disk) for disk in disks])
     for _, plan, of_tier in planning.of_tiers(stats):
         print(f"\n{plan}")
         output.print_table(planning.HEADER, planning.table(of_tier))
@@ -163,11 +165,26 @@ def print_status(status: dict[str, Any]) -> None:
 
 def _tier(stats: dict[str, Any], tier: str) -> tuple[Any, ...]:
     used, capacity = stats[f"{tier}_used_bytes"], stats[f"{tier}_capacity_bytes"]
-    return tier, format_size(used), format_size(capacity), stats[f"{tier}_blocks"], stats[f"{tier}_evictions"]
+    size = format_size(capacity)
+    if (target := stats.get(f"{tier}_target_bytes", capacity)) < capacity:
+        size += f", to be {format_size(target)}"
+    return tier, format_size(used), size, stats[f"{tier}_blocks"], stats[f"{tier}_evictions"]
 
 
 def _disk(disk: dict[str, Any]) -> tuple[Any, ...]:
-    return disk["path"], format_size(disk["capacity"]), disk["health"], disk["fault"] or ""
+    times = [_quantile(disk.get("latency"), direction, part) for direction in ("load", "save") for part in (0.5, 0.99)]
+    return disk["path"], format_size(disk["capacity"]), disk["health"], *times, disk["fault"] or ""
+
+
+def _quantile(latency: dict[str, Any] | None, direction: str, part: float) -> str:
+    """The limit that this part of a disk's reads or writes kept to since the start."""
+    counts = latency[direction]["at_most"] if latency else [0]
+    if latency is None or not counts[-1]:
+        return "-"
+    for limit, count in zip(latency["limits_s"], counts, strict=False):
+        if count >= part * counts[-1]:
+            return f"<= {limit * 1000:g} ms"
+    return f"> {latency['limits_s'][-1]:g} s"
 
 
 def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:

@@ -13,7 +13,7 @@ from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
-from undercroft.metrics import SHADOWS
+from undercroft.metrics import LATENCIES, SHADOWS
 from undercroft.reasons import REASONS
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 STATS_KEYS: dict[str, tuple[str, str]] = {
     # name: ("counter" since the start | "gauge" now, meaning)
-    "host_capacity_bytes": ("gauge", "size of the arena"),
+    "host_capacity_bytes": ("gauge", "size of the arena, as far as slots may use it"),
+    "host_target_bytes": ("gauge", "size of the arena when a resize has ended (undercroft resize)"),
     "host_used_bytes": ("gauge", "bytes of slots that hold a payload, visible or being filled"),
     "host_pinned_bytes": ("gauge", "of these, bytes that a load, save, promotion or lease protects from eviction"),
     "host_blocks": ("gauge", "visible payloads in host memory"),
     "disk_capacity_bytes": ("gauge", "capacity of all directories"),
+    "disk_target_bytes": ("gauge", "capacity of all directories when a resize has ended"),
     "disk_used_bytes": ("gauge", "bytes of disk slots that hold a payload"),
     "disk_blocks": ("gauge", "visible payloads on disk"),
     "disk_degraded": ("gauge", "directories that accept no writes, do not answer, have failed, or lack a file"),
@@ -51,6 +53,10 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "disk_write_bytes": ("counter", "payload bytes written to disk"),
     "disk_write_seconds": ("counter", "time from submission to completion of these writes, summed"),
     "disk_writes": ("counter", "payload writes"),
+    **{
+        key: ("counter", f"operations of directory {disk}, to {direction}, that took at most {limit} s")
+        for key, (disk, direction, limit) in LATENCIES.items()
+    },
     "saved_blocks": ("counter", "payloads that became visible by a save"),
     "deduplicated_blocks": ("counter", "payloads not saved because they were cached or being saved already"),
     "refused_host_full": ("counter", "payloads refused: host memory is full of data in use"),
@@ -63,6 +69,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "disk_evictions": ("counter", "payloads evicted from disk"),
     "checksum_failures": ("counter", "payloads or records whose checksum did not match"),
     "host_checksum_failures": ("counter", "payloads in host memory whose checksum did not match"),
+    "decryption_failures": ("counter", "payloads read from disk that no key of key_file decrypts"),
     "read_failures": ("counter", "failed reads from disk"),
     "write_failures": ("counter", "failed writes to disk"),
     "load_failures": ("counter", "loads that ended with a failure or could not begin"),
@@ -282,6 +289,7 @@ class UndercroftStats(KVConnectorStats):
             "failed_loads",
             "checksum_failures",
             "host_checksum_failures",
+            "decryption_failures",
             "hook_errors",
             "lookups_timed_out",
             "refused_host_full",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +47,26 @@ class Turns:
             # A lock belongs to an open: each process needs its own.
             with contextlib.suppress(OSError):
                 self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        self._is_shared = descriptor is not None
+
+    def claim(self, stop: threading.Event) -> str | None:
+        """Tell the engine, until `close`, that a part of the file is pinned: it gives none of it back to the system.
+
+        A device would go on to copy from and to the old pages. Returns the reason why that cannot be told.
+        """
+        if self._file is None:
+            return "the arena cannot be opened again" if self._is_shared else None
+        lock = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0)
+        while True:
+            try:
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
+                return None
+            except (BlockingIOError, PermissionError):
+                # The engine is giving a part back just now.
+                if stop.wait(TURN_PAUSE_S):
+                    return "the pinner was closed"
+            except OSError as error:
+                return str(error)
 
     @contextlib.contextmanager
     def turn(self, stop: threading.Event) -> Iterator[bool]:
@@ -124,7 +145,10 @@ class ArenaPinner:
     def _run(self) -> None:
         # One thread registers and unregisters: the driver keeps the last error per thread, and no other sees it.
         registered: list[int] = []
-        for begin in range(0, self._size, self._chunk):
+        refusal = self._turns.claim(self._stop)
+        if refusal is not None and not self._stop.is_set():
+            self._report(refusal)
+        for begin in range(0, self._size if refusal is None else 0, self._chunk):
             size = min(self._chunk, self._size - begin)
             took, refusal = self._pin(begin, size)
             if took is None:

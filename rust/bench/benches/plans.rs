@@ -37,6 +37,7 @@ fn engine(read_ns: u64, min_load_tokens: Option<u32>) -> (Engine, SessionId) {
     let superblock = Superblock {
         store_id: 1,
         page_bytes,
+        encrypted: false,
     };
     engine.attach_disks(vec![DeviceImage {
         capacity: DISK / page_bytes * page_bytes,

@@ -37,6 +37,7 @@ impl Directory {
         let superblock = Superblock {
             store_id: 1,
             page_bytes,
+            encrypted: false,
         };
         Self {
             capacity: capacity / page_bytes * page_bytes,
@@ -205,7 +206,8 @@ impl Store {
             let mut result = Ok(0);
             match request {
                 IoRequest::ReadPayload { checksum, .. } => result = Ok(*checksum),
-                IoRequest::WritePayload { .. } | IoRequest::Erase { .. } => {}
+                IoRequest::WritePayload { .. } | IoRequest::Sealed(_) | IoRequest::Erase { .. } => {
+                }
                 IoRequest::WriteMeta {
                     file,
                     file_offset,

@@ -78,7 +78,7 @@ impl Rig {
         arena: Arc<Arena>,
         depth: usize,
         block_bytes: u32,
-        choice: IoEngineChoice,
+        (choice, key_file): (IoEngineChoice, &Path),
     ) -> Result<Self, BenchError> {
         let disk = DiskConfig {
             path: dir.to_owned(),
@@ -87,6 +87,8 @@ impl Rig {
         let directories = Directories::open(&HostConfig {
             disks: vec![disk],
             on_disk_error: OnDiskError::Refuse,
+            io_engine: choice,
+            key_file: key_file.to_owned(),
             ..HostConfig::default()
         })?;
         let config = EngineConfig::new(arena.size());

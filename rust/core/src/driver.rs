@@ -338,6 +338,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
     let mut started = Vec::new();
     let mut checksums = ChecksumQueue::new(Arc::clone(io.arena()));
     let mut remote = Remote::default();
+    let mut released = None;
     let mut timeout = Some(Duration::ZERO);
     loop {
         io.wait(timeout, &mut completions);
@@ -357,6 +358,9 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             state.engine.complete(completion);
         }
         remote.complete(&mut state);
+        if let Some(ok) = released.take() {
+            state.engine.arena_release_ended(ok);
+        }
         for opened in std::mem::take(&mut state.opened) {
             if io.replace_files(opened.device, opened.files).is_ok() {
                 state.engine.open_disk(opened.device, &opened.image);
@@ -366,9 +370,11 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         rooms.clear();
         rooms.extend(devices.map(|device| io.room(device)));
         let stopping = state.stop_at;
+        let mut release = None;
         let late = stopping.is_some_and(|at| Instant::now() >= at);
         if !late {
             state.engine.next_io(&rooms[..], &mut requests);
+            release = state.engine.next_arena_release();
             if checksums.is_empty() {
                 state.engine.next_checksums(&mut started);
             }
@@ -400,6 +406,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             io.submit(request);
         }
         remote.submit();
+        released = release.map(|(offset, len)| io.release_memory(offset, len).is_ok());
         timeout = match stopping {
             _ if !checksums.is_empty() => Some(Duration::ZERO),
             None if has_rest => Some(REST_PAUSE),

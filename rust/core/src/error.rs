@@ -160,6 +160,17 @@ pub enum StoreError {
         /// The version that this code reads.
         supported: u32,
     },
+    /// The store is encrypted and there is no key, or it is plain and there is one.
+    #[error(
+        "disk_path {path} {reason}; change key_file, choose another disk_path, or set disk_on_other_version to \"discard\" or \
+         \"set_aside\" to start empty. Nothing was changed"
+    )]
+    Encryption {
+        /// The directory.
+        path: PathBuf,
+        /// The mismatch, in words.
+        reason: String,
+    },
     /// The directory belongs to another user.
     #[error(
         "disk_path {path} belongs to uid {owner}, this process runs as uid {uid}; choose another disk_path, \
@@ -263,6 +274,7 @@ impl StoreError {
             Self::Untrusted { .. }
             | Self::Damaged { .. }
             | Self::Version { .. }
+            | Self::Encryption { .. }
             | Self::Full { .. }
             | Self::NoSpace { .. } => true,
             Self::InUse { .. }

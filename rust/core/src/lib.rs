@@ -4,6 +4,7 @@
 pub mod arena;
 mod buddy;
 pub mod checksum;
+pub mod cipher;
 pub mod copy;
 pub mod disk;
 pub mod driver;

@@ -33,6 +33,7 @@ pub struct Counters {
     pub disk_evictions: u64,
     pub checksum_failures: u64,
     pub host_checksum_failures: u64,
+    pub decryption_failures: u64,
     pub read_failures: u64,
     pub write_failures: u64,
     pub load_failures: u64,
@@ -157,10 +158,12 @@ impl Counters {
 )]
 pub struct Gauges {
     pub host_capacity_bytes: u64,
+    pub host_target_bytes: u64,
     pub host_used_bytes: u64,
     pub host_pinned_bytes: u64,
     pub host_blocks: u64,
     pub disk_capacity_bytes: u64,
+    pub disk_target_bytes: u64,
     pub disk_used_bytes: u64,
     pub disk_blocks: u64,
     pub disk_degraded: u64,

@@ -29,6 +29,8 @@ const PAGE_SLOTS_MIN: u64 = 8;
 const WASTE_SHARE: u64 = 64;
 /// No page.
 const NO_PAGE: u32 = u32::MAX;
+/// No page, and none may come.
+const WITHHELD: u32 = u32::MAX - 1;
 
 /// The offset in bytes of a slot that is counted in [`SLOT_ALIGN`].
 pub(crate) fn slot_offset(slot: u32) -> u64 {
@@ -132,6 +134,8 @@ struct ClassState {
     /// Pages with a free slot, by [`Page::rank`].
     partial: BTreeSet<(u32, u32)>,
     used: u64,
+    /// It has no slots: its pages are withheld.
+    withholds: bool,
 }
 
 /// Allocator of slots.
@@ -143,8 +147,9 @@ pub struct Slots {
     /// Pages by number; `None`: the number is free.
     pages: Vec<Option<Page>>,
     free_numbers: Vec<u32>,
-    /// Page of each unit, or `NO_PAGE`.
+    /// Page of each unit, `NO_PAGE` or `WITHHELD`.
     page_at: Vec<u32>,
+    withheld_units: u64,
     cells: Cells,
     free_units: Buddy,
     classes: Vec<ClassState>,
@@ -184,6 +189,7 @@ impl Slots {
             cells: Cells::new(),
             free_numbers: Vec::new(),
             page_at: vec![NO_PAGE; units as usize],
+            withheld_units: 0,
             free_units: Buddy::new(units, units_per_page.ilog2()),
             classes: Vec::new(),
             closed: None,
@@ -200,13 +206,14 @@ impl Slots {
         let found = self
             .classes
             .iter()
-            .position(|class| class.slot_bytes == slot_bytes);
+            .position(|class| class.slot_bytes == slot_bytes && !class.withholds);
         let index = found.unwrap_or_else(|| {
             self.classes.push(ClassState {
                 slot_bytes,
                 order: self.order_for(slot_bytes),
                 partial: BTreeSet::new(),
                 used: 0,
+                withholds: false,
             });
             self.classes.len() - 1
         });
@@ -252,8 +259,13 @@ impl Slots {
         self.classes[usize::from(class)].slot_bytes
     }
 
-    /// Bytes in whole pages of the largest size.
+    /// Bytes in whole pages of the largest size, less those that are withheld.
     pub fn capacity(&self) -> u64 {
+        self.extent() - self.withheld_bytes()
+    }
+
+    /// Bytes in whole pages of the largest size.
+    pub fn extent(&self) -> u64 {
         self.unit_bytes * self.page_at.len() as u64
     }
 
@@ -279,9 +291,14 @@ impl Slots {
 
     /// Number of the page in use that holds `offset`.
     pub fn page_of(&self, offset: u64) -> u32 {
-        let number = self.page_at[self.unit_of(offset) as usize];
-        assert_ne!(number, NO_PAGE, "no page in use holds {offset}");
-        number
+        let number = self.page_at(self.unit_of(offset));
+        number.unwrap_or_else(|| panic!("no page in use holds {offset}"))
+    }
+
+    /// Number of the page in use that holds a unit.
+    fn page_at(&self, unit: u32) -> Option<u32> {
+        let number = self.page_at[unit as usize];
+        (number < WITHHELD).then_some(number)
     }
 
     fn unit_of(&self, offset: u64) -> u32 {
@@ -530,3 +547,4 @@ mod claims;
 mod runs;
 #[cfg(test)]
 mod tests;
+mod withheld;

@@ -38,6 +38,7 @@ impl Machine {
             super_file: Superblock {
                 store_id: 1,
                 page_bytes: PAGE_BYTES,
+                encrypted: false,
             }
             .encode()
             .into(),
@@ -113,6 +114,7 @@ impl Machine {
                 self.data[to..to + len as usize].copy_from_slice(source);
                 Ok(checksum(&source[..payload_len as usize]))
             }
+            IoRequest::Sealed(_) => unreachable!("the store is plain"),
             IoRequest::Erase {
                 file_offset, len, ..
             } => {

@@ -2,10 +2,13 @@
 //! names.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use undercroft_cipher::{AesGcm, Keys};
 use undercroft_core::arena::ARENA_ALIGN;
+use undercroft_core::cipher::PayloadCipher;
 use undercroft_core::disk::open::OnOtherVersion;
 use undercroft_core::engine::EngineConfig;
 use undercroft_core::io::IoEngineChoice;
@@ -102,6 +105,8 @@ pub struct HostConfig {
     pub disk_write_rate: u64,
     /// Seconds after which blocks that no request has used are evicted from disk; 0 if they stay.
     pub disk_ttl: u64,
+    /// File with the keys that payloads on disk and in the remote store are encrypted with; empty if they are not.
+    pub key_file: PathBuf,
     /// URL of the remote store; empty for none.
     pub remote: String,
     /// Least bytes of an object in the remote store; by default 16 MiB.
@@ -169,6 +174,21 @@ impl HostConfig {
         } else {
             ("socket_dir", SocketLocation::In(default_dir))
         }
+    }
+
+    /// The cipher with the keys of the key file; `None` without one.
+    pub(crate) fn cipher(&self) -> Result<Option<Arc<dyn PayloadCipher>>, HostError> {
+        if self.key_file == Path::new("") {
+            return Ok(None);
+        }
+        if self.io_engine == IoEngineChoice::IoUring {
+            return Err(HostError::Option(
+                "io_engine is \"io_uring\", with which undercroft does not encrypt; with key_file, allowed are \"auto\" and \
+                 \"thread_pool\""
+                    .to_owned(),
+            ));
+        }
+        Ok(Some(Arc::new(AesGcm::new(&Keys::read(&self.key_file)?))))
     }
 
     /// Where the remote store is; `None` without one.

@@ -3,10 +3,12 @@
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde_json::{Value, json};
+use undercroft_core::cipher::PayloadCipher;
 use undercroft_core::disk::open::{Capacity, Directory, DirectoryLock, StoreOptions, open};
-use undercroft_core::disk::{DeviceImage, Health};
+use undercroft_core::disk::{DeviceImage, Health, LATENCY_LIMITS_NS, Latency};
 use undercroft_core::io::{DeviceFiles, IoFault};
 
 use crate::config::{DiskCapacity, HostConfig, OnDiskError};
@@ -45,15 +47,20 @@ pub struct Directories {
     pub(crate) files: Vec<DeviceFiles>,
     pub(crate) images: Vec<DeviceImage>,
     pub(crate) states: Vec<DirectoryState>,
+    /// The cipher of their payloads, if these are encrypted.
+    pub(crate) cipher: Option<Arc<dyn PayloadCipher>>,
 }
 
 impl Directories {
     /// Opens all of them; where the options allow it, those that can be opened now.
     ///
     /// # Errors
-    /// If one of them cannot be used.
+    /// If one of them, or the key file, cannot be used.
     pub fn open(config: &HostConfig) -> Result<Self, HostError> {
-        let mut all = Self::default();
+        let mut all = Self {
+            cipher: config.cipher()?,
+            ..Self::default()
+        };
         for (disk, options) in config.disks.iter().zip(store_options(config)) {
             match open(&disk.path, options, random()) {
                 Ok(directory) => {
@@ -101,6 +108,7 @@ pub(crate) fn store_options(config: &HostConfig) -> Vec<StoreOptions> {
                 },
             },
             on_other_version: config.disk_on_other_version,
+            encrypted: config.key_file != Path::new(""),
         })
         .collect()
 }
@@ -148,6 +156,15 @@ impl OpenDirectory {
             "notes": self.notes,
         })
     }
+}
+
+/// How long a directory's reads and writes took.
+pub(crate) fn latency_json(latencies: &[Latency; 2]) -> Value {
+    let [load, save] = latencies.map(
+        |latency| json!({"at_most": latency.at_most(), "seconds": latency.total_ns() as f64 / 1e9}),
+    );
+    let limits = LATENCY_LIMITS_NS.map(|limit| limit as f64 / 1e9);
+    json!({"limits_s": limits, "load": load, "save": save})
 }
 
 impl DirectoryState {

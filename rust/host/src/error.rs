@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use undercroft_cipher::KeyFileError;
 use undercroft_core::arena::ArenaError;
 use undercroft_core::disk::portable::PortableError;
 use undercroft_core::error::{RegisterError, StoreError};
@@ -31,6 +32,9 @@ pub enum HostError {
     /// The arena cannot be made.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The key file cannot be used.
+    #[error(transparent)]
+    KeyFile(#[from] KeyFileError),
     /// The disks cannot be read and written as configured.
     #[error("io_engine: {0}")]
     Io(io::Error),
@@ -97,6 +101,7 @@ impl HostError {
             | Self::Portable { .. } => ErrorClass::Engine,
             Self::Option(_)
             | Self::Arena(_)
+            | Self::KeyFile(_)
             | Self::Io(_)
             | Self::Socket { .. }
             | Self::Register(_)

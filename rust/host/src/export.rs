@@ -5,17 +5,21 @@ use std::fs::File;
 use std::io::{self, BufWriter};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Serialize;
 use undercroft_core::checksum::checksum;
+use undercroft_core::cipher::{PayloadCipher, SEAL_BYTES};
+use undercroft_core::disk::binding::StoredPayload;
 use undercroft_core::disk::format::{NamespaceEntry, PLACEHOLDER, RECORD_BYTES, Record};
 use undercroft_core::disk::inspect::{NamespaceSummary, Summary};
-use undercroft_core::disk::open;
+use undercroft_core::disk::open::{self, Contents};
 use undercroft_core::disk::portable::{PortableError, PortableWriter};
-use undercroft_core::key::BlockHash;
+use undercroft_core::key::{BlockHash, NamespaceDigest};
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 use undercroft_core::slots::SLOT_ALIGN;
 
+use crate::config::HostConfig;
 use crate::error::HostError;
 
 /// Blocks between two reports of progress.
@@ -32,7 +36,7 @@ pub struct Exported {
     pub blocks: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Payloads in the tables that were left out: replaced meanwhile, unreadable, or below such a block.
+    /// Payloads in the tables that were left out: replaced meanwhile, unreadable, not decrypted, or below such a block.
     pub left_out: u64,
 }
 
@@ -43,7 +47,7 @@ struct Source {
 }
 
 /// Writes the blocks on disk of the one namespace whose digest begins with `digest` to a new file at `path`.
-/// `progress` gets the numbers of blocks that are written and that there are, now and then, and may end it with an error
+/// The file has plain bytes; `key_file` has the keys of encrypted directories, and is empty for none. `progress` gets the numbers of blocks that are written and that there are, now and then, and may end it with an error
 /// of its own: nothing is at `path` then.
 ///
 /// # Errors
@@ -51,7 +55,7 @@ struct Source {
 pub fn export<E: From<HostError>>(
     directories: &[PathBuf],
     digest: &str,
-    path: &Path,
+    (path, key_file): (&Path, &Path),
     mut progress: impl FnMut(u64, u64) -> Result<(), E>,
 ) -> Result<Exported, E> {
     if path.exists() {
@@ -65,9 +69,14 @@ pub fn export<E: From<HostError>>(
     for directory in directories {
         contents.push(open::read(directory).map_err(HostError::from)?);
     }
+    let cipher = cipher(directories, &contents, key_file)?;
     let summaries: Vec<Summary> = contents.iter().map(Summary::of).collect();
     let space = chosen(&summaries, digest)?;
-    let data: Vec<&File> = contents.iter().map(|of| &of.data).collect();
+    let stores = Stores {
+        contents: &contents,
+        cipher,
+        namespace: space.spec.digest(),
+    };
     let tables = contents.iter().map(|of| of.table_bytes.as_slice());
     let sources = connected(&space, &summaries, tables.enumerate());
     let part = path.with_file_name(format!(
@@ -75,7 +84,7 @@ pub fn export<E: From<HostError>>(
         path.file_name().unwrap_or_default().to_string_lossy(),
         std::process::id()
     ));
-    let written = write(&space, &sources, &data, &part, &mut progress).and_then(|exported| {
+    let written = write(&space, &sources, &stores, &part, &mut progress).and_then(|exported| {
         std::fs::rename(&part, path).map_err(|error| E::from(failed(path, error)))?;
         Ok(exported)
     });
@@ -156,7 +165,7 @@ struct Written {
 fn write<E: From<HostError>>(
     space: &NamespaceSummary,
     sources: &[Source],
-    data: &[&File],
+    stores: &Stores<'_>,
     part: &Path,
     progress: &mut impl FnMut(u64, u64) -> Result<(), E>,
 ) -> Result<Exported, E> {
@@ -179,7 +188,7 @@ fn write<E: From<HostError>>(
             progress(at as u64, sources.len() as u64)?;
         }
         at += node.len();
-        add_node(&space.spec, node, data, &mut writer, &mut written).map_err(error)?;
+        add_node(&space.spec, node, stores, &mut writer, &mut written).map_err(error)?;
     }
     let (out, totals) = writer.finish().map_err(error)?;
     let file = out
@@ -199,7 +208,7 @@ fn write<E: From<HostError>>(
 fn add_node(
     spec: &NamespaceSpec,
     node: &[Source],
-    data: &[&File],
+    stores: &Stores<'_>,
     writer: &mut PortableWriter<BufWriter<File>>,
     written: &mut Written,
 ) -> io::Result<()> {
@@ -207,9 +216,7 @@ fn add_node(
     let has_parent = first.parent.is_none_or(|of| written.nodes.contains(&of));
     let mut payloads = Vec::new();
     for source in node.iter().filter(|_| has_parent) {
-        if let Some(payload) = read(source, data[source.directory])? {
-            payloads.push((source.record, payload));
-        }
+        payloads.extend(stores.read(source)?);
     }
     let has = |group: usize| {
         payloads
@@ -243,16 +250,69 @@ pub(crate) fn required_groups(
         .filter(move |&group| spec.ends_block(group, depth))
 }
 
-/// A payload, if it still has the checksum of its record.
-fn read(source: &Source, data: &File) -> io::Result<Option<Vec<u8>>> {
-    let record = &source.record;
-    let mut payload = vec![0; record.payload_bytes as usize];
-    if record.group == PLACEHOLDER {
-        return Ok(Some(payload));
+/// The directories that payloads are read from.
+struct Stores<'a> {
+    contents: &'a [Contents],
+    cipher: Option<Arc<dyn PayloadCipher>>,
+    namespace: NamespaceDigest,
+}
+
+/// The cipher of the key file, if a directory needs one.
+fn cipher(
+    directories: &[PathBuf],
+    contents: &[Contents],
+    key_file: &Path,
+) -> Result<Option<Arc<dyn PayloadCipher>>, HostError> {
+    let mut pairs = directories.iter().zip(contents);
+    let encrypted = pairs.find(|(_, of)| of.superblock.encrypted);
+    let keys = HostConfig {
+        key_file: key_file.to_owned(),
+        ..HostConfig::default()
+    };
+    match (encrypted, keys.cipher()?) {
+        (Some((directory, _)), None) => Err(HostError::Option(format!(
+            "{} is encrypted: name its key file with --key-file. The exported file is not encrypted",
+            directory.display()
+        ))),
+        (_, cipher) => Ok(cipher),
     }
-    match data.read_exact_at(&mut payload, u64::from(record.slot) * SLOT_ALIGN) {
-        Ok(()) => Ok((checksum(&payload) == record.checksum).then_some(payload)),
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
-        Err(error) => Err(error),
+}
+
+impl Stores<'_> {
+    /// A payload, if it is still that of its record, with the record of the plain payload.
+    fn read(&self, source: &Source) -> io::Result<Option<(Record, Vec<u8>)>> {
+        let record = source.record;
+        let (contents, bytes) = (&self.contents[source.directory], record.payload_bytes);
+        let mut payload = vec![0; bytes as usize];
+        if record.group == PLACEHOLDER {
+            return Ok(Some((record, payload)));
+        }
+        let encrypted = contents.superblock.encrypted;
+        payload.resize(payload.len() + if encrypted { SEAL_BYTES } else { 0 }, 0);
+        let file_offset = u64::from(record.slot) * SLOT_ALIGN;
+        match contents.data.read_exact_at(&mut payload, file_offset) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        if !encrypted {
+            return Ok((checksum(&payload) == record.checksum).then_some((record, payload)));
+        }
+        let stored = StoredPayload {
+            store_id: contents.superblock.store_id,
+            file_offset,
+            namespace: &self.namespace,
+            instance: record.instance,
+            hash: &record.hash,
+            group: record.group,
+            payload_bytes: bytes,
+        };
+        let cipher = self.cipher.as_ref();
+        if !cipher.is_some_and(|cipher| cipher.decrypt(&stored.binding(), &mut payload)) {
+            return Ok(None);
+        }
+        payload.truncate(bytes as usize);
+        let checksum = checksum(&payload);
+        Ok(Some((Record { checksum, ..record }, payload)))
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use undercroft_core::disk::format::{FORMAT_VERSION, Record};
+use undercroft_core::disk::format::{Record, Superblock};
 use undercroft_core::disk::inspect::{Summary, is_intact, is_same_payload};
 use undercroft_core::disk::open::{self, Contents};
 use undercroft_core::error::StoreError;
@@ -108,32 +108,35 @@ pub struct DiskExamination {
 }
 
 /// The effect of opening the directories of `config` now. Changes nothing.
-pub fn examine(config: &HostConfig) -> Vec<DiskExamination> {
+///
+/// # Errors
+/// If the key file cannot be used.
+pub fn examine(config: &HostConfig) -> Result<Vec<DiskExamination>, HostError> {
+    config.cipher()?;
     let disks = config.disks.iter().zip(store_options(config));
-    disks
-        .map(|(disk, options)| {
-            let path = disk.path.to_string_lossy().into_owned();
-            match open::examine(&disk.path, options) {
-                Ok(found) => DiskExamination {
-                    path,
-                    error: None,
-                    starts: true,
-                    capacity: found.capacity,
-                    is_kept: found.is_kept,
-                    notes: found.notes,
-                },
-                Err(error) => DiskExamination {
-                    path,
-                    starts: error.may_pass() && config.on_disk_error == OnDiskError::Degrade
-                        || matches!(error, StoreError::InUse { .. }) && config.share,
-                    error: Some(error.to_string()),
-                    capacity: 0,
-                    is_kept: false,
-                    notes: Vec::new(),
-                },
-            }
-        })
-        .collect()
+    let examined = disks.map(|(disk, options)| {
+        let path = disk.path.to_string_lossy().into_owned();
+        match open::examine(&disk.path, options) {
+            Ok(found) => DiskExamination {
+                path,
+                error: None,
+                starts: true,
+                capacity: found.capacity,
+                is_kept: found.is_kept,
+                notes: found.notes,
+            },
+            Err(error) => DiskExamination {
+                path,
+                starts: error.may_pass() && config.on_disk_error == OnDiskError::Degrade
+                    || matches!(error, StoreError::InUse { .. }) && config.share,
+                error: Some(error.to_string()),
+                capacity: 0,
+                is_kept: false,
+                notes: Vec::new(),
+            },
+        }
+    });
+    Ok(examined.collect())
 }
 
 /// Reads the contents of a directory. Changes nothing.
@@ -161,7 +164,7 @@ pub fn inspect(directory: &Path) -> Result<Inspection, HostError> {
     });
     let payloads = summary.records.iter().map(|record| record.payload_bytes);
     Ok(Inspection {
-        format_version: FORMAT_VERSION,
+        format_version: Superblock::version(contents.superblock.encrypted),
         used_by: open::used_by(directory)?,
         capacity_bytes: contents.data_bytes,
         used_bytes: payloads.map(u64::from).sum(),
@@ -220,7 +223,7 @@ pub fn verify<E: From<HostError>>(
 }
 
 fn check(directory: &Path, record: &Record, contents: &Contents) -> Result<bool, HostError> {
-    let intact = is_intact(record, &contents.data).map_err(|source| StoreError::Io {
+    let intact = is_intact(record, contents).map_err(|source| StoreError::Io {
         path: directory.to_owned(),
         action: "read a payload",
         source,

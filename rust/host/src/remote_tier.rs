@@ -29,7 +29,7 @@ impl RemoteTier {
     /// Gives the engine the store that the options name. A store that cannot be reached now is tried again by itself.
     ///
     /// # Errors
-    /// If the options, or the credentials in the environment, cannot lead to a store.
+    /// If the options, or the credentials in the environment, cannot lead to a store, or the key file cannot be used.
     pub(crate) fn start(
         config: &HostConfig,
         driver: &Driver,
@@ -40,7 +40,8 @@ impl RemoteTier {
         };
         let objects = undercroft_remote::open(&location, config.remote_options())
             .map_err(|error| HostError::Option(error.to_string()))?;
-        let pool = Pool::start(Arc::clone(&objects), Arc::clone(arena), driver.waker());
+        let (of_pool, arena) = (Arc::clone(&objects), Arc::clone(arena));
+        let pool = Pool::start_with(of_pool, arena, driver.waker(), config.cipher()?);
         let pool = pool.map_err(HostError::Thread)?;
         let last = pool.last_result();
         driver.attach_remote(Box::new(pool));

@@ -195,7 +195,9 @@ fn settle(engine: &mut Engine, io: &mut Vec<IoRequest>, metadata: &mut Vec<u64>)
             let token = request.token();
             let result = match request {
                 IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
-                IoRequest::WritePayload { .. } | IoRequest::Erase { .. } => Ok(0),
+                IoRequest::WritePayload { .. } | IoRequest::Sealed(_) | IoRequest::Erase { .. } => {
+                    Ok(0)
+                }
                 IoRequest::WriteMeta { .. } => {
                     metadata.push(token);
                     continue;

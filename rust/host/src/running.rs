@@ -11,11 +11,11 @@ use undercroft_core::disk::Health;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery};
 use undercroft_core::io::fault::{FaultControl, FaultEngine};
-use undercroft_core::io::{IoEngineChoice, IoFeatures, open_io_engine};
+use undercroft_core::io::{IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine};
 use undercroft_ipc::stats_json;
 
 use crate::config::HostConfig;
-use crate::directories::{Directories, DirectoryState};
+use crate::directories::{Directories, DirectoryState, latency_json};
 use crate::error::HostError;
 use crate::remote_tier::RemoteTier;
 use crate::retry::{self, SharedDirectories};
@@ -76,9 +76,14 @@ impl RunningEngine {
             files,
             images,
             mut states,
+            cipher,
         } = directories;
-        let (io, features) =
-            open_io_engine(choice, depth, Arc::clone(&arena), files).map_err(HostError::Io)?;
+        let of_io = Arc::clone(&arena);
+        let opened = match cipher {
+            Some(cipher) => open_encrypting_engine(depth, of_io, files, cipher),
+            None => open_io_engine(choice, depth, of_io, files),
+        };
+        let (io, features) = opened.map_err(HostError::Io)?;
         let (io, faults) = if inject_faults {
             let (io, faults) = FaultEngine::new(io);
             (Box::new(io) as _, Some(faults))
@@ -180,11 +185,16 @@ impl RunningEngine {
     /// Counters and gauges. A directory of which a file was deleted counts as degraded, and so does a remote store whose
     /// last operation failed.
     pub(crate) fn stats(&self) -> Value {
-        let taken = self
-            .driver
-            .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
+        let taken = self.driver.enter(|engine| {
+            (
+                *engine.counters(),
+                engine.gauges(),
+                engine.health(),
+                engine.latencies(),
+            )
+        });
         // Without an engine everything is zero: its capacity, too.
-        let (counters, mut gauges, health) = taken.unwrap_or_default();
+        let (counters, mut gauges, health, latencies) = taken.unwrap_or_default();
         let state = self.directories.lock();
         let pairs = state.directories.iter().zip(health);
         let missing = pairs
@@ -192,16 +202,23 @@ impl RunningEngine {
         gauges.disk_degraded += missing.count() as u64;
         drop(state);
         gauges.remote_degraded = self.remote().is_some_and(RemoteTier::has_failed).into();
-        stats_json(&counters, &gauges)
+        stats_json(&counters, &gauges, &latencies)
     }
 
     /// The configuration and findings.
     pub(crate) fn info(&self) -> Value {
-        let health = self.driver.enter(|engine| engine.health());
+        let taken = self
+            .driver
+            .enter(|engine| (engine.health(), engine.latencies()));
+        let (health, latencies) = taken.unwrap_or_default();
         let state = self.directories.lock();
-        let pairs = state.directories.iter().zip(health.unwrap_or_default());
+        let pairs = state.directories.iter().zip(health).zip(latencies);
         let disks: Vec<Value> = pairs
-            .map(|(directory, (health, fault))| directory.info(health, fault))
+            .map(|((directory, (health, fault)), latencies)| {
+                let mut info = directory.info(health, fault);
+                info["latency"] = latency_json(&latencies);
+                info
+            })
             .collect();
         drop(state);
         json!({

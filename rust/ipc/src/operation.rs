@@ -2,10 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use undercroft_core::engine::{ClearOrder, Engine};
+use undercroft_core::engine::{ClearOrder, Engine, ResizeOrder};
 use undercroft_core::explain::ExplainQuery;
 use undercroft_core::hint::{Hint, HintAnswer, HintRequest, PIN_NAME_MAX, TTL_MAX_NS};
 use undercroft_core::key::BlockHash;
+use undercroft_core::memory;
 use undercroft_core::session::Tokens;
 
 /// A question or an order. Each is one bounded entry of the engine.
@@ -34,6 +35,12 @@ pub enum Operation {
     },
     /// Tells how far the engine has drained.
     Drained {},
+    /// Begins to set the sizes of the tiers, and tells the progress (a [`Resized`]); `error` if a size is impossible.
+    ///
+    /// [`Resized`]: undercroft_core::engine::Resized
+    Resize(ResizeOrder),
+    /// Tells the sizes of the tiers.
+    Resized {},
     /// Tells the `description` of a namespace; null if the engine knows none.
     Describe {
         /// Its digest, hexadecimal.
@@ -72,6 +79,11 @@ impl Operation {
             Self::Cleared {} => json!(engine.cleared()),
             Self::Drain { cancel } => json!(engine.drain(*cancel)),
             Self::Drained {} => json!(engine.drained()),
+            Self::Resize(order) => match engine.resize(order, memory::available()) {
+                Ok(resized) => json!(resized),
+                Err(refusal) => json!({"error": refusal.to_string()}),
+            },
+            Self::Resized {} => json!(engine.resized()),
             Self::Describe { namespace } => json!({"description": engine.description(namespace)}),
             Self::Hint(hint) => match hint.carry_out(engine) {
                 Ok(answer) => told(answer),

@@ -4,7 +4,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Map, Value, json};
+use undercroft_core::disk::Latency;
 use undercroft_core::metrics::{Counters, Gauges};
+
+/// Directories whose latencies are counted by themselves.
+const DISKS_SHOWN: usize = 4;
 
 /// The source of a server's statistics.
 #[derive(Clone)]
@@ -50,7 +54,7 @@ impl Report {
 }
 
 /// Counters and gauges together; `undercroft.connector.stats` documents each.
-pub fn stats_json(counters: &Counters, gauges: &Gauges) -> Value {
+pub fn stats_json(counters: &Counters, gauges: &Gauges, latencies: &[[Latency; 2]]) -> Value {
     let mut all = Map::new();
     for part in [json!(gauges), json!(counters)] {
         let Value::Object(part) = part else { continue };
@@ -65,5 +69,24 @@ pub fn stats_json(counters: &Counters, gauges: &Gauges) -> Value {
             }
         }
     }
+    add_latencies(&mut all, latencies);
     Value::Object(all)
+}
+
+/// Adds the latencies of [`DISKS_SHOWN`] directories, which are there even if the directories are not: `disk0_load_le_0`
+/// and so on. The last one stands for all further directories, too.
+fn add_latencies(all: &mut Map<String, Value>, latencies: &[[Latency; 2]]) {
+    let mut shown = [[Latency::default(); 2]; DISKS_SHOWN];
+    for (at, of_disk) in latencies.iter().enumerate() {
+        for (sum, latency) in shown[at.min(DISKS_SHOWN - 1)].iter_mut().zip(of_disk) {
+            sum.add(latency);
+        }
+    }
+    for (disk, kinds) in shown.iter().enumerate() {
+        for (direction, latency) in ["load", "save"].iter().zip(kinds) {
+            for (limit, count) in latency.at_most().into_iter().enumerate() {
+                all.insert(format!("disk{disk}_{direction}_le_{limit}"), json!(count));
+            }
+        }
+    }
 }

@@ -27,7 +27,7 @@ pub(crate) fn examine<'py>(
     options: &Bound<'py, PyDict>,
 ) -> Result<Bound<'py, PyAny>> {
     let config = HostConfig::from_json(&to_json(options)?)?;
-    let found = py.detach(|| inspect::examine(&config));
+    let found = py.detach(|| inspect::examine(&config))?;
     Ok(to_python(py, &found)?)
 }
 
@@ -71,13 +71,14 @@ pub(crate) fn export_namespace<'py>(
     directories: Vec<PathBuf>,
     digest: &str,
     path: PathBuf,
+    key_file: PathBuf,
     progress: Py<PyAny>,
 ) -> Result<Bound<'py, PyAny>> {
     let report = |done: u64, total: u64| {
         Python::attach(|py| progress.call1(py, (done, total)))?;
         Result::Ok(())
     };
-    let exported = py.detach(|| export(&directories, digest, &path, report))?;
+    let exported = py.detach(|| export(&directories, digest, (&path, &key_file), report))?;
     Ok(to_python(py, &exported)?)
 }
 

@@ -17,6 +17,7 @@ mod pool;
 mod receiver;
 #[cfg(feature = "redis")]
 mod redis;
+mod sealed;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use undercroft_core::arena::Arena;
+use undercroft_core::cipher::PayloadCipher;
 use undercroft_core::io::Waker;
 use undercroft_core::panics::contained;
 use undercroft_core::remote::{
@@ -16,6 +17,7 @@ use undercroft_core::remote::{
 use crate::body::Body;
 use crate::objects::{Objects, Result, StoreError};
 use crate::receiver::Receiver;
+use crate::sealed::seal_object;
 
 /// How long dropping a pool waits for calls that may still touch the arena.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
@@ -38,6 +40,8 @@ struct Queue {
 struct Shared {
     objects: Arc<dyn Objects>,
     arena: Arc<Arena>,
+    /// If payloads are encrypted.
+    cipher: Option<Arc<dyn PayloadCipher>>,
     waker: Waker,
     queue: Mutex<Queue>,
     /// Told when there is work, and when work has ended.
@@ -90,10 +94,24 @@ impl Pool {
         arena: Arc<Arena>,
         waker: Waker,
     ) -> std::io::Result<Self> {
+        Self::start_with(objects, arena, waker, None)
+    }
+
+    /// As [`Pool::start`]. With a cipher, objects are encrypted before they are put, and no others are found.
+    ///
+    /// # Errors
+    /// Likewise.
+    pub fn start_with(
+        objects: Arc<dyn Objects>,
+        arena: Arc<Arena>,
+        waker: Waker,
+        cipher: Option<Arc<dyn PayloadCipher>>,
+    ) -> std::io::Result<Self> {
         let threads = objects.parallel();
         let shared = Arc::new(Shared {
             objects,
             arena,
+            cipher,
             waker,
             queue: Mutex::new(Queue {
                 // The first look at the store.
@@ -257,14 +275,20 @@ impl Shared {
     ) -> Result<RemoteDone> {
         match request {
             RemoteRequest::Probe { keys, .. } => {
-                let paths: Vec<String> = keys.iter().map(ObjectKey::path).collect();
+                let paths: Vec<String> = keys.iter().map(|key| self.path(key)).collect();
                 Ok(RemoteDone::Present(self.objects.probe(&paths)?))
             }
             RemoteRequest::Get {
                 key, expect, parts, ..
             } => {
-                let path = key.path();
-                let mut receiver = Receiver::segment(&self.arena, &expect, &parts, &self.stop);
+                let path = self.path(&key);
+                let (arena, stop) = (&self.arena, &self.stop);
+                let mut receiver = match &self.cipher {
+                    Some(cipher) => {
+                        Receiver::sealed_segment(arena, (&expect, &path), &parts, stop, cipher)
+                    }
+                    None => Receiver::segment(arena, &expect, &parts, stop),
+                };
                 let got = self.objects.get(&path, &mut receiver);
                 let kept = receiver.take_kept();
                 let sums = got.and_then(|()| receiver.finish());
@@ -283,14 +307,32 @@ impl Shared {
                 if_absent,
                 ..
             } => {
-                let body = Body::segment(&header, &self.arena, &parts);
-                let stored = self.objects.put(&key.path(), &body, if_absent)?;
+                let path = self.path(&key);
+                let object = match &self.cipher {
+                    Some(cipher) => {
+                        let object = seal_object((&path, &header), &parts, &self.arena, cipher);
+                        Some(object.ok_or(RemoteError::Cipher)?)
+                    }
+                    None => None,
+                };
+                let body = match &object {
+                    Some(object) => Body::bytes(object),
+                    None => Body::segment(&header, &self.arena, &parts),
+                };
+                let stored = self.objects.put(&path, &body, if_absent)?;
                 Ok(if stored {
                     RemoteDone::Stored
                 } else {
                     RemoteDone::AlreadyThere
                 })
             }
+        }
+    }
+
+    fn path(&self, key: &ObjectKey) -> String {
+        match self.cipher {
+            Some(_) => key.encrypted_path(),
+            None => key.path(),
         }
     }
 
@@ -303,13 +345,11 @@ impl Shared {
     }
 
     fn note<T>(&self, result: &Result<T>) {
-        use RemoteError::{Corrupt, NotFound, Stopped};
+        use RemoteError::Stopped;
         let last = match result {
             Err(error) if error.kind == Stopped => return,
             // These are of one object.
-            Err(error) if !matches!(error.kind, NotFound | Corrupt) => {
-                Health::Failed(error.clone())
-            }
+            Err(error) if !error.kind.is_of_object() => Health::Failed(error.clone()),
             _ => Health::Good,
         };
         *(self.last.lock()).unwrap_or_else(PoisonError::into_inner) = last;

@@ -1,15 +1,21 @@
 //! The bytes of an object that is read: verified, and the payloads that are wanted put into the arena as they come.
 
+use std::borrow::Cow;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::RunningChecksum;
-use undercroft_core::remote::segment::verify;
-use undercroft_core::remote::{Expected, RemoteError, RemotePart};
+use undercroft_core::cipher::{PayloadCipher, SEAL_BYTES};
+use undercroft_core::remote::segment::verify_as;
+use undercroft_core::remote::{
+    ENCRYPTED_VERSION, Expected, REMOTE_VERSION, RemoteError, RemotePart,
+};
 
 use crate::objects::{Result, StoreError};
+use crate::sealed::{Unsealing, sealed};
 
 /// A file is read in pieces of this size in bytes: its checksum is computed while a piece is in the processor's cache.
 const PIECE: u64 = 512 << 10;
@@ -37,7 +43,10 @@ enum Target<'a> {
 #[derive(Debug)]
 struct Segment<'a> {
     arena: &'a Arena,
-    expect: &'a Expected,
+    /// The object in the store.
+    expect: Cow<'a, Expected>,
+    /// If its payloads are encrypted.
+    unsealing: Option<Unsealing<'a>>,
     /// Each part, and where its bytes begin in the object.
     parts: Vec<(RemotePart, u64)>,
     header: Vec<u8>,
@@ -61,11 +70,39 @@ impl<'a> Receiver<'a> {
         parts: &[RemotePart],
         stop: &'a AtomicBool,
     ) -> Self {
+        Self::of(arena, (Cow::Borrowed(expect), None), parts, stop)
+    }
+
+    /// The same of an object at `path` whose payloads are encrypted. Nothing is written to the arena that was not
+    /// decrypted.
+    ///
+    /// # Panics
+    /// Likewise.
+    pub(crate) fn sealed_segment(
+        arena: &'a Arena,
+        (expect, path): (&'a Expected, &'a str),
+        parts: &[RemotePart],
+        stop: &'a AtomicBool,
+        cipher: &'a Arc<dyn PayloadCipher>,
+    ) -> Self {
+        let unsealing = Unsealing::new(cipher, expect, path);
+        let as_stored = (Cow::Owned(sealed(expect)), Some(unsealing));
+        Self::of(arena, as_stored, parts, stop)
+    }
+
+    fn of(
+        arena: &'a Arena,
+        (expect, unsealing): (Cow<'a, Expected>, Option<Unsealing<'a>>),
+        parts: &[RemotePart],
+        stop: &'a AtomicBool,
+    ) -> Self {
         let offsets: Vec<u64> = expect.offsets().collect();
         let place = |part: &RemotePart| {
             let payload = part.payload as usize;
-            assert_eq!(part.len, expect.payloads[payload].len, "length of a part");
-            (*part, offsets[payload])
+            let len = expect.payloads[payload].len;
+            let seal_bytes = if unsealing.is_some() { SEAL_BYTES } else { 0 };
+            assert_eq!(part.len + seal_bytes as u32, len, "length of a part");
+            (RemotePart { len, ..*part }, offsets[payload])
         };
         let parts: Vec<_> = parts.iter().map(place).collect();
         assert!(
@@ -76,6 +113,7 @@ impl<'a> Receiver<'a> {
             Target::Segment(Box::new(Segment {
                 arena,
                 expect,
+                unsealing,
                 sums: Vec::with_capacity(parts.len()),
                 parts,
                 header: Vec::new(),
@@ -268,9 +306,12 @@ impl Segment<'_> {
             if at < head {
                 return Ok(());
             }
-            self.checksums = verify(&self.header, self.expect)
-                .map_err(corrupt)?
-                .checksums;
+            let version = match self.unsealing {
+                Some(_) => ENCRYPTED_VERSION,
+                None => REMOTE_VERSION,
+            };
+            let header = verify_as(&self.header, &self.expect, version);
+            self.checksums = header.map_err(corrupt)?.checksums;
         }
         while let Some((part, start)) = self.parts.get(self.sums.len()).copied() {
             // Bytes between the parts are not wanted.
@@ -282,7 +323,12 @@ impl Segment<'_> {
             let done = at - start;
             let count = (u64::from(part.len) - done).min(bytes.len() as u64);
             let (ours, rest) = bytes.split_at(count as usize);
-            (self.arena.write(part.arena_offset + done, ours)).map_err(out_of_arena)?;
+            match &mut self.unsealing {
+                Some(unsealing) => unsealing.take(ours),
+                None => {
+                    (self.arena.write(part.arena_offset + done, ours)).map_err(out_of_arena)?;
+                }
+            }
             self.running.update(ours);
             (at, bytes) = (at + count, rest);
             if done + count == u64::from(part.len) {
@@ -297,8 +343,33 @@ impl Segment<'_> {
         if sum != self.checksums[part.payload as usize] {
             return Err(corrupt("a payload does not match its checksum"));
         }
-        self.sums.push(sum);
+        self.sums.push(match &mut self.unsealing {
+            Some(unsealing) => unsealing.end(part, self.arena)?,
+            None => sum,
+        });
         Ok(())
+    }
+
+    /// Reads a piece of a part, `done` bytes behind the part's start; how much.
+    fn read_piece(
+        &mut self,
+        file: BorrowedFd<'_>,
+        (at, done): (u64, u64),
+        (part, len): (RemotePart, u64),
+    ) -> std::result::Result<u64, Errno> {
+        let Some(unsealing) = &mut self.unsealing else {
+            let to = part.arena_offset + done;
+            let count = self.arena.pread(file, at, to, len)? as u64;
+            // In range: it was read from a moment ago.
+            let summed = self.arena.sum_running(&mut self.running, to, count);
+            return summed.map(|()| count).map_err(|_| Errno::INVAL);
+        };
+        let room = unsealing.room(len as usize);
+        let count = rustix::io::pread(file, &mut *room, at);
+        let filled = count.unwrap_or(0);
+        self.running.update(&room[..filled]);
+        unsealing.cut(len as usize, filled);
+        count.map(|count| count as u64)
     }
 
     /// Reads the parts, once the header is verified.
@@ -312,15 +383,13 @@ impl Segment<'_> {
             let mut done = 0;
             while done < len {
                 go_on()?;
-                let (at, piece) = (part.arena_offset + done, PIECE.min(len - done));
-                let count = match self.arena.pread(file, start + done, at, piece) {
+                let piece = PIECE.min(len - done);
+                match self.read_piece(file, (start + done, done), (part, piece)) {
                     Ok(0) => return Err(corrupt("the object ends too early")),
-                    Ok(count) => count as u64,
-                    Err(Errno::INTR) => continue,
+                    Ok(count) => done += count,
+                    Err(Errno::INTR) => {}
                     Err(errno) => return Err(os_error(errno)),
-                };
-                (self.arena.sum_running(&mut self.running, at, count)).map_err(out_of_arena)?;
-                done += count;
+                }
             }
             self.end_part(part)?;
         }

@@ -119,10 +119,11 @@ pub(crate) struct SimDevice {
 }
 
 impl SimDevice {
-    pub(crate) fn new(capacity: u64, page_bytes: u64) -> Self {
+    pub(crate) fn new((capacity, page_bytes): (u64, u64), encrypted: bool) -> Self {
         let superblock = Superblock {
             store_id: 7,
             page_bytes,
+            encrypted,
         };
         let files = Files {
             data: vec![0; sectors(capacity)],
@@ -166,6 +167,13 @@ impl SimDevice {
         let at = (offset / SECTOR) as usize + random.index(sectors(len));
         self.now.data[at] ^= 1 << random.below(64);
         self.stable.data[at] = self.now.data[at];
+    }
+
+    /// The table, to change it durably while the store is closed.
+    pub(crate) fn table_mut(&mut self) -> &mut Vec<u8> {
+        self.stable.clone_from(&self.now);
+        self.unsynced.clear();
+        &mut self.now.table
     }
 
     /// A bit flips durably, somewhere in the table.

@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 
 use undercroft_core::disk::DeviceImage;
-use undercroft_core::io::{FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest};
+use undercroft_core::io::{FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest, SealedTransfer};
 
 use crate::arena::{Hand, SimArena};
 use crate::content::{SECTOR, checksum, sectors};
 use crate::device::{Persisted, SimDevice, Write};
 use crate::random::Random;
+use crate::sealed::{seal, unseal};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -65,6 +66,8 @@ pub(crate) struct Disks {
     /// Those that answer nothing now, by the engine's numbers.
     hung: BTreeSet<usize>,
     pub(crate) faults: DeviceFaults,
+    /// The key of encrypted stores.
+    pub(crate) key: u64,
     flights: Vec<Flight>,
     /// Operations that a device has at a time.
     depth: usize,
@@ -79,6 +82,7 @@ impl Disks {
             hung: BTreeSet::new(),
             devices,
             faults: DeviceFaults::default(),
+            key: 0,
             flights: Vec::new(),
             depth,
             latency_ns,
@@ -181,6 +185,16 @@ impl Disks {
             } => {
                 arena.take(*arena_offset, u64::from(*len), Hand::Read, "a write")?;
             }
+            IoRequest::Sealed(of) => {
+                let (hand, who) = hand_of(of);
+                let len = u64::from(of.payload_len);
+                arena.take(of.arena_offset, len, hand, who)?;
+                if of.reads {
+                    for token in arena.at_mut(of.arena_offset, len) {
+                        *token = random.next();
+                    }
+                }
+            }
             IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } => {}
         }
         let due_ns = if random.chance(self.faults.hang) {
@@ -213,6 +227,7 @@ impl Disks {
         let request = self.flights.swap_remove(random.pick(&due)).request;
         let result = match &request {
             IoRequest::ReadPayload { .. } => self.read(&request, arena, random),
+            IoRequest::Sealed(of) if of.reads => self.read_sealed(of, arena, random),
             _ => self.write(&request, arena, random),
         };
         release(&request, arena);
@@ -261,13 +276,35 @@ impl Disks {
         Ok(found)
     }
 
+    fn read_sealed(
+        &mut self,
+        of: &SealedTransfer,
+        arena: &mut SimArena,
+        random: &mut Random,
+    ) -> Result<u64, IoFault> {
+        if random.chance(self.faults.read_error) {
+            return Err(IoFault::Os(EIO));
+        }
+        let (corrupts, key) = (random.chance(self.faults.corrupt), self.key);
+        let device = self.device_mut(usize::from(of.device));
+        if corrupts {
+            device.corrupt(of.file_offset, u64::from(of.len), random);
+        }
+        let payload = sectors(u64::from(of.payload_len));
+        let stored = device.at(of.file_offset, u64::from(of.len));
+        let plain = unseal(stored, payload, key, &of.binding)?;
+        let to = arena.at_mut(of.arena_offset, u64::from(of.payload_len));
+        to.copy_from_slice(&plain);
+        Ok(checksum(&plain))
+    }
+
     fn write(
         &mut self,
         request: &IoRequest,
         arena: &SimArena,
         random: &mut Random,
     ) -> Result<u64, IoFault> {
-        let (write, result) = intended(request, arena);
+        let (write, result) = intended(request, arena, self.key);
         if random.chance(self.faults.full) {
             return Err(IoFault::Os(ENOSPC));
         }
@@ -302,7 +339,7 @@ impl Disks {
         while !self.flights.is_empty() {
             let flight = self.flights.swap_remove(random.index(self.flights.len()));
             if !flight.request.is_read() {
-                let (write, _) = intended(&flight.request, arena);
+                let (write, _) = intended(&flight.request, arena, self.key);
                 let extent = random.pick(&[Persisted::Whole, Persisted::Nothing, Persisted::Torn]);
                 self.device_mut(target(&flight.request).0)
                     .write(write, extent, random);
@@ -324,8 +361,14 @@ impl Disks {
 }
 
 /// The bytes that a write is to write, and their checksum.
-fn intended(request: &IoRequest, arena: &SimArena) -> (Write, u64) {
+fn intended(request: &IoRequest, arena: &SimArena, key: u64) -> (Write, u64) {
     match request {
+        IoRequest::Sealed(of) => {
+            let plain = arena.at(of.arena_offset, u64::from(of.payload_len));
+            let tokens = seal(plain, sectors(u64::from(of.len)), key, &of.binding);
+            let offset = of.file_offset;
+            (Write::Data { offset, tokens }, checksum(plain))
+        }
         IoRequest::WriteMeta {
             file,
             file_offset,
@@ -388,7 +431,19 @@ fn release(request: &IoRequest, arena: &mut SimArena) {
         } => {
             arena.release(*arena_offset, u64::from(*len), Hand::Read);
         }
+        IoRequest::Sealed(of) => {
+            arena.release(of.arena_offset, u64::from(of.payload_len), hand_of(of).0);
+        }
         IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } => {}
+    }
+}
+
+/// The use of a slot of the arena, and who has it.
+fn hand_of(of: &SealedTransfer) -> (Hand, &'static str) {
+    if of.reads {
+        (Hand::Write, "a sealed read")
+    } else {
+        (Hand::Read, "a sealed write")
     }
 }
 
@@ -417,6 +472,12 @@ fn target(request: &IoRequest) -> (usize, FileKind, u64, u64) {
             FileKind::Data,
             *file_offset,
             u64::from(*len),
+        ),
+        IoRequest::Sealed(of) => (
+            usize::from(of.device),
+            FileKind::Data,
+            of.file_offset,
+            u64::from(of.len),
         ),
         IoRequest::WriteMeta {
             device,

@@ -40,6 +40,7 @@ fn ended_early(counters: &Counters) -> u64 {
         + counters.hints_release_accepted
         + counters.checksum_failures
         + counters.host_checksum_failures
+        + counters.decryption_failures
         + counters.read_failures
         + counters.write_failures
 }

@@ -33,7 +33,7 @@ impl World {
         };
         let at = self.disks.attached[device];
         let (capacity, page) = self.settings.devices[at];
-        self.disks.devices[at] = SimDevice::new(capacity, page);
+        self.disks.devices[at] = SimDevice::new((capacity, page), self.settings.encrypted);
         // Nothing is left of lives that ended while it was out of reach: the operator need not empty it.
         self.history.stale.remove(&at);
         self.log.stats.late += 1;

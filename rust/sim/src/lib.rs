@@ -20,6 +20,8 @@
 //!   vain;
 //! - the blocks of a pin are in some tier until the pin ends, and all pins together take no more than their budget;
 //! - what an operator clears is found by no lookup from then on, and what is pinned or in use outlasts a clear by age;
+//! - memory and space that the system gets back are of no payload, and a tier has the size that an operator set when all
+//!   that was in use has been left;
 //! - an engine that drains begins no save and no promotion, and comes to rest;
 //! - the objects of a remote store, which outlive the engine that wrote them and are late, lost, changed and exchanged, are
 //!   used only where they are what was asked for; no operation of the store outlasts the engine's end;
@@ -43,6 +45,7 @@ mod operator;
 mod participants;
 mod random;
 mod remote;
+mod sealed;
 mod settings;
 mod shared;
 mod transfers;
@@ -119,6 +122,16 @@ pub struct Stats {
     pub clears: u64,
     /// Clears after which nothing of a namespace was there.
     pub clears_checked: u64,
+    /// Sizes that an operator set, and those that were reached when everybody had left.
+    pub resizes: u64,
+    /// See `resizes`.
+    pub resizes_checked: u64,
+    /// Pages that the system got back.
+    pub released: u64,
+    /// Blocks that could not be decrypted.
+    pub undecrypted: u64,
+    /// Pairs of records of encrypted stores whose slots somebody exchanged.
+    pub exchanged: u64,
     /// Payloads erased from devices.
     pub erased: u64,
     /// Hints that clients gave.
@@ -166,8 +179,13 @@ impl Stats {
         self.events += other.events;
         self.events_cleared += other.events_cleared;
         self.routers_checked += other.routers_checked;
+        self.resizes += other.resizes;
+        self.resizes_checked += other.resizes_checked;
+        self.released += other.released;
         self.clears += other.clears;
         self.clears_checked += other.clears_checked;
+        self.undecrypted += other.undecrypted;
+        self.exchanged += other.exchanged;
         self.erased += other.erased;
         self.hints += other.hints;
         self.pins += other.pins;

@@ -1,7 +1,10 @@
-//! An operator: clears blocks, and has the engine drain.
+//! An operator: clears blocks, has the engine drain, and sets the sizes of the tiers.
 
-use undercroft_core::engine::{ClearOrder, ClearRefusal, ClearWhat};
+use undercroft_core::engine::{
+    ClearOrder, ClearRefusal, ClearWhat, Engine, ResizeOrder, Resized, TierSize,
+};
 
+use crate::arena::Hand;
 use crate::remote::SimRemote;
 use crate::world::World;
 
@@ -18,6 +21,9 @@ impl World {
             self.history.roomy_broken |= !cancel;
             return self.check_drained();
         }
+        if self.random.chance(250) {
+            return self.resize_tiers();
+        }
         let namespace = self.random.index(self.models.len());
         let what = match self.random.below(10) {
             0..=4 => ClearWhat::Namespace(self.digest(namespace).to_hex()),
@@ -27,6 +33,69 @@ impl World {
         };
         let erase = self.random.chance(400);
         self.clear(&ClearOrder { what, erase })
+    }
+
+    /// Sizes between the smallest and the largest, or just those.
+    fn resize_tiers(&mut self) -> Result<(), String> {
+        let now = self.engine.with(|engine| engine.resized());
+        let part = self.random.pick(&[300, 600, 700, 800, 900, 1000, 1000]);
+        // A directory's size counts its records.
+        let of_disk = now.disk.maximum_bytes * 104 / 100 * part / 1000;
+        let order = match self.random.below(3) {
+            0 => ResizeOrder {
+                disk_bytes: Some(of_disk / self.disks.attached.len().max(1) as u64),
+                ..ResizeOrder::default()
+            },
+            _ => ResizeOrder {
+                host_bytes: Some(now.host.maximum_bytes * part / 1000),
+                ..ResizeOrder::default()
+            },
+        };
+        let given = self.engine.with(|engine| engine.resize(&order, None));
+        self.note(|| format!("{order:?}: {given:?}"));
+        self.history.roomy_broken = true;
+        self.history.left_on_disk = None;
+        self.log.stats.resizes += u64::from(given.is_ok());
+        Ok(())
+    }
+
+    /// The system gets a part of the arena back, or a process has pinned it.
+    pub(crate) fn release_memory(&mut self) -> Result<(), String> {
+        let part = self.engine.with(Engine::next_arena_release);
+        let Some((offset, len)) = part else {
+            return Ok(());
+        };
+        let ok = self.random.chance(900);
+        self.note(|| format!("the system gets {offset}+{len} of the arena back: {ok}"));
+        if ok {
+            self.arena.take(offset, len, Hand::Write, "the system")?;
+            self.arena.at_mut(offset, len).fill(0);
+            self.arena.release(offset, len, Hand::Write);
+            self.log.stats.released += 1;
+        }
+        self.engine.with(|engine| engine.arena_release_ended(ok));
+        Ok(())
+    }
+
+    /// Nothing is in use any more: the tiers come to their sizes.
+    pub(crate) fn check_resized(&mut self) -> Result<(), String> {
+        let mut resized = Resized::default();
+        for _ in 0..TURNS_MAX {
+            resized = self.engine.with(|engine| engine.resized());
+            if !resized.host.resizing && !resized.disk.resizing {
+                let over = |of: &TierSize| of.capacity_bytes > of.target_bytes;
+                if over(&resized.host) {
+                    return Err(format!("over its size: {resized:?}"));
+                }
+                self.log.stats.resizes_checked += 1;
+                return Ok(());
+            }
+            self.start_io()?;
+            self.set_now(self.clock.now_ns + 1_000_000_000);
+            self.end_io()?;
+            self.sum()?;
+        }
+        Err(format!("a resize never ends: {resized:?}"))
     }
 
     fn clear(&mut self, order: &ClearOrder) -> Result<(), String> {

@@ -31,6 +31,8 @@ pub(crate) struct Faults {
     swapped: u64,
     /// An object goes.
     evicted: u64,
+    /// No key of the host decrypts an object.
+    sealed: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -98,6 +100,7 @@ impl SimRemote {
                 corrupt: rate(40),
                 swapped: rate(40),
                 evicted: rate(60),
+                sealed: rate(60),
             },
             objects: BTreeMap::new(),
             flights: Vec::new(),
@@ -226,6 +229,9 @@ impl SimRemote {
                 let object = self.objects.get(key).ok_or(RemoteError::NotFound)?;
                 if object.header.described != **expect {
                     return Err(RemoteError::Corrupt);
+                }
+                if random.chance(self.faults.sealed) {
+                    return Err(RemoteError::Cipher);
                 }
                 let mut sums = Vec::new();
                 for part in parts {

@@ -25,6 +25,8 @@ pub(crate) struct Settings {
     pub(crate) hints: bool,
     /// An operator clears blocks, and has the engine drain for a while.
     pub(crate) operated: bool,
+    /// Payloads on disk are encrypted.
+    pub(crate) encrypted: bool,
     /// Bits flip in the arena.
     pub(crate) changes: bool,
     /// There are more namespaces than places for them, and sessions come and go.
@@ -166,6 +168,7 @@ impl Settings {
             roomy,
             hints: random.chance(600),
             operated: random.chance(400),
+            encrypted: random.chance(300),
             changes: !roomy && random.chance(300),
             crowded,
             lives: random.range(1, 6),

@@ -97,7 +97,7 @@ impl World {
         let (settings, models) = Settings::random(&mut random);
         let devices = settings.devices.iter();
         let devices = devices
-            .map(|&(capacity, page)| SimDevice::new(capacity, page))
+            .map(|&size| SimDevice::new(size, settings.encrypted))
             .collect();
         Self {
             clock: VirtualClock::default(),
@@ -161,6 +161,7 @@ impl World {
             self.log.stats.gaps += moves.gaps;
             self.log.stats.filled_gaps += moves.filled_gaps;
             self.log.stats.corruptions += counters.checksum_failures;
+            self.log.stats.undecrypted += counters.decryption_failures;
             self.log.stats.changes_found += counters.host_checksum_failures;
         }
         Ok(())
@@ -191,6 +192,7 @@ impl World {
         }
         self.disks.absent.clear();
         self.lose_some();
+        self.tamper();
         self.engine = SharedEngine::new(Engine::new(config));
         if self.settings.tells_depth {
             let depth = self.settings.depth;
@@ -235,8 +237,8 @@ impl World {
             self.disks.attached.push(at);
             if self.history.stale.remove(&at) {
                 self.note(|| format!("the operator empties directory {at}"));
-                let (capacity, page) = self.settings.devices[at];
-                self.disks.devices[at] = SimDevice::new(capacity, page);
+                let size = self.settings.devices[at];
+                self.disks.devices[at] = SimDevice::new(size, self.settings.encrypted);
             }
         }
         if before != self.disks.attached || before.is_empty() {
@@ -252,9 +254,9 @@ impl World {
 
     /// The next engine runs on another host: it shares the remote store with the last one, and nothing else.
     fn move_to_another_host(&mut self) {
-        for (device, &(capacity, page)) in self.disks.devices.iter_mut().zip(&self.settings.devices)
-        {
-            *device = SimDevice::new(capacity, page);
+        let is_encrypted = self.settings.encrypted;
+        for (device, &size) in self.disks.devices.iter_mut().zip(&self.settings.devices) {
+            *device = SimDevice::new(size, is_encrypted);
         }
         self.history.stale.clear();
         self.history.roomy_broken = true;
@@ -342,6 +344,7 @@ impl World {
         let mut rooms = self.disks.rooms();
         self.engine
             .with(|engine| engine.next_io(&rooms[..], &mut requests));
+        self.release_memory()?;
         for request in requests {
             let device = usize::from(request.device());
             rooms[device] = rooms[device]
@@ -387,7 +390,7 @@ impl World {
             return false;
         };
         self.note(|| format!("end {}: {:?}", brief(&request), completion.result));
-        let is_erasure = matches!(request, IoRequest::Erase { .. });
+        let is_erasure = matches!(request, IoRequest::Erase { frees: false, .. });
         self.log.stats.erased += u64::from(is_erasure && completion.result.is_ok());
         self.engine.with(|engine| engine.complete(completion));
         true
@@ -488,6 +491,7 @@ impl World {
                 ));
             }
         }
+        self.check_resized()?;
         self.check_drained()?;
         self.check_remote()?;
         if let (Some(remote), Some(faults)) = (&mut self.remote, faults) {
@@ -608,6 +612,11 @@ fn brief(request: &IoRequest) -> String {
             ..
         } => {
             format!("write of {arena_offset}+{len} to {device}:{file_offset}")
+        }
+        IoRequest::Sealed(of) => {
+            let (reads, device, at, len) = (of.reads, of.device, of.file_offset, of.len);
+            let arena_offset = of.arena_offset;
+            format!("sealed, reads: {reads}, {device}:{at}+{len} and {arena_offset}")
         }
         IoRequest::Erase {
             device,

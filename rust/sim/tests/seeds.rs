@@ -48,6 +48,8 @@ fn lives() {
     assert!(stats.blocks_checked > 100_000, "too few loads: {stats:?}");
     assert!(stats.corruptions > 100, "too few faults: {stats:?}");
     assert!(stats.moved_runs > 1000, "too few moved pages: {stats:?}");
+    assert!(stats.exchanged > 1000, "too few exchanges: {stats:?}");
+    assert!(stats.undecrypted > 300, "too few bad keys: {stats:?}");
     assert!(stats.gaps > 200, "too few gaps: {stats:?}");
     assert!(stats.filled_gaps > 0, "too few gaps: {stats:?}");
     assert!(stats.late > 500, "too few late directories: {stats:?}");
@@ -61,6 +63,8 @@ fn lives() {
     assert!(stats.forgotten > 10_000, "too few namespaces: {stats:?}");
     assert!(stats.clears > 2000, "too few clears: {stats:?}");
     assert!(stats.clears_checked > 2000, "too few clears: {stats:?}");
+    assert!(stats.resizes > 400, "too few resizes: {stats:?}");
+    assert!(stats.released > 400, "too little released: {stats:?}");
     assert!(stats.erased > 1000, "too few erasures: {stats:?}");
 }
 

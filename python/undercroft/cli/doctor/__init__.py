@@ -11,7 +11,8 @@ from undercroft.cli import output, planning
 from undercroft.cli.doctor.check import Check
 from undercroft.config import OPTIONS, UndercroftConfig
 
-_SIZES = ("host_memory", "disk_path", "disk_capacity")
+_TAKEN = {"host_memory": "SIZE", "disk_path": "DIR", "disk_capacity": "SIZE", "key_file": "FILE"}
+"""Options that the command takes, and how its help calls their values."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -31,15 +32,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         default="vllm",
         help="the program to run here: vLLM, or undercroft serve, which needs neither vLLM nor a GPU (%(default)s)",
     )
-    for option in (option for option in OPTIONS if option.name in _SIZES):
+    for option in (option for option in OPTIONS if option.name in _TAKEN):
         several = option.name == "disk_path"
         parser.add_argument(
             option.flag,
             action="append" if several else "store",
-            metavar="DIR" if several else "SIZE",
+            metavar=_TAKEN[option.name],
             help="also check this directory of the disk tier; may be given several times"
             if several
-            else f"the option {option.name} (default: {option.default})".replace("%", "%%"),
+            else f"the option {option.name} (default: {option.default or 'none'})".replace("%", "%%"),
         )
     parser.add_argument(
         "--remote", metavar="URL", help="also check this remote store: reachability, credentials, latency, clock"
@@ -49,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 def run(args: argparse.Namespace) -> int:
     """Run all checks, and print each when it is done."""
-    given = {name: value for name in _SIZES if (value := getattr(args, name)) is not None}
+    given = {name: value for name in _TAKEN if (value := getattr(args, name)) is not None}
     config = UndercroftConfig.parse(given, {}, flags=True)
     checks = []
     for check in _checks(config, args.role, args.remote):

@@ -18,7 +18,7 @@ from undercroft.capacity import INDEX_BYTES_PER_NODE
 from undercroft.cli.doctor.check import Check
 from undercroft.config import UndercroftConfig
 from undercroft.engine import disks
-from undercroft.errors import UndercroftError
+from undercroft.errors import ConfigError, UndercroftError
 from undercroft.sizing import resolve_sizes
 from undercroft.units import format_size
 
@@ -176,9 +176,16 @@ def stores(config: UndercroftConfig, role: str) -> Iterator[Check]:
     from undercroft import _core
 
     options = {"disks": disks(config), "on_disk_error": config.on_disk_error, "share": role == "vllm"}
-    options["disk_on_other_version"] = config.disk_on_other_version
-    for found in _core.examine(options):
-        yield _store(found)
+    options |= {"disk_on_other_version": config.disk_on_other_version, "key_file": config.key_file}
+    try:
+        found = _core.examine(options)
+    except ConfigError as error:
+        yield Check("key file", "fail", str(error), "undercroft does not start with this key file.")
+        return
+    if config.key_file:
+        yield Check("key file", "ok", f"{config.key_file}: only this user reads it, and it holds keys")
+    for store in found:
+        yield _store(store)
 
 
 def _store(found: dict[str, Any]) -> Check:

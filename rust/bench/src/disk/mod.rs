@@ -7,7 +7,7 @@
 //! lives, and the first write to a place takes twice as long.
 
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ const ARENA_BLOCKS: u64 = 16;
 const MIXED: (u64, u64) = (3, 7);
 
 /// A measurement's options.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct DiskBench {
     /// Payload of one block, in bytes; a multiple of 4096.
     pub block_bytes: u32,
@@ -47,6 +47,8 @@ pub struct DiskBench {
     pub depth: u32,
     /// Which IO engine.
     pub io_engine: IoEngineChoice,
+    /// File with the key that blocks are encrypted with; empty if they are not encrypted.
+    pub key_file: PathBuf,
 }
 
 /// Medians over the rounds. Speeds in 10^9 bytes a second, times in milliseconds.
@@ -244,7 +246,7 @@ impl DiskBench {
             Arc::clone(arena),
             self.depth as usize,
             self.block_bytes,
-            self.io_engine,
+            (self.io_engine, &self.key_file),
         )
     }
 
@@ -432,6 +434,7 @@ mod tests {
             blocks: 40,
             depth: 4,
             io_engine: IoEngineChoice::Auto,
+            key_file: PathBuf::new(),
         }
         .run(dir.path())
         .unwrap();
@@ -452,6 +455,7 @@ mod tests {
                 blocks,
                 depth: 4,
                 io_engine: IoEngineChoice::Auto,
+                key_file: PathBuf::new(),
             }
             .run(dir.path())
             .unwrap_err()

@@ -70,7 +70,8 @@ pub fn prefault_in_background(arena: Arc<Arena>) -> std::io::Result<Prefault> {
 
 fn prefault_steps(arena: &Arena, stop: &AtomicBool) {
     let mut done = arena.populated();
-    while done < arena.size() && !stop.load(Ordering::Relaxed) {
+    let ends = || stop.load(Ordering::Relaxed) || arena.is_released.load(Ordering::Relaxed);
+    while done < arena.size() && !ends() {
         let step = PREFAULT_STEP.min(arena.size() - done);
         match arena.prefault(done, step) {
             Ok(()) => done += step,

@@ -13,10 +13,11 @@
 )]
 
 use std::ffi::c_void;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -104,6 +105,8 @@ pub struct Arena {
     /// NUMA nodes over which the pages are interleaved; empty if the kernel chooses.
     pub(super) nodes: Vec<u32>,
     pub(super) populated: AtomicU64,
+    /// Some of its memory was returned to the system: nothing populates it from then on.
+    pub(super) is_released: AtomicBool,
 }
 
 // SAFETY: the mapping is plain memory that stays valid for the life of the value; every access goes
@@ -197,6 +200,7 @@ impl Arena {
             huge_pages,
             nodes: Vec::new(),
             populated: AtomicU64::new(0),
+            is_released: AtomicBool::new(false),
         };
         // Both are wishes: without them the arena works, only slower or with larger core dumps.
         let _ = arena.advise(0, size, Advice::LinuxDontDump);
@@ -311,6 +315,11 @@ impl Arena {
         self.with(offset, len, |bytes| out.extend_from_slice(bytes))
     }
 
+    /// Copies a range of the length of `out` to `out`.
+    pub fn copy_to(&self, offset: u64, out: &mut [u8]) -> Result<(), OutOfBounds> {
+        self.with(offset, out.len() as u64, |bytes| out.copy_from_slice(bytes))
+    }
+
     /// One `pread` into the range; the number of bytes read, which may be short.
     pub fn pread(
         &self,
@@ -378,6 +387,22 @@ impl Arena {
             0 => Ok(()),
             _ => Err(std::io::Error::last_os_error()),
         }
+    }
+}
+
+/// Locks the first byte of a file for this open alone, until that is closed.
+pub(super) fn lock_alone(file: &File) -> std::io::Result<()> {
+    let lock = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 1,
+        l_pid: 0,
+    };
+    // SAFETY: the kernel reads the lock during the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
     }
 }
 

@@ -1,10 +1,12 @@
 //! One directory: its slots with their records, its policies and its health.
 
+use crate::cipher::SEAL_BYTES;
 use crate::policy::{Policy, TierPolicies};
 use crate::slots::{Class, Owner, PAGE_BYTES_MAX, SLOT_ALIGN, Slots};
 
-use super::format::{PLACEHOLDER, PLACEHOLDERS_SHARE, RECORDS_PER_BLOCK};
+use super::format::{PLACEHOLDER, PLACEHOLDERS_SHARE, RECORDS_PER_BLOCK, Superblock};
 use super::health::HealthMonitor;
+use super::latency::Latency;
 use super::open::CAPACITY_MIN;
 use super::records::Records;
 use super::table::Table;
@@ -47,6 +49,12 @@ impl DeviceImage {
             table: Table::Bytes(Vec::new()),
         }
     }
+
+    /// The id of the store, if its payloads are encrypted.
+    fn encrypted_store(&self) -> Option<u64> {
+        let superblock = Superblock::decode(&self.super_bytes).ok()?;
+        superblock.encrypted.then_some(superblock.store_id)
+    }
 }
 
 /// One directory.
@@ -56,8 +64,12 @@ impl DeviceImage {
 pub(crate) struct Disk {
     slots: Slots,
     records: Records,
+    /// The id of the store, if its payloads are encrypted.
+    encrypted_store: Option<u64>,
     pub(crate) policies: TierPolicies,
     pub(crate) health: HealthMonitor,
+    /// Of reads and of writes of payloads.
+    pub(crate) latencies: [Latency; 2],
     /// When the longest waiting block of the table was first seen waiting.
     dirty_since_ns: Option<u64>,
     /// When touched records may be written again.
@@ -67,7 +79,8 @@ pub(crate) struct Disk {
 }
 
 impl Disk {
-    pub(crate) fn new(slots: Slots, policy: Policy, namespace_entries: Vec<u64>) -> Self {
+    pub(crate) fn new(image: &DeviceImage, policy: Policy, namespace_entries: Vec<u64>) -> Self {
+        let slots = Slots::new(image.capacity, image.page_bytes);
         let health = if slots.capacity() == 0 {
             HealthMonitor::absent()
         } else {
@@ -76,8 +89,10 @@ impl Disk {
         Self {
             slots,
             records: Records::default(),
+            encrypted_store: image.encrypted_store(),
             policies: TierPolicies::new(policy),
             health,
+            latencies: [Latency::default(); 2],
             dirty_since_ns: None,
             next_touched_ns: 0,
             namespace_entries,
@@ -98,9 +113,19 @@ impl Disk {
         &mut self.slots
     }
 
+    /// The id of the store, if its payloads are encrypted.
+    pub(crate) fn encrypted_store(&self) -> Option<u64> {
+        self.encrypted_store
+    }
+
     /// The size class of payloads of `payload_bytes`; `None` if a page holds none of them.
     pub(crate) fn class_for(&mut self, payload_bytes: u64) -> Option<Class> {
-        self.slots.class_for(payload_bytes)
+        self.slots.class_for(self.sealed_bytes(payload_bytes))
+    }
+
+    /// Bytes of a payload on disk, with its seal if it has one.
+    pub(crate) fn sealed_bytes(&self, payload_bytes: u64) -> u64 {
+        payload_bytes + self.encrypted_store.map_or(0, |_| SEAL_BYTES as u64)
     }
 
     /// Takes a slot and its record.

@@ -16,6 +16,9 @@ use crate::slots::SLOT_ALIGN;
 
 /// Version of the format described here.
 pub const FORMAT_VERSION: u32 = 1;
+/// The same with payloads that are encrypted, each with a [seal](crate::cipher) behind it. Records have no checksums of
+/// them.
+pub const ENCRYPTED_VERSION: u32 = 2;
 /// Size of a record.
 pub const RECORD_BYTES: usize = 128;
 /// Records in one block of the table.
@@ -46,6 +49,8 @@ pub struct Superblock {
     pub store_id: u64,
     /// Page size of the data file, in bytes.
     pub page_bytes: u64,
+    /// Whether payloads are encrypted.
+    pub encrypted: bool,
 }
 
 /// Why a superblock is not valid.
@@ -66,12 +71,22 @@ impl Superblock {
     pub fn encode(&self) -> Box<[u8]> {
         let mut block = vec![0; BLOCK_BYTES];
         block[..8].copy_from_slice(&SUPER_MAGIC);
-        block[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
+        let version = Self::version(self.encrypted);
+        block[8..12].copy_from_slice(&version.to_le_bytes());
         block[16..24].copy_from_slice(&self.store_id.to_le_bytes());
         block[24..32].copy_from_slice(&self.page_bytes.to_le_bytes());
         let sum = checksum(&block[..32]);
         block[32..40].copy_from_slice(&sum.to_le_bytes());
         block.into()
+    }
+
+    /// The version of the format of an encrypted, or a plain, store.
+    pub fn version(encrypted: bool) -> u32 {
+        if encrypted {
+            ENCRYPTED_VERSION
+        } else {
+            FORMAT_VERSION
+        }
     }
 
     /// Reads the first block of a `super` file.
@@ -82,7 +97,7 @@ impl Superblock {
             return Err(SuperblockError::NotOurs);
         }
         let version = u32_at(block, 8);
-        if version != FORMAT_VERSION {
+        if version != FORMAT_VERSION && version != ENCRYPTED_VERSION {
             return Err(SuperblockError::Version(version));
         }
         if checksum(&block[..32]) != u64_at(block, 32) {
@@ -91,6 +106,7 @@ impl Superblock {
         let found = Self {
             store_id: u64_at(block, 16),
             page_bytes: u64_at(block, 24),
+            encrypted: version == ENCRYPTED_VERSION,
         };
         if !found.page_bytes.is_power_of_two() || found.page_bytes < SLOT_ALIGN {
             return Err(SuperblockError::Value);
@@ -216,7 +232,7 @@ pub struct Record {
     pub slot: u32,
     /// Bytes of the payload.
     pub payload_bytes: u32,
-    /// Checksum of the payload.
+    /// Checksum of the payload; 0 in an encrypted store.
     pub checksum: u64,
     /// Hash blocks from the root.
     pub depth: u32,
@@ -359,7 +375,13 @@ mod tests {
         let superblock = Superblock {
             store_id: 42,
             page_bytes: 1 << 20,
+            encrypted: false,
         };
+        let encrypted = Superblock {
+            encrypted: true,
+            ..superblock
+        };
+        assert_eq!(Superblock::decode(&encrypted.encode()), Ok(encrypted));
         let mut block = superblock.encode();
         assert_eq!(Superblock::decode(&block), Ok(superblock));
         block[20] ^= 1;

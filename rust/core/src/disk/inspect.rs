@@ -1,12 +1,12 @@
 //! Reads the contents of a directory without an engine: for operators.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use crate::checksum::checksum;
+use crate::cipher::{self, SEAL_BYTES};
 use crate::namespace::NamespaceSpec;
 use crate::slots::SLOT_ALIGN;
 
@@ -144,14 +144,19 @@ pub fn is_same_payload(one: &Record, other: &Record) -> bool {
     payload(one) == payload(other)
 }
 
-/// Whether a record's payload has the record's checksum.
+/// Whether a record's payload has the record's checksum; in an encrypted store, which needs no key for that, whether
+/// the seal behind it is the payload's.
 ///
 /// # Errors
 /// If the file cannot be read; one that ends too early is a payload that is wrong.
-pub fn is_intact(record: &Record, data: &File) -> io::Result<bool> {
-    let mut payload = vec![0; record.payload_bytes as usize];
-    match data.read_exact_at(&mut payload, u64::from(record.slot) * SLOT_ALIGN) {
-        Ok(()) => Ok(checksum(&payload) == record.checksum),
+pub fn is_intact(record: &Record, contents: &Contents) -> io::Result<bool> {
+    let encrypted = contents.superblock.encrypted;
+    let seal_bytes = if encrypted { SEAL_BYTES } else { 0 };
+    let mut bytes = vec![0; record.payload_bytes as usize + seal_bytes];
+    let offset = u64::from(record.slot) * SLOT_ALIGN;
+    match contents.data.read_exact_at(&mut bytes, offset) {
+        Ok(()) if encrypted => Ok(cipher::is_intact(&bytes)),
+        Ok(()) => Ok(checksum(&bytes) == record.checksum),
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
         Err(error) => Err(error),
     }

@@ -1,12 +1,14 @@
 //! Bookkeeping of one disk directory: slots, records and health. No IO happens here: the engine
 //! turns this module's decisions into requests.
 
+pub mod binding;
 mod device;
 mod files;
 mod fit_table;
 pub mod format;
 mod health;
 pub mod inspect;
+mod latency;
 pub mod open;
 pub mod portable;
 mod records;
@@ -17,5 +19,6 @@ mod touched;
 pub(crate) use device::Disk;
 pub use device::{DeviceImage, INDEX_BYTES_PER_BLOCK};
 pub use health::Health;
-pub(crate) use space::capacity_for_payload;
+pub use latency::{LATENCY_LIMITS_NS, Latency};
+pub(crate) use space::{capacity_for, capacity_for_payload, data_of};
 pub use table::Table;

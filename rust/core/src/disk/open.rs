@@ -42,6 +42,8 @@ pub struct StoreOptions {
     pub capacity: Capacity,
     /// The treatment of a store of another format version.
     pub on_other_version: OnOtherVersion,
+    /// Whether payloads are encrypted: a store of the other kind is one of another version.
+    pub encrypted: bool,
 }
 
 impl From<u64> for StoreOptions {
@@ -49,8 +51,34 @@ impl From<u64> for StoreOptions {
         Self {
             capacity: Capacity::Bytes(capacity),
             on_other_version: OnOtherVersion::default(),
+            encrypted: false,
         }
     }
+}
+
+impl StoreOptions {
+    /// The state of a directory, for these options.
+    fn find(self, path: &Path) -> Result<Found, StoreError> {
+        Ok(match files::find(path)? {
+            Found::Store(superblock) if superblock.encrypted != self.encrypted => {
+                Found::OtherVersion(Superblock::version(superblock.encrypted))
+            }
+            found => found,
+        })
+    }
+}
+
+/// Why a store of a version is not used.
+fn strangeness(version: u32, options: StoreOptions) -> String {
+    if version == Superblock::version(!options.encrypted) {
+        let how = if options.encrypted {
+            "is not encrypted, and key_file is set"
+        } else {
+            "is encrypted, and key_file is not set"
+        };
+        return how.to_owned();
+    }
+    format!("had format version {version}, which this undercroft does not read")
 }
 
 /// The effects that opening a directory would have.
@@ -88,7 +116,7 @@ impl Directory {
         files::create(&self.path, &superblock)?;
         // The file is another one than before.
         self.files.superblock = open_for_io(&self.path, SUPER, false)?.0;
-        self.image.super_bytes = Vec::new();
+        self.image.super_bytes = superblock.encode().into();
         self.image.table = Table::Bytes(Vec::new());
         Ok(self)
     }
@@ -193,12 +221,12 @@ pub fn open(
     let options = options.into();
     files::make(path)?;
     files::check_owner(path)?;
-    plan(path, files::find(path)?, options)?;
+    plan(path, options.find(path)?, options)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
     let lock = files::take_lock(path)?;
     // Again: another process may have made it, used it and left.
-    let found = files::find(path)?;
+    let found = options.find(path)?;
     let (sizing, mut notes) = plan(path, found, options)?;
     if let Found::OtherVersion(version) = found {
         match options.on_other_version {
@@ -206,7 +234,7 @@ pub fn open(
             OnOtherVersion::Discard | OnOtherVersion::Refuse => files::discard(path)?,
         }
     }
-    let superblock = superblock(path, found, &sizing, store_id)?;
+    let superblock = superblock(path, found, &sizing, (store_id, options.encrypted))?;
     let data_bytes = match size_data(path, sizing.data_bytes, superblock.page_bytes) {
         Ok(data_bytes) => data_bytes,
         Err(error) => {
@@ -259,7 +287,7 @@ pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreE
     }
     let found = if place == path {
         files::check_owner(path)?;
-        let found = files::find(path)?;
+        let found = options.find(path)?;
         files::lock_owner(path)?;
         found
     } else {
@@ -288,6 +316,14 @@ fn plan(
         (Found::Store(superblock), _) => {
             Held::of(path, superblock.page_bytes).map_err(failed(path, measure))?
         }
+        (Found::OtherVersion(found), OnOtherVersion::Refuse)
+            if found == Superblock::version(!options.encrypted) =>
+        {
+            return Err(StoreError::Encryption {
+                path: path.to_owned(),
+                reason: strangeness(found, options),
+            });
+        }
         (Found::OtherVersion(found), OnOtherVersion::Refuse) => {
             return Err(StoreError::Version {
                 path: path.to_owned(),
@@ -297,17 +333,19 @@ fn plan(
         }
         (Found::OtherVersion(version), OnOtherVersion::Discard) => {
             notes.push(format!(
-                "disk_path {} had format version {version}, which this undercroft does not read: its {} are discarded",
+                "disk_path {} {}: its {} are discarded",
                 path.display(),
+                strangeness(version, options),
                 Bytes(files::bytes_of(path)),
             ));
             Held::discarded(files::bytes_of(path))
         }
         (Found::OtherVersion(version), OnOtherVersion::SetAside) => {
             notes.push(format!(
-                "disk_path {} had format version {version}, which this undercroft does not read: it is set aside in {}, \
-                 where it goes on taking {}; delete that directory to have the space",
+                "disk_path {} {}: it is set aside in {}, where it goes on taking {}; delete that directory to have the \
+                 space",
                 path.display(),
+                strangeness(version, options),
                 files::aside(path, version).display(),
                 Bytes(files::bytes_of(path)),
             ));
@@ -329,7 +367,7 @@ fn superblock(
     path: &Path,
     found: Found,
     sizing: &Sizing,
-    store_id: u64,
+    (store_id, encrypted): (u64, bool),
 ) -> Result<Superblock, StoreError> {
     let page_bytes = sizing.page_bytes;
     match found {
@@ -347,6 +385,7 @@ fn superblock(
             let superblock = Superblock {
                 store_id,
                 page_bytes,
+                encrypted,
             };
             files::create(path, &superblock)?;
             Ok(superblock)

@@ -114,12 +114,12 @@ pub(super) struct Sizing {
 }
 
 /// Size of the data file of a capacity, before it is cut to whole pages.
-fn data_of(capacity: u64) -> u64 {
+pub(crate) fn data_of(capacity: u64) -> u64 {
     (capacity - capacity / META_SHARE).min(CAPACITY_MAX)
 }
 
 /// The smallest capacity whose data file has `data_bytes`.
-fn capacity_for(data_bytes: u64) -> u64 {
+pub(crate) fn capacity_for(data_bytes: u64) -> u64 {
     let near = data_bytes + data_bytes / (META_SHARE - 1);
     (near.saturating_sub(2)..=near + 2)
         .find(|&capacity| data_of(capacity) >= data_bytes)

@@ -226,7 +226,9 @@ impl Engine {
                     );
                     reading.insert((node, group));
                 }
-                Purpose::Table { .. } | Purpose::Namespace { .. } => *writes += 1,
+                Purpose::Table { .. } | Purpose::Namespace { .. } | Purpose::Release { .. } => {
+                    *writes += 1;
+                }
             }
         }
         for (device, expected) in self.residency.devices().zip(counts) {

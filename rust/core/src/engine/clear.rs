@@ -276,6 +276,7 @@ impl Engine {
                 device: device.number(),
                 file_offset,
                 len,
+                frees: false,
             });
         }
     }

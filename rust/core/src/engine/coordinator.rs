@@ -1,6 +1,6 @@
 //! The engine's fields, sessions and reports.
 
-use crate::disk::{Disk, Health};
+use crate::disk::{Disk, Health, Latency};
 use crate::error::RegisterError;
 use crate::forest::NONE;
 use crate::io::IoFault;
@@ -260,13 +260,16 @@ impl Engine {
         let is_degraded = |disk: &&Disk| disk.health.report().0 != Health::Good;
         let (host, forest) = (self.residency.host(), self.residency.forest());
         let transfers = self.sessions.all_transfers();
+        let resized = self.resized();
         let transferring = transfers.load_bytes + transfers.save_bytes;
         let mut gauges = Gauges {
             host_capacity_bytes: host.capacity(),
+            host_target_bytes: resized.host.target_bytes,
             host_used_bytes: host.used_bytes(),
             host_pinned_bytes: self.promotions.promoted_bytes() + transferring,
             host_blocks: host.blocks(),
             disk_capacity_bytes: sum(|disk| disk.slots().capacity()),
+            disk_target_bytes: resized.disk.target_bytes,
             disk_used_bytes: sum(|disk| disk.slots().used_bytes()),
             disk_blocks: sum(|disk| disk.slots().blocks()),
             disk_degraded: disks.iter().filter(is_degraded).count() as u64,
@@ -298,6 +301,12 @@ impl Engine {
     pub fn disk_blocks_by_device(&self) -> Vec<u64> {
         let disks = self.residency.disks().iter();
         disks.map(|disk| disk.slots().blocks()).collect()
+    }
+
+    /// How long the reads and the writes of payloads on each directory took.
+    pub fn latencies(&self) -> Vec<[Latency; 2]> {
+        let disks = self.residency.disks().iter();
+        disks.map(|disk| disk.latencies).collect()
     }
 
     /// Health of each directory, with the fault that caused it.

@@ -34,6 +34,7 @@ impl Engine {
         self.residency.has_removals()
             || self.residency.has_searches()
             || self.residency.has_rest()
+            || self.residency.has_resizing(self.now_ns)
             || self.writeback.has_rest()
             || self.has_passes()
             || self.has_hints()
@@ -45,6 +46,7 @@ impl Engine {
         self.namespaces.has_writes(&self.residency)
             || self.writeback.has_writes(&self.residency)
             || self.residency.erasures.has_waiting()
+            || self.residency.has_releases()
     }
 
     /// Whether nothing is in flight and nothing is queued to be written or read.
@@ -62,6 +64,7 @@ impl Engine {
         // Pins and payloads end at their time.
         !self.pins.is_empty()
             || self.waits_for_pass()
+            || self.residency.waits_to_resize()
             || self.retention.is_on()
             || self.residency.disks().iter().any(Disk::has_touched)
     }
@@ -98,6 +101,9 @@ impl Engine {
         promotions.next_reads(&mut parts, out);
         promotions.next_probes(&mut parts, out);
         self.next_writes(out);
+        let visits = self.config.visits / 4;
+        self.residency
+            .continue_resizing(self.now_ns, visits.max(1), &mut self.counters);
     }
 
     /// Tells nodes that payloads above them have arrived. Those that become visible by it are offered to disk.
@@ -135,9 +141,11 @@ impl Engine {
         let least = usize::from(self.promotions.is_short());
         let beside_reads = self.config.writes_beside_reads.max(least);
         for device in self.residency.devices() {
-            // A device that writes much answers reads late.
-            let is_reading =
-                self.operations.reads(device) > 0 || self.promotions.waits_for(Some(device));
+            // A device that writes much answers reads late. A request that waits for memory or for the budget does not
+            // wait for the device: that may last until the scheduler takes another request up.
+            let waits_for_device =
+                !self.operations.may_read(device) && self.promotions.waits_for(Some(device));
+            let is_reading = self.operations.reads(device) > 0 || waits_for_device;
             let most = is_reading.then_some(beside_reads);
             self.operations.limit_writes(device, most);
         }
@@ -147,6 +155,7 @@ impl Engine {
         writeback.next_writes(&mut parts, out);
         writeback.next_table_writes(&mut parts, out);
         self.next_erasures(out);
+        self.next_releases(out);
     }
 
     /// Takes the end of an IO operation. An unknown token is ignored.
@@ -162,6 +171,9 @@ impl Engine {
             self.health_changed |= health.answered(reads, writes);
         }
         let result = completion.result;
+        if let (Some(device), true) = (device, result.is_ok()) {
+            self.note_latency(device, operation);
+        }
         match operation {
             Purpose::Read {
                 node,
@@ -178,6 +190,7 @@ impl Engine {
                 writeback.write_ended((node, group), started_ns, result, &mut parts);
             }
             Purpose::Erase { node, group } => self.residency.erasure_ended((node, group), result),
+            Purpose::Release { device } => self.residency.release_ended(device, result.is_ok()),
             Purpose::Checksum { node, group } => self.checksum_ended(node, group, result),
             Purpose::Table { device, block } => {
                 let (_, mut parts) = self.promotions();
@@ -195,6 +208,16 @@ impl Engine {
         }
     }
 
+    fn note_latency(&mut self, device: DeviceIndex, operation: Purpose) {
+        let (kind, started_ns) = match operation {
+            Purpose::Read { started_ns, .. } => (0, started_ns),
+            Purpose::Write { started_ns, .. } => (1, started_ns),
+            _ => return,
+        };
+        let ns = self.now_ns - started_ns;
+        self.residency.disk_mut(device).latencies[kind].note(ns);
+    }
+
     /// A payload read has ended.
     fn read_ended(
         &mut self,
@@ -209,11 +232,17 @@ impl Engine {
         let rates = &mut self.planner.rates;
         rates.read_ended(device, bytes, ahead, times, result.is_ok());
         match result {
-            Ok(_) => {
+            Ok(checksum) => {
                 let payload_bytes = self.residency.payload_bytes(node, group);
                 let (_, mut parts) = self.promotions();
                 count_read(payload_bytes, started_ns, &mut parts);
-                self.residency.disk_mut(device).health.read_succeeded();
+                let disk = self.residency.disk_mut(device);
+                disk.health.read_succeeded();
+                if disk.encrypted_store().is_some() {
+                    // Its record has none.
+                    self.residency
+                        .set_host_checksum(node, group, Some(checksum));
+                }
                 self.payload_arrived(node, group, &mut Vec::new());
             }
             Err(fault) => self.read_failed(node, group, fault),
@@ -240,6 +269,7 @@ impl Engine {
         match fault {
             IoFault::Stopped => {}
             IoFault::Corrupt => self.counters.checksum_failures += 1,
+            IoFault::Cipher => self.counters.decryption_failures += 1,
             IoFault::Truncated | IoFault::Os(_) => self.counters.read_failures += 1,
         }
         if fault != IoFault::Stopped {

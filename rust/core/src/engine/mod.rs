@@ -16,7 +16,7 @@
 //! - `pins`: leases that hints ask for, with their budget; `hints` carries these and the other hints out;
 //! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `remote`: the remote store, the segments that come from there and those that go there;
-//! - `ages`: the times of the ticks; `clear` removes blocks by their namespace and age, `drain` stops what is new;
+//! - `ages`: the times of the ticks; `clear` removes blocks by their namespace and age, `drain` stops what is new, `resize` sets the tiers' sizes;
 //! - `operations`: the purpose of each IO operation in flight.
 //!
 //! A part never calls another but residency, which calls none: an effect on others is returned, and the
@@ -54,9 +54,11 @@ mod remote;
 mod requests;
 mod reset;
 mod residency;
+mod resize;
 mod retention;
 mod save;
 mod save_cursor;
+mod sealed;
 mod served;
 mod sessions;
 mod waits;
@@ -69,7 +71,8 @@ pub use drain::Drained;
 pub use hints::HintCursor;
 pub use lookup::LookupCursor;
 pub use recover::Recovery;
-pub use residency::Moves;
+pub use residency::{Moves, TierSize};
+pub use resize::{ResizeOrder, ResizeRefusal, Resized};
 pub use save::{Granted, SaveLimit, SaveProgress, Transfer};
 pub use served::{HitExtents, SessionUsage};
 pub use sessions::SessionId;

@@ -32,6 +32,10 @@ pub(super) enum Purpose {
         node: NodeId,
         group: u8,
     },
+    /// The filesystem gets the space of a page back.
+    Release {
+        device: DeviceIndex,
+    },
     Table {
         device: DeviceIndex,
         block: u32,

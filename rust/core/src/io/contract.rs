@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::files::DeviceFiles;
 use super::waker::Waker;
 use crate::arena::Arena;
+use crate::cipher::Binding;
 
 /// Alignment of every file offset, arena offset and length in an O_DIRECT transfer, in bytes.
 pub const IO_ALIGN: u64 = 4096;
@@ -58,7 +59,9 @@ pub enum IoRequest {
         /// Bytes that the checksum covers.
         payload_len: u32,
     },
-    /// Makes bytes of the data file read as zeros. The filesystem keeps the space for them where it can.
+    /// As [`IoRequest::ReadPayload`] or [`IoRequest::WritePayload`], of a payload that is encrypted in the data file.
+    Sealed(Box<SealedTransfer>),
+    /// Makes bytes of the data file read as zeros.
     Erase {
         /// Returned in the completion.
         token: u64,
@@ -68,6 +71,8 @@ pub enum IoRequest {
         file_offset: u64,
         /// How many bytes.
         len: u32,
+        /// The filesystem gets their space back; otherwise the file keeps the space where it can.
+        frees: bool,
     },
     /// Metadata -> table or super file; `bytes` is a multiple of [`IO_ALIGN`] long. With `sync`,
     /// completes only after an fdatasync that followed the write.
@@ -85,6 +90,29 @@ pub enum IoRequest {
         /// Whether to wait until it is durable.
         sync: bool,
     },
+}
+
+/// A payload that is plain in the arena, and encrypted with its seal in the data file. Both directions complete with
+/// the checksum of the plain bytes. A read completes with [`IoFault::Corrupt`] if the bytes in the file are not those
+/// that were written, and with [`IoFault::Cipher`] if they are, and cannot be decrypted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SealedTransfer {
+    /// Returned in the completion.
+    pub token: u64,
+    /// Whether it goes from the file to the arena.
+    pub reads: bool,
+    /// Index of the device (directory).
+    pub device: u16,
+    /// Where it lies, in bytes from the start of the data file.
+    pub file_offset: u64,
+    /// Bytes in the file: at least those of payload and seal.
+    pub len: u32,
+    /// Where it lies, in bytes from the start of the arena.
+    pub arena_offset: u64,
+    /// Bytes of the payload.
+    pub payload_len: u32,
+    /// The payload, and its place on disk.
+    pub binding: Binding,
 }
 
 /// A payload in the arena whose checksum is to be computed. The completion has the same `token`.
@@ -106,6 +134,7 @@ impl IoRequest {
             | Self::WritePayload { token, .. }
             | Self::Erase { token, .. }
             | Self::WriteMeta { token, .. } => *token,
+            Self::Sealed(of) => of.token,
         }
     }
 
@@ -116,12 +145,17 @@ impl IoRequest {
             | Self::WritePayload { device, .. }
             | Self::Erase { device, .. }
             | Self::WriteMeta { device, .. } => *device,
+            Self::Sealed(of) => of.device,
         }
     }
 
     /// Whether it is a read, which goes before writes.
     pub fn is_read(&self) -> bool {
-        matches!(self, Self::ReadPayload { .. })
+        match self {
+            Self::ReadPayload { .. } => true,
+            Self::Sealed(of) => of.reads,
+            _ => false,
+        }
     }
 }
 
@@ -130,6 +164,8 @@ impl IoRequest {
 pub enum IoFault {
     /// The bytes read do not match their checksum.
     Corrupt,
+    /// The bytes read are whole, and no key decrypts them as the payload that was asked for.
+    Cipher,
     /// The file ended before the transfer was complete.
     Truncated,
     /// The operating system's error number.
@@ -142,6 +178,7 @@ impl std::fmt::Display for IoFault {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Corrupt => f.write_str("checksum mismatch"),
+            Self::Cipher => f.write_str("no key of key_file decrypts the block"),
             Self::Truncated => f.write_str("the file ends too early"),
             Self::Os(errno) => write!(f, "{}", std::io::Error::from_raw_os_error(*errno)),
             Self::Stopped => f.write_str("the IO engine was stopped"),
@@ -182,6 +219,11 @@ pub trait IoEngine: Send + std::fmt::Debug {
     /// or `timeout` has passed (`None`: no limit; zero: only the completions that are there
     /// already).
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
+    /// Gives the memory behind a range of the arena, which no operation uses, back to the system.
+    ///
+    /// # Errors
+    /// As [`Arena::release`].
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()>;
     /// A handle by which other threads end a `wait`.
     fn waker(&self) -> Waker;
     /// Gives a device that had [`DeviceFiles::absent`], and so no operations, its files.

@@ -274,6 +274,10 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
         self.inner.name()
     }
 
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.inner.release_memory(offset, len)
+    }
+
     fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
         self.inner.replace_files(device, files)
     }
@@ -301,9 +305,14 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
             faults.writes
         };
         let token = request.token();
-        if let (Some(rate), IoRequest::ReadPayload { len, .. }) = (faults.read_rate, &request) {
+        let read_len = match &request {
+            IoRequest::ReadPayload { len, .. } => Some(*len),
+            IoRequest::Sealed(of) => of.reads.then_some(of.len),
+            _ => None,
+        };
+        if let (Some(rate), Some(len)) = (faults.read_rate, read_len) {
             let now = Instant::now();
-            let takes = Duration::try_from_secs_f64(f64::from(*len) / rate);
+            let takes = Duration::try_from_secs_f64(f64::from(len) / rate);
             let takes = takes.unwrap_or(HANG).min(HANG);
             let due = self.busy_until.map_or(now, |until| until.max(now)) + takes;
             self.busy_until = Some(due);
@@ -376,6 +385,10 @@ impl<E: IoEngine + ?Sized> IoEngine for Box<E> {
 
     fn name(&self) -> &'static str {
         (**self).name()
+    }
+
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        (**self).release_memory(offset, len)
     }
 
     fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {

@@ -12,6 +12,7 @@ use super::ring::Ring;
 use super::uring::{Uring, UringParts};
 use super::{DeviceFiles, IoEngine, engine_depth};
 use crate::arena::Arena;
+use crate::cipher::PayloadCipher;
 
 /// Which IO engine to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
@@ -67,8 +68,27 @@ pub fn open_io_engine(
             "{reason}; set io_engine to \"auto\" or \"thread_pool\""
         )));
     }
+    open_pool(depth, (arena, devices), fallback, None)
+}
+
+/// As [`open_io_engine`], for payloads that are encrypted on disk: the thread pool, whose threads encrypt and decrypt.
+pub fn open_encrypting_engine(
+    depth: usize,
+    arena: Arc<Arena>,
+    devices: Vec<DeviceFiles>,
+    cipher: Arc<dyn PayloadCipher>,
+) -> io::Result<(Box<dyn IoEngine>, IoFeatures)> {
+    open_pool(engine_depth(depth), (arena, devices), None, Some(cipher))
+}
+
+fn open_pool(
+    depth: usize,
+    (arena, devices): (Arc<Arena>, Vec<DeviceFiles>),
+    fallback: Option<String>,
+    cipher: Option<Arc<dyn PayloadCipher>>,
+) -> io::Result<(Box<dyn IoEngine>, IoFeatures)> {
     let o_direct = devices.iter().all(|device| device.o_direct);
-    let engine = ThreadPool::new(depth, arena, devices)?;
+    let engine = ThreadPool::open(depth, arena, devices, (Direct, cipher))?;
     let features = IoFeatures {
         engine: engine.name(),
         o_direct,

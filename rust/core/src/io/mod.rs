@@ -6,6 +6,8 @@
 //!
 //! Checksums are computed here, outside the engine's lock: over the first `payload_len` bytes, of
 //! the source before a write is submitted, and of the destination after a read has completed.
+//!
+//! Payloads that are encrypted on disk go through the thread pool, whose threads encrypt and decrypt (`sealed.rs`).
 
 mod batch;
 mod checksums;
@@ -19,6 +21,7 @@ mod operation;
 pub mod pool;
 pub mod raw;
 mod ring;
+mod sealed;
 pub mod uring;
 mod waker;
 
@@ -26,8 +29,11 @@ pub use checksums::ChecksumQueue;
 pub(crate) use contract::device_depth;
 pub use contract::{
     ChecksumRequest, FileKind, IO_ALIGN, IoCompletion, IoEngine, IoFault, IoRequest, IoRoom,
+    SealedTransfer,
 };
-pub use features::{IoEngineChoice, IoFeatures, open_io_engine, probe_io_uring};
+pub use features::{
+    IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine, probe_io_uring,
+};
 pub use files::{DeviceFiles, check_own_file, open_file};
 pub use waker::{Wake, Waker};
 

@@ -7,9 +7,10 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::fault_hook::Verdict;
-use super::{FileKind, IO_ALIGN, IoFault, IoRequest};
+use super::{FileKind, IO_ALIGN, IoFault, IoRequest, SealedTransfer};
 use crate::arena::Arena;
 use crate::checksum::RunningChecksum;
+use crate::cipher::{Binding, SEAL_BYTES};
 
 /// The flags of fallocate for an erasure, in the order in which they are tried. Both keep the file's size; with the
 /// first the file keeps the space, too, and some filesystems lack it.
@@ -56,7 +57,15 @@ pub(super) enum Body {
         buffer: Arc<AlignedBuffer>,
         sync: bool,
     },
-    Erase,
+    Sealed {
+        reads: bool,
+        arena_offset: u64,
+        payload_len: u32,
+        binding: Binding,
+    },
+    Erase {
+        frees: bool,
+    },
 }
 
 impl Operation {
@@ -98,7 +107,11 @@ impl Operation {
                 device,
                 file_offset,
                 len,
-            } => (token, device, FileKind::Data, file_offset, len, Body::Erase),
+                frees,
+            } => {
+                let body = Body::Erase { frees };
+                (token, device, FileKind::Data, file_offset, len, body)
+            }
             IoRequest::WriteMeta {
                 token,
                 device,
@@ -111,6 +124,25 @@ impl Operation {
                 let buffer = Arc::new(AlignedBuffer::new(&bytes));
                 let body = Body::Meta { buffer, sync };
                 (token, device, file, file_offset, len, body)
+            }
+            IoRequest::Sealed(of) => {
+                let SealedTransfer {
+                    token,
+                    reads,
+                    device,
+                    file_offset,
+                    len,
+                    arena_offset,
+                    payload_len,
+                    binding,
+                } = *of;
+                let body = Body::Sealed {
+                    reads,
+                    arena_offset,
+                    payload_len,
+                    binding,
+                };
+                (token, device, FileKind::Data, file_offset, len, body)
             }
         };
         let operation = Self {
@@ -125,6 +157,18 @@ impl Operation {
             Ok(operation)
         } else {
             Err(IoFault::Os(Errno::INVAL.raw_os_error()))
+        }
+    }
+
+    /// As [`Operation::new`], and EINVAL for an encrypted payload.
+    pub(super) fn plain(
+        request: IoRequest,
+        arena: &Arena,
+        devices: usize,
+    ) -> Result<Self, IoFault> {
+        match request {
+            IoRequest::Sealed(_) => Err(IoFault::Os(Errno::INVAL.raw_os_error())),
+            request => Self::new(request, arena, devices),
         }
     }
 
@@ -143,8 +187,16 @@ impl Operation {
                     && *payload_len <= self.len
                     && arena.check(*arena_offset, u64::from(self.len)).is_ok()
             }
+            Body::Sealed {
+                arena_offset,
+                payload_len,
+                ..
+            } => {
+                u64::from(*payload_len) + SEAL_BYTES as u64 <= u64::from(self.len)
+                    && arena.check(*arena_offset, u64::from(*payload_len)).is_ok()
+            }
             Body::Meta { .. } => self.file != FileKind::Data,
-            Body::Erase => self.file == FileKind::Data,
+            Body::Erase { .. } => self.file == FileKind::Data,
         };
         body && usize::from(self.device) < devices
             && self.len > 0
@@ -157,7 +209,10 @@ impl Operation {
     }
 
     pub(super) fn is_read(&self) -> bool {
-        matches!(self.body, Body::Read { .. })
+        matches!(
+            self.body,
+            Body::Read { .. } | Body::Sealed { reads: true, .. }
+        )
     }
 
     pub(super) fn is_payload_write(&self) -> bool {
@@ -165,7 +220,12 @@ impl Operation {
     }
 
     pub(super) fn is_erasure(&self) -> bool {
-        matches!(self.body, Body::Erase)
+        matches!(self.body, Body::Erase { .. })
+    }
+
+    /// How many of [`ERASE_MODES`] an erasure leaves out.
+    pub(super) fn erase_modes_skipped(&self) -> u16 {
+        u16::from(matches!(self.body, Body::Erase { frees: true }))
     }
 
     /// Whether an fdatasync follows the transfer.
@@ -314,12 +374,23 @@ pub(super) struct AlignedBuffer {
 
 impl AlignedBuffer {
     fn new(bytes: &[u8]) -> Self {
+        let mut buffer = Self::zeros(bytes.len());
+        buffer.bytes_mut().copy_from_slice(bytes);
+        buffer
+    }
+
+    /// So many zeros.
+    pub(super) fn zeros(len: usize) -> Self {
         let align = IO_ALIGN as usize;
-        let mut memory = vec![0; bytes.len() + align];
+        let mut memory = vec![0; len + align];
         let start = memory.as_ptr().addr().next_multiple_of(align) - memory.as_ptr().addr();
-        memory[start..start + bytes.len()].copy_from_slice(bytes);
-        memory.truncate(start + bytes.len());
+        memory.truncate(start + len);
         Self { memory, start }
+    }
+
+    /// All of the bytes.
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..]
     }
 
     /// The bytes from `done` on.

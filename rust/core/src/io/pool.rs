@@ -11,9 +11,11 @@ use rustix::io::Errno;
 
 use super::fault_hook::{Call, CallKind, Direct, FaultHook};
 use super::operation::{Body, ERASE_MODES, Next, Operation, Progress};
+use super::sealed::{self, SealedBuffer};
 use super::waker::Wake;
 use super::{DRAIN_LIMIT, DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
 use crate::arena::Arena;
+use crate::cipher::PayloadCipher;
 
 /// More threads for a device than this gain nothing: it is busy with fewer large transfers.
 const THREADS_MAX: usize = 16;
@@ -32,6 +34,8 @@ struct PoolShared<I> {
     arena: Arc<Arena>,
     devices: RwLock<Vec<Arc<DeviceFiles>>>,
     fault_hook: I,
+    /// For payloads that are encrypted on disk.
+    cipher: Option<Arc<dyn PayloadCipher>>,
     state: Mutex<PoolState>,
     /// There is work for a device, by its index.
     work: Vec<Condvar>,
@@ -75,11 +79,22 @@ impl<I: FaultHook> ThreadPool<I> {
         devices: Vec<DeviceFiles>,
         fault_hook: I,
     ) -> std::io::Result<Self> {
+        Self::open(depth, arena, devices, (fault_hook, None))
+    }
+
+    /// As [`ThreadPool::new`], with a seam for tests, and a cipher for payloads that are encrypted on disk.
+    pub fn open(
+        depth: usize,
+        arena: Arc<Arena>,
+        devices: Vec<DeviceFiles>,
+        (fault_hook, cipher): (I, Option<Arc<dyn PayloadCipher>>),
+    ) -> std::io::Result<Self> {
         let (depth, count) = (depth.max(1), devices.len());
         let shared = Arc::new(PoolShared {
             arena,
             devices: RwLock::new(devices.into_iter().map(Arc::new).collect()),
             fault_hook,
+            cipher,
             state: Mutex::new(PoolState {
                 queues: (0..count).map(|_| DeviceQueue::default()).collect(),
                 ..PoolState::default()
@@ -116,6 +131,10 @@ impl<I: FaultHook> IoEngine for ThreadPool<I> {
 
     fn depth(&self) -> usize {
         self.depth
+    }
+
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.arena().release(offset, len)
     }
 
     fn in_flight(&self) -> usize {
@@ -242,6 +261,7 @@ impl<I: FaultHook> PoolShared<I> {
 
     /// The main loop of one thread of a device.
     fn work(&self, device: usize) {
+        let mut buffer = SealedBuffer::new();
         let mut state = self.lock();
         while !state.stop {
             let queue = &mut state.queues[device];
@@ -254,7 +274,7 @@ impl<I: FaultHook> PoolShared<I> {
             };
             queue.running += 1;
             drop(state);
-            let result = self.carry_out(&operation);
+            let result = self.carry_out(&operation, &mut buffer);
             state = self.lock();
             state.queues[device].running -= 1;
             let token = operation.token;
@@ -268,7 +288,7 @@ impl<I: FaultHook> PoolShared<I> {
         self.devices.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn carry_out(&self, operation: &Operation) -> Result<u64, IoFault> {
+    fn carry_out(&self, operation: &Operation, buffer: &mut SealedBuffer) -> Result<u64, IoFault> {
         let device = Arc::clone(&self.devices()[usize::from(operation.device)]);
         let file = device.get(operation.file);
         if operation.is_erasure() {
@@ -276,6 +296,9 @@ impl<I: FaultHook> PoolShared<I> {
                 self.erase(operation, file)
             })?;
             return Ok(0);
+        }
+        if let Body::Sealed { .. } = operation.body {
+            return self.carry_out_sealed(operation, file, buffer);
         }
         let source = operation.source_checksum(&self.arena);
         let mut progress = Progress::new(operation.len);
@@ -289,6 +312,32 @@ impl<I: FaultHook> PoolShared<I> {
             })?;
         }
         operation.verify(&self.arena, source)
+    }
+
+    fn carry_out_sealed(
+        &self,
+        operation: &Operation,
+        file: BorrowedFd<'_>,
+        buffer: &mut SealedBuffer,
+    ) -> Result<u64, IoFault> {
+        let Some(cipher) = &self.cipher else {
+            return Err(IoFault::Os(Errno::INVAL.raw_os_error()));
+        };
+        let reads = operation.is_read();
+        let kind = if reads {
+            CallKind::Read
+        } else {
+            CallKind::Write
+        };
+        sealed::carry_out(operation, (&self.arena, cipher), buffer, |bytes| {
+            repeat(&mut Progress::new(operation.len), reads, |done, len| {
+                let at = operation.file_offset + u64::from(done);
+                let verdict = self.fault_hook.on_call(&call(operation, kind, at, len));
+                let end = done + verdict.issued(len)?;
+                let range = done as usize..end as usize;
+                sealed::call(file, (reads, at), bytes, range, verdict)
+            })
+        })
     }
 
     fn transfer(
@@ -318,7 +367,7 @@ impl<I: FaultHook> PoolShared<I> {
             Body::Meta { buffer, .. } => {
                 rustix::io::pwrite(file, &buffer.rest(done)[..len as usize], at)?
             }
-            Body::Erase => return Err(Errno::INVAL),
+            Body::Sealed { .. } | Body::Erase { .. } => return Err(Errno::INVAL),
         };
         operation.flip(&self.arena, done, verdict);
         Ok(verdict.reported(moved as u32))
@@ -331,9 +380,9 @@ impl<I: FaultHook> PoolShared<I> {
             .on_call(&call(operation, CallKind::Erase, at, len));
         verdict.issued(len)?;
         let mut erased = Err(Errno::OPNOTSUPP);
-        for mode in ERASE_MODES {
+        for mode in &ERASE_MODES[usize::from(operation.erase_modes_skipped())..] {
             if erased == Err(Errno::OPNOTSUPP) {
-                let mode = FallocateFlags::from_bits_retain(mode);
+                let mode = FallocateFlags::from_bits_retain(*mode);
                 erased = rustix::fs::fallocate(file, mode, at, u64::from(len));
             }
         }

@@ -25,6 +25,12 @@ pub(super) const WAKE: u64 = u64::MAX;
 /// (a millisecond once it is populated) never stalls the IO thread.
 const REGION: u64 = 64 << 20;
 
+/// Pause after the kernel has refused the ring (out of memory, say).
+pub(super) const REFUSAL_PAUSE: rustix::event::Timespec = rustix::event::Timespec {
+    tv_sec: 0,
+    tv_nsec: 10_000_000,
+};
+
 /// The kernel's limit for registered buffers.
 const REGIONS_MAX: u64 = 1 << 14;
 
@@ -186,6 +192,27 @@ impl Ring {
         } else {
             Regions::Refused { registered: start }
         };
+    }
+
+    /// Deregisters all buffers: the kernel would go on to use their old pages where the arena gets new ones.
+    fn unregister_regions(&mut self) -> io::Result<()> {
+        for index in 0..self.registered().div_ceil(REGION) {
+            let nothing = [libc::iovec {
+                iov_base: std::ptr::null_mut(),
+                iov_len: 0,
+            }];
+            let submitter = self.ring.submitter();
+            // SAFETY: no memory is registered.
+            unsafe { submitter.register_buffers_update(index as u32, &nothing, None) }?;
+        }
+        self.regions = Regions::Refused { registered: 0 };
+        Ok(())
+    }
+
+    /// Gives the memory behind a range of the arena back to the system.
+    pub(super) fn release_memory(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        self.unregister_regions()?;
+        self.arena.release(offset, len)
     }
 
     /// Bytes of the arena, from its start on, that transfers need not pin.

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use super::fault_hook::{Call, CallKind, Direct, FaultHook, Verdict};
 use super::in_flight::{Active, Lane, Queues, RingPiece, Slot, file_index, parts, user_data};
 use super::operation::{Body, ERASE_MODES, Next, Operation, Progress, Summing};
-use super::ring::{Buffer, Ring, RingTransfer, WAKE};
+use super::ring::{Buffer, REFUSAL_PAUSE, Ring, RingTransfer, WAKE};
 use super::waker::{EventWake, Wake};
 use super::{
     DeviceFiles, FileKind, IoCompletion, IoEngine, IoFault, IoFeatures, IoRequest, SPLIT, Waker,
@@ -36,12 +36,6 @@ const SUM_BYTES: u32 = 128 << 10;
 
 /// The ring counts as broken when the kernel has refused it this often in a row.
 const REFUSALS_MAX: u32 = 100;
-
-/// Pause after the kernel has refused the ring (out of memory, say).
-const REFUSAL_PAUSE: Timespec = Timespec {
-    tv_sec: 0,
-    tv_nsec: 10_000_000,
-};
 
 /// In place of the number of a piece: the sync after the transfer.
 const SYNC: u16 = u16::MAX;
@@ -197,7 +191,8 @@ impl<I: FaultHook> Uring<I> {
             let epoch = self.slots[usize::from(index)].epoch;
             self.queues.unsummed.push_back((epoch, index));
         } else if operation.is_erasure() {
-            lane.ready.push_back((index, SYNC));
+            lane.ready
+                .push_back((index, SYNC - operation.erase_modes_skipped()));
         } else {
             lane.ready.extend((0..count).map(|piece| (index, piece)));
         }
@@ -295,7 +290,7 @@ impl<I: FaultHook> Uring<I> {
                 Buffer::Arena(arena_offset + u64::from(done))
             }
             Body::Meta { buffer, .. } => Buffer::Metadata(Arc::clone(buffer), done),
-            Body::Erase => return self.finish_piece(index),
+            Body::Sealed { .. } | Body::Erase { .. } => return self.finish_piece(index),
         };
         let transfer = RingTransfer {
             reading: operation.is_read(),
@@ -530,6 +525,10 @@ impl<I: FaultHook> IoEngine for Uring<I> {
         })
     }
 
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.ring.release_memory(offset, len)
+    }
+
     fn replace_files(&mut self, device: u16, files: DeviceFiles) -> std::io::Result<()> {
         let first = usize::from(device) * KINDS.len();
         let new = KINDS.map(|kind| files.get(kind));
@@ -551,7 +550,7 @@ impl<I: FaultHook> IoEngine for Uring<I> {
         let takes = has_room && !self.is_broken();
         let index = if takes { self.free.pop() } else { None };
         let operation = match index {
-            Some(_) => Operation::new(request, &self.arena, self.devices.len()),
+            Some(_) => Operation::plain(request, &self.arena, self.devices.len()),
             None => Err(IoFault::Os(refusal.raw_os_error())),
         };
         match (operation, index) {

@@ -6,6 +6,8 @@ use crate::key::{BlockHash, NamespaceDigest};
 
 /// Version of the names and of the format of the objects ([`super::segment`]).
 pub const REMOTE_VERSION: u32 = 1;
+/// The same of objects whose payloads are encrypted, each with a [seal](crate::cipher) behind it.
+pub const ENCRYPTED_VERSION: u32 = 2;
 
 /// Bytes of the namespace's digest that a name has. The object's header has all of the digest.
 const DIGEST_BYTES: usize = 16;
@@ -29,7 +31,16 @@ impl ObjectKey {
     /// `1/<namespace, 32 hex>/<2 hex of the hash>/<hash hex>-<hash blocks>`, with `-g<group>` behind it for an object of
     /// one engine group.
     pub fn path(&self) -> String {
-        let mut path = format!("{REMOTE_VERSION}/");
+        self.path_of(REMOTE_VERSION)
+    }
+
+    /// The name of the same object with encrypted payloads.
+    pub fn encrypted_path(&self) -> String {
+        self.path_of(ENCRYPTED_VERSION)
+    }
+
+    fn path_of(&self, version: u32) -> String {
+        let mut path = format!("{version}/");
         push_hex(&mut path, &self.namespace.0[..DIGEST_BYTES]);
         path.push('/');
         let end = self.end.as_bytes();
@@ -71,6 +82,7 @@ mod tests {
         };
         let name = format!("1/{}/0c/{}-8", "ab".repeat(16), "0c".repeat(32));
         assert_eq!(key.path(), name);
+        assert_eq!(key.encrypted_path(), format!("2{}", &name[1..]));
         let state = ObjectKey {
             group: Some(3),
             ..key

@@ -9,7 +9,7 @@ pub mod segment;
 
 use serde::{Deserialize, Serialize};
 
-pub use key::{ObjectKey, REMOTE_VERSION};
+pub use key::{ENCRYPTED_VERSION, ObjectKey, REMOTE_VERSION};
 pub use segment::{Expected, SegmentError, SegmentHeader, SegmentPayload};
 
 /// A payload of an object, and its place in the arena.
@@ -90,6 +90,8 @@ pub enum RemoteError {
     NotFound,
     /// The object is not the expected one, or a part does not match its checksum. The store deletes it if it may.
     Corrupt,
+    /// The object is whole, and no key decrypts it as the one that was asked for. The store keeps it.
+    Cipher,
     /// The store does not know the credentials, or they do not allow the operation.
     Denied,
     /// The store asks for fewer requests.
@@ -105,11 +107,17 @@ pub enum RemoteError {
 }
 
 impl RemoteError {
+    /// Whether this host finds no object of the name, or none that it can use; the store itself is well.
+    pub fn is_of_object(self) -> bool {
+        matches!(self, Self::NotFound | Self::Corrupt | Self::Cipher)
+    }
+
     /// The word in metrics and logs.
     pub fn name(self) -> &'static str {
         match self {
             Self::NotFound => "not_found",
             Self::Corrupt => "corrupt",
+            Self::Cipher => "cipher",
             Self::Denied => "denied",
             Self::Throttled => "throttled",
             Self::Late => "late",
@@ -125,6 +133,7 @@ impl std::fmt::Display for RemoteError {
         f.write_str(match self {
             Self::NotFound => "there is no such object",
             Self::Corrupt => "the object does not match its name",
+            Self::Cipher => "no key of key_file decrypts the object",
             Self::Denied => "the store denies access",
             Self::Throttled => "the store asks for fewer requests",
             Self::Late => "the store takes too long",

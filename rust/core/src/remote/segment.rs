@@ -96,7 +96,7 @@ impl std::fmt::Display for SegmentError {
             Self::NotOurs => f.write_str("not an object of undercroft"),
             Self::Version(version) => write!(
                 f,
-                "an object of format version {version}, which is not {REMOTE_VERSION}"
+                "an object of format version {version}, which is not the one asked for"
             ),
             Self::Checksum => f.write_str("the header does not match its checksum"),
             Self::Value => f.write_str("the header has a value that no writer produces"),
@@ -148,6 +148,14 @@ impl SegmentHeader {
     /// # Panics
     /// If it breaks a limit of [`Expected`], or there is not one checksum for each payload.
     pub fn encode(&self) -> Box<[u8]> {
+        self.encode_as(REMOTE_VERSION)
+    }
+
+    /// As [`SegmentHeader::encode`], of an object of this version.
+    ///
+    /// # Panics
+    /// Likewise.
+    pub fn encode_as(&self, version: u32) -> Box<[u8]> {
         let of = &self.described;
         assert!(
             of.is_valid() && of.payloads.len() == self.checksums.len(),
@@ -156,7 +164,7 @@ impl SegmentHeader {
         let mut bytes = vec![0; of.header_bytes() as usize];
         let mut put = |at: usize, field: &[u8]| bytes[at..at + field.len()].copy_from_slice(field);
         put(0, &MAGIC);
-        put(8, &REMOTE_VERSION.to_le_bytes());
+        put(8, &version.to_le_bytes());
         put(12, &(of.header_bytes() as u32).to_le_bytes());
         put(16, &of.namespace.0);
         put(48, &(of.hashes.len() as u32).to_le_bytes());
@@ -188,6 +196,14 @@ impl SegmentHeader {
     /// # Errors
     /// Says why there is none.
     pub fn decode(bytes: &[u8]) -> Result<Self, SegmentError> {
+        Self::decode_as(bytes, REMOTE_VERSION)
+    }
+
+    /// As [`SegmentHeader::decode`], of an object of this version.
+    ///
+    /// # Errors
+    /// Says why there is none.
+    pub fn decode_as(bytes: &[u8], expected: u32) -> Result<Self, SegmentError> {
         if bytes.len() < FIXED {
             return Err(SegmentError::Truncated);
         }
@@ -195,7 +211,7 @@ impl SegmentHeader {
             return Err(SegmentError::NotOurs);
         }
         let version = u32_at(bytes, 8);
-        if version != REMOTE_VERSION {
+        if version != expected {
             return Err(SegmentError::Version(version));
         }
         let (hash_blocks, payloads) = (u32_at(bytes, 48) as usize, u32_at(bytes, 52) as usize);
@@ -259,7 +275,19 @@ impl SegmentHeader {
 /// # Errors
 /// Says why the bytes are not that object.
 pub fn verify(bytes: &[u8], expected: &Expected) -> Result<SegmentHeader, SegmentError> {
-    let header = SegmentHeader::decode(bytes)?;
+    verify_as(bytes, expected, REMOTE_VERSION)
+}
+
+/// As [`verify`], of an object of this version.
+///
+/// # Errors
+/// Says why the bytes are not that object.
+pub fn verify_as(
+    bytes: &[u8],
+    expected: &Expected,
+    version: u32,
+) -> Result<SegmentHeader, SegmentError> {
+    let header = SegmentHeader::decode_as(bytes, version)?;
     if header.described == *expected {
         Ok(header)
     } else {

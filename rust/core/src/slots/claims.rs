@@ -11,7 +11,7 @@ impl Slots {
     /// Who has claimed the bytes of a slot, or of its page for another class. `None` if no slot of `class` is
     /// at `offset`, which comes from disk and may be anything.
     pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
-        if offset >= self.capacity() {
+        if offset >= self.extent() {
             return None;
         }
         let (slot_bytes, units) = (self.slot_bytes(class), self.units(class));
@@ -22,8 +22,9 @@ impl Slots {
         {
             return None;
         }
-        let number = self.page_at[unit as usize];
-        if number != NO_PAGE && self.page(number).class == class {
+        if let Some(number) = self.page_at(unit)
+            && self.page(number).class == class
+        {
             let cell = self.page(number).cell + self.slot_at(class, offset) as u32;
             let owner = self.cells.owner(cell);
             return Some(owner.map(|owner| (owner, cell)).into_iter().collect());
@@ -42,10 +43,9 @@ impl Slots {
         let units = self.units(class);
         let unit = self.unit_of(offset) / units * units;
         let slot = self.slot_at(class, offset) as u32;
-        let mut number = self.page_at[unit as usize];
-        if number == NO_PAGE {
-            number = self.give_page(unit, class, record.checked_sub(slot));
-        }
+        let number = self.page_at(unit);
+        let number =
+            number.unwrap_or_else(|| self.give_page(unit, class, record.checked_sub(slot)));
         assert_eq!(
             self.page(number).class,
             class,

@@ -2,7 +2,7 @@
 
 use crate::work;
 
-use super::{Class, NO_PAGE, Owner, Slots};
+use super::{Class, NO_PAGE, Owner, Slots, WITHHELD};
 
 /// An aligned run of units that becomes one page for a class, once nothing in the run is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,8 +36,7 @@ impl Slots {
     pub(crate) fn run_at(&self, offset: u64, class: Class) -> Run {
         let mut units = self.units(class);
         let unit = self.unit_of(offset);
-        let number = self.page_at[unit as usize];
-        if number != NO_PAGE {
+        if let Some(number) = self.page_at(unit) {
             units = units.max(self.units(self.page(number).class));
         }
         let unit = unit / units * units;
@@ -48,7 +47,7 @@ impl Slots {
     /// it. Counts on from the front behind the end.
     pub(crate) fn run_number(&self, index: u64, class: Class) -> Run {
         let run_bytes = self.unit_bytes * u64::from(self.units(class));
-        let runs = self.capacity() / run_bytes;
+        let runs = self.extent() / run_bytes;
         self.run_at(index % runs * run_bytes, class)
     }
 
@@ -62,8 +61,7 @@ impl Slots {
     pub(crate) fn owners_from(&self, run: Run, unit: u32) -> Option<(Class, Vec<Owner>, u32)> {
         let page = (unit..run.unit + run.units).find_map(|unit| {
             work::slots(1);
-            let number = self.page_at[unit as usize];
-            (number != NO_PAGE).then(|| self.page(number))
+            Some(self.page(self.page_at(unit)?))
         })?;
         let cells = self.cells_in(page);
         work::slots(cells.len());
@@ -76,13 +74,14 @@ impl Slots {
         self.pages_of(run).is_empty()
     }
 
-    /// Whether a run still consists of whole pages: a page that came since may reach beyond it.
+    /// Whether a run still consists of whole pages, none of which is withheld: a page that came since may reach beyond it.
     pub(crate) fn is_whole(&self, run: Run) -> bool {
-        self.pages_of(run).into_iter().all(|number| {
-            let page = self.page(number);
-            let end = page.unit + self.units(page.class);
-            run.holds(page.unit) && end <= run.unit + run.units
-        })
+        !self.has_withheld(run)
+            && self.pages_of(run).into_iter().all(|number| {
+                let page = self.page(number);
+                let end = page.unit + self.units(page.class);
+                run.holds(page.unit) && end <= run.unit + run.units
+            })
     }
 
     /// Whether `offset` lies in a run.
@@ -142,7 +141,7 @@ impl Slots {
         work::slots(units.len());
         let mut pages: Vec<u32> = self.page_at[units].to_vec();
         pages.dedup();
-        pages.retain(|&number| number != NO_PAGE);
+        pages.retain(|&number| number < WITHHELD);
         pages
     }
 }

@@ -17,6 +17,8 @@ use rig::{MILLISECOND, Rig, SECOND};
 
 const ENOSPC: i32 = 28;
 const EIO: i32 = 5;
+/// Bytes of the payloads in [`two_directories`].
+const SMALL: u32 = 64 << 10;
 /// Operations that an IO engine with `io_depth` 32 takes for each device.
 const DEPTH: usize = 72;
 
@@ -135,15 +137,14 @@ fn a_promotion_that_was_given_up_may_be_tried_again() {
 }
 
 /// Two directories with prompts of 30 blocks, and which lies where: by the directory of its first read.
-fn two_directories() -> (Rig, [Vec<u64>; 2]) {
-    const PAYLOAD: u32 = 64 << 10;
-    let mut rig = Rig::new(config(64 << 20), &[256 << 20; 2], PAYLOAD);
+fn two_directories(config: &EngineConfig) -> (Rig, [Vec<u64>; 2]) {
+    let mut rig = Rig::new(config.clone(), &[256 << 20; 2], SMALL);
     for number in 0..40 {
         rig.save(number, 30);
         rig.settle();
     }
     let mut of_device = [Vec::new(), Vec::new()];
-    let mut probe = rig.restart(config(64 << 20));
+    let mut probe = rig.restart(config.clone());
     for number in 0..40 {
         probe.ask(number, 30);
         let requests = probe.start(64);
@@ -154,7 +155,7 @@ fn two_directories() -> (Rig, [Vec<u64>; 2]) {
         probe.leave(number, 0);
     }
     assert!(of_device.iter().all(|prompts| prompts.len() > 10));
-    let mut rig = probe.restart(config(64 << 20));
+    let mut rig = probe.restart(config.clone());
     rig.engine.set_io_depth(DEPTH);
     (rig, of_device)
 }
@@ -183,7 +184,7 @@ fn serve_all_but(hung: u16, rig: &mut Rig, hanging: &mut Vec<IoRequest>) {
 
 #[test]
 fn a_device_that_hangs_takes_only_what_lies_on_it() {
-    let (mut rig, [on_hung, on_other]) = two_directories();
+    let (mut rig, [on_hung, on_other]) = two_directories(&config(64 << 20));
     let mut hanging = Vec::new();
     for &number in &on_hung {
         assert_eq!(rig.ask(number, 30), None);
@@ -240,7 +241,7 @@ fn a_device_that_hangs_takes_only_what_lies_on_it() {
 
 #[test]
 fn a_device_that_holds_writes_up_is_read_and_gets_no_more_writes() {
-    let (mut rig, [on_first, _]) = two_directories();
+    let (mut rig, [on_first, _]) = two_directories(&config(64 << 20));
     for number in 100..140 {
         rig.save(number, 5);
     }
@@ -268,7 +269,7 @@ fn a_device_that_holds_writes_up_is_read_and_gets_no_more_writes() {
 
 #[test]
 fn a_directory_whose_reads_fail_is_given_up_with_what_only_it_held() {
-    let (mut rig, [on_broken, on_other]) = two_directories();
+    let (mut rig, [on_broken, on_other]) = two_directories(&config(64 << 20));
     for &number in &on_broken {
         rig.ask(number, 30);
         while rig.ask(number, 30).is_none() {

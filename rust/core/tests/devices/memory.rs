@@ -5,6 +5,7 @@ use undercroft_core::io::IoRequest;
 use undercroft_core::session::LookupRequest;
 
 use crate::rig::{MILLISECOND, Rig, SECOND, prompt};
+use crate::{SMALL, two_directories};
 
 const PAYLOAD: u32 = 64 << 10;
 /// Blocks of the arena.
@@ -84,4 +85,49 @@ fn a_prefetch_that_finds_no_memory_gives_way_to_a_request() {
     assert_eq!(wait_for(2, HOST, &mut rig), HOST);
     assert_eq!(rig.engine.counters().promotions_given_up, 1);
     assert!(rig.now_ns > SECOND, "not before it has waited for long");
+}
+
+#[test]
+fn payloads_are_written_while_a_prefetch_waits_for_the_budget() {
+    let config = EngineConfig {
+        writes_beside_reads: 0,
+        ..config(8)
+    };
+    let mut rig = on_disk(&config, &[(1, 8), (2, 8)]);
+    assert_eq!(wait_for(1, 8, &mut rig), 8, "all of the budget");
+    let hashes = prompt(2, 8);
+    let prefetch = LookupRequest::new("prefetch", &hashes).prefetch();
+    assert!(rig.engine.lookup(rig.session, &prefetch).is_pending());
+    assert_eq!(rig.save(3, 4), 4);
+    rig.settle();
+    assert_eq!(rig.engine.counters().disk_writes, 4);
+    assert!(rig.engine.lookup(rig.session, &prefetch).is_pending());
+}
+
+#[test]
+fn a_promotion_that_has_started_with_a_part_goes_on_before_an_older_one_that_does_not_fit() {
+    const BUDGET: u32 = 30;
+    let config = EngineConfig {
+        seed: 42,
+        promotion_bytes: u64::from(BUDGET * SMALL),
+        ..EngineConfig::new(64 << 20)
+    };
+    let (mut rig, [on_first, on_second]) = two_directories(&config);
+    let (holder, part, older) = (on_first[0], on_first[1], on_second[0]);
+    let in_use = BUDGET - 2;
+    assert_eq!(wait_for(holder, in_use, &mut rig), in_use);
+    assert_eq!(
+        (rig.ask(older, BUDGET), rig.ask(part, BUDGET)),
+        (None, None)
+    );
+    // The second directory has no room now: the older request waits for it, and the other takes the rest of the budget.
+    let mut reads = Vec::new();
+    rig.engine.next_io(&[64, 0][..], &mut reads);
+    let count = reads.iter().filter(|request| request.is_read()).count();
+    assert_eq!(count, 2, "all that the budget allows");
+    reads.into_iter().for_each(|request| rig.end(request));
+    rig.leave(holder, in_use);
+    assert_eq!(wait_for(part, BUDGET, &mut rig), BUDGET);
+    rig.leave(part, BUDGET);
+    assert_eq!(wait_for(older, BUDGET, &mut rig), BUDGET);
 }

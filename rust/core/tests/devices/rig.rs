@@ -26,6 +26,7 @@ impl Directory {
         let superblock = Superblock {
             store_id: 1,
             page_bytes,
+            encrypted: false,
         };
         Self {
             capacity: capacity / page_bytes * page_bytes,
@@ -118,7 +119,9 @@ impl Rig {
     pub(crate) fn end(&mut self, request: IoRequest) {
         let result = match &request {
             IoRequest::ReadPayload { checksum, .. } => Ok(*checksum),
-            IoRequest::WritePayload { .. } | IoRequest::Erase { .. } => Ok(7),
+            IoRequest::WritePayload { .. } | IoRequest::Sealed(_) | IoRequest::Erase { .. } => {
+                Ok(7)
+            }
             IoRequest::WriteMeta {
                 device,
                 file,

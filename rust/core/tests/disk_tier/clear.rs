@@ -27,13 +27,17 @@ impl Rig {
 
 /// How many of a prompt's payloads are in the data file, wherever.
 fn bytes_left(store: &Path, model: &Model, prompt: u64) -> usize {
+    bytes_of(store, model, prompt, LEN)
+}
+
+fn bytes_of(store: &Path, model: &Model, prompt: u64, len: u32) -> usize {
     let data = std::fs::read(store.join("data")).unwrap();
     let starts = |hash: &BlockHash| {
         let payload = model.payload(hash);
         let mut slots = data.chunks(4096);
         slots.any(|slot| slot == &payload[..4096])
     };
-    let hashes = Model::hashes(prompt, LEN);
+    let hashes = Model::hashes(prompt, len);
     hashes.iter().filter(|hash| starts(hash)).count()
 }
 
@@ -125,6 +129,52 @@ fn blocks_by_age_go_unless_they_are_used_and_no_restart_finds_them() {
     drop(rig);
     let mut rig = Open::new(&dirs).plain();
     assert_eq!([1, 2, 3].map(|prompt| rig.hit(prompt, LEN)), [0, LEN, LEN]);
+}
+
+#[test]
+fn nothing_of_the_old_blocks_is_left_in_the_files_beside_the_young_ones() {
+    for erase in [false, true] {
+        let (_guard, store) = dir();
+        let dirs = [store];
+        let mut rig = Open::new(&dirs).plain();
+        rig.pass(SECOND);
+        // Old and young blocks share pages, so that no page is freed as a whole.
+        let pairs: Vec<(u64, u64)> = (0..64).map(|at| (100 + at, 200 + at)).collect();
+        for &(old, young) in &pairs {
+            rig.save(old, 1);
+            rig.save(young, 1);
+        }
+        rig.pass(3600 * SECOND);
+        for &(_, young) in &pairs {
+            assert_eq!(rig.hit(young, 1), 1);
+        }
+        for _ in 0..5 {
+            rig.pass(2 * SECOND);
+            rig.pump();
+        }
+        let (old, young): (Vec<u64>, Vec<u64>) = pairs.into_iter().unzip();
+        assert_eq!(found_in(&dirs[0], &old), (64, 64));
+        let cleared = rig.clear(ClearWhat::OlderThan(1800), erase);
+        assert_eq!((cleared.disk_blocks, cleared.pending), (64, 0));
+        rig.pass(2 * SECOND);
+        rig.pump();
+        assert_eq!(found_in(&dirs[0], &old), (0, if erase { 0 } else { 64 }));
+        assert_eq!(found_in(&dirs[0], &young), (64, 64));
+    }
+}
+
+/// Of how many prompts of one block the record is in the table, and of how many the payload in the data file.
+fn found_in(store: &Path, prompts: &[u64]) -> (usize, usize) {
+    let table = std::fs::read(store.join("table")).unwrap();
+    let is_recorded = |&&prompt: &&u64| {
+        let hash = Model::hashes(prompt, 1)[0];
+        let mut windows = table.windows(hash.as_bytes().len());
+        windows.any(|bytes| bytes == hash.as_bytes())
+    };
+    let payloads = prompts
+        .iter()
+        .map(|&prompt| bytes_of(store, &MODEL, prompt, 1));
+    (prompts.iter().filter(is_recorded).count(), payloads.sum())
 }
 
 #[test]

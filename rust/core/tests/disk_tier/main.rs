@@ -8,6 +8,7 @@ mod child;
 mod clear;
 mod crash;
 mod damage;
+mod encrypted;
 mod faults;
 mod recency;
 mod rig;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use undercroft_core::arena::Arena;
-use undercroft_core::disk::open::{self, DirectoryLock};
+use undercroft_core::disk::open::{self, Capacity, DirectoryLock, OnOtherVersion, StoreOptions};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery, SessionId};
 use undercroft_core::error::StoreError;
 use undercroft_core::io::fault_hook::{Direct, FaultHook};
@@ -182,6 +182,8 @@ pub(crate) struct Rig {
 pub(crate) struct Open<'a> {
     pub(crate) dirs: &'a [PathBuf],
     pub(crate) capacity: u64,
+    /// Payloads are encrypted.
+    pub(crate) encrypted: bool,
     pub(crate) config: EngineConfig,
 }
 
@@ -193,6 +195,7 @@ impl<'a> Open<'a> {
         Self {
             dirs,
             capacity: DISK,
+            encrypted: false,
             config,
         }
     }
@@ -212,7 +215,12 @@ impl<'a> Open<'a> {
     ) -> Result<Rig, StoreError> {
         let (mut files, mut images, mut locks) = (Vec::new(), Vec::new(), Vec::new());
         for dir in self.dirs {
-            let (of_device, image, lock) = open::open(dir, self.capacity, 1)?.into_parts();
+            let options = StoreOptions {
+                capacity: Capacity::Bytes(self.capacity),
+                on_other_version: OnOtherVersion::default(),
+                encrypted: self.encrypted,
+            };
+            let (of_device, image, lock) = open::open(dir, options, 1)?.into_parts();
             files.push(of_device);
             images.push(image);
             locks.push(lock);

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use undercroft_core::disk::format::FORMAT_VERSION;
+use undercroft_core::disk::format::ENCRYPTED_VERSION;
 use undercroft_core::disk::open::{self, Capacity, OnOtherVersion, StoreOptions};
 use undercroft_core::engine::Engine;
 use undercroft_core::error::StoreError;
@@ -15,6 +15,7 @@ fn options(on_other_version: OnOtherVersion) -> StoreOptions {
     StoreOptions {
         capacity: Capacity::Bytes(DISK),
         on_other_version,
+        encrypted: false,
     }
 }
 
@@ -119,8 +120,8 @@ fn a_directory_of_another_user_is_refused_by_root_too() {
 
 #[test]
 fn a_store_of_another_version_is_discarded_set_aside_or_refused() {
-    let other = |store: &Path| patch(&store.join("super"), 8, |bytes| bytes[0] += 1, 1);
-    let aside = format!("format-{}", FORMAT_VERSION + 1);
+    let other = |store: &Path| patch(&store.join("super"), 8, |bytes| bytes[0] += 2, 1);
+    let aside = format!("format-{}", ENCRYPTED_VERSION + 1);
     for choice in [
         OnOtherVersion::Refuse,
         OnOtherVersion::Discard,
@@ -143,7 +144,7 @@ fn a_store_of_another_version_is_discarded_set_aside_or_refused() {
         }
         let opened = opened.unwrap();
         assert_eq!(opened.notes, examined.unwrap().notes);
-        assert!(opened.notes[0].contains(&format!("format version {}", FORMAT_VERSION + 1)));
+        assert!(opened.notes[0].contains(&format!("format version {}", ENCRYPTED_VERSION + 1)));
         drop(opened);
         let mut rig = Open::new(&dirs).plain();
         assert_eq!((rig.hit(1, 10), rig.recovery.blocks), (0, 0));
@@ -154,14 +155,14 @@ fn a_store_of_another_version_is_discarded_set_aside_or_refused() {
         assert_eq!(kept.exists(), choice == OnOtherVersion::SetAside);
         if choice == OnOtherVersion::SetAside {
             // Whole, for the undercroft that reads it; of two, the later one.
-            patch(&kept.join("super"), 8, |bytes| bytes[0] -= 1, 1);
+            patch(&kept.join("super"), 8, |bytes| bytes[0] -= 2, 1);
             assert_eq!(
                 Open::new(std::slice::from_ref(&kept)).plain().hit(1, 10),
                 10
             );
             other(&store);
             drop(open::open(&store, options(choice), 3).unwrap());
-            patch(&kept.join("super"), 8, |bytes| bytes[0] -= 1, 1);
+            patch(&kept.join("super"), 8, |bytes| bytes[0] -= 2, 1);
             assert_eq!(Open::new(&[kept]).plain().hit(2, 10), 10);
         }
     }

@@ -186,6 +186,10 @@ impl IoEngine for Broken {
     fn submit(&mut self, request: IoRequest) {
         self.0.submit(request);
     }
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.arena().release(offset, len)
+    }
+
     fn depth(&self) -> usize {
         self.0.depth()
     }
@@ -223,6 +227,10 @@ impl IoEngine for Slow {
     fn name(&self) -> &'static str {
         "slow"
     }
+    fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.arena().release(offset, len)
+    }
+
     fn depth(&self) -> usize {
         DEPTH
     }

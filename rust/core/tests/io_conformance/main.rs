@@ -4,6 +4,7 @@
 
 mod hang;
 mod rig;
+mod sealed;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -8,7 +8,9 @@ def checksum_gbps(block_bytes: int, blocks: int, rounds: int) -> float:
     Raises UndercroftError.
     """
 
-def disk(directory: str, block_bytes: int, blocks: int, depth: int = 32, io_engine: str = "auto") -> dict[str, Any]:
+def disk(
+    directory: str, block_bytes: int, blocks: int, depth: int = 32, io_engine: str = "auto", key_file: str = ""
+) -> dict[str, Any]:
     """The disk tier through the whole engine, against a bare O_DIRECT loop in the same run.
 
     ``directory`` must be empty and is left so. Keys of the result: ``undercroft bench disk``. Raises UndercroftError.

@@ -59,6 +59,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     disk.add_argument(
         "--io-engine", choices=("auto", "io_uring", "thread_pool"), default="auto", help="as the option (%(default)s)"
     )
+    disk.add_argument("--key-file", metavar="FILE", default="", help="encrypt, as the option (default: plain)")
 
     copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against one plain copy", _copy)
     copy.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the KV cache is (%(default)s)")
@@ -216,7 +217,9 @@ def _disk(args: argparse.Namespace) -> dict[str, Any]:
     with _directory(args.path) as path:
         # Small blocks are soon moved: a round that takes less than some tenths of a second measures its ends.
         blocks = args.blocks or max(1024, (2 << 30) // args.block_bytes)
-        result = _until_interrupted(lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine))
+        result = _until_interrupted(
+            lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine, args.key_file)
+        )
     # The plan compares the disk's speed with the model of a vLLM that runs here.
     return result | {"plan": planning.of_running(1e9 * result["read_gbps"])}
 

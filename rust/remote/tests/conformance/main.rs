@@ -10,6 +10,7 @@ mod cloud;
 mod cluster;
 mod collecting;
 mod directory;
+mod encrypted;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod faults;
 #[cfg(any(feature = "redis", feature = "s3"))]

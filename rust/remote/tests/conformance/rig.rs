@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use undercroft_core::arena::{ARENA_ALIGN, Arena};
 use undercroft_core::checksum::checksum;
+use undercroft_core::cipher::PayloadCipher;
 use undercroft_core::io::{Wake, Waker};
 use undercroft_core::key::{BlockHash, NamespaceDigest};
 use undercroft_core::remote::{
@@ -58,10 +59,19 @@ impl Rig {
     }
 
     pub(crate) fn over(objects: Arc<dyn Objects>, place: Box<dyn Any>) -> Self {
+        Self::with_cipher(objects, None, place)
+    }
+
+    pub(crate) fn with_cipher(
+        objects: Arc<dyn Objects>,
+        cipher: Option<Arc<dyn PayloadCipher>>,
+        place: Box<dyn Any>,
+    ) -> Self {
         let arena = Arc::new(Arena::create(16 * ARENA_ALIGN.max(PLACE)).unwrap());
         let (bell, woken) = channel();
         let waker = Waker::new(Arc::new(Bell(Mutex::new(bell))));
-        let pool = Pool::start(Arc::clone(&objects), Arc::clone(&arena), waker).unwrap();
+        let of_pool = (Arc::clone(&objects), Arc::clone(&arena));
+        let pool = Pool::start_with(of_pool.0, of_pool.1, waker, cipher).unwrap();
         Self {
             objects,
             arena,

@@ -8,7 +8,7 @@ mod pins;
 mod rig;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};
-use undercroft_core::engine::{ClearOrder, ClearWhat, SessionId};
+use undercroft_core::engine::{ClearOrder, ClearWhat, ResizeOrder, SessionId};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 use undercroft_core::session::{Offer, SessionSpec};
@@ -87,6 +87,37 @@ fn what_an_operator_clears_goes_in_steps_with_its_bytes_and_its_records() {
         rig.restart(2 * CHAIN);
         assert_eq!(rig.engine().gauges().disk_blocks, 0);
     }
+}
+
+#[test]
+fn a_tier_that_an_operator_makes_smaller_loses_its_pages_in_steps() {
+    let (mut rig, session) = full();
+    let all = rig.engine().resized().disk;
+    let half = ResizeOrder {
+        disk_bytes: Some(all.maximum_bytes / 2),
+        ..ResizeOrder::default()
+    };
+    rig.enter(0, |engine| engine.resize(&half, None)).unwrap();
+    rig.step();
+    assert!(rig.engine().gauges().disk_blocks > BLOCKS * 9 / 10);
+    rig.pump();
+    let half = rig.engine().resized().disk;
+    assert!(!half.resizing && half.kept_bytes == 0, "{half:?}");
+    assert!(half.capacity_bytes <= all.maximum_bytes / 2);
+    // Pages are emptied, not the tier.
+    let kept = rig.engine().gauges().disk_blocks;
+    assert!(kept > BLOCKS * 35 / 100, "{kept} of {BLOCKS}");
+    rig.engine().check().unwrap();
+    let whole = ResizeOrder {
+        disk_bytes: Some(all.maximum_bytes * 30 / 29 + 2),
+        ..ResizeOrder::default()
+    };
+    rig.enter(0, |engine| engine.resize(&whole, None)).unwrap();
+    rig.pump();
+    assert_eq!(rig.engine().resized().disk, all);
+    assert_eq!(rig.save(session, &chain(900, CHAIN)), CHAIN as usize);
+    rig.pump();
+    assert_eq!(rig.engine().gauges().disk_blocks, kept + CHAIN);
 }
 
 #[test]

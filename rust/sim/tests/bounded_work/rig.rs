@@ -95,6 +95,7 @@ impl Rig {
         let super_bytes = Superblock {
             store_id: 1,
             page_bytes,
+            encrypted: false,
         };
         let mut rig = Self {
             engine: Engine::new(config(host_blocks)),
@@ -253,7 +254,7 @@ impl Rig {
             IoRequest::ReadPayload { .. } if self.fault == Fault::Reads => Err(IoFault::Os(5)),
             IoRequest::ReadPayload { checksum, .. } => Ok(*checksum),
             _ if self.fault == Fault::Writes => Err(IoFault::Os(28)),
-            IoRequest::WritePayload { .. } => Ok(7),
+            IoRequest::WritePayload { .. } | IoRequest::Sealed(_) => Ok(7),
             IoRequest::Erase { .. } => Ok(0),
             IoRequest::WriteMeta {
                 file,

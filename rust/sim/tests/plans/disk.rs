@@ -170,6 +170,7 @@ impl Files {
         let superblock = Superblock {
             store_id: 1,
             page_bytes,
+            encrypted: false,
         };
         let super_bytes: Vec<u8> = superblock.encode().into();
         let image = DeviceImage {

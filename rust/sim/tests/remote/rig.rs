@@ -154,6 +154,7 @@ impl Host {
             let superblock = Superblock {
                 store_id: 1,
                 page_bytes,
+                encrypted: false,
             };
             engine.attach_disks(vec![DeviceImage {
                 capacity: capacity / page_bytes * page_bytes,
@@ -247,6 +248,7 @@ impl Host {
                 sum(self, arena_offset, payload_len)
             }
             IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } => 0,
+            IoRequest::Sealed(_) => unreachable!("the store is plain"),
         };
         IoCompletion {
             token: request.token(),

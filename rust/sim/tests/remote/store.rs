@@ -32,6 +32,8 @@ pub(crate) struct Faults {
     pub(crate) swapped: u64,
     /// An object goes.
     pub(crate) evicted: u64,
+    /// No key of the host decrypts an object.
+    pub(crate) sealed: u64,
 }
 
 /// Objects by name, shared by all hosts.
@@ -219,12 +221,15 @@ impl Connection {
             RemoteError::Unreachable,
             RemoteError::Late,
             RemoteError::Denied,
+            // Of an object that is read.
+            RemoteError::Cipher,
         ];
         if random.chance(self.faults.throttled) {
             return Err(RemoteError::Throttled);
         }
         let fails = random.chance(self.faults.failed);
-        let error = errors[random.below(3) as usize];
+        let is_get = matches!(request, RemoteRequest::Get { .. });
+        let error = errors[random.below(if is_get { 4 } else { 3 }) as usize];
         match request {
             RemoteRequest::Probe { .. } if fails => Err(error),
             RemoteRequest::Probe { keys, .. } => {
@@ -248,7 +253,11 @@ impl Connection {
                 if fails {
                     return Err(error);
                 }
-                get(objects, &key.path(), expect, parts, arena)
+                let is_sealed = random.chance(self.faults.sealed);
+                match get(objects, &key.path(), expect, parts, arena) {
+                    Ok(_) if is_sealed => Err(RemoteError::Cipher),
+                    got => got,
+                }
             }
             RemoteRequest::Put {
                 key,

@@ -89,6 +89,11 @@ impl Pins {
         }
     }
 
+    /// Sets the budget. Pins that exceed it stay, and no other comes.
+    pub(super) fn set_budget(&mut self, budget: u64) {
+        self.budget = budget.max(self.bytes);
+    }
+
     pub(super) fn budget(&self) -> u64 {
         self.budget
     }

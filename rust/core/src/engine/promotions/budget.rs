@@ -31,6 +31,11 @@ impl PromotionBudget {
         }
     }
 
+    /// Sets the bytes that promotions may hold. Those that have started go on.
+    pub(super) fn set(&mut self, most: u64) {
+        self.most = most;
+    }
+
     /// Bytes that one more promotion of a request may bring.
     pub(super) fn of(&self, request: &RequestPromotions) -> u64 {
         self.most.saturating_sub(request.bytes)
@@ -44,6 +49,11 @@ impl PromotionBudget {
     /// Whether other requests hold so much that this one does not get `bytes`.
     pub(super) fn lacks(&self, request: &RequestPromotions, bytes: u64) -> bool {
         self.held > request.bytes && self.held + bytes > self.most
+    }
+
+    /// Whether a request's promotion has started with a part of its bytes.
+    pub(super) fn is_partial(&self, id: RequestId) -> bool {
+        self.partial == Some(id)
     }
 
     /// Whether a promotion may start, which needs `rest` bytes, and `slot` of them now. Notes the promotion if so.

@@ -104,6 +104,11 @@ impl Promotions {
         self.is_short
     }
 
+    /// Sets the bytes that promotions may hold. Those that have started go on.
+    pub(super) fn set_budget(&mut self, most: u64) {
+        self.budget.set(most);
+    }
+
     /// Bytes that one more promotion of a request may bring.
     pub(super) fn budget_of(&self, request: &RequestPromotions) -> u64 {
         self.budget.of(request)

@@ -10,6 +10,7 @@ use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
 use super::super::requests::RequestId;
 use super::super::residency::Residency;
+use super::super::sealed::sealed_transfer;
 use super::read_queues::QueuePlace;
 use super::{PromotionEnd, Promotions};
 
@@ -224,7 +225,8 @@ impl Promotions {
         if promotion.reserved.is_some() {
             return true;
         }
-        if !*admits && !continues {
+        // A promotion that has started goes on: others may wait for the bytes that it holds.
+        if !*admits && !continues && !self.budget.is_partial(id) {
             return false;
         }
         if request.demanded && !continues {
@@ -285,6 +287,9 @@ pub(super) fn read_request(node: NodeId, group: u8, parts: &mut EngineParts<'_>)
         ahead: parts.rates.in_flight(device),
     };
     let token = parts.operations.start(read, device, parts.now_ns);
+    if let Some(request) = sealed_transfer(token, true, (node, group), parts) {
+        return request;
+    }
     let residency = &*parts.residency;
     let state = residency.node(node);
     let payload = state.payload(group);

@@ -98,7 +98,7 @@ impl Engine {
                     remote.known.insert(fingerprint, parts.now_ns);
                     remote.told.add(&payloads, &mut parts);
                 } else {
-                    if is_gone(why) {
+                    if why.is_some_and(RemoteError::is_of_object) {
                         remote.told.remove(&payloads, &mut parts);
                     }
                     if why == Some(RemoteError::NotFound) {
@@ -163,6 +163,10 @@ impl Remote {
             Err(RemoteError::Corrupt) => {
                 self.breaker.succeeded();
                 parts.counters.remote_corrupt += 1;
+            }
+            Err(RemoteError::Cipher) => {
+                self.breaker.succeeded();
+                parts.counters.decryption_failures += 1;
             }
             Err(RemoteError::Throttled) => {
                 parts.counters.remote_throttled += 1;
@@ -232,11 +236,11 @@ impl Remote {
 
     /// Remembers the result of a get of an object.
     fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) {
-        if is_gone(why) {
+        if why.is_some_and(RemoteError::is_of_object) {
             self.known.remove(segment);
             self.absent.insert(segment, now_ns);
         }
-        if why == Some(RemoteError::Corrupt) {
+        if matches!(why, Some(RemoteError::Corrupt | RemoteError::Cipher)) {
             self.broken.insert(segment, now_ns);
         }
     }
@@ -260,7 +264,7 @@ impl Remote {
         flight.ends_at(object);
         if flight.boundaries.is_none() {
             self.unannounce(id, object);
-        } else if is_gone(why) {
+        } else if why.is_some_and(RemoteError::is_of_object) {
             self.boundary_lost(id, parts);
         }
     }
@@ -310,9 +314,4 @@ impl Remote {
             self.end_all(parts);
         }
     }
-}
-
-/// Whether an object is not there, or not the one that was asked for.
-fn is_gone(why: Option<RemoteError>) -> bool {
-    matches!(why, Some(RemoteError::NotFound | RemoteError::Corrupt))
 }

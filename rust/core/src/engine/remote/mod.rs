@@ -62,6 +62,8 @@ const KNOWN_MAX: usize = 1 << 17;
 const KNOWN_NS: u64 = 3_600_000_000_000;
 /// First segments that are remembered as missing.
 const ABSENT_MAX: usize = 1 << 14;
+/// The part of the arena that writes may hold.
+const PUT_PART: u64 = 4;
 /// Hash blocks that one entry fetches, and as many that it writes.
 const ENTRY_HASH_BLOCKS: u32 = 64;
 
@@ -180,7 +182,7 @@ impl Remote {
             told: Told::default(),
             breaker: Breaker::new(config.stall_ns),
             get_window: Window::new(config.window_bytes),
-            put_window: Window::new(host_bytes / 4),
+            put_window: Window::new(host_bytes / PUT_PART),
             progress_ns: 0,
             next_look_ns: 0,
             has_begun: false,
@@ -188,6 +190,12 @@ impl Remote {
             has_rest: false,
             config,
         }
+    }
+
+    /// The arena has another size, and promotions another budget.
+    pub(super) fn set_budgets(&mut self, host_bytes: u64, promotion_bytes: u64) {
+        self.held_max = promotion_bytes;
+        self.put_window.set_most(host_bytes / PUT_PART);
     }
 
     /// The weights of a session of this namespace's instance may be others than the description says: nothing of it

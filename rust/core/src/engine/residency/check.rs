@@ -98,17 +98,12 @@ impl Residency {
         firsts.flat_map(move |first| std::iter::successors(Some(first), next))
     }
 
-    fn regions(&self) -> impl Iterator<Item = Region> + use<> {
-        let disks = self.devices().map(Region::Disk);
-        std::iter::once(Region::Host).chain(disks)
-    }
-
     fn sum_up(&self, id: NodeId, sums: &mut Sums) {
         let node = self.node(id);
         for (group, payload) in (0u8..).zip(node.payloads()) {
             for tier in Tier::ALL {
                 if payload.has_slot(tier) {
-                    sums.slots[index_of(self.region(id, tier))] += 1;
+                    sums.slots[self.region(id, tier).index()] += 1;
                 }
             }
             if payload.disk == DiskState::Queued {
@@ -119,7 +114,7 @@ impl Residency {
             let evictability = node.evictability(tier);
             let is_leaf = evictability == Evictability::Leaf;
             for class in self.candidate_classes(id, tier, evictability) {
-                let key = (index_of(self.region(id, tier)), class, is_leaf);
+                let key = (self.region(id, tier).index(), class, is_leaf);
                 *sums.candidates.entry(key).or_default() += 1;
             }
         }
@@ -328,7 +323,7 @@ impl Residency {
 
     fn check_region(&self, region: Region, sums: &Sums) -> Result<(), String> {
         let slots = self.slots(region);
-        let expected = sums.slots[index_of(region)];
+        let expected = sums.slots[region.index()];
         ensure!(
             slots.blocks() == expected,
             "{region:?}: {} slots, {expected} payloads",
@@ -338,13 +333,14 @@ impl Residency {
             slots.used_bytes() <= slots.capacity(),
             "{region:?}: over capacity"
         );
+        self.check_resizing(region)?;
         let policies = match region {
             Region::Host => &self.host_policies,
             Region::Disk(device) => &self.disks[device.index()].policies,
         };
         for class in slots.classes() {
             for (policy, is_leaf) in [(&policies.leaves, true), (&policies.optional, false)] {
-                let key = (index_of(region), class, is_leaf);
+                let key = (region.index(), class, is_leaf);
                 let expected = sums.candidates.get(&key).copied().unwrap_or(0);
                 let known = policy.leaves(class);
                 ensure!(
@@ -365,13 +361,6 @@ impl Residency {
             );
         }
         Ok(())
-    }
-}
-
-fn index_of(region: Region) -> usize {
-    match region {
-        Region::Host => 0,
-        Region::Disk(device) => 1 + device.index(),
     }
 }
 

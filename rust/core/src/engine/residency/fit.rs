@@ -5,7 +5,7 @@ use crate::error::RegisterError;
 use crate::forest::{DeviceIndex, NodeId, NsId};
 use crate::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use crate::policy::PolicyKind;
-use crate::slots::{Class, Slots, region_for};
+use crate::slots::{Class, region_for};
 
 use super::geometry::{Geometry, Region};
 use super::state::{Residency, new_policy};
@@ -48,7 +48,7 @@ impl Residency {
                 // A directory that could not be opened yet has no pages, and takes nothing.
                 if class.is_none() && !disk.is_absent() {
                     let page_bytes = disk.slots().page_bytes();
-                    let needed = capacity_for_payload(payload_bytes);
+                    let needed = capacity_for_payload(disk.sealed_bytes(payload_bytes));
                     return Err(too_large(
                         "the data file",
                         page_bytes,
@@ -78,8 +78,7 @@ impl Residency {
     ) {
         let disk = &mut self.disks[device.index()];
         assert!(disk.is_absent(), "directory {device:?} is opened once");
-        let slots = Slots::new(image.capacity, image.page_bytes);
-        *disk = Disk::new(slots, new_policy(kind, image.capacity, seed), Vec::new());
+        *disk = Disk::new(image, new_policy(kind, image.capacity, seed), Vec::new());
         for geometry in &mut self.geometry {
             let groups = geometry.spec.groups.iter();
             let class = |group: &GroupSpec| match group.kind {
@@ -130,6 +129,12 @@ impl Residency {
     /// Bytes of the slot of a node's payload in the arena.
     pub(in crate::engine) fn slot_bytes(&self, id: NodeId, group: u8) -> u64 {
         self.host.slot_bytes(self.class(id, Region::Host, group))
+    }
+
+    /// Bytes of the slot of a node's payload on disk.
+    pub(in crate::engine) fn disk_slot_bytes(&self, id: NodeId, group: u8) -> u64 {
+        let region = Region::Disk(self.node(id).device);
+        self.slots(region).slot_bytes(self.class(id, region, group))
     }
 
     /// Slot bytes in the arena of several payloads.

@@ -16,6 +16,14 @@ pub(in crate::engine) enum Region {
 }
 
 impl Region {
+    /// Its number: the arena, then the directories.
+    pub(super) fn index(self) -> usize {
+        match self {
+            Self::Host => 0,
+            Self::Disk(device) => 1 + device.index(),
+        }
+    }
+
     pub(super) fn tier(self) -> Tier {
         match self {
             Self::Host => Tier::Host,

@@ -55,7 +55,12 @@ impl Residency {
     }
 
     /// Notes the checksum of a payload that is about to fill its slot.
-    pub(super) fn set_host_checksum(&mut self, id: NodeId, group: u8, checksum: Option<u64>) {
+    pub(in crate::engine) fn set_host_checksum(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        checksum: Option<u64>,
+    ) {
         let place = self.host_place(id, group);
         self.host_checksums.set(place, checksum.unwrap_or(UNKNOWN));
     }

@@ -4,7 +4,7 @@
 //! consequences for lookups, `eviction` those for the policies. `runs` moves pages between size
 //! classes, `unused` evicts by age. `leases` keeps payloads in place, `hits` lists the payloads of a hit,
 //! `admission` adds blocks, `disk_slots` chooses directories. `sweep` removes what an operator clears by age, and
-//! `erasures` has bytes on disk erased.
+//! `erasures` has bytes on disk erased. `resizing` follows the sizes that an operator sets.
 
 mod admission;
 mod announce;
@@ -24,6 +24,7 @@ mod pinned;
 mod reach;
 mod recovery;
 mod removal;
+mod resizing;
 mod rest;
 mod run_loss;
 mod runs;
@@ -38,6 +39,7 @@ pub(super) use disk_slots::DiskRefusal;
 pub(super) use geometry::Region;
 pub(super) use hits::PromotionPlan;
 pub(super) use recovery::{Adoption, FoundRecord};
+pub use resizing::TierSize;
 pub use runs::Moves;
 pub(super) use state::Residency;
 pub(super) use sweep::{ClearTotals, Leaving, Sweep};

@@ -5,7 +5,7 @@ use crate::disk::{DeviceImage, Disk};
 use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier, Touch};
 use crate::key::BlockHash;
 use crate::policy::{HIT_CLASSES, PolicyKind};
-use crate::slots::{Class, Owner, Slots, slot_offset};
+use crate::slots::{Class, Owner, slot_offset};
 
 use super::geometry::Region;
 use super::runs::RunSearch;
@@ -75,8 +75,7 @@ impl Residency {
             "directories are attached before namespaces are known"
         );
         let policy = new_policy(kind, image.capacity, seed);
-        let slots = Slots::new(image.capacity, image.page_bytes);
-        self.disks.push(Disk::new(slots, policy, instances));
+        self.disks.push(Disk::new(image, policy, instances));
         self.searches.push(RunSearch::default());
     }
 

@@ -112,17 +112,11 @@ impl RunSearch {
 
 impl Residency {
     pub(super) fn search_mut(&mut self, region: Region) -> &mut RunSearch {
-        match region {
-            Region::Host => &mut self.searches[0],
-            Region::Disk(device) => &mut self.searches[1 + device.index()],
-        }
+        &mut self.searches[region.index()]
     }
 
     fn search(&self, region: Region) -> &RunSearch {
-        match region {
-            Region::Host => &self.searches[0],
-            Region::Disk(device) => &self.searches[1 + device.index()],
-        }
+        &self.searches[region.index()]
     }
 
     pub(in crate::engine) fn moves(&self) -> Moves {
@@ -145,6 +139,23 @@ impl Residency {
         let is_hopeless =
             search.vain >= VAIN_MAX && search.in_vain == Some(freed) && search.emptying.is_none();
         (search.is_under_way() || search.visits == 0) && !is_hopeless
+    }
+
+    /// Whether a search of a region is under way.
+    pub(super) fn is_at_work(&self, region: Region) -> bool {
+        self.search(region).is_under_way()
+    }
+
+    /// No page is to be withheld any more: ends the search for one.
+    pub(super) fn end_withholding(&mut self, region: Region) {
+        let of_pass = self.search(region).pass.as_ref().map(|pass| pass.class);
+        let classes = [of_pass, self.slots(region).closed_for()];
+        let mut classes = classes.into_iter().flatten();
+        if classes.any(|class| self.slots(region).withholds(class)) {
+            let search = self.search_mut(region);
+            (search.pass, search.emptying) = (None, None);
+            self.slots_mut(region).open_run();
+        }
     }
 
     /// Whether a search for a size class is under way.
@@ -259,6 +270,9 @@ impl Residency {
                 return true;
             };
             self.search_mut(region).spend(1);
+            if self.slots(region).has_withheld(run) {
+                return false;
+            }
             let bytes = self.slots(region).run_bytes(run) as f64;
             let best = pass.best.as_ref().filter(|best| !best.is_used);
             let most = best.map_or(pass.own_worth, |best| best.loss / best.bytes) * bytes;

@@ -15,6 +15,7 @@ use super::erasures::Erasures;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
 use super::removal::Removals;
+use super::resizing::Resizing;
 use super::rest::Rest;
 use super::runs::{Moves, RunSearch};
 use super::sweep::ClearTotals;
@@ -62,6 +63,8 @@ pub(in crate::engine) struct Residency {
     /// directories.
     pub(super) searches: Vec<RunSearch>,
     pub(super) moves: Moves,
+    /// The sizes that an operator has set, by region; empty before the first.
+    pub(super) resizing: Vec<Resizing>,
     /// A payload on disk was evicted although others depend on it there.
     pub(super) disk_gaps: bool,
     /// Who is told of changes.
@@ -101,6 +104,7 @@ impl Residency {
             is_rise_cut: false,
             searches: vec![RunSearch::default()],
             moves: Moves::default(),
+            resizing: Vec::new(),
             disk_gaps: false,
             feeds: Feeds::new(event_ring),
             departures: Departures::new(departures),

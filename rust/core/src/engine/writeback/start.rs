@@ -10,6 +10,7 @@ use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
 use super::super::promotions::slot_len;
 use super::super::residency::DiskRefusal;
+use super::super::sealed::sealed_transfer;
 use super::queue::{QueuedWrite, WriteBack};
 use super::refusals::WriteRefusal;
 
@@ -138,8 +139,11 @@ impl WriteBack {
                 counters.disk_writes += 1;
                 counters.disk_write_bytes += u64::from(residency.payload_bytes(id, group));
                 counters.disk_write_ns += now_ns - started_ns;
-                residency.disk_mut(device).health.write_succeeded(now_ns);
-                residency.write_succeeded(id, group, checksum);
+                let disk = residency.disk_mut(device);
+                disk.health.write_succeeded(now_ns);
+                // Whoever reads an encrypted store learns nothing from a record about the plain bytes.
+                let kept = disk.encrypted_store().map_or(checksum, |_| 0);
+                residency.write_succeeded(id, group, kept);
             }
             Err(fault) => {
                 if fault != IoFault::Stopped {
@@ -183,6 +187,10 @@ fn write_request(
     let residency = &mut *parts.residency;
     residency.write_started(id, group, device, offset);
     residency.add_placeholders(id, device);
+    if let Some(request) = sealed_transfer(token, false, (id, group), parts) {
+        return request;
+    }
+    let residency = &*parts.residency;
     let payload = residency.node(id).payload(group);
     IoRequest::WritePayload {
         token,

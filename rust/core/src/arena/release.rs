@@ -1,0 +1,65 @@
+//! Memory of the arena that the system gets back.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+
+use rustix::fs::FallocateFlags;
+
+use super::region::{Arena, lock_alone};
+
+impl Arena {
+    /// Gives the memory behind a range, which no slot uses, back to the system. Its bytes read as zeros from then on.
+    ///
+    /// A device whose driver has pinned the range would keep the old pages and copy from and to them. So a process that
+    /// pins a part of the arena holds a shared lock on the file's first byte, on an open of its own
+    /// (`python/undercroft/device/pinning.py`).
+    ///
+    /// # Errors
+    /// If a process has pinned a part of the arena, or the kernel refuses.
+    pub fn release(&self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.check(offset, len).map_err(std::io::Error::other)?;
+        // A lock belongs to an open: workers have been given the arena's own.
+        let name = format!("/proc/self/fd/{}", self.fd().as_raw_fd());
+        let file = File::options().read(true).write(true).open(name)?;
+        lock_alone(&file)?;
+        self.is_released.store(true, Ordering::Relaxed);
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(&file, mode, offset, len)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::prefault_in_background;
+    use super::*;
+
+    #[test]
+    fn memory_is_given_back_unless_a_process_has_pinned_the_arena() {
+        let arena = Arc::new(Arena::create(8 << 20).unwrap());
+        let blocks = || rustix::fs::fstat(arena.fd()).unwrap().st_blocks;
+        arena.write(0, &[7; 4096]).unwrap();
+        arena.write(4 << 20, &[8; 4096]).unwrap();
+        let before = blocks();
+        let pinner = arena.fd().try_clone_to_owned().unwrap();
+        let name = format!("/proc/self/fd/{}", pinner.as_raw_fd());
+        let pinner = File::options().read(true).write(true).open(name).unwrap();
+        lock_alone(&pinner).unwrap();
+        assert!(arena.release(0, 4 << 20).is_err());
+        assert_eq!(arena.read(0, 2).unwrap(), [7, 7]);
+        drop(pinner);
+        arena.release(0, 4 << 20).unwrap();
+        // To read a byte brings a page.
+        assert!(blocks() < before, "{before} blocks");
+        assert_eq!(arena.read(0, 2).unwrap(), [0, 0]);
+        assert_eq!(arena.read(4 << 20, 2).unwrap(), [8, 8]);
+        assert!(arena.release(8 << 20, 4096).is_err());
+        // It can be used again, and only what is used has memory.
+        prefault_in_background(Arc::clone(&arena)).unwrap().join();
+        assert_eq!(arena.populated(), 0);
+        arena.write(0, &[9; 4096]).unwrap();
+        assert_eq!(arena.read(0, 2).unwrap(), [9, 9]);
+    }
+}

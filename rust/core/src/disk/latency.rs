@@ -1,0 +1,72 @@
+//! How long the operations of a directory take: counts by fixed limits.
+
+/// The limits, in nanoseconds.
+pub const LATENCY_LIMITS_NS: [u64; 10] = [
+    100_000,
+    300_000,
+    1_000_000,
+    3_000_000,
+    10_000_000,
+    30_000_000,
+    100_000_000,
+    300_000_000,
+    1_000_000_000,
+    3_000_000_000,
+];
+
+/// The operations of one kind that have succeeded since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Latency {
+    /// Those up to each of [`LATENCY_LIMITS_NS`] and above the one before; the last: those above all.
+    counts: [u64; LATENCY_LIMITS_NS.len() + 1],
+    total_ns: u64,
+}
+
+impl Latency {
+    /// An operation has taken so long, from its submission to its completion.
+    pub(crate) fn note(&mut self, ns: u64) {
+        let at = LATENCY_LIMITS_NS.partition_point(|&limit| limit < ns);
+        self.counts[at] += 1;
+        self.total_ns += ns;
+    }
+
+    /// Adds the operations of another directory.
+    pub fn add(&mut self, other: &Self) {
+        for (count, of_other) in self.counts.iter_mut().zip(other.counts) {
+            *count += of_other;
+        }
+        self.total_ns += other.total_ns;
+    }
+
+    /// How many took no longer than each of [`LATENCY_LIMITS_NS`], and at last how many there were.
+    pub fn at_most(&self) -> [u64; LATENCY_LIMITS_NS.len() + 1] {
+        let mut sum = 0;
+        self.counts.map(|count| {
+            sum += count;
+            sum
+        })
+    }
+
+    /// Their times together, in nanoseconds.
+    pub fn total_ns(&self) -> u64 {
+        self.total_ns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_counts_for_its_limit_and_all_above() {
+        let mut latency = Latency::default();
+        for ns in [0, 100_000, 100_001, 5_000_000_000] {
+            latency.note(ns);
+        }
+        assert_eq!(latency.at_most(), [2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4]);
+        assert_eq!(latency.total_ns(), 5_000_200_001);
+        let mut both = latency;
+        both.add(&latency);
+        assert_eq!(both.at_most()[10], 8);
+    }
+}

@@ -1,0 +1,217 @@
+//! The size of the tiers, which an operator may set while the engine runs.
+//!
+//! The size at the start is the largest: no process maps more of the arena, and a data file has no more slots. A restart
+//! goes by the configuration again.
+
+use serde::{Deserialize, Serialize};
+
+use crate::disk::{capacity_for, data_of};
+use crate::forest::DeviceIndex;
+use crate::io::IoRequest;
+use crate::size::Bytes;
+
+use super::coordinator::Engine;
+use super::operations::Purpose;
+use super::residency::{Region, TierSize};
+
+/// New sizes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ResizeOrder {
+    /// Bytes of host memory; as it is if none.
+    pub host_bytes: Option<u64>,
+    /// The most bytes that the files of each directory hold, as `disk_capacity`; as it is if none.
+    pub disk_bytes: Option<u64>,
+}
+
+/// The sizes of the tiers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Resized {
+    /// Host memory.
+    pub host: TierSize,
+    /// All directories together, without their records.
+    pub disk: TierSize,
+}
+
+/// Why sizes are refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ResizeRefusal {
+    /// Outside the sizes that the engine can have.
+    #[error(
+        "{option} {}: allowed is {} to {}; restart with another {option} for a size beyond that",
+        Bytes(*bytes), Bytes(*least), Bytes(*most)
+    )]
+    Bounds {
+        /// The option that has the size at the start.
+        option: &'static str,
+        /// The size asked for.
+        bytes: u64,
+        /// The smallest size.
+        least: u64,
+        /// The largest size.
+        most: u64,
+    },
+    /// There is no directory.
+    #[error("disk_capacity: the engine has no disk_path")]
+    NoDisk,
+    /// The machine does not have the memory.
+    #[error(
+        "host_memory {}: {} more are needed, and {} of memory are available; ask for less",
+        Bytes(*bytes), Bytes(*needed), Bytes(*available)
+    )]
+    Memory {
+        /// The size asked for.
+        bytes: u64,
+        /// Bytes that the system got back before.
+        needed: u64,
+        /// The memory that the machine or the container's limit leaves.
+        available: u64,
+    },
+}
+
+impl Engine {
+    /// Sets sizes; [`Engine::resized`] tells the progress. `available` is the memory that the machine has left, if that is
+    /// known.
+    ///
+    /// # Errors
+    /// If a size is impossible. Nothing is changed then.
+    pub fn resize(
+        &mut self,
+        order: &ResizeOrder,
+        available: Option<u64>,
+    ) -> Result<Resized, ResizeRefusal> {
+        if let Some(bytes) = order.host_bytes {
+            let (least, most, page) = self.residency.sizes(Region::Host);
+            check("host_memory", bytes, (least, most), most + page)?;
+            let used = most - self.residency.released_bytes(Region::Host);
+            let needed = bytes.saturating_sub(used);
+            if let Some(available) = available.filter(|&available| available < needed) {
+                return Err(ResizeRefusal::Memory {
+                    bytes,
+                    needed,
+                    available,
+                });
+            }
+        }
+        let devices: Vec<DeviceIndex> = self.residency.devices().collect();
+        if let Some(bytes) = order.disk_bytes {
+            let sizes = devices
+                .iter()
+                .map(|&device| self.residency.sizes(Region::Disk(device)));
+            // A directory that could not be opened yet has no size.
+            let sizes: Vec<_> = sizes.filter(|&(_, most, _)| most > 0).collect();
+            let least = sizes.iter().map(|&(least, ..)| least).max();
+            let largest = sizes.iter().max_by_key(|&&(_, most, _)| most);
+            let (Some(least), Some(&(_, most, page))) = (least, largest) else {
+                return Err(ResizeRefusal::NoDisk);
+            };
+            let bounds = (capacity_for(least), capacity_for(most));
+            check("disk_capacity", bytes, bounds, capacity_for(most + page))?;
+        }
+        if let Some(bytes) = order.host_bytes {
+            self.residency.set_target(Region::Host, bytes);
+            self.set_budgets(bytes);
+        }
+        if let Some(bytes) = order.disk_bytes {
+            for device in devices {
+                let region = Region::Disk(device);
+                self.residency.set_target(region, data_of(bytes));
+            }
+        }
+        Ok(self.resized())
+    }
+
+    /// Promotions, pins and the remote store have the same part of the arena as before.
+    fn set_budgets(&mut self, host_bytes: u64) {
+        let part = |of: u64| {
+            let part =
+                u128::from(of) * u128::from(host_bytes) / u128::from(self.config.host_bytes.max(1));
+            u64::try_from(part).unwrap_or(of).min(of)
+        };
+        let (promotions, pins) = (
+            part(self.config.promotion_bytes),
+            part(self.config.pin_bytes),
+        );
+        self.promotions.set_budget(promotions);
+        self.pins.set_budget(pins);
+        if let Some(remote) = &mut self.remote {
+            remote.set_budgets(host_bytes, promotions);
+        }
+    }
+
+    /// The sizes now.
+    pub fn resized(&self) -> Resized {
+        let mut disk = TierSize::default();
+        for device in self.residency.devices() {
+            let of = self.residency.size_of(Region::Disk(device));
+            disk.capacity_bytes += of.capacity_bytes;
+            disk.target_bytes += of.target_bytes;
+            disk.maximum_bytes += of.maximum_bytes;
+            disk.kept_bytes += of.kept_bytes;
+            disk.resizing |= of.resizing;
+        }
+        Resized {
+            host: self.residency.size_of(Region::Host),
+            disk,
+        }
+    }
+
+    /// The next part of the arena to return to the system: where it begins, and its bytes. The caller tells the end by
+    /// [`Engine::arena_release_ended`] before it asks again.
+    pub fn next_arena_release(&mut self) -> Option<(u64, u64)> {
+        self.residency.next_arena_release()
+    }
+
+    /// The system has got that part back, or not: another process keeps it.
+    pub fn arena_release_ended(&mut self, ok: bool) {
+        self.residency.arena_release_ended(ok);
+    }
+
+    /// Appends a page of each directory whose space the filesystem is to get back.
+    pub(super) fn next_releases(&mut self, out: &mut Vec<IoRequest>) {
+        if !self.residency.has_releases() {
+            return;
+        }
+        for device in self.residency.devices() {
+            let health = &self.residency.disks()[device.index()].health;
+            if !health.is_alive() {
+                self.residency.refuse_releases(device);
+                continue;
+            }
+            if !health.answers() || !self.operations.may_write(device) {
+                continue;
+            }
+            let Some((file_offset, len)) = self.residency.next_release(device) else {
+                continue;
+            };
+            let token = self
+                .operations
+                .start(Purpose::Release { device }, device, self.now_ns);
+            out.push(IoRequest::Erase {
+                token,
+                device: device.number(),
+                file_offset,
+                len: u32::try_from(len).expect("a page has at most 64 MiB"),
+                frees: true,
+            });
+        }
+    }
+}
+
+/// A size of the configuration may be larger by less than a page.
+fn check(
+    option: &'static str,
+    bytes: u64,
+    (least, most): (u64, u64),
+    end: u64,
+) -> Result<(), ResizeRefusal> {
+    if (least..end).contains(&bytes) {
+        return Ok(());
+    }
+    Err(ResizeRefusal::Bounds {
+        option,
+        bytes,
+        least,
+        most,
+    })
+}

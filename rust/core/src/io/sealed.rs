@@ -1,0 +1,119 @@
+//! Payloads that are encrypted in the data file: encrypted after they are copied out of the arena, and decrypted before
+//! they are copied into it. So the arena holds plain bytes only, and none that were not checked.
+
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use super::IoFault;
+use super::fault_hook::Verdict;
+use super::operation::{AlignedBuffer, Body, Operation};
+use crate::arena::Arena;
+use crate::checksum::checksum;
+use crate::cipher::{PayloadCipher, SEAL_BYTES, close_seal, is_intact};
+
+/// A thread keeps a buffer of so many bytes at most between two payloads.
+const KEPT_BYTES: usize = 8 << 20;
+
+/// A thread's buffer for the bytes of one payload as the data file has them.
+#[derive(Debug)]
+pub(super) struct SealedBuffer {
+    bytes: AlignedBuffer,
+}
+
+impl SealedBuffer {
+    pub(super) fn new() -> Self {
+        Self {
+            bytes: AlignedBuffer::zeros(0),
+        }
+    }
+
+    /// At least `len` bytes.
+    fn of_len(&mut self, len: u32) -> &mut [u8] {
+        let len = len as usize;
+        if self.bytes.bytes_mut().len() < len {
+            self.bytes = AlignedBuffer::zeros(len);
+        }
+        &mut self.bytes.bytes_mut()[..len]
+    }
+
+    /// Frees the memory of an unusually large payload.
+    fn shrink(&mut self) {
+        if self.bytes.bytes_mut().len() > KEPT_BYTES {
+            *self = Self::new();
+        }
+    }
+}
+
+/// Carries out the transfer of an encrypted payload: `transfer` reads or writes all of the bytes at the operation's place
+/// in the file. Returns the checksum of the plain payload.
+pub(super) fn carry_out(
+    operation: &Operation,
+    (arena, cipher): (&Arena, &Arc<dyn PayloadCipher>),
+    buffer: &mut SealedBuffer,
+    transfer: impl FnOnce(&mut [u8]) -> Result<(), IoFault>,
+) -> Result<u64, IoFault> {
+    let Body::Sealed {
+        reads,
+        arena_offset,
+        payload_len,
+        ref binding,
+    } = operation.body
+    else {
+        return Err(IoFault::Os(Errno::INVAL.raw_os_error()));
+    };
+    let bytes = buffer.of_len(operation.len);
+    let payload = 0..payload_len as usize;
+    let sealed = 0..payload.end + SEAL_BYTES;
+    // In range: checked when the request came.
+    let outside = |_| IoFault::Os(Errno::INVAL.raw_os_error());
+    let result = if reads {
+        transfer(bytes)?;
+        if !is_intact(&bytes[sealed.clone()]) {
+            return Err(IoFault::Corrupt);
+        }
+        if !cipher.decrypt(binding, &mut bytes[sealed]) {
+            return Err(IoFault::Cipher);
+        }
+        let plain = &bytes[payload];
+        let copied = arena.write(arena_offset, plain).map_err(outside);
+        copied.map(|()| checksum(plain))
+    } else {
+        let plain = &mut bytes[payload];
+        arena.copy_to(arena_offset, plain).map_err(outside)?;
+        // Of the copy: the arena may change meanwhile.
+        let sum = checksum(plain);
+        if !cipher.encrypt(binding, &mut bytes[sealed.clone()]) {
+            return Err(IoFault::Cipher);
+        }
+        close_seal(&mut bytes[sealed.clone()]);
+        bytes[sealed.end..].fill(0);
+        transfer(bytes).map(|()| sum)
+    };
+    buffer.shrink();
+    result
+}
+
+/// One call that moves `range` of the bytes, or less: how much.
+pub(super) fn call(
+    file: BorrowedFd<'_>,
+    (reads, at): (bool, u64),
+    bytes: &mut [u8],
+    range: Range<usize>,
+    verdict: Verdict,
+) -> Result<u32, Errno> {
+    let part = &mut bytes[range];
+    let moved = if reads {
+        let moved = rustix::io::pread(file, &mut *part, at)?;
+        if let Verdict::Flip { at, mask } = verdict {
+            part[at as usize] ^= mask;
+        }
+        moved
+    } else {
+        rustix::io::pwrite(file, part, at)?
+    };
+    // At most the length of the range, which is that of a slot.
+    Ok(verdict.reported(moved as u32))
+}

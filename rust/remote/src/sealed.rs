@@ -1,0 +1,146 @@
+//! Objects whose payloads are encrypted. Such an object is built as any other, of payloads that are each followed by a
+//! seal, and has a version and a name of its own: a host without a key finds no such object.
+
+use std::sync::Arc;
+
+use undercroft_core::arena::Arena;
+use undercroft_core::checksum::checksum;
+use undercroft_core::cipher::{Binding, PayloadCipher, SEAL_BYTES, close_seal, is_intact};
+use undercroft_core::remote::segment::SEGMENT_ALIGN;
+use undercroft_core::remote::{
+    ENCRYPTED_VERSION, Expected, RemoteError, RemotePart, SegmentHeader, SegmentPayload,
+};
+
+use crate::objects::{Result, StoreError};
+use crate::receiver::out_of_arena;
+
+/// Begins the associated data of payloads in a remote store, so that no slot on disk has the same.
+const PLACE: &[u8] = b"remote";
+
+/// The object as it lies in the store: each payload with its seal.
+pub(crate) fn sealed(of: &Expected) -> Expected {
+    let with_seal = |payload: &SegmentPayload| SegmentPayload {
+        len: payload.len + SEAL_BYTES as u32,
+        ..*payload
+    };
+    Expected {
+        payloads: of.payloads.iter().map(with_seal).collect(),
+        ..of.clone()
+    }
+}
+
+/// Binds a payload to its object, and to its place there.
+pub(crate) fn binding(of: &Expected, path: &str, payload: &SegmentPayload) -> Binding {
+    let hash = &of.hashes[payload.hash_block as usize];
+    let mut associated = Vec::with_capacity(PLACE.len() + path.len() + 9 + hash.padded().len());
+    associated.extend_from_slice(PLACE);
+    associated.extend_from_slice(&payload.len.to_le_bytes());
+    associated.extend_from_slice(&payload.hash_block.to_le_bytes());
+    associated.push(payload.group);
+    associated.extend_from_slice(hash.padded());
+    // Last, since its length differs.
+    associated.extend_from_slice(path.as_bytes());
+    Binding {
+        namespace: of.namespace.0,
+        associated: associated.into(),
+    }
+}
+
+/// The bytes of the encrypted object of a plain one's header and payloads. `None` if the header is none, or a payload
+/// cannot be encrypted.
+pub(crate) fn seal_object(
+    (path, header): (&str, &[u8]),
+    parts: &[RemotePart],
+    arena: &Arena,
+    cipher: &Arc<dyn PayloadCipher>,
+) -> Option<Vec<u8>> {
+    let plain = SegmentHeader::decode(header).ok()?.described;
+    let described = sealed(&plain);
+    let mut object = Vec::with_capacity(described.object_bytes() as usize);
+    object.resize(described.header_bytes() as usize, 0);
+    let mut checksums = Vec::with_capacity(parts.len());
+    for (part, payload) in parts.iter().zip(&plain.payloads) {
+        let start = object.len();
+        arena
+            .append_to(&mut object, part.arena_offset, u64::from(part.len))
+            .expect("parts of a put lie in the arena");
+        object.resize(object.len() + SEAL_BYTES, 0);
+        let bytes = &mut object[start..];
+        if !cipher.encrypt(&binding(&plain, path, payload), bytes) {
+            return None;
+        }
+        close_seal(bytes);
+        checksums.push(checksum(bytes));
+        object.resize(object.len().next_multiple_of(SEGMENT_ALIGN as usize), 0);
+    }
+    let sealed = SegmentHeader {
+        described,
+        checksums,
+    };
+    let head = sealed.encode_as(ENCRYPTED_VERSION);
+    object[..head.len()].copy_from_slice(&head);
+    Some(object)
+}
+
+/// Decrypts the payloads of an object that is read, one after the other.
+#[derive(Debug)]
+pub(crate) struct Unsealing<'a> {
+    cipher: &'a Arc<dyn PayloadCipher>,
+    /// The object as the engine describes it.
+    plain: &'a Expected,
+    path: &'a str,
+    /// The payload that is coming, encrypted.
+    bytes: Vec<u8>,
+}
+
+impl<'a> Unsealing<'a> {
+    pub(crate) fn new(
+        cipher: &'a Arc<dyn PayloadCipher>,
+        plain: &'a Expected,
+        path: &'a str,
+    ) -> Self {
+        Self {
+            cipher,
+            plain,
+            path,
+            bytes: Vec::new(),
+        }
+    }
+
+    /// Takes bytes that follow.
+    pub(crate) fn take(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// Room for bytes that follow; all of it is to be filled.
+    pub(crate) fn room(&mut self, len: usize) -> &mut [u8] {
+        let start = self.bytes.len();
+        self.bytes.resize(start + len, 0);
+        &mut self.bytes[start..]
+    }
+
+    /// Gives back the part of the room behind the first `filled` bytes.
+    pub(crate) fn cut(&mut self, room: usize, filled: usize) {
+        self.bytes.truncate(self.bytes.len() - room + filled);
+    }
+
+    /// All of the payload has come: puts it into the arena. Returns the checksum of the plain bytes.
+    pub(crate) fn end(&mut self, part: RemotePart, arena: &Arena) -> Result<u64> {
+        let payload = &self.plain.payloads[part.payload as usize];
+        if !is_intact(&self.bytes) {
+            let why = "a payload does not match its seal";
+            return Err(StoreError::new(RemoteError::Corrupt, why));
+        }
+        let binding = binding(self.plain, self.path, payload);
+        if !self.cipher.decrypt(&binding, &mut self.bytes) {
+            return Err(RemoteError::Cipher.into());
+        }
+        let plain = &self.bytes[..payload.len as usize];
+        arena
+            .write(part.arena_offset, plain)
+            .map_err(out_of_arena)?;
+        let sum = checksum(plain);
+        self.bytes.clear();
+        Ok(sum)
+    }
+}
