@@ -16,7 +16,7 @@ use undercroft_core::session::SessionToken;
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
 /// Version of the protocol. A server speaks those in `dialect.rs`, too.
-pub const VERSION: u16 = 11;
+pub const VERSION: u16 = 12;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 12;
