@@ -6,35 +6,43 @@ shares such as "25%" become bytes in `undercroft.sizing`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from undercroft.errors import ConfigError
 from undercroft.key_file import check_key_file
+from undercroft.option_values import (
+    SHADOWS_MAX,
+    PromotionWait,
+    boolean,
+    choice,
+    did_you_mean,
+    directory,
+    duration,
+    integer,
+    number,
+    or_none,
+    paths,
+    plain_text,
+    positive_amount,
+    promotion_wait,
+    remote_object,
+    server,
+    sizes,
+    text_bool,
+    text_number,
+    text_object,
+    text_paths,
+    text_sizes,
+)
 from undercroft.remote_url import REMOTE_FORMAT, check_remote, without_credentials
-from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, Amount, parse_amount, parse_duration, parse_size
+from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, Amount, parse_amount, parse_size
 
 ENV_PREFIX = "UNDERCROFT_"
 EXTRA_CONFIG = "kv_connector_extra_config"
-
-
-@dataclass(frozen=True, slots=True)
-class PromotionWait:
-    """How long a lookup waits for blocks that are on disk only.
-
-    ``planned``: as long as loading takes less time than computing, by measurement. Otherwise ``base_ms`` None means
-    until all are in host memory, else the wait ends after ``base_ms`` +
-    ``per_1k_tokens_ms`` for each 1,000 tokens that are looked up; (0, 0) takes only the part in host memory.
-    """
-
-    base_ms: float | None = None
-    per_1k_tokens_ms: float = 0.0
-    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,184 +75,6 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
 
-def _choice(*allowed: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if not isinstance(value, str):
-            raise ValueError(f"{type(value).__name__} instead of text")
-        if value not in allowed:
-            raise ValueError(f"not one of the allowed words{_did_you_mean(value.lower(), allowed)}")
-        return value
-
-    return parse
-
-
-def _integer(low: int, high: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{type(value).__name__} instead of a whole number")
-        if not low <= value <= high:
-            raise ValueError("out of range")
-        return value
-
-    return parse
-
-
-def _number(low: float, high: float) -> Callable[[Any], float]:
-    def parse(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{type(value).__name__} instead of a number")
-        # Comparing first: a huge integer has no float.
-        if not low <= value <= high:
-            raise ValueError("out of range")
-        return float(value)
-
-    return parse
-
-
-def _or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else parse(value)
-
-
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{type(value).__name__} instead of true or false")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{type(value).__name__} instead of text")
-    return value
-
-
-def _directory(value: Any) -> str:
-    """Absolute, since other processes read it; empty if it is."""
-    text = _text(value)
-    return str(Path(text).expanduser().absolute()) if text else ""
-
-
-def _positive_amount(value: Any) -> Amount:
-    amount = parse_amount(value)
-    if amount.size == 0:
-        raise ValueError("zero")
-    return amount
-
-
-_REMOTE_OBJECT_MIN = 1 << 20
-_REMOTE_OBJECT_MAX = 64 << 20
-
-
-def _remote_object(value: Any) -> int:
-    size = parse_size(value)
-    if not _REMOTE_OBJECT_MIN <= size <= _REMOTE_OBJECT_MAX:
-        raise ValueError("out of range")
-    return size
-
-
-_CENTURY_S = 36_525 * 86_400
-
-
-def _duration(least: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        seconds = parse_duration(value)
-        if not least <= seconds <= _CENTURY_S:
-            raise ValueError("out of range")
-        return seconds
-
-    return parse
-
-
-SHADOWS_MAX = 4
-"""Sizes of the option ``shadow``: each has labels of metrics of its own."""
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    sizes = value if isinstance(value, list | tuple) else (value,)
-    if len(sizes) > SHADOWS_MAX:
-        raise ValueError(f"{len(sizes)} sizes")
-    found = tuple(parse_size(size) for size in sizes)
-    if 0 in found:
-        raise ValueError("zero")
-    return found
-
-
-def _text_sizes(text: str) -> Any:
-    return [part for part in text.split(",") if part]
-
-
-def _paths(value: Any) -> tuple[str, ...]:
-    paths = (value,) if isinstance(value, str) else value
-    if not isinstance(paths, (list, tuple)):
-        raise ValueError(f"{type(value).__name__} instead of a path or a list of paths")
-    for path in paths:
-        if not isinstance(path, str):
-            raise ValueError(f"the list holds {type(path).__name__} instead of a path")
-        if not path.strip() or "\0" in path:
-            raise ValueError("an empty or impossible path")
-    expanded = tuple(str(Path(path).expanduser().absolute()) for path in paths)
-    if len(set(expanded)) != len(expanded):
-        raise ValueError("the same directory twice")
-    return expanded
-
-
-def _server(value: Any) -> str:
-    text = _text(value)
-    path = text.removeprefix("unix://")
-    if text and (path == text or not path.startswith("/")):
-        raise ValueError("no address of a Unix socket")
-    return text
-
-
-def _promotion_wait(value: Any) -> PromotionWait:
-    if value == "planned":
-        return PromotionWait(planned=True)
-    if value == "complete":
-        return PromotionWait()
-    if value == "best_effort":
-        return PromotionWait(0.0, 0.0)
-    if not isinstance(value, dict):
-        raise ValueError("neither of the words nor an object")
-    known = ("base_ms", "per_1k_tokens_ms")
-    for key in value:
-        if key not in known:
-            raise ValueError(f"unknown key {key!r}{_did_you_mean(str(key), known)}")
-    numbers = {}
-    for key in known:
-        try:
-            numbers[key] = _number(0, 3_600_000)(value.get(key, 0))
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from None
-    return PromotionWait(numbers["base_ms"], numbers["per_1k_tokens_ms"])
-
-
-def _text_bool(text: str) -> bool:
-    lowered = text.strip().lower()
-    if lowered in ("1", "true", "yes", "on"):
-        return True
-    if lowered in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("neither true nor false")
-
-
-def _text_number(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("not a number") from None
-
-
-def _text_paths(text: str) -> Any:
-    return json.loads(text) if text.lstrip().startswith("[") else [path for path in text.split(os.pathsep) if path]
-
-
-def _text_object(text: str) -> Any:
-    return json.loads(text) if text.lstrip().startswith("{") else text
-
-
 _SHARE_FORMAT = f"{SIZE_FORMAT}, or a percentage"
 
 
@@ -257,77 +87,77 @@ class UndercroftConfig:
         "size or share", "25%", _SHARE_FORMAT + " above 0%",
         "Size of the host tier of one vLLM, all of its ranks on this machine together. Data-parallel ranks take equal "
         "parts, or share the whole if there is a disk_path. A percentage is taken of the memory available at start.",
-        _positive_amount, str, "engine",
+        positive_amount, str, "engine",
     )]
     disk_path: Annotated[tuple[str, ...], Option(
         "path or list of paths", [], "directories on local disks",
         "Directories of the disk tier, one per device. Without one there is no disk tier. In the environment, they are "
         "separated by colons.",
-        _paths, _text_paths, "engine",
+        paths, text_paths, "engine",
     )]
     disk_capacity: Annotated[Amount, Option(
         "size or share", "50%", _SHARE_FORMAT + " above 0%",
         "Maximum size of each directory, up to 16 TiB, allocated at start. A percentage is taken of the free space and "
         "the tier's own. With a percentage, an existing directory shrinks only if space is short.",
-        _positive_amount, str, "engine",
+        positive_amount, str, "engine",
     )]
     on_disk_error: Annotated[str, Option(
         "text", "degrade", '"degrade" or "refuse"',
         "Reaction to a directory that cannot be opened (failing, read-only, full, damaged): start without it and retry "
         "later, or do not start. A directory with other files or a wrong configuration is always refused.",
-        _choice("degrade", "refuse"), str, "engine",
+        choice("degrade", "refuse"), str, "engine",
     )]
     disk_on_other_version: Annotated[str, Option(
         "text", "discard", '"discard", "set_aside" or "refuse"',
         "Reaction to a directory of another disk format: delete its blocks, move them into a subdirectory (where they "
         "continue to take space), or treat the directory as one that cannot be opened.",
-        _choice("discard", "set_aside", "refuse"), str, "engine",
+        choice("discard", "set_aside", "refuse"), str, "engine",
     )]
     save: Annotated[str, Option(
         "text", "all", '"all" or "prompt"',
         "Blocks that are saved: those of prompt and generated tokens, or only those of the prompt.",
-        _choice("all", "prompt"), str,
+        choice("all", "prompt"), str,
     )]
     state_interval_tokens: Annotated[int, Option(
         "number", 8192, "0 to 10000000",
         "Save a sliding window every N tokens, besides the ends of prompts and answers and the places where prefixes "
         "differ. 0 disables the periodic saves. States are saved wherever vLLM keeps them.",
-        _integer(0, 10_000_000), _text_number,
+        integer(0, 10_000_000), text_number,
     )]
     min_load_tokens: Annotated[int | None, Option(
         "number", None, "0 to 1000000",
         "Minimum number of tokens that a load must add to those on the device. By default the planner decides by "
         "measured times, and by 64 tokens until it has measured.",
-        _or_none(_integer(0, 1_000_000)), _text_number, "session",
+        or_none(integer(0, 1_000_000)), text_number, "session",
     )]
     load_margin: Annotated[float, Option(
         "number", 0.25, "0 to 10",
         "Share of the computing time that a planned wait may take before a proportional part of the tokens has "
         "arrived. A smaller value bounds the cost of a wrong plan more tightly.",
-        _number(0, 10), _text_number, "engine",
+        number(0, 10), text_number, "engine",
     )]
     lookup: Annotated[str, Option(
         "text", "async", '"async" or "blocking"',
         "Behaviour while blocks are read from disk: the scheduler continues and asks again, or blocks for up to "
         "lookup_timeout_ms.",
-        _choice("async", "blocking"), str,
+        choice("async", "blocking"), str,
     )]
     lookup_timeout_ms: Annotated[float, Option(
         "number", 50, "0 to 60000",
         "Longest wait of a blocking lookup, in milliseconds. Afterwards the hit ends with the part in host memory.",
-        _number(0, 60_000), _text_number,
+        number(0, 60_000), text_number,
     )]
     promotion_wait: Annotated[PromotionWait, Option(
         "text or object", "planned",
         '"planned", "complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
         "How long a lookup waits for blocks on disk: as long as loading takes less time than computing, until all "
         "blocks are read, not at all, or for a time that grows with the prompt.",
-        _promotion_wait, _text_object,
+        promotion_wait, text_object,
     )]
     promotion_memory: Annotated[Amount, Option(
         "size or share", "50%", _SHARE_FORMAT + " above 0%",
         "Maximum host memory that reads from disk may hold at once. A percentage is taken of host_memory.",
-        _positive_amount, str, "engine",
+        positive_amount, str, "engine",
     )]
     pin_memory: Annotated[Amount, Option(
         "size or share", "30%", _SHARE_FORMAT + " above 0%; 0 pins nothing",
@@ -338,22 +168,22 @@ class UndercroftConfig:
     early_prefetch: Annotated[bool, Option(
         "true or false", True, "true or false",
         "Start lookup and reads from disk when a request arrives, instead of when the scheduler first considers it.",
-        _bool, _text_bool,
+        boolean, text_bool,
     )]
     cache_hit_threshold: Annotated[float, Option(
         "number", 0.0, "0 to 1",
         "Reject requests with a smaller share of cached tokens. 0 serves all.",
-        _number(0, 1), _text_number,
+        number(0, 1), text_number,
     )]
     eviction_policy: Annotated[str, Option(
         "text", "lru", '"lru" or "leafhd"',
         "Order of eviction: the least recently used leaf first, or the leaf with the lowest learned hit density.",
-        _choice("lru", "leafhd"), str, "engine",
+        choice("lru", "leafhd"), str, "engine",
     )]
     disk_admission: Annotated[str, Option(
         "text", "all", '"all" or "second_touch"',
         "Blocks that are written to disk: all, or those used a second time (reduces SSD wear).",
-        _choice("all", "second_touch"), str, "engine",
+        choice("all", "second_touch"), str, "engine",
     )]
     disk_write_rate: Annotated[int, Option(
         "size", 0, SIZE_FORMAT + "; 0 is unlimited",
@@ -363,7 +193,7 @@ class UndercroftConfig:
     disk_ttl: Annotated[int, Option(
         "time", 0, DURATION_FORMAT + "; 0 to 36525d, 0 keeps them",
         "Time to live on disk: blocks that no request has used for so long are evicted from the directories.",
-        _duration(0), str, "engine",
+        duration(0), str, "engine",
     )]
     key_file: Annotated[str, Option(
         "path", "", "a file that only this user can read, with 32 bytes or lines of 64 hexadecimal digits",
@@ -383,12 +213,12 @@ class UndercroftConfig:
         "size", "16MiB", SIZE_FORMAT + "; 1MiB to 64MiB",
         "Minimum size of an object in the remote store. A prefix is shared in whole objects; larger ones transfer "
         "with fewer requests.",
-        _remote_object, str, "engine",
+        remote_object, str, "engine",
     )]
     remote_write: Annotated[str, Option(
         "text", "all", '"all", "second_touch" or "none"',
         "Blocks that are written to the remote store: all, those used a second time, or none (this host only reads).",
-        _choice("all", "second_touch", "none"), str, "engine",
+        choice("all", "second_touch", "none"), str, "engine",
     )]
     remote_write_rate: Annotated[int, Option(
         "size", "500MB", SIZE_FORMAT + "; 0 is unlimited",
@@ -399,87 +229,87 @@ class UndercroftConfig:
         "time", "3d", DURATION_FORMAT + "; 1m to 36525d",
         "Time that an object is kept after its last use. Redis removes it then. In other stores, reading an object "
         "renews it when half of this time has passed; `undercroft remote gc` removes the old ones.",
-        _duration(60), str, "engine",
+        duration(60), str, "engine",
     )]
     verify_host: Annotated[bool, Option(
         "true or false", False, "true or false",
         "Compare the checksums of blocks in host memory before each hit, besides the comparison on their way to disk.",
-        _bool, _text_bool, "engine",
+        boolean, text_bool, "engine",
     )]
     io_engine: Annotated[str, Option(
         "text", "auto", '"auto", "io_uring" or "thread_pool"',
         "Interface for disk reads and writes. auto takes io_uring where the machine allows it.",
-        _choice("auto", "io_uring", "thread_pool"), str, "engine",
+        choice("auto", "io_uring", "thread_pool"), str, "engine",
     )]
     io_depth: Annotated[int, Option(
         "number", 32, "1 to 1024",
         "Queue depth of each disk, for reads and writes each.",
-        _integer(1, 1024), _text_number, "engine",
+        integer(1, 1024), text_number, "engine",
     )]
     kv_layout: Annotated[str, Option(
         "text", "auto", '"auto" or "cross_layer"',
         "Layout of the device's KV cache: vLLM's own choice, or all layers of a block side by side where possible.",
-        _choice("auto", "cross_layer"), str,
+        choice("auto", "cross_layer"), str,
     )]
     namespace_salt: Annotated[str, Option(
         "text", "", "any text",
         "Any text. Caches with different salts are separate, for instance after weights were changed in place.",
-        _text, str,
+        plain_text, str,
     )]
     reset_with_prefix_cache: Annotated[bool, Option(
         "true or false", False, "true or false",
         "Empty the cache at each reset of vLLM's prefix cache, even if vLLM asks for its own only, and at each sleep. "
         "If false, only after collective_rpc, which updates weights.",
-        _bool, _text_bool,
+        boolean, text_bool,
     )]
     weights: Annotated[str, Option(
         "text", "sampled", '"sampled" or "full"',
         "How the model's weights are identified: by headers and samples of each file, or by every byte, read once.",
-        _choice("sampled", "full"), str,
+        choice("sampled", "full"), str,
     )]
     model_id: Annotated[str, Option(
         "text", "", "any text",
         "Identifies the weights instead of their content, which is not read then. You vouch that it changes with them.",
-        _text, str,
+        plain_text, str,
     )]
     log_requests: Annotated[str, Option(
         "text", "off", '"off", "misses" or "all"',
         "Log a line for each request when it is admitted: tokens on the device, tokens loaded, and why no more; "
         "for those with something missing, or for all. `undercroft explain` shows the last ones in any case.",
-        _choice("off", "misses", "all"), str,
+        choice("off", "misses", "all"), str,
     )]
     record: Annotated[str, Option(
         "path", "", "a file, which is appended to up to 1 GiB",
         "Write a line for each request (time, numbers of tokens, renumbered block hashes, no text), for "
         "`undercroft estimate`. Each data-parallel rank appends its number to the name.",
-        _directory, str,
+        directory, str,
     )]
     shadow: Annotated[tuple[int, ...], Option(
         "size or list of sizes", [], SIZE_FORMAT + f" above 0; at most {SHADOWS_MAX} sizes",
         "Count the hits that a cache of each of these sizes would have had, without storing anything "
         "(metrics shadow_hit_tokens, shadow_prompt_tokens). In the environment, separated by commas.",
-        _sizes, _text_sizes,
+        sizes, text_sizes,
     )]
     server: Annotated[str, Option(
         "text", "", '"unix:///path" of a running `undercroft serve`',
         "Use the engine of a server on this host, shared with other vLLMs, instead of one in this process.",
-        _server, str, "session",
+        server, str, "session",
     )]
     server_timeout_ms: Annotated[float, Option(
         "number", 5, "0.1 to 60000",
         "Reply timeout, in milliseconds. After it, the server or the directory's owner counts as unavailable "
         "until it replies.",
-        _number(0.1, 60_000), _text_number, "session",
+        number(0.1, 60_000), text_number, "session",
     )]
     lookup_spin_us: Annotated[float, Option(
         "number", 200, "0 to 100000",
         "Longest wait in the scheduler for a server's reply that is about to arrive, in microseconds.",
-        _number(0, 100_000), _text_number, "session",
+        number(0, 100_000), text_number, "session",
     )]
     socket_dir: Annotated[str, Option(
         "path", "", "a directory only this user can enter",
         "Directory of the engine's socket. By default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",
-        _directory, str, "session",
+        directory, str, "session",
     )]
     # fmt: on
 
@@ -551,7 +381,7 @@ def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
     environ = os.environ if environ is None else environ
     known = [option.env for option in OPTIONS]
     return [
-        f"undercroft: environment variable {name} is not an option{_did_you_mean(name, known)}"
+        f"undercroft: environment variable {name} is not an option{did_you_mean(name, known)}"
         for name in sorted(environ)
         if name.startswith(ENV_PREFIX) and name not in known
     ]
@@ -594,9 +424,4 @@ def _hint(key: str, known: list[str]) -> str:
     plain = key.rpartition(".")[2].lower().replace("-", "_").strip("_")
     if plain in known and plain != key:
         return f" (it is {plain!r} here)"
-    return f" (it {meant})" if (meant := _FOREIGN.get(plain)) else _did_you_mean(key, known)
-
-
-def _did_you_mean(key: str, known: list[str] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    return f" (it {meant})" if (meant := _FOREIGN.get(plain)) else did_you_mean(key, known)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from undercroft.config import OPTIONS, PromotionWait
+from undercroft.config import OPTIONS
+from undercroft.option_values import PromotionWait
 
 if TYPE_CHECKING:
     from undercroft.config import UndercroftConfig

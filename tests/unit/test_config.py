@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from undercroft import _core, config
-from undercroft.config import OPTIONS, ConfigError, PromotionWait, UndercroftConfig, option_table, unknown_environment
+from undercroft.config import OPTIONS, ConfigError, UndercroftConfig, option_table, unknown_environment
 from undercroft.engine import disks
+from undercroft.option_values import PromotionWait
 from undercroft.sizing import resolve_sizes
 from undercroft.units import Amount, format_size, parse_amount, parse_size
 

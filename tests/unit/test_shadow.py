@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from undercroft import _core
-from undercroft.config import SHADOWS_MAX, UndercroftConfig
+from undercroft.config import UndercroftConfig
 from undercroft.connector import shadow
 from undercroft.connector.shadow import Shadow
 from undercroft.connector.stats import COUNTERS, GAUGES
 from undercroft.metrics import SHADOWS
+from undercroft.option_values import SHADOWS_MAX
 
 BLOCK = 16
 GROUPS = SimpleNamespace(hash_block_size=BLOCK, engine_block_size=BLOCK, hashes=lambda hashes: hashes)

@@ -39,7 +39,7 @@ fn checksum_gbps(py: Python<'_>, block_bytes: u32, blocks: u32, rounds: usize) -
 ///
 /// `directory` must be empty and is left so. Keys of the result: `undercroft bench disk`. Raises UndercroftError.
 #[pyfunction]
-#[pyo3(signature = (directory, block_bytes, blocks, depth = 32, io_engine = "auto", key_file = PathBuf::new()))]
+#[pyo3(signature = (directory, block_bytes, blocks, depth = 32, io_engine = "auto", key_file = ""))]
 fn disk<'py>(
     py: Python<'py>,
     directory: PathBuf,
@@ -47,14 +47,14 @@ fn disk<'py>(
     blocks: u64,
     depth: u32,
     io_engine: &str,
-    key_file: PathBuf,
+    key_file: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
     let bench = DiskBench {
         block_bytes,
         blocks,
         depth,
         io_engine: choice("io_engine", io_engine)?,
-        key_file,
+        key_file: key_file.into(),
     };
     as_dict(py, py.detach(|| bench.run(&directory)).map_err(failed)?)
 }

@@ -105,7 +105,7 @@ pub struct Arena {
     /// NUMA nodes over which the pages are interleaved; empty if the kernel chooses.
     pub(super) nodes: Vec<u32>,
     pub(super) populated: AtomicU64,
-    /// Some of its memory was given back: nothing populates it from then on.
+    /// Some of its memory was returned to the system: nothing populates it from then on.
     pub(super) is_released: AtomicBool,
 }
 

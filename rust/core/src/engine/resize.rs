@@ -153,7 +153,7 @@ impl Engine {
         }
     }
 
-    /// The next part of the arena to give back to the system: where it begins, and its bytes. The caller tells the end by
+    /// The next part of the arena to return to the system: where it begins, and its bytes. The caller tells the end by
     /// [`Engine::arena_release_ended`] before it asks again.
     pub fn next_arena_release(&mut self) -> Option<(u64, u64)> {
         self.residency.next_arena_release()

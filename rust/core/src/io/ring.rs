@@ -194,7 +194,7 @@ impl Ring {
         };
     }
 
-    /// Lets go of all registered buffers: the kernel would go on to use their old pages where the arena gets new ones.
+    /// Deregisters all buffers: the kernel would go on to use their old pages where the arena gets new ones.
     fn unregister_regions(&mut self) -> io::Result<()> {
         for index in 0..self.registered().div_ceil(REGION) {
             let nothing = [libc::iovec {

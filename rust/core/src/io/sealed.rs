@@ -39,7 +39,7 @@ impl SealedBuffer {
         &mut self.bytes.bytes_mut()[..len]
     }
 
-    /// Gives back the memory of an unusually large payload.
+    /// Frees the memory of an unusually large payload.
     fn shrink(&mut self) {
         if self.bytes.bytes_mut().len() > KEPT_BYTES {
             *self = Self::new();

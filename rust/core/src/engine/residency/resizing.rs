@@ -1,4 +1,4 @@
-//! Regions whose size an operator has set: pages are withheld from all size classes, and given back to the system.
+//! Regions whose size an operator has set: pages are withheld from all size classes, and returned to the system.
 //!
 //! Free pages go first. Then pages of the least worth are emptied, by the same search by which pages move between size
 //! classes (`runs`). Where a search finds none, leaves are evicted, down to half of the size at most: nodes below a
@@ -18,7 +18,7 @@ use super::state::Residency;
 const STEPS: usize = 4;
 /// Pause before the next attempt where nothing can go, in nanoseconds.
 const PAUSE_NS: u64 = 1_000_000_000;
-/// Bytes of the arena that are given back to the system at once.
+/// Bytes of the arena that are returned to the system at once.
 const PIECE_BYTES: u64 = 8 << 20;
 /// The smallest size of a region, in pages of the largest size.
 const PAGES_MIN: u64 = 4;
