@@ -118,7 +118,7 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()>;
 
     /// Removes those objects that are as old as the list said: not one that was written since. Returns which are gone by
-    /// this call, in the order of `entries`.
+    /// this call, in the order of `entries`; of two calls at once S3 names an object in both.
     ///
     /// # Errors
     /// If the store fails; some may be removed.
