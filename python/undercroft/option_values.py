@@ -20,9 +20,8 @@ from undercroft.units import Amount, parse_amount, parse_duration, parse_size
 class PromotionWait:
     """How long a lookup waits for blocks that are on disk only.
 
-    ``planned``: as long as loading takes less time than computing, by measurement. Otherwise ``base_ms`` None means
-    until all are in host memory, else the wait ends after ``base_ms`` +
-    ``per_1k_tokens_ms`` for each 1,000 tokens that are looked up; (0, 0) takes only the part in host memory.
+    ``planned``: while loading takes less time than computing, by measurement. Otherwise ``base_ms`` plus
+    ``per_1k_tokens_ms`` for each 1,000 tokens of the lookup; with ``base_ms`` None, until all are in host memory.
     """
 
     base_ms: float | None = None
@@ -77,7 +76,7 @@ def number(low: float, high: float) -> Callable[[Any], float]:
 
 
 def or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """As ``parse``, or null."""
+    """A parser that also takes null, else ``parse``."""
     return lambda value: None if value is None else parse(value)
 
 
@@ -96,7 +95,7 @@ def plain_text(value: Any) -> str:
 
 
 def directory(value: Any) -> str:
-    """Absolute, since other processes read it; empty if it is."""
+    """An absolute path, since other processes read it; an empty one stays empty."""
     text = plain_text(value)
     return str(Path(text).expanduser().absolute()) if text else ""
 

@@ -252,7 +252,7 @@ impl Engine {
         Some(self.told(position, self.lookups.at(position)?))
     }
 
-    /// Some of the last lookups, the latest first, and before which place there are more to be told.
+    /// Some of the last lookups, the latest first, and the position before which there are more.
     pub fn explain(&self, query: &ExplainQuery) -> (Vec<Explained>, Option<u64>) {
         let lookups = &self.lookups;
         let end = query.before.unwrap_or(u64::MAX).min(lookups.next);

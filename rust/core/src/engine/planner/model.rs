@@ -38,8 +38,8 @@ pub(in crate::engine) struct Prompt {
 }
 
 impl Model {
-    /// How long a wait of so many nanoseconds takes until vLLM asks again, which it does once a step. On average the
-    /// wait ends in the middle of one.
+    /// The time that a wait of this many nanoseconds takes until vLLM asks again, which it does once a step. On
+    /// average the wait ends in the middle of a step.
     pub(super) fn until_asked_ns(&self, wait_ns: f64) -> f64 {
         if wait_ns <= 0.0 {
             return 0.0;
