@@ -50,8 +50,8 @@ impl Engine {
         request: &LookupRequest<'_>,
     ) -> bool {
         // An end of a prompt inside a block has a chain of its own, which is looked up beside its prompt.
-        let is_tail = request.request.find('\0').is_some_and(|at| at > 0);
-        if self.remote.is_none() || is_tail {
+        let is_tail = || request.request.find('\0').is_some_and(|at| at > 0);
+        if self.remote.is_none() || is_tail() {
             return false;
         }
         if let Some(flight) = self.sessions.requests[id].remote.flight {
