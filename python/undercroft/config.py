@@ -203,7 +203,8 @@ class UndercroftConfig:
     )]
     remote: Annotated[str, Option(
         "URL", "", REMOTE_FORMAT,
-        "Store that many hosts share, below the disk: a directory of a shared file system, an object store, or Redis. "
+        "Store that many hosts share, below the disk: a directory of a shared file system, an object store, Redis, or "
+        "Mooncake. "
         "Credentials come from the environment, from files, or from the machine's role. Needs block hashes that are "
         "equal everywhere.",
         check_remote, str, "engine",

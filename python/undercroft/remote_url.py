@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from undercroft.key_file import is_key
 
-SCHEMES = ("file", "s3", "gs", "az", "redis", "rediss")
+SCHEMES = ("file", "s3", "gs", "az", "redis", "rediss", "mooncake")
 """Kinds of stores; rediss is Redis over TLS."""
 REMOTE_FORMAT = (
-    '"file:///directory", "s3://bucket/prefix", "gs://bucket/prefix", "az://container/prefix", "redis://host:6379/0" '
-    'or "rediss://host:6379/0"'
+    '"file:///directory", "s3://bucket/prefix", "gs://bucket/prefix", "az://container/prefix", "redis://host:6379/0", '
+    '"rediss://host:6379/0" or "mooncake://host:50051/prefix"'
 )
 """The input of `check_remote`, for messages."""
 
@@ -33,8 +33,10 @@ def check_remote(value: object) -> str:
         if not rest.startswith("/") or not rest.strip("/"):
             raise ValueError("no absolute path of a directory")
         return value
+    # The core reads the parameters of Mooncake; other stores have none.
+    rest, _, parameters = rest.partition("?") if scheme == "mooncake" else (rest, "", "")
     host = rest.partition("/")[0]
-    if "@" in host:
+    if "@" in host or "@" in parameters:
         raise ValueError(
             "credentials in the URL, which is logged. Set them in the environment instead, such as REDIS_PASSWORD or "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

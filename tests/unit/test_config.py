@@ -191,6 +191,15 @@ def test_options_of_the_remote_store_are_read():
     assert parse({}).remote_ttl == 3 * 86_400
 
 
+def test_only_a_mooncake_store_has_parameters():
+    url = "mooncake://host:50051/prefix?metadata=http://other:8080/metadata&segment=16GiB"
+    assert parse({"remote": url}).remote == url
+    for bad in ("s3://bucket/prefix?region=x", "mooncake://host?metadata=http://user:secret@host"):
+        with pytest.raises(ConfigError, match="remote") as error:
+            parse({"remote": bad})
+        assert "secret" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["disk_ttl", "remote_ttl"])
 def test_times_have_units_and_plain_numbers_are_seconds(name):
     values = [getattr(parse({name: given}), name) for given in (90, 90.0, "90", "90s", "3m", "12h", "7d", "36525d")]

@@ -8,7 +8,7 @@ use undercroft_core::arena::Arena;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::key::NamespaceDigest;
 use undercroft_core::remote::RemoteWrite;
-use undercroft_remote::{Health, LastResult, Objects, Pool, advice, describe};
+use undercroft_remote::{Health, LastResult, Objects, Pool, describe};
 
 use crate::config::HostConfig;
 use crate::error::HostError;
@@ -60,7 +60,7 @@ impl RemoteTier {
         let (health, fault, remedy) = match self.last.get() {
             Health::Unknown => ("unknown", None, ""),
             Health::Good => ("good", None, ""),
-            Health::Failed(error) => ("failed", Some(error.to_string()), advice(error.kind)),
+            Health::Failed(error) => ("failed", Some(error.to_string()), error.advice()),
         };
         json!({
             "url": self.url,

@@ -59,6 +59,10 @@ mod _core {
         ] {
             module.add(name, errors.getattr(name)?)?;
         }
+        let python = module.py().import("sys")?.getattr("executable")?;
+        if let Some(path) = python.extract::<Option<std::path::PathBuf>>()? {
+            undercroft_remote::set_python(path);
+        }
         module.add("__build__", crate::build())
     }
 }

@@ -19,10 +19,7 @@ fn open(url: &str) -> PyResult<Arc<dyn Objects>> {
 }
 
 fn failed(error: &StoreError) -> PyErr {
-    UndercroftError::new_err(format!(
-        "{error}: {}",
-        undercroft_remote::advice(error.kind)
-    ))
+    UndercroftError::new_err(format!("{error}: {}", error.advice()))
 }
 
 /// Tells Python something now and then. False once Python raises, as after Ctrl-C.

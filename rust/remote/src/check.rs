@@ -9,10 +9,6 @@ use crate::body::Body;
 use crate::objects::{Objects, StoreError};
 use crate::receiver::Receiver;
 
-/// The object by whose time the store's clock is read.
-#[cfg(feature = "s3")]
-pub(crate) const CLOCK: &str = "check/clock";
-
 /// Bytes that are written and read back.
 const SAMPLE: usize = 64 << 10;
 /// Probes whose middle time is reported.
@@ -87,7 +83,7 @@ pub fn check(objects: &dyn Objects) -> Vec<Finding> {
     let mut found = Vec::new();
     let path = sample_path();
     if let Err(error) = written(objects, &path, &mut found) {
-        let advice = advice(error.kind);
+        let advice = error.advice();
         found.push(Finding::new(
             "remote",
             Status::Fail,
@@ -114,7 +110,7 @@ pub fn check(objects: &dyn Objects) -> Vec<Finding> {
 }
 
 /// A name that no other check uses at the same time.
-fn sample_path() -> String {
+pub(crate) fn sample_path() -> String {
     use std::hash::{BuildHasher, RandomState};
     let random = RandomState::new().hash_one(std::process::id());
     format!("check/{random:016x}")

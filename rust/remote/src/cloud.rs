@@ -43,11 +43,15 @@ const PUT_LIMIT: Duration = Duration::from_secs(5);
 const PUT_RATE: u64 = 4 << 20;
 /// A list, or the operator's first request, which may have to fetch credentials.
 const PATIENT: Duration = Duration::from_secs(20);
+/// How often the removal of objects is tried.
+const REMOVALS: usize = 3;
 
 /// Objects of a bucket or a container.
 #[derive(Debug)]
 pub(crate) struct CloudStore {
     name: &'static str,
+    /// The remedy where the store refuses the credentials, or there are none.
+    credentials: &'static str,
     store: Arc<dyn ObjectStore>,
     prefix: String,
     renew_after: Duration,
@@ -69,6 +73,7 @@ impl CloudStore {
             .map_err(|error| location.refused(error))?;
         Ok(Self {
             name,
+            credentials: credentials(location.scheme),
             store,
             prefix: location.path.clone(),
             renew_after: options.ttl / 2,
@@ -93,7 +98,13 @@ impl CloudStore {
 
     fn wait<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         let runtime = self.runtime.as_ref().expect("only dropping takes it");
-        runtime.block_on(work)
+        runtime.block_on(work).map_err(|mut error| {
+            let is_role = ROLES.iter().any(|host| error.detail.contains(host));
+            if error.kind == RemoteError::Denied || is_role {
+                error.advice = Some(self.credentials);
+            }
+            error
+        })
     }
 
     async fn head(&self, path: &Path, limit: Duration) -> Result<Option<ObjectMeta>> {
@@ -122,7 +133,29 @@ impl CloudStore {
         Ok(())
     }
 
-    async fn remove(&self, paths: Vec<Path>) -> Result<()> {
+    /// Of two that remove an object at once, some stores tell one of them that they could not.
+    async fn remove(&self, mut paths: Vec<Path>) -> Result<()> {
+        for _ in 1..REMOVALS {
+            match self.remove_once(paths.clone()).await {
+                Err(error) if error.kind == RemoteError::Unreachable => {}
+                ended => return ended,
+            }
+            let left = paths.iter().map(|path| async move {
+                Result::Ok(self.head(path, PATIENT).await?.map(|_| path.clone()))
+            });
+            let left = futures_util::stream::iter(left).buffer_unordered(REQUESTS);
+            paths = left
+                .try_filter_map(async |path| Ok(path))
+                .try_collect()
+                .await?;
+            if paths.is_empty() {
+                return Ok(());
+            }
+        }
+        self.remove_once(paths).await
+    }
+
+    async fn remove_once(&self, paths: Vec<Path>) -> Result<()> {
         let paths = futures_util::stream::iter(paths.into_iter().map(Ok)).boxed();
         let mut removed = self.store.delete_stream(paths);
         while let Some(result) = within(PATIENT, removed.next()).await? {
@@ -256,7 +289,8 @@ impl Objects for CloudStore {
 
     /// By the time of a new object, which is in seconds.
     fn clock_skew(&self) -> Result<Option<f64>> {
-        let path = self.path(crate::check::CLOCK);
+        // One of its own: another process may ask at the same time.
+        let path = self.path(&crate::check::sample_path());
         self.wait(async {
             let before = SystemTime::now();
             let payload = || PutPayload::from_static(b"clock");
@@ -279,6 +313,31 @@ impl Objects for CloudStore {
     }
 }
 
+/// Where a machine asks for the credentials of its role.
+const ROLES: [&str; 3] = [
+    "metadata.google.internal",
+    "169.254.169.254",
+    "169.254.170.2",
+];
+
+/// How the credentials of a kind of store are given.
+fn credentials(scheme: Scheme) -> &'static str {
+    match scheme {
+        Scheme::Gs => {
+            "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account's key, or give the instance a service \
+             account, that may read, write, list and delete objects below the prefix"
+        }
+        Scheme::Az => {
+            "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY (base64) or an identity of the instance, that \
+             may read, write, list and delete blobs below the prefix"
+        }
+        _ => {
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the pod or the instance a role, \
+             that may read, write, list and delete objects below the prefix; set AWS_REGION"
+        }
+    }
+}
+
 /// The detail of the error that an object of that name exists.
 const ALREADY_THERE: &str = "an object of that name exists";
 
@@ -298,8 +357,9 @@ fn client(
         ..RetryConfig::default()
     };
     let bucket = location.host.as_str();
-    let advice = |error: object_store::Error, variables: &str| {
-        location.refused(format_args!("{error}; set {variables} in the environment"))
+    let advice = |error: object_store::Error| {
+        let remedy = credentials(location.scheme);
+        location.refused(format_args!("{error}; {remedy}"))
     };
     match location.scheme {
         Scheme::Gs => {
@@ -310,7 +370,7 @@ fn client(
                 builder = builder.with_config(GoogleConfigKey::Client(key), value);
             }
             let store = builder.build();
-            let store = store.map_err(|error| advice(error, "GOOGLE_SERVICE_ACCOUNT"))?;
+            let store = store.map_err(advice)?;
             Ok(("gs", Arc::new(store)))
         }
         Scheme::Az => {
@@ -321,7 +381,7 @@ fn client(
                 builder = builder.with_config(AzureConfigKey::Client(key), value);
             }
             let store = builder.build();
-            let store = store.map_err(|error| advice(error, "AZURE_STORAGE_ACCOUNT_NAME"))?;
+            let store = store.map_err(advice)?;
             Ok(("az", Arc::new(store)))
         }
         _ => {
@@ -332,9 +392,8 @@ fn client(
             for (key, value) in options {
                 builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
             }
-            let variables = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION";
             let store = builder.build();
-            let store = store.map_err(|error| advice(error, variables))?;
+            let store = store.map_err(advice)?;
             Ok(("s3", Arc::new(store)))
         }
     }
@@ -354,14 +413,17 @@ async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Result<T> 
     })
 }
 
-/// The result of a request, which is made again at once if the server had closed the connection that it was sent on.
+/// The result of a request, which is made again at once if the server had closed the connection that it was sent on, or
+/// had an error of its own: Ceph has one for a read of an object that is being replaced.
 async fn again<T, F>(limit: Duration, request: impl Fn() -> F) -> Result<T>
 where
     F: Future<Output = object_store::Result<T>>,
 {
     let first = within(limit, request()).await?;
     let result = match first {
-        Err(error) if is_closed_connection(&error) => within(limit, request()).await?,
+        Err(error) if is_closed_connection(&error) || status(&error) == Some(500) => {
+            within(limit, request()).await?
+        }
         result => result,
     };
     result.map_err(store_error)

@@ -12,6 +12,7 @@ mod directory;
 pub mod gc;
 mod location;
 pub mod measure;
+mod mooncake;
 mod objects;
 mod pool;
 mod receiver;
@@ -26,6 +27,7 @@ pub use body::Body;
 pub use check::advice;
 pub use contents::describe;
 pub use location::{Location, LocationError, Scheme};
+pub use mooncake::set_python;
 pub use objects::{Entry, Objects, Result, StoreError};
 pub use pool::{Health, LastResult, Pool};
 pub use receiver::Receiver;
@@ -64,6 +66,7 @@ pub fn open(
         }
         #[cfg(feature = "redis")]
         Scheme::Redis | Scheme::Rediss => Ok(Arc::new(redis::RedisStore::open(location, options)?)),
+        Scheme::Mooncake => Ok(Arc::new(mooncake::MooncakeStore::open(location)?)),
         #[cfg(not(all(feature = "s3", feature = "redis")))]
         _ => Err(location.refused(
             "this build of undercroft leaves this kind of store out; install one with it",

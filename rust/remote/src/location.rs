@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::mooncake::MooncakePlace;
+
 /// The kinds of stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scheme {
@@ -17,16 +19,19 @@ pub enum Scheme {
     Redis,
     /// The same over TLS.
     Rediss,
+    /// A Mooncake store.
+    Mooncake,
 }
 
 /// Names of the schemes, with an example of each.
-const SCHEMES: [(&str, Scheme, &str); 6] = [
+const SCHEMES: [(&str, Scheme, &str); 7] = [
     ("file", Scheme::File, "file:///mnt/shared/undercroft"),
     ("s3", Scheme::S3, "s3://bucket/prefix"),
     ("gs", Scheme::Gs, "gs://bucket/prefix"),
     ("az", Scheme::Az, "az://container/prefix"),
     ("redis", Scheme::Redis, "redis://host:6379/0"),
     ("rediss", Scheme::Rediss, "rediss://host:6379/0"),
+    ("mooncake", Scheme::Mooncake, "mooncake://host:50051/prefix"),
 ];
 
 /// A URL that cannot lead to a store, or a store whose configuration cannot. The message names the URL, the allowed forms
@@ -44,6 +49,8 @@ pub struct Location {
     pub host: String,
     /// The directory, or the prefix of all names, without `/` at its ends.
     pub path: String,
+    /// The parameters of a Mooncake store, as in the URL; empty elsewhere.
+    pub query: String,
 }
 
 /// The servers of a Redis, and the place of undercroft's keys there.
@@ -79,13 +86,18 @@ impl Location {
         if *scheme == Scheme::File {
             return directory(rest).map_err(refused);
         }
+        // A URL of another kind with a `?` is refused below.
+        let (rest, query) = match scheme {
+            Scheme::Mooncake => rest.split_once('?').unwrap_or((rest, "")),
+            _ => (rest, ""),
+        };
         if rest.contains(['?', '#']) {
             return Err(refused(
                 "parameters; endpoint, region and the like come from the environment, such as AWS_ENDPOINT_URL",
             ));
         }
         let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
-        if host.contains('@') {
+        if host.contains('@') || query.contains('@') {
             return Err(refused(
                 "credentials in the URL, which is logged; leave them out and set them in the environment, such as \
                  REDIS_PASSWORD or AWS_ACCESS_KEY_ID",
@@ -103,7 +115,11 @@ impl Location {
             scheme: *scheme,
             host: host.to_owned(),
             path: path.to_owned(),
+            query: query.to_owned(),
         };
+        if *scheme == Scheme::Mooncake {
+            MooncakePlace::of(&found).map_err(|error| refused(&error))?;
+        }
         if matches!(scheme, Scheme::Redis | Scheme::Rediss) {
             found.redis().map_err(refused)?;
         }
@@ -151,20 +167,30 @@ impl fmt::Display for Location {
             Scheme::File => write!(f, "file://{}", self.path),
             _ if self.path.is_empty() => write!(f, "{name}://{}", self.host),
             _ => write!(f, "{name}://{}/{}", self.host, self.path),
+        }?;
+        match self.query.as_str() {
+            "" => Ok(()),
+            query => write!(f, "?{query}"),
         }
     }
 }
 
 /// Host and port of a Redis server.
 fn redis_server(text: &str) -> Result<(String, u16), &'static str> {
+    host_and_port(text, 6379)
+}
+
+/// Host and port of a server that has this port if none is named.
+pub(crate) fn host_and_port(text: &str, port: u16) -> Result<(String, u16), &'static str> {
     let (host, port) = match text.rsplit_once(':') {
         // An IPv6 address without a port ends with its bracket.
-        Some((host, port)) if !port.ends_with(']') => (
+        Some((host, named)) if !named.ends_with(']') => (
             host,
-            port.parse()
+            named
+                .parse()
                 .map_err(|_| "a port that is no number up to 65535")?,
         ),
-        _ => (text, 6379),
+        _ => (text, port),
     };
     match host.trim_matches(['[', ']']) {
         "" => Err("a server without a host"),
@@ -188,6 +214,7 @@ fn directory(rest: &str) -> Result<Location, &'static str> {
         scheme: Scheme::File,
         host: String::new(),
         path: path.to_owned(),
+        query: String::new(),
     })
 }
 
@@ -270,6 +297,7 @@ mod tests {
             "redis://:hunter2@host/0",
             "s3://key:hunter2@bucket/p",
             "x://a:hunter2/b@host",
+            "mooncake://host/p?metadata=http://key:hunter2@other",
         ] {
             let text = refused(url);
             assert!(!text.contains("hunter2"), "{text}");

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use undercroft_core::remote::RemoteError;
 
 use crate::body::Body;
-use crate::check::Finding;
+use crate::check::{Finding, advice};
 use crate::receiver::Receiver;
 
 /// Why a store cannot do something: the kind, and its own words for the operator.
@@ -15,6 +15,8 @@ pub struct StoreError {
     pub kind: RemoteError,
     /// The words of the store or the system; never a credential.
     pub detail: String,
+    /// A remedy of its own; `None` if that of the kind will do.
+    pub advice: Option<&'static str>,
 }
 
 impl StoreError {
@@ -23,7 +25,13 @@ impl StoreError {
         Self {
             kind,
             detail: detail.to_string(),
+            advice: None,
         }
+    }
+
+    /// The remedy.
+    pub fn advice(&self) -> &'static str {
+        self.advice.unwrap_or_else(|| advice(self.kind))
     }
 }
 

@@ -1,8 +1,8 @@
 //! Blocks that an operator has cleared.
 //!
-//! A namespace that is cleared begins another life, as at a reset: no lookup finds any of its blocks from that entry on,
-//! nor does a restart. Blocks by age are looked for in a pass over all nodes. Both go from the leaves up, in steps, and
-//! blocks in use go when their last use ends.
+//! A namespace that is cleared begins another life, as at a reset: no lookup finds any of its blocks from that entry
+//! on, nor does a restart. A clear by age searches all nodes in a pass. Both remove blocks from the leaves up, in
+//! steps. Blocks in use are removed when their last use ends.
 
 use serde::{Deserialize, Serialize};
 
@@ -177,8 +177,7 @@ impl Engine {
         self.clearing.gone.push(ns);
     }
 
-    /// The last tick that had passed `seconds` ago: a block whose last use is not later has been unused for that
-    /// time.
+    /// The last tick that had passed `seconds` ago. Blocks with a later last use are too young to be cleared.
     fn tick_before(&self, seconds: u32) -> Option<u64> {
         let at_s = self.unix_s().checked_sub(seconds)?;
         self.residency.ages.last_by(at_s)

@@ -261,7 +261,9 @@ pub(crate) fn dropping_the_pool_ends_its_operations(mut rig: Rig) {
 }
 
 pub(crate) fn the_clock_of_the_store_is_near(rig: Rig) {
-    let skew = rig.objects.clock_skew().unwrap().unwrap();
-    assert!(skew.abs() < 5.0, "{skew} s on one machine");
+    match rig.objects.clock_skew().unwrap() {
+        Some(skew) => assert!(skew.abs() < 5.0, "{skew} s on one machine"),
+        None => assert_eq!(rig.objects.name(), "mooncake", "objects have no time there"),
+    }
     assert_eq!(listed(&rig, ""), [], "nothing is left of it");
 }

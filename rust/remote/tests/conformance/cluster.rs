@@ -150,6 +150,24 @@ fn a_key_is_found_while_it_moves_to_another_server_and_afterwards() {
 }
 
 #[test]
+fn a_call_that_was_sent_to_another_server_is_the_last_one_to_be_sent() {
+    let Some(cluster) = start() else { return };
+    let mut rig = rig(&cluster, "test");
+    let segment = Segment::new(1);
+    assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
+    let (slot, from, to) = cluster.place_of(&format!("test/{}", segment.key.path()));
+    let to_id = id(&cluster.servers[to]);
+    for place in [to, from] {
+        cluster.servers[place].say(&format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
+    }
+    for _ in 0..5 {
+        rig.put(&segment, false).unwrap();
+    }
+    let errors = cluster.servers[from].say("INFO errorstats");
+    assert!(errors.contains("errorstat_MOVED:count=1\r\n"), "{errors}");
+}
+
+#[test]
 fn the_keys_of_a_server_that_ends_are_unreachable_and_the_others_stay() {
     let Some(mut cluster) = start() else { return };
     // The others answer for their keys although some are missing.

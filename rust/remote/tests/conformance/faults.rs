@@ -1,10 +1,10 @@
 //! Bad networks and servers: each failure is told as what it is, nothing waits for long, and all is well afterwards.
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use undercroft_core::remote::{RemoteDone, RemoteError};
 
+use crate::child::{child, url_of_parent};
 use crate::proxy::{Fault, Proxy};
 use crate::rig::{Rig, Segment};
 
@@ -149,26 +149,6 @@ mod redis {
         let mut rig = Rig::new(&url_of_parent(), Box::new(())).unwrap();
         is_well(&mut rig, &Segment::new(3));
     }
-}
-
-/// Runs a test of this program with variables of the environment, which a test cannot set for itself.
-pub(crate) fn child(test: &str, url: &str, variables: &[(&str, &str)]) {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--ignored", "--nocapture"])
-        .env("UNDERCROFT_TEST_URL", url)
-        .envs(variables.iter().copied())
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success() && text.contains("1 passed"),
-        "{text}{errors}"
-    );
-}
-
-pub(crate) fn url_of_parent() -> String {
-    std::env::var("UNDERCROFT_TEST_URL").expect("another test runs this one")
 }
 
 #[cfg(feature = "s3")]

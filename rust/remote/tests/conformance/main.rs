@@ -1,9 +1,11 @@
 //! The contract of remote stores, over every kind: a directory always, Redis where `redis-server` is on PATH, and S3 where
-//! `UNDERCROFT_TEST_S3` has the URL of a bucket (`make test-remote`).
+//! `UNDERCROFT_TEST_S3` has the URL of a bucket, Mooncake where `UNDERCROFT_TEST_MOONCAKE` has a Python with its wheel
+//! (`make test-remote` has both).
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
 mod cases;
+mod child;
 #[cfg(feature = "s3")]
 mod cloud;
 #[cfg(feature = "redis")]
@@ -11,8 +13,11 @@ mod cluster;
 mod collecting;
 mod directory;
 mod encrypted;
+#[cfg(feature = "redis")]
+mod expiry;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod faults;
+mod mooncake;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod proxy;
 mod rig;
@@ -57,7 +62,6 @@ macro_rules! tests {
 }
 
 /// All cases, for a store that takes long to start.
-#[cfg(feature = "redis")]
 macro_rules! table {
     (() $($case:ident,)*) => {
         const CASES: &[(&str, fn(rig::Rig))] = &[$((stringify!($case), cases::$case),)*];
@@ -69,5 +73,4 @@ each_case!(tests (file crate::rig::file));
 each_case!(tests (redis crate::rig::redis));
 #[cfg(feature = "s3")]
 each_case!(tests (s3 crate::rig::s3));
-#[cfg(feature = "redis")]
 each_case!(table());

@@ -6,7 +6,7 @@ use std::process::Command;
 use undercroft_core::remote::RemoteError;
 use undercroft_remote::Health;
 
-use crate::faults::{child, url_of_parent};
+use crate::child::{child, url_of_parent};
 use crate::rig::{Rig, Segment};
 use crate::server::{Redis, free_port};
 

@@ -103,7 +103,7 @@ impl Model {
         // The loss grows or falls from the second block on: its most is at an end.
         let is_ended_before = |block: u32| {
             let comes_ns = first_ns + f64::from(block) * block_ns;
-            // The scheduler asks once a step: the last time before the block comes counts.
+            // The scheduler asks once a step: its last question before the block comes counts.
             let asked_ns = if turn_ns > 0.0 {
                 ((comes_ns / turn_ns).ceil() - 1.0) * turn_ns
             } else {

@@ -1,0 +1,268 @@
+"""The client of a Mooncake store, in a process of its own: ``python -m undercroft.mooncake_helper``.
+
+undercroft's core starts it for ``remote: "mooncake://..."`` and ends it if it hangs. Standard input is a Unix socket.
+The first line there has the settings, and the descriptor of the memory through which objects pass. Each further line is
+a request; its answer has the request's number. The end of the socket is the end of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import queue
+import socket
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+Request = dict[str, Any]
+
+CLIENT_MEMORY = 16 << 20
+"""Bytes that Mooncake's client takes for itself."""
+BATCH = 8
+"""Objects of one call of the client."""
+CLOSE_LIMIT_S = 2.0
+ADMIN_LIMIT_S = 5.0
+CONNECT_LIMIT_S = 1.0
+
+# Of Mooncake's ErrorCode.
+NO_SPACE = -200
+INVALID_PARAMETERS = -600
+NOT_READY = -703
+NOT_FOUND = -704
+LEASE_EXPIRED = -707
+TRANSFER_FAILED = -800
+RPC_FAILED = -900
+WORDS = {
+    NO_SPACE: ("full", "no process that lends memory has room"),
+    NOT_READY: ("not_found", "the object is being written"),
+    NOT_FOUND: ("not_found", "no such object"),
+    LEASE_EXPIRED: ("late", "the object might have been evicted while it was read"),
+    TRANSFER_FAILED: ("unreachable", "the transfer failed"),
+    RPC_FAILED: ("unreachable", "mooncake_master does not answer"),
+}
+
+
+class OperationError(Exception):
+    """An operation failed: the kind of failure, and words for the operator."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind, self.detail = kind, detail
+
+
+def error_of(code: int) -> OperationError:
+    """The error that a code of Mooncake means."""
+    kind, words = WORDS.get(code, ("unreachable", "an error"))
+    return OperationError(kind, f"Mooncake: {words} (code {code})")
+
+
+class Helper:
+    """The client, and a thread for each kind of operation: one that hangs does not keep the others."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._store: Any = None
+        self._address = 0
+        self._admin = ""
+        self._memory: mmap.mmap | None = None
+        self._queues: dict[str, queue.SimpleQueue[Request]] = {}
+
+    def run(self) -> None:
+        """Serve until the socket ends."""
+        line, descriptors, _, _ = socket.recv_fds(self._connection, 1 << 16, 1)
+        settings = json.loads(line)
+        try:
+            self._start(settings, descriptors[0])
+        except OperationError as error:
+            self._answer(0, error=error.kind, detail=error.detail)
+            return
+        works: tuple[tuple[tuple[str, ...], Callable[[list[Request]], None]], ...] = (
+            (("exist", "remove", "memory"), self._each),
+            (("list", "sizes"), self._each),
+            (("get",), self._get),
+            (("put",), self._each),
+        )
+        for kinds, work in works:
+            requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+            self._queues |= dict.fromkeys(kinds, requests)
+            threading.Thread(target=self._work, args=(requests, work), daemon=True).start()
+        self._answer(0)
+        with self._connection.makefile("rb") as lines:
+            for line in lines:
+                request = json.loads(line)
+                self._queues[request["op"]].put(request)
+
+    def close(self) -> None:
+        """Leave the store, if that does not take long."""
+        if self._store is None:
+            return
+        closing = threading.Thread(target=self._store.close, daemon=True)
+        closing.start()
+        closing.join(CLOSE_LIMIT_S)
+
+    def _start(self, settings: dict[str, Any], descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, settings["bytes"])
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._admin = settings["admin"]
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ModuleNotFoundError as error:
+            raise OperationError("no_wheel", f"{error} in {sys.executable}") from None
+        except ImportError as error:
+            raise OperationError("no_library", str(error)) from None
+        store = MooncakeDistributedStore()
+        found = own_address(settings["master"])
+        host = settings["host"] or found
+        code = store.setup(
+            host,
+            settings["metadata"],
+            settings["segment"],
+            CLIENT_MEMORY,
+            settings["protocol"],
+            settings["device"],
+            settings["master"],
+        )
+        if code != 0:
+            raise OperationError("no_setup", f"Mooncake's client cannot use {settings['master']} (code {code})")
+        code = store.register_buffer(self._address, settings["bytes"])
+        if code != 0:
+            raise OperationError("no_setup", f"Mooncake's client cannot register its memory (code {code})")
+        self._store = store
+
+    def _work(self, requests: queue.SimpleQueue[Request], work: Callable[[list[Request]], None]) -> None:
+        """A thread: carries out what has come, together."""
+        while True:
+            batch = [requests.get()]
+            while len(batch) < BATCH and not requests.empty():
+                batch.append(requests.get())
+            work(batch)
+
+    def _each(self, batch: list[Request]) -> None:
+        for request in batch:
+            try:
+                self._answer(request["id"], **getattr(self, f"_{request['op']}_one")(request))
+            except OperationError as error:
+                self._answer(request["id"], error=error.kind, detail=error.detail)
+            except Exception as error:  # Whatever the client raises is a failure of this request.
+                self._answer(request["id"], error="unreachable", detail=f"Mooncake: {error}")
+
+    def _exist_one(self, request: Request) -> dict[str, Any]:
+        found = self._store.batch_is_exist(request["keys"])
+        for code in found:
+            if code < 0:
+                raise error_of(code)
+        return {"values": found}
+
+    def _remove_one(self, request: Request) -> dict[str, Any]:
+        # An object that was read has a lease for some seconds, which force overrides.
+        for code in self._store.batch_remove(request["keys"], True):
+            if code not in (0, NOT_FOUND):
+                raise error_of(code)
+        return {}
+
+    def _put_one(self, request: Request) -> dict[str, Any]:
+        key, place, size = request["key"], self._address + request["at"], request["bytes"]
+        if not request["if_absent"]:
+            code = self._store.batch_upsert_from([key], [place], [size])[0]
+        elif self._store.is_exist(key) == 1:
+            return {"values": [0]}
+        else:
+            code = self._store.batch_put_from([key], [place], [size])[0]
+        if code != 0:
+            raise error_of(code)
+        return {"values": [1]}
+
+    def _sizes_one(self, request: Request) -> dict[str, Any]:
+        sizes = [self._store.get_size(key) for key in request["keys"]]
+        return {"values": [max(size, -1) for size in sizes]}
+
+    def _list_one(self, request: Request) -> dict[str, Any]:
+        names = self._ask_admin("get_all_keys").splitlines()
+        return {"names": [name for name in names if name.startswith(request["prefix"])]}
+
+    def _memory_one(self, _request: Request) -> dict[str, Any]:
+        metrics = dict(line.rsplit(" ", 1) for line in self._ask_admin("metrics").splitlines() if line[:1] != "#")
+        names = ("master_allocated_bytes", "master_total_capacity_bytes")
+        return {"values": [int(float(metrics.get(name, 0))) for name in names]}
+
+    def _ask_admin(self, page: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://{self._admin}/{page}", timeout=ADMIN_LIMIT_S) as answer:
+                return str(answer.read(), "utf-8")
+        except OSError as error:
+            raise OperationError(
+                "unreachable", f"mooncake_master at http://{self._admin}: {error}; the parameter admin has its address"
+            ) from None
+
+    def _get(self, batch: list[Request]) -> None:
+        """Objects, or their first bytes. By ranges, since these take half the CPU time of whole objects."""
+        try:
+            sizes = self._read(batch)
+        except Exception as error:  # As above.
+            for request in batch:
+                self._answer(request["id"], error="unreachable", detail=f"Mooncake: {error}")
+            return
+        for request, size in zip(batch, sizes, strict=True):
+            if size == INVALID_PARAMETERS:
+                size = self._read_short(request)
+            if size >= 0:
+                self._answer(request["id"], values=[size])
+            else:
+                failed = error_of(size)
+                self._answer(request["id"], error=failed.kind, detail=failed.detail)
+
+    def _read(self, batch: list[Request]) -> list[int]:
+        places = [self._address + request["at"] for request in batch]
+        zeros = [[[0]] for _ in batch]
+        sizes = [[[request["bytes"]]] for request in batch]
+        found = self._store.get_into_ranges(places, [[request["key"]] for request in batch], zeros, zeros, sizes)
+        return [of_object[0][0] for of_object in found]
+
+    def _read_short(self, request: Request) -> int:
+        """An object that has fewer bytes than are wanted: its size, or a code."""
+        size = int(self._store.get_size(request["key"]))
+        if not 0 < size < request["bytes"]:
+            return min(size, INVALID_PARAMETERS) if size < 0 else INVALID_PARAMETERS
+        return self._read([{**request, "bytes": size}])[0]
+
+    def _answer(self, number: int, **fields: Any) -> None:
+        line = json.dumps({"id": number, **fields}).encode() + b"\n"
+        with self._sending:
+            self._connection.sendall(line)
+
+
+def own_address(master: str) -> str:
+    """This machine's address on the way to the master. The client itself would look for a master for minutes."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise OperationError("no_setup", f"mooncake_master at {master}: {error}") from None
+
+
+def main() -> None:
+    """Serve the core until it closes the socket."""
+    connection = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    # Each line of Mooncake's log is written to the core, which keeps the last one for messages.
+    for name, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
+        os.environ.setdefault(name, level)
+    helper = Helper(connection)
+    try:
+        helper.run()
+        helper.close()
+    finally:
+        # Threads of the client may hang.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

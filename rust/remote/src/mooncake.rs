@@ -1,0 +1,303 @@
+//! `mooncake://`: Mooncake Store, by the client of its own wheel.
+//!
+//! The client is an extension of Python whose calls wait half a minute for a peer that hangs, and without end for a master
+//! that does. So it runs in a process of its own, `undercroft.mooncake_helper`, which is ended if it hangs. Objects pass
+//! through memory that both map.
+
+mod buffer;
+mod helper;
+mod place;
+mod protocol;
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use undercroft_core::remote::RemoteError;
+
+use crate::body::{Body, Chunk};
+use crate::check::{Finding, Status};
+use crate::location::{Location, LocationError};
+use crate::objects::{Entry, Objects, Result, StoreError};
+use crate::receiver::{Receiver, out_of_arena};
+use buffer::{BUFFER_BYTES, Buffer, Slot};
+use helper::Helper;
+pub use helper::set_python;
+pub(crate) use place::MooncakePlace;
+use protocol::{Answer, Request, Start};
+
+/// Calls at a time. The helper carries them out one after the other: several at a time are slower over TCP.
+const PARALLEL: usize = 8;
+/// A call without an object's bytes ends within this time.
+const STALL: Duration = Duration::from_secs(1);
+/// One with them, within this time and so many seconds for each byte.
+const TRANSFER: Duration = Duration::from_secs(2);
+const SLOWEST: u64 = 16 << 20;
+/// The client's start, with its own attempts to reach the master.
+const START_LIMIT: Duration = Duration::from_secs(20);
+/// A helper that could not be used is not followed by another one before so long.
+const RESTART: Duration = Duration::from_secs(1);
+/// Bytes are copied in pieces of this size, which stay in the processor's cache until they are verified.
+const PIECE: u64 = 256 << 10;
+/// Names in one request for sizes.
+const LISTED: usize = 1000;
+
+/// Values of a Mooncake store.
+pub(crate) struct MooncakeStore {
+    place: MooncakePlace,
+    buffer: Arc<Buffer>,
+    helper: Mutex<Running>,
+}
+
+/// The helper that is asked now, and when it was started.
+type Running = Option<(Arc<Helper>, Instant)>;
+
+impl std::fmt::Debug for MooncakeStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MooncakeStore")
+            .field("place", &self.place)
+            .finish_non_exhaustive()
+    }
+}
+
+impl MooncakeStore {
+    /// Nothing is started yet.
+    pub(crate) fn open(location: &Location) -> std::result::Result<Self, LocationError> {
+        Ok(Self {
+            place: MooncakePlace::of(location).map_err(|error| location.refused(error))?,
+            buffer: Buffer::new(BUFFER_BYTES).map_err(|error| location.refused(error))?,
+            helper: Mutex::default(),
+        })
+    }
+
+    fn key(&self, path: &str) -> String {
+        format!("{}/{path}", self.place.prefix)
+    }
+
+    fn keys(&self, paths: &[String]) -> Vec<String> {
+        paths.iter().map(|path| self.key(path)).collect()
+    }
+
+    /// A helper that has the store; started if there is none, or none that can be used.
+    fn helper(&self, deadline: Instant) -> Result<Arc<Helper>> {
+        let mut running = self.helper.lock().unwrap_or_else(PoisonError::into_inner);
+        let helper = match &*running {
+            Some((helper, since)) if helper.is_usable() || since.elapsed() < RESTART => {
+                Arc::clone(helper)
+            }
+            old => {
+                if let Some((helper, _)) = old {
+                    helper.end();
+                }
+                let helper = self.start()?;
+                *running = Some((Arc::clone(&helper), Instant::now()));
+                helper
+            }
+        };
+        drop(running);
+        helper.ready(deadline)?;
+        Ok(helper)
+    }
+
+    fn start(&self) -> Result<Arc<Helper>> {
+        let settings = Start {
+            bytes: BUFFER_BYTES,
+            master: &self.place.master,
+            metadata: &self.place.metadata,
+            segment: self.place.segment,
+            protocol: &self.place.protocol,
+            device: &self.place.device,
+            host: &self.place.host,
+            admin: &self.place.admin,
+        };
+        Helper::start(&settings, self.buffer.arena.fd())
+    }
+
+    fn ask(
+        &self,
+        request: &Request,
+        slot: Option<Slot>,
+        deadline: Instant,
+    ) -> Result<(Answer, Option<Slot>)> {
+        let helper = self.helper(deadline)?;
+        helper.ask(request, slot)?.wait(&helper, deadline)
+    }
+
+    /// The answer to a request without an object's bytes.
+    fn say(&self, request: &Request) -> Result<Answer> {
+        let answer = self.ask(request, None, Instant::now() + STALL);
+        answer.map(|(answer, _)| answer)
+    }
+
+    /// The memory that an object's bytes pass through, and when its transfer has to end.
+    fn room(&self, bytes: u64) -> Result<(Slot, Instant)> {
+        let time = TRANSFER + Duration::from_secs(1) * bytes.div_ceil(SLOWEST) as u32;
+        let deadline = Instant::now() + time;
+        Ok((self.buffer.take(bytes, deadline)?, deadline))
+    }
+
+    fn fill(&self, slot: &Slot, body: &Body<'_>) -> Result<()> {
+        let mut at = slot.at;
+        let mut piece = Vec::with_capacity(PIECE as usize);
+        for chunk in body.chunks() {
+            let (arena, mut from, end) = match chunk {
+                Chunk::Bytes(bytes) => {
+                    (self.buffer.arena.write(at, bytes)).map_err(out_of_arena)?;
+                    at += bytes.len() as u64;
+                    continue;
+                }
+                Chunk::Arena(arena, offset, len) => (arena, offset, offset + len),
+            };
+            while from < end {
+                let count = PIECE.min(end - from);
+                piece.clear();
+                (arena.append_to(&mut piece, from, count)).map_err(out_of_arena)?;
+                (self.buffer.arena.write(at, &piece)).map_err(out_of_arena)?;
+                (from, at) = (from + count, at + count);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Objects for MooncakeStore {
+    fn name(&self) -> &'static str {
+        "mooncake"
+    }
+
+    fn parallel(&self) -> usize {
+        PARALLEL
+    }
+
+    /// Starts the helper.
+    fn greet(&self) -> Result<()> {
+        self.helper(Instant::now() + START_LIMIT)?;
+        self.probe(&["check/none".to_owned()]).map(drop)
+    }
+
+    fn probe(&self, paths: &[String]) -> Result<u64> {
+        let keys = self.keys(paths);
+        let answer = self.say(&Request::Exist { keys })?;
+        let found = answer.values(paths.len())?.iter().enumerate();
+        Ok(found.fold(0, |all, (index, value)| {
+            all | (u64::from(*value == 1) << index)
+        }))
+    }
+
+    fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
+        let wanted = receiver.wanted();
+        let (slot, deadline) = self.room(wanted)?;
+        let request = Request::Get {
+            key: self.key(path),
+            at: slot.at,
+            bytes: wanted,
+        };
+        let (answer, slot) = self.ask(&request, Some(slot), deadline)?;
+        let slot = slot.expect("it comes back with the answer");
+        let bytes = u64::try_from(answer.value()?).unwrap_or(0).min(wanted);
+        // What is verified is a copy: the process of the helper cannot change it.
+        let mut piece = Vec::with_capacity(PIECE as usize);
+        let mut done = 0;
+        while done < bytes {
+            let count = PIECE.min(bytes - done);
+            piece.clear();
+            let copied = (self.buffer.arena).append_to(&mut piece, slot.at + done, count);
+            copied.map_err(out_of_arena)?;
+            if !receiver.take(&piece)? {
+                break;
+            }
+            done += count;
+        }
+        Ok(())
+    }
+
+    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+        let bytes = body.len();
+        let (slot, deadline) = self.room(bytes)?;
+        self.fill(&slot, body)?;
+        let request = Request::Put {
+            key: self.key(path),
+            at: slot.at,
+            bytes,
+            if_absent,
+        };
+        let (answer, _) = self.ask(&request, Some(slot), deadline)?;
+        Ok(answer.value()? == 1)
+    }
+
+    fn delete(&self, paths: &[String]) -> Result<()> {
+        let keys = self.keys(paths);
+        self.say(&Request::Remove { keys }).map(drop)
+    }
+
+    /// Objects have no time here: they count as new.
+    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+        let (prefix, patience) = (self.key(below), Instant::now() + START_LIMIT);
+        let (listed, _) = self.ask(&Request::List { prefix }, None, patience)?;
+        for keys in listed.names.chunks(LISTED) {
+            let keys = keys.to_vec();
+            let request = Request::Sizes { keys };
+            let deadline = Instant::now() + START_LIMIT;
+            let (sizes, _) = self.ask(&request, None, deadline)?;
+            let Request::Sizes { keys } = request else {
+                unreachable!("it was made above")
+            };
+            for (key, bytes) in keys.iter().zip(sizes.values(keys.len())?) {
+                let path = key.strip_prefix(&self.place.prefix).unwrap_or(key);
+                let entry = Entry {
+                    path: path.trim_start_matches('/').to_owned(),
+                    bytes: u64::try_from(*bytes).unwrap_or(0),
+                    modified: SystemTime::now(),
+                };
+                if *bytes >= 0 && !each(entry) {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn delete_unchanged(&self, _entries: &[Entry]) -> Result<Vec<bool>> {
+        Err(StoreError::new(
+            RemoteError::Denied,
+            "the store removes objects itself, when its memory is full",
+        ))
+    }
+
+    fn clock_skew(&self) -> Result<Option<f64>> {
+        Ok(None)
+    }
+
+    fn advice(&self) -> Vec<Finding> {
+        let name = "remote memory";
+        let Ok(answer) = self.say(&Request::Memory) else {
+            let text = format!("mooncake_master tells nothing at {}", self.place.admin);
+            let advice = "give the address of its metrics port in the URL: admin=host:9003";
+            return vec![Finding::new(name, Status::Warn, text, advice)];
+        };
+        vec![match answer.values[..] {
+            [used, total] if total > 0 => {
+                let text = format!("{} of {} MiB in use", used >> 20, total >> 20);
+                Finding::new(name, Status::Ok, text, "")
+            }
+            _ => {
+                let text = "no process lends memory to the store";
+                let advice = "start mooncake_client on the machines that store objects, or add segment=16GiB to the URL";
+                Finding::new(name, Status::Fail, text, advice)
+            }
+        }]
+    }
+
+    fn expires(&self) -> bool {
+        true
+    }
+}
+
+impl Drop for MooncakeStore {
+    fn drop(&mut self) {
+        let running = self.helper.get_mut();
+        let running = running.unwrap_or_else(PoisonError::into_inner);
+        if let Some((helper, _)) = running.take() {
+            helper.close();
+        }
+    }
+}

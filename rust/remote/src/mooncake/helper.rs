@@ -1,0 +1,300 @@
+//! The process that has Mooncake's client, which can hang or crash there without harm to this one.
+//!
+//! A range of the shared memory stays taken until its operation has been answered or the process is gone: whatever is
+//! late finds no other object there.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use undercroft_core::remote::RemoteError;
+
+use super::buffer::Slot;
+use super::protocol::{Answer, Numbered, Request, Start};
+use crate::objects::{Result, StoreError};
+
+/// A process that has left a request unanswered for so long is ended.
+const HUNG: Duration = Duration::from_secs(10);
+/// As is one whose failed transfers hold so many bytes of the shared memory: they may still come.
+const HELD_MAX: u64 = super::buffer::BUFFER_BYTES / 2;
+/// How long it may take to leave the store.
+const CLOSE_LIMIT: Duration = Duration::from_secs(3);
+/// The socket takes a request at once, unless the process hangs.
+const WRITE_LIMIT: Duration = Duration::from_secs(1);
+/// Characters of the process's last message that a failure shows.
+const WORDS_MAX: usize = 300;
+
+static PYTHON: OnceLock<PathBuf> = OnceLock::new();
+
+/// The Python that has Mooncake's wheel and undercroft: that of this process, which only its embedder knows.
+pub fn set_python(path: PathBuf) {
+    // The first one stays: it is the same.
+    let _ = PYTHON.set(path);
+}
+
+/// A request that has no answer yet.
+#[derive(Debug)]
+struct Pending {
+    since: Instant,
+    answer: Sender<(Answer, Option<Slot>)>,
+    slot: Option<Slot>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pending: HashMap<u64, Pending>,
+    /// Of transfers that failed.
+    held: Vec<Slot>,
+    /// The number of the last request; that of the settings is 0.
+    last: u64,
+    /// Whether it has the store; `None` until it has said so.
+    ready: Option<Result<()>>,
+    has_ended: bool,
+}
+
+/// A running helper.
+#[derive(Debug)]
+pub(super) struct Helper {
+    socket: Mutex<UnixStream>,
+    state: Mutex<State>,
+    /// Told when it is ready, or not, and when it has ended.
+    change: Condvar,
+    /// Taken by the thread that waits for the end of the process.
+    child: Mutex<Child>,
+    /// The last line of the process's messages.
+    words: Mutex<String>,
+    since: Instant,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn failed(words: impl std::fmt::Display) -> StoreError {
+    let text = format_args!("Mooncake's client: {words}");
+    StoreError::new(RemoteError::Unreachable, text)
+}
+
+fn late() -> StoreError {
+    StoreError::new(RemoteError::Late, "no answer of Mooncake's client in time")
+}
+
+impl Helper {
+    /// Starts the process, and two threads that live as long.
+    pub(super) fn start(settings: &Start<'_>, memory: BorrowedFd<'_>) -> Result<Arc<Self>> {
+        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        ours.set_write_timeout(Some(WRITE_LIMIT)).map_err(failed)?;
+        let python = PYTHON.get().map_or("python3".into(), Clone::clone);
+        // -P: nothing of the working directory is imported. A group of its own: no Ctrl-C of a terminal ends it.
+        let mut child = Command::new(&python)
+            .args(["-P", "-m", "undercroft.mooncake_helper"])
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .map_err(|error| failed(format_args!("{}: {error}", python.display())))?;
+        let messages = child.stderr.take().expect("it is piped");
+        let helper = Arc::new(Self {
+            socket: Mutex::new(ours.try_clone().map_err(failed)?),
+            state: Mutex::default(),
+            change: Condvar::new(),
+            child: Mutex::new(child),
+            words: Mutex::default(),
+            since: Instant::now(),
+        });
+        let (reader, listener) = (Arc::clone(&helper), Arc::clone(&helper));
+        // A thread that does not start ends the process: its socket is closed with the closure.
+        thread(move || listener.listen(messages))?;
+        thread(move || reader.read(ours))?;
+        let line = serde_json::to_string(settings).expect("texts and numbers") + "\n";
+        helper.send_first(line.as_bytes(), memory)?;
+        Ok(helper)
+    }
+
+    /// Waits until it has the store.
+    pub(super) fn ready(&self, deadline: Instant) -> Result<()> {
+        let mut state = locked(&self.state);
+        loop {
+            if let Some(ready) = &state.ready {
+                return ready.clone();
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(late());
+            }
+            let waited = self.change.wait_timeout(state, left);
+            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The first line, and the descriptor of the shared memory.
+    fn send_first(&self, line: &[u8], memory: BorrowedFd<'_>) -> Result<()> {
+        let fds = [memory];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let is_pushed = ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+        assert!(is_pushed, "room for one descriptor");
+        let socket = locked(&self.socket);
+        let flags = SendFlags::NOSIGNAL;
+        let sent = sendmsg(socket.as_fd(), &[IoSlice::new(line)], &mut ancillary, flags);
+        match sent {
+            Ok(count) if count == line.len() => Ok(()),
+            Ok(_) => Err(failed("it takes no settings")),
+            Err(errno) => Err(failed(std::io::Error::from(errno))),
+        }
+    }
+
+    /// Whether it can be asked: it has not ended, and does not hang.
+    pub(super) fn is_usable(&self) -> bool {
+        let state = locked(&self.state);
+        let held: u64 = state.held.iter().map(|slot| slot.len).sum();
+        let mut pending = state.pending.values();
+        let hangs = pending.any(|pending| pending.since.elapsed() > HUNG);
+        let starts = state.ready.is_none() && self.since.elapsed() <= HUNG;
+        let is_ready = starts || matches!(state.ready, Some(Ok(())));
+        is_ready && !state.has_ended && !hangs && held <= HELD_MAX
+    }
+
+    /// Sends a request. `slot` is the range of the memory that it is about.
+    pub(super) fn ask(&self, request: &Request, slot: Option<Slot>) -> Result<Waiting> {
+        let (answer, received) = channel();
+        let mut state = locked(&self.state);
+        if state.has_ended {
+            return Err(self.end_of_process());
+        }
+        state.last += 1;
+        let id = state.last;
+        let since = Instant::now();
+        let pending = Pending {
+            since,
+            answer,
+            slot,
+        };
+        state.pending.insert(id, pending);
+        drop(state);
+        let line = serde_json::to_string(&Numbered { id, request }).expect("texts and numbers");
+        let sent = locked(&self.socket).write_all((line + "\n").as_bytes());
+        if sent.is_err() {
+            // A part of the line may be there.
+            self.end();
+        }
+        Ok(Waiting { received })
+    }
+
+    /// Ends the process. Operations that it has not answered fail.
+    pub(super) fn end(&self) {
+        // One that has ended already is as good.
+        let _ = locked(&self.child).kill();
+    }
+
+    /// Lets the process leave the store, and ends it if that takes long.
+    pub(super) fn close(&self) {
+        // One that has ended already is as good.
+        let _ = locked(&self.socket).shutdown(Shutdown::Write);
+        let state = locked(&self.state);
+        let waited = (self.change).wait_timeout_while(state, CLOSE_LIMIT, |state| !state.has_ended);
+        drop(waited);
+        self.end();
+    }
+
+    fn end_of_process(&self) -> StoreError {
+        let words = locked(&self.words);
+        match words.is_empty() {
+            true => failed("its process has ended"),
+            false => failed(format_args!("its process has ended: {words}")),
+        }
+    }
+
+    /// A thread: passes answers on until the process has ended.
+    fn read(&self, socket: UnixStream) {
+        for line in BufReader::new(socket)
+            .lines()
+            .map_while(std::io::Result::ok)
+        {
+            let Ok(answer) = serde_json::from_str::<Answer>(&line) else {
+                break;
+            };
+            let mut state = locked(&self.state);
+            if answer.id == 0 {
+                state.ready = Some(answer.error().map_or(Ok(()), Err));
+                self.change.notify_all();
+                continue;
+            }
+            let Some(mut pending) = state.pending.remove(&answer.id) else {
+                break;
+            };
+            let has_failed = answer
+                .error()
+                .is_some_and(|error| error.kind != RemoteError::NotFound);
+            if has_failed {
+                state.held.extend(pending.slot.take());
+            }
+            // Who asked may have gone.
+            let _ = pending.answer.send((answer, pending.slot));
+        }
+        self.end();
+        // Nothing of it touches the memory after this.
+        let _ = locked(&self.child).wait();
+        let mut state = locked(&self.state);
+        state.has_ended = true;
+        state
+            .ready
+            .get_or_insert_with(|| Err(self.end_of_process()));
+        state.pending.clear();
+        state.held.clear();
+        self.change.notify_all();
+    }
+
+    /// A thread: keeps the last line of the process's messages.
+    fn listen(&self, messages: impl Read) {
+        for line in BufReader::new(messages)
+            .split(b'\n')
+            .map_while(std::io::Result::ok)
+        {
+            let text = String::from_utf8_lossy(&line);
+            if !text.trim().is_empty() {
+                *locked(&self.words) = text.trim().chars().take(WORDS_MAX).collect();
+            }
+        }
+    }
+}
+
+/// An answer that may come.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    received: Receiver<(Answer, Option<Slot>)>,
+}
+
+impl Waiting {
+    /// The answer, and the range of the memory that the request was about.
+    pub(super) fn wait(self, helper: &Helper, deadline: Instant) -> Result<(Answer, Option<Slot>)> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let (answer, slot) = self
+            .received
+            .recv_timeout(left)
+            .map_err(|error| match error {
+                RecvTimeoutError::Timeout => late(),
+                RecvTimeoutError::Disconnected => helper.end_of_process(),
+            })?;
+        match answer.error() {
+            Some(error) => Err(error),
+            None => Ok((answer, slot)),
+        }
+    }
+}
+
+fn thread(work: impl FnOnce() + Send + 'static) -> Result<()> {
+    let builder = std::thread::Builder::new().name("undercroft-mc".to_owned());
+    builder.spawn(work).map(drop).map_err(failed)
+}

@@ -1,0 +1,115 @@
+//! What is said between the core and its helper: lines of JSON, each request with a number that its answer repeats.
+
+use serde::{Deserialize, Serialize};
+use undercroft_core::remote::RemoteError;
+
+use crate::objects::{Result, StoreError};
+
+const NO_WHEEL: &str = "install Mooncake's client beside undercroft: pip install mooncake-transfer-engine, or \
+    mooncake-transfer-engine-non-cuda on a machine without CUDA";
+const NO_LIBRARY: &str = "install the libraries of Mooncake's client; on Debian and Ubuntu: apt install libibverbs1 librdmacm1 libnuma1";
+const NO_SETUP: &str = "check that mooncake_master runs and answers at the address in the URL, and the URL's parameters \
+    metadata, protocol, device and host";
+
+/// The first line to a helper; the descriptor of the shared memory comes with it. The helper answers as to request 0.
+#[derive(Debug, Serialize)]
+pub(super) struct Start<'a> {
+    /// Bytes of the shared memory.
+    pub(super) bytes: u64,
+    pub(super) master: &'a str,
+    pub(super) metadata: &'a str,
+    pub(super) segment: u64,
+    pub(super) protocol: &'a str,
+    pub(super) device: &'a str,
+    pub(super) host: &'a str,
+    pub(super) admin: &'a str,
+}
+
+/// A request. `at` is a place in the shared memory.
+#[derive(Debug, Serialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub(super) enum Request {
+    /// Which of these exist: a 1 or a 0 for each.
+    Exist { keys: Vec<String> },
+    /// The first `bytes` of an object into the memory: the number of those that came.
+    Get { key: String, at: u64, bytes: u64 },
+    /// An object from the memory: 1 if it was written, 0 if it was there and `if_absent`.
+    Put {
+        key: String,
+        at: u64,
+        bytes: u64,
+        if_absent: bool,
+    },
+    /// Removes these, where they are.
+    Remove { keys: Vec<String> },
+    /// Bytes of each of these; -1 where there is no such object.
+    Sizes { keys: Vec<String> },
+    /// The names of all objects that begin so.
+    List { prefix: String },
+    /// Bytes of the store's memory that are in use, and all of them.
+    Memory,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Numbered<'a> {
+    pub(super) id: u64,
+    #[serde(flatten)]
+    pub(super) request: &'a Request,
+}
+
+/// The answer to a request.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Answer {
+    pub(super) id: u64,
+    pub(super) values: Vec<i64>,
+    pub(super) names: Vec<String>,
+    /// Its kind; empty for none.
+    error: String,
+    detail: String,
+}
+
+impl Answer {
+    /// The failure that the answer tells of.
+    pub(super) fn error(&self) -> Option<StoreError> {
+        let kind = match self.error.as_str() {
+            "" => return None,
+            "not_found" => RemoteError::NotFound,
+            "full" => RemoteError::Full,
+            "late" => RemoteError::Late,
+            "no_wheel" => return Some(self.unusable(NO_WHEEL)),
+            "no_library" => return Some(self.unusable(NO_LIBRARY)),
+            "no_setup" => return Some(self.unusable(NO_SETUP)),
+            _ => RemoteError::Unreachable,
+        };
+        Some(StoreError::new(kind, &self.detail))
+    }
+
+    fn unusable(&self, advice: &'static str) -> StoreError {
+        StoreError {
+            advice: Some(advice),
+            ..StoreError::new(RemoteError::Unreachable, &self.detail)
+        }
+    }
+
+    /// The only value.
+    pub(super) fn value(&self) -> Result<i64> {
+        match self.values[..] {
+            [value] => Ok(value),
+            _ => Err(not_understood()),
+        }
+    }
+
+    /// The values, one for each of `count` names.
+    pub(super) fn values(&self, count: usize) -> Result<&[i64]> {
+        match self.values.len() == count {
+            true => Ok(&self.values),
+            false => Err(not_understood()),
+        }
+    }
+}
+
+fn not_understood() -> StoreError {
+    let text = "an answer of Mooncake's client that makes no sense";
+    StoreError::new(RemoteError::Unreachable, text)
+}

@@ -1,0 +1,54 @@
+//! What a Redis server does besides.
+
+use std::time::Duration;
+
+use undercroft_remote::{Body, Location, Objects, Options, Receiver};
+
+use crate::server::Redis;
+
+fn start(ttl: Duration) -> Option<(Redis, std::sync::Arc<dyn Objects>)> {
+    let server = Redis::start(&[]).inspect_err(|reason| eprintln!("skipped: {reason}"));
+    let server = server.ok()?;
+    let location = Location::parse(&server.url()).unwrap();
+    let objects = undercroft_remote::open(&location, Options { ttl }).unwrap();
+    Some((server, objects))
+}
+
+#[test]
+fn an_object_expires_and_one_that_is_read_does_so_later() {
+    let Some((server, objects)) = start(Duration::from_secs(1000)) else {
+        return;
+    };
+    objects.put("1/a", &Body::bytes(b"bytes"), true).unwrap();
+    let left = || -> u64 {
+        let answer = server.say("TTL test/1/a");
+        answer.trim_start_matches(':').trim().parse().unwrap()
+    };
+    assert!((900..=1000).contains(&left()), "{}", left());
+    server.say("EXPIRE test/1/a 100");
+    assert!(left() <= 100);
+    objects.get("1/a", &mut Receiver::bytes(5)).unwrap();
+    assert!((900..=1000).contains(&left()), "{}", left());
+}
+
+/// A server tells its keys in pages.
+#[test]
+fn a_list_has_all_of_many_objects() {
+    let Some((_server, objects)) = start(Duration::from_secs(1000)) else {
+        return;
+    };
+    let path = |number: u32| format!("1/ns/aa/{number}");
+    for number in 0..3000 {
+        objects
+            .put(&path(number), &Body::bytes(b"x"), true)
+            .unwrap();
+    }
+    let mut found = std::collections::BTreeSet::new();
+    objects
+        .list("", &mut |entry| {
+            found.insert(entry.path);
+            true
+        })
+        .unwrap();
+    assert_eq!(found, (0..3000).map(path).collect());
+}
