@@ -68,7 +68,7 @@ pub(crate) struct Disk {
     encrypted_store: Option<u64>,
     pub(crate) policies: TierPolicies,
     pub(crate) health: HealthMonitor,
-    /// Of reads and of writes of payloads.
+    /// Times of the reads and writes of payloads.
     pub(crate) latencies: [Latency; 2],
     /// When the longest waiting block of the table was first seen waiting.
     dirty_since_ns: Option<u64>,

@@ -44,12 +44,12 @@ impl Ages {
             return;
         }
         if let Some(back) = back.filter(|of| of.tick < tick && seen_s + 1 < now_s) {
-            // Nobody has asked since.
+            // No sample was asked for since.
             let at_s = (seen_s + 1).max(back.at_s + 1);
             self.samples.push_back(Sample { tick, at_s });
         }
         let last = self.samples.len();
-        // Of a time without requests, its beginning and its end are kept.
+        // A time without requests keeps its beginning and its end.
         if last >= 2 && self.samples[last - 1].tick == tick && self.samples[last - 2].tick == tick {
             self.samples[last - 1].at_s = now_s;
             return;

@@ -224,7 +224,7 @@ impl Engine {
     /// A namespace that has the first block of a prompt that its own namespace lacks. Few are looked at.
     fn other_of(&self, ns: NsId, missing: &BlockHash) -> Option<NsId> {
         let forest = self.residency.forest();
-        // Of a namespace that was reset or cleared, blocks may wait for their removal.
+        // Blocks of a namespace that was reset or cleared may wait for their removal.
         let is_other = |&other: &NsId| other != ns && !self.residency.is_ending(other);
         let others = forest.namespaces().filter(is_other);
         let mut others = others.filter(|&other| forest.has_nodes(other)).take(OTHERS);

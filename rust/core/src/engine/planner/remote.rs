@@ -4,7 +4,7 @@ use crate::metrics::Gauges;
 
 use super::line::{GETS, Line};
 
-/// Part of what was learned that stays when a flight has ended, or a round of probes.
+/// Part of the learned values that stays when a flight has ended, or a round of probes.
 const KEEP: f64 = 7.0 / 8.0;
 /// The least part of the tokens that is expected to be there.
 const PRESENT_MIN: f64 = 1e-3;
@@ -16,7 +16,7 @@ const MEASURE_PART: u64 = 8;
 /// Segments of every other such flight: gets that are in flight together show the rate of the store.
 const MEASURED: u32 = 4;
 
-/// What was learned of the remote store.
+/// The learned values of the remote store.
 ///
 /// Gets that are in flight together share the store, so the time of one says little: the last of those that are sent
 /// together tells when all have come. A probe takes as long as a get without its bytes.
@@ -150,7 +150,7 @@ impl RemoteRates {
         (first_ns.max(silent_ns).min(all_ns), all_ns)
     }
 
-    /// Writes what was learned into the gauges.
+    /// Writes the learned values into the gauges.
     pub(in crate::engine) fn report(&self, gauges: &mut Gauges) {
         if self.last.is_known() {
             gauges.plan_remote_bytes_per_s = self.last.bytes_per_s() as u64;

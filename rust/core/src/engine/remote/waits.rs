@@ -252,7 +252,8 @@ impl Remote {
         Some((wanted, under_way))
     }
 
-    /// Joins the flight that brings what a prompt lacks first, or begins it. `None` if the store does not help.
+    /// Joins the flight that brings the first missing part of a prompt, or begins one. `None` if the store does not
+    /// help.
     fn join(
         &mut self,
         id: RequestId,
