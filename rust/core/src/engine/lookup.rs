@@ -565,7 +565,7 @@ fn needs_hit(request: &LookupRequest<'_>) -> bool {
     request.min > request.computed
 }
 
-/// Tokens of this number of hash blocks, at most the largest number of tokens.
+/// Tokens of this many hash blocks. Saturates.
 fn tokens_of(hash_blocks: usize, hash_block_size: u32) -> u32 {
     let tokens = (hash_blocks as u64).saturating_mul(u64::from(hash_block_size));
     tokens.min(u64::from(u32::MAX)) as u32

@@ -11,8 +11,8 @@ const PREFILL: u32 = 16;
 const KEEP: f64 = 1.0 - 1.0 / 32.0;
 /// A step counts as at most this multiple of its prediction: a step in which the process was delayed says nothing.
 const CLIP: f64 = 3.0;
-/// Recent steps with a prefill, about, whose fastest one bounds the time of computing from below. A step takes longer
-/// than it must when the process is delayed, and never less.
+/// About this many recent steps with a prefill bound the time of computing from below, by the fastest of them. A step
+/// takes longer than it must when the process is delayed, and never less.
 const RECENT: f64 = 32.0;
 /// The least part of a prediction that is taken for certain.
 const CERTAIN: f64 = 0.5;
