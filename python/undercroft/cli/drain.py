@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     arguments.add_engine(parser, absolute_path)
     parser.add_argument("--cancel", action="store_true", help="end that: the engine saves and reads again")
     parser.add_argument(
-        "--timeout", type=arguments.seconds, default=300.0, metavar="S", help="wait so long at most (%(default)s)"
+        "--timeout", type=arguments.seconds, default=300.0, metavar="S", help="longest wait in seconds (%(default)s)"
     )
     parser.set_defaults(run=run)
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     elif over:
         raise output.CommandError("another undercroft drain --cancel has ended the draining")
     else:
-        print(f"not drained in time: {_line(drained)}; the engine goes on", file=sys.stderr)
+        print(f"not drained in time: {_line(drained)}; the engine continues", file=sys.stderr)
     return 0 if args.cancel or drained["clean"] else 1
 
 

@@ -446,7 +446,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, of a vLLM without the hybrid memory allocator."""
+        """As `request_finished_all_groups`, for a vLLM without the hybrid memory allocator."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @_fail_open(lambda: (False, None))

@@ -117,7 +117,7 @@ class Events:
             self._live[request_id] = request, self._remember(request, begin)
 
     def forgotten(self) -> None:
-        """vLLM has published that all blocks are cleared, those of the tiers too as routers take it: all is told again.
+        """vLLM has published that all blocks are cleared. Routers apply that to the tiers: report all blocks again.
 
         vLLM publishes its own events of a step before those of the tiers.
         """
@@ -191,7 +191,7 @@ class _Run:
         self._first, self._hashes, self._at = change, [change[3]], at
 
     def takes(self, change: _Change, at: _Place) -> bool:
-        """Whether a change goes on with the run, and is in it now."""
+        """Add a change to the run, if it continues the run. Returns whether it does."""
         first = self._first
         if first is None or change[:3] != first[:3]:
             return False

@@ -90,7 +90,7 @@ impl PySession {
         self.session.lookup(&request.prefetch()).shared().0
     }
 
-    /// Wait until a lookup is no longer pending, at most `timeout_s` seconds. Whether it is.
+    /// Wait until a lookup is no longer pending, at most `timeout_s` seconds. Returns whether it is answered.
     fn wait(&self, py: Python<'_>, request_id: &str, timeout_s: f64) -> bool {
         py.detach(|| self.session.wait(request_id, timeout(timeout_s, 3600.0)))
     }

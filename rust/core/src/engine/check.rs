@@ -47,7 +47,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The payloads that are there: the events that [`Engine::take_events`] has told a session that has taken all.
+    /// The payloads in the tiers, as a session knows them that has taken all events ([`Engine::take_events`]).
     pub fn announced(&self, session: SessionId) -> Vec<BlockEvent> {
         let state = self.sessions.get(session);
         state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
@@ -69,7 +69,7 @@ impl Engine {
         state.is_some_and(|state| state.remote.flight.is_some())
     }
 
-    /// How many payloads a restart would find: those on disk whose chain is.
+    /// Payloads that a restart would find: those whose whole chain is on disk.
     pub fn durable_blocks(&self) -> u64 {
         self.residency.durable_blocks()
     }

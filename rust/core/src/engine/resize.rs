@@ -18,9 +18,9 @@ use super::residency::{Region, TierSize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ResizeOrder {
-    /// Bytes of host memory; as it is if none.
+    /// Bytes of host memory; `None` keeps the size.
     pub host_bytes: Option<u64>,
-    /// The most bytes that the files of each directory hold, as `disk_capacity`; as it is if none.
+    /// Maximum bytes of the files of each directory, as `disk_capacity`; `None` keeps the size.
     pub disk_bytes: Option<u64>,
 }
 

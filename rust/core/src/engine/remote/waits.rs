@@ -50,8 +50,8 @@ impl Engine {
         request: &LookupRequest<'_>,
     ) -> bool {
         // An end of a prompt inside a block has a chain of its own, which is looked up beside its prompt.
-        let is_tail = request.request.find('\0').is_some_and(|at| at > 0);
-        if self.remote.is_none() || is_tail {
+        let is_tail = || request.request.find('\0').is_some_and(|at| at > 0);
+        if self.remote.is_none() || is_tail() {
             return false;
         }
         if let Some(flight) = self.sessions.requests[id].remote.flight {
@@ -280,7 +280,8 @@ impl Remote {
         Some((wanted, under_way))
     }
 
-    /// Joins the flight that brings what a prompt lacks first, or begins it. `None` if the store does not help.
+    /// Joins the flight that brings the first missing part of a prompt, or begins one. `None` if the store does not
+    /// help.
     fn join(
         &mut self,
         id: RequestId,
