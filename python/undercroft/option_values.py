@@ -20,9 +20,8 @@ from undercroft.units import Amount, parse_amount, parse_duration, parse_size
 class PromotionWait:
     """How long a lookup waits for blocks that are on disk only.
 
-    ``planned``: as long as loading takes less time than computing, by measurement. Otherwise ``base_ms`` None means
-    until all are in host memory, else the wait ends after ``base_ms`` +
-    ``per_1k_tokens_ms`` for each 1,000 tokens that are looked up; (0, 0) takes only the part in host memory.
+    ``planned``: while loading takes less time than computing, by measurement. Otherwise ``base_ms`` plus
+    ``per_1k_tokens_ms`` for each 1,000 tokens of the lookup; with ``base_ms`` None, until all are in host memory.
     """
 
     base_ms: float | None = None

@@ -11,10 +11,13 @@ from typing import Any
 
 
 class HttpVllm:
-    """The requests that a server got. ``answer`` gives status and body of each POST."""
+    """The requests that a server got. ``answer`` gives status and body of each POST.
 
-    def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]) -> None:
+    With an ``api_key``, the server refuses requests without that key."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, dict[str, Any]]], api_key: str = "") -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.api_key = api_key
         self.answer = answer
 
 
@@ -35,6 +38,9 @@ def serving(known: HttpVllm) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if known.api_key and self.headers["Authorization"] != f"Bearer {known.api_key}":
+                self._send(401, {"error": "Unauthorized"})
+                return
             known.asked.append((self.path, body))
             self._send(*known.answer(body))
 

@@ -38,6 +38,15 @@ BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("clear", "--all", "--older-than", "2h"), "--older-than", "not allowed with argument --all"),
     (("export", "3f9a1c02"), "FILE", "required"),
     (("import",), "FILE", "required"),
+    (("explain", "--disk-path", "none"), "--disk-path none", "no such directory"),
+    (("inspect", "none"), "none", "disk_path of an engine"),
+    (("import", "none"), "none", "undercroft export"),
+    (("warm", "none"), "none", "No such file"),
+    (("warm", "none", "--url", "localhost:8000"), "--url", "http://host:port"),
+    (("pin", "none", "--url", "http://"), "--url", "http://host:port"),
+    (("bench", "serve", "--url", "nope"), "--url", "http://host:port"),
+    (("bench", "disk", "--block-bytes", "0"), "--block-bytes", "above 0"),
+    (("drain", "--all"), "usage: undercroft drain", "--timeout"),
     (("drain", "--timeout", "never"), "--timeout", "from 0.1 to 86400"),
     (("resize", "--host-memory", "lots"), "--host-memory", "GiB"),
     (("resize", "--disk-capacity", "0"), "--disk-capacity", "above 0"),
@@ -45,10 +54,13 @@ BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
 )
 
 
-@pytest.mark.parametrize("command", main.COMMANDS)
+KINDS = tuple(f"bench {kind}" for kind in ("lookup", "disk", "copy", "recover", "replay", "remote", "serve"))
+
+
+@pytest.mark.parametrize("command", main.COMMANDS + KINDS)
 def test_help_has_an_example_that_the_parser_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main.main([command, "--help"])
+        main.main([*command.split(), "--help"])
     text = capsys.readouterr().out
     assert (ended.value.code == 0 and "--json" in text) or command == "serve"
     example = re.search(rf"undercroft {command} ([^\n]*(?:\n  +[^\n]+)*)", text[text.index("example") :])

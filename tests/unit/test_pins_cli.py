@@ -74,7 +74,7 @@ def test_hashes_are_handed_on(vllm: tuple[Vllm, str], tmp_path: Path, capsys: py
         ('"a"\n{"x": 1}', [], 'line 2: allowed: text in quotes, a list of token ids, or an object with "prompt"'),
         ("not json", [], "line 1: it is not JSON"),
         ('["ab", "abcd"]', ["--hashes"], "block hashes"),
-        ("", [], "it has no line"),
+        ("", [], "the file has no line"),
         ('"a"\n"b"', ["--id", "x"], "--id x: the name is one pin's, and the file has 2 lines"),
     ],
 )

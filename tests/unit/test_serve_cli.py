@@ -87,6 +87,7 @@ def later(seconds: float = 2.0, **server: int) -> dict:
     reading["uptime_s"] += seconds
     reading["stats"]["disk_read_bytes"] += 8 << 20
     reading["server"]["lookups"] += 100
+    reading["sessions"][0]["answered"] += 100
     reading["server"] |= server
     return reading
 
@@ -240,8 +241,8 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert shown == [
         "undercroft 1.2.3, pid 77, up 1.7 min, unix:///run/undercroft/serve.sock",
-        "4 connections, 2 workers, 21 descriptors, 600 lookups",
-        "under way: 3 lookups, 1 loads, 2 saves, 4 MiB to be read from disk",
+        "170 requests answered, 4 connections, 2 workers, 21 open files",
+        "under way: 3 lookups, 1 load, 2 saves, 4 MiB to be read from disk",
         "trouble: 9 checksum failures",
         "",
         "tier used capacity blocks evictions",
@@ -252,8 +253,8 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
         "/a 1 TiB good <= 1 ms <= 3 ms > 0.01 s > 0.01 s",
         "/b 1 TiB no_writes - - - - No space left on device",
         "",
-        "session connected workers answered hits lookups pending loads saves loaded saved requests",
-        "abababababab yes 2 70 30 3 1 1 2 7 MiB 9 MiB 5 MiB",
+        "session connected workers answered hits loaded saved lookups now pending loads saves request memory",
+        "abababababab yes 2 170 30 7 MiB 9 MiB 3 1 1 2 5 MiB",
         "",
         "rates: 50.0 lookups/s, 0.0 blocks saved/s, disk 4 MiB/s read, 0 B/s written",
     ]

@@ -68,7 +68,7 @@ def test_all_engines_of_the_user_are_listed_and_one_alone_is_shown(
     assert "serve.sock" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "no directory of a disk tier"), ("12\n", "is one running?")])
+@pytest.mark.parametrize(("text", "said"), [(None, "no engine has used this directory"), ("12\n", "is one running?")])
 def test_a_directory_that_nobody_has_open_is_told(
     text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

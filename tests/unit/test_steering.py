@@ -194,11 +194,11 @@ def test_resize_says_what_is_allowed_and_what_it_cannot_give_back(
 ) -> None:
     session = registered(engine)
     save(engine, session, 1, 8)
-    assert main.main(["resize", "--host-memory", "20MiB"]) == 1
+    assert main.main(["resize", "--host-memory", "20MiB"]) == 2
     assert "host_memory 20 MiB: allowed is 1 MiB to 16 MiB; restart with" in capsys.readouterr().err
-    assert main.main(["resize", "--disk-capacity", "1MiB"]) == 1
+    assert main.main(["resize", "--disk-capacity", "1MiB"]) == 2
     assert "disk_capacity 1 MiB: allowed is" in capsys.readouterr().err
-    assert main.main(["resize", "--disk-capacity", "9000TiB"]) == 1
+    assert main.main(["resize", "--disk-capacity", "9000TiB"]) == 2
     assert "free space there, or ask for less" in capsys.readouterr().err
     arena = _core.Arena.attach(engine.arena.socket, engine.arena.session)
     pinner = ArenaPinner(arena.address, arena.size, lambda *_: None, lambda _: None, turns=Turns(arena.fileno()))

@@ -79,8 +79,26 @@ def test_without_a_vllm_the_command_fails(tmp_path: Path, capsys: pytest.Capture
     assert "no vLLM answers there" in capsys.readouterr().err
     file = tmp_path / "prompts.jsonl"
     file.write_text("5", encoding="utf-8")
-    assert main(["warm", str(file)]) == 1
+    assert main(["warm", str(file)]) == 2
     assert "line 1: allowed: text in quotes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["argument", "environment"])
+def test_the_key_of_a_vllm_is_sent(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with serving(vllm := HttpVllm(computed, api_key="secret")) as url:
+        arguments = ["warm", "--url", f"{url}/v1", "--model", "m", write(tmp_path, "a")]
+        assert main(arguments) == 1
+        assert "--api-key" in capsys.readouterr().err
+        if place == "environment":
+            monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        else:
+            arguments += ["--api-key", "secret"]
+        assert main(arguments) == 0
+    assert [path for path, _ in vllm.asked] == ["/v1/completions"]
+    assert capsys.readouterr().out.startswith("1 prompt (0 refused)")
 
 
 def test_an_interrupt_ends_the_command_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import urllib.parse
 from collections.abc import Callable
 
 from undercroft.model.layers import DTYPE_BYTES
@@ -53,6 +54,18 @@ def seconds(text: str) -> float:
     if not 0.1 <= found <= 86_400:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 86400")
     return found
+
+
+def url(text: str) -> str:
+    """The address of a vLLM, without its "/v1" and slashes at the end."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        possible = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        possible = False
+    if not possible:
+        raise argparse.ArgumentTypeError(f"{text} is no address of a vLLM. Allowed: http://host:port, or https://...")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def add_engine(parser: argparse.ArgumentParser, path: Callable[[str], str]) -> None:

@@ -124,7 +124,9 @@ def _print(found: dict[str, Any]) -> None:
     else:
         print(f"host memory: {format_size(found['host_memory'])}")
         for disk in found["disks"]:
-            state = disk["error"] or f"{format_size(disk['capacity'])} for blocks"
+            state = f"{format_size(disk['capacity'])} for blocks"
+            if disk["error"] is not None:
+                state = "see the warning" if disk["starts"] else disk["error"]
             print(f"disk {disk['path']}: {state}")
     for warning in found["warnings"]:
         print(f"warning: {warning.removeprefix('undercroft: ')}")

@@ -46,12 +46,16 @@ def socket_of(args: argparse.Namespace) -> str:
 
 
 def of_directory(path: str) -> str:
-    """The socket of the engine that has a directory open. Raises CommandError."""
+    """The socket of the engine that has a directory open. Raises ConfigError, and CommandError if there is none."""
     lock = Path(path) / "lock"
     try:
         lines = lock.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--disk-path {path}: it is no directory of a disk tier ({error})") from None
+    except (OSError, UnicodeDecodeError):
+        if not Path(path).is_dir():
+            raise ConfigError(
+                f"--disk-path {path}: there is no such directory; give that of a running engine"
+            ) from None
+        raise CommandError(f"--disk-path {path}: no engine has used this directory; is one running?") from None
     if len(lines) < 2:
         raise CommandError(f"--disk-path {path}: no engine has told where it listens; is one running?")
     return lines[1]

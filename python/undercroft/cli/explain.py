@@ -99,13 +99,15 @@ def _short(one: dict[str, Any]) -> str:
 
 def _print_one(one: dict[str, Any]) -> None:
     print(f"{one['request']}, answered {output.age_text(one['age_s'])} ago")
-    hit = one["hit_tokens"]
-    loaded = "" if not hit else ", loaded" if one["loaded"] else ", not loaded (yet)"
-    print(f"  {one['asked_tokens']} tokens could be loaded at most, {one['device_tokens']} were on the device")
+    print(f"  {one['asked_tokens']} tokens in whole blocks, {one['device_tokens']} of them on the device")
     print(f"  {one['found_tokens']} tokens were found in the cache")
-    remote = f", {one['remote_tokens']} from the remote store" if one.get("remote_tokens") else ""
-    print(f"  the hit ended at {hit} tokens, {one['disk_tokens']} of them from disk{remote}{loaded}")
-    print(f"  waited {one['waited_ms']} ms")
+    if hit := one["hit_tokens"]:
+        remote = f", {one['remote_tokens']} from the remote store" if one.get("remote_tokens") else ""
+        loaded = "loaded" if one["loaded"] else "not loaded (yet)"
+        print(f"  the hit ended at {hit} tokens, {one['disk_tokens']} of them from disk{remote}; {loaded}")
+    else:
+        print("  no hit: nothing was loaded")
+    print(f"  the scheduler waited {one['waited_ms']} ms for the answer")
     print(f"  {one['reason']}: {reasons.sentence(one['reason'], one['ago_s'])}")
     if one["missing_block"]:
         print(f"  first missing block: hash {one['missing_block']}...")

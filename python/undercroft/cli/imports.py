@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from undercroft.cli import arguments, engines, output
 from undercroft.cli.sockets import absolute_path
+from undercroft.errors import ConfigError
 from undercroft.units import format_size
 
 
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Verify and import the file."""
     from undercroft import _core
 
+    if not args.file.is_file():
+        raise ConfigError(f"{args.file}: there is no such file; give one that undercroft export has written")
     socket = engines.socket_of(args)
     engines.ask(socket)
     shows = not args.json and sys.stderr.isatty()

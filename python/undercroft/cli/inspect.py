@@ -15,6 +15,7 @@ from undercroft import descriptions
 from undercroft.cli import inspect_remote, output
 from undercroft.connector.releases import release_of
 from undercroft.connector.weights import SAMPLED, Digests, digests_file, model_place, weights_digest
+from undercroft.errors import ConfigError
 from undercroft.units import format_size
 
 _DIGITS_MIN = 8
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if "://" in args.directory:
         return inspect_remote.run(args)
     if not (Path(args.directory) / "super").exists():
-        raise output.CommandError(f"{args.directory} holds no undercroft cache; give the disk_path of an engine")
+        raise ConfigError(f"{args.directory} holds no undercroft cache; give the disk_path of an engine")
     found: dict[str, Any] = _core.inspect(args.directory)
     for space in found["namespaces"]:
         # A description that is no JSON object is shown as it is stored.

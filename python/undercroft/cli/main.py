@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import undercroft
 from undercroft.errors import ConfigError, StoreError, UndercroftError
@@ -42,13 +43,13 @@ COMMANDS = (
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser of one of `COMMANDS` alone, which loads soonest, or else of the whole command; that of ``bench`` only
     if it is the ``command``. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="undercroft",
         description="Tiered KV cache for vLLM: run the server, inspect caches, check this machine, run benchmarks.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and the build")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = _Parser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     for name in [one for one in COMMANDS if command == one] or COMMANDS:
         file = "imports" if name == "import" else name.replace("-", "_")
@@ -58,6 +59,16 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     if command == "bench":
         _load_bench().add_kinds(bench, shared)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Each subcommand refuses an argument that it does not know with its own usage, not with that of `undercroft`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 class _Version(argparse.Action):

@@ -52,6 +52,11 @@ def text(value: Any) -> str:
     return str(value)
 
 
+def count(number: int, noun: str) -> str:
+    """A number and its noun, whose plural ends in s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def age_text(seconds: float | None) -> str:
     """A span of time in its largest sensible unit."""
     if seconds is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from undercroft import hints
-from undercroft.cli import engines, prompts
+from undercroft.cli import engines, prompts, vllm_http
 from undercroft.cli.output import CommandError
 from undercroft.cli.sockets import absolute_path
 from undercroft.errors import ConfigError
@@ -30,10 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser, file: str | None = None) -> N
     """The prompts, and who is told. ``file``: how many files, as argparse has it."""
     prompts.add_file(parser, file)
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--url", default="http://localhost:8000", help="address of vLLM (%(default)s)")
+    vllm_http.add_arguments(parser, place)
     place.add_argument("--socket", type=absolute_path, metavar="PATH", help="where an engine listens")
     place.add_argument("--disk-path", metavar="DIR", help="the engine that has this directory open")
-    prompts.add_model(parser)
     parser.add_argument(
         "--namespace",
         metavar="DIGEST",
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> int:
     lines = _lines(args)
     if args.name:
         if len(lines) > 1:
-            raise CommandError(f"--id {args.name}: the name is one pin's, and the file has {len(lines)} lines")
+            raise ConfigError(f"--id {args.name}: the name is one pin's, and the file has {len(lines)} lines")
         fields = fields | {"id": args.name}
     give = _to_engine(args, verb, fields) if to_engine else _to_vllm(args, verb, fields)
     answers = [give(line) for line in lines]
@@ -78,8 +77,8 @@ def _lines(args: argparse.Namespace) -> list[Any]:
 
 
 def _to_vllm(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> Give:
-    url = args.url.rstrip("/")
-    model = args.model or prompts.first_model(url)
+    vllm = vllm_http.Vllm(args.url, args.api_key)
+    model = args.model or vllm.first_model()
 
     def give(line: Any) -> dict[str, Any]:
         named = fields
@@ -87,10 +86,10 @@ def _to_vllm(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> Giv
             # The request needs a prompt; any will do.
             line, named = {"prompt": "."}, fields if line is None else fields | {"hashes": line}
         params = {hints.NAME: {verb: named, hints.COMPUTE: False}}
-        found = prompts.complete(url, model, line, {"kv_transfer_params": params})
+        found = vllm.complete(model, line, {"kv_transfer_params": params})
         answers = (found.get("kv_transfer_params") or {}).get(hints.NAME) or {}
         if verb not in answers:
-            raise CommandError(f"{url}: the vLLM there does not answer hints; is undercroft its connector?")
+            raise CommandError(f"{vllm.url}: the vLLM there does not answer hints; is undercroft its connector?")
         return dict(answers[verb])
 
     return give

@@ -10,6 +10,7 @@ from typing import Any
 
 from undercroft.cli import arguments, engines, output, waiting
 from undercroft.cli.sockets import absolute_path
+from undercroft.errors import ConfigError
 from undercroft.units import format_size
 
 _TIERS = (("host", "host memory"), ("disk", "disk"))
@@ -24,7 +25,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         description="Makes host memory or the directories smaller while the engine runs, or larger again, up to their "
         "size at the start. The blocks that are worth least are evicted, and the system gets the memory and the space "
         "back. Blocks in use and pinned blocks stay. A restart goes by the configuration again. Without a size: shows "
-        "the sizes. Exit code 1 if no engine answers, it refuses, or the time is over.",
+        "the sizes. Exit code 1 if no engine answers or the time is over, 2 if it refuses a "
+        "size.",
         epilog="example: undercroft resize --host-memory 16GiB --disk-capacity 200GiB",
     )
     arguments.add_engine(parser, absolute_path)
@@ -48,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
         order["disk_bytes"] = args.disk_capacity
         _check_space(socket, args.disk_capacity)
     if order:
-        engines.operate(socket, {"resize": order})
+        try:
+            engines.operate(socket, {"resize": order})
+        except output.CommandError as error:
+            raise ConfigError(str(error)) from None
     resized, over = waiting.until(socket, {"resized": {}}, _is_over, _line, args.timeout if order else 0.0)
     if args.json:
         output.print_json({"socket": socket, "finished": over, **resized})
@@ -58,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_space(socket: str, capacity: int) -> None:
-    """Refuse a size for which a filesystem has no room: the files have given theirs back. Raises CommandError."""
+    """Refuse a size for which a filesystem has no room: the files have given theirs back. Raises ConfigError."""
     for disk in engines.ask(socket)["info"].get("disks", ()):
         try:
             place = Path(disk["path"])
@@ -71,7 +76,7 @@ def _check_space(socket: str, capacity: int) -> None:
         # The filesystem keeps as much as at a start.
         free = system.f_bavail * system.f_frsize - min(system.f_blocks * system.f_frsize // 20, 4 << 30)
         if missing > 0 and missing > free:
-            raise output.CommandError(
+            raise ConfigError(
                 f"--disk-capacity {format_size(capacity)}: {disk['path']} needs {format_size(missing)} more, and "
                 f"{format_size(max(free, 0))} can be used now; free space there, or ask for less"
             )

@@ -28,6 +28,21 @@ TROUBLES = (
     "save_failures",
 )
 
+_SESSION = {
+    "connected": "connected",
+    "workers": "workers",
+    "answered": "answered",
+    "hits": "hits",
+    "loaded": "loaded_bytes",
+    "saved": "saved_bytes",
+    "lookups now": "lookups",
+    "pending": "pending",
+    "loads": "loads",
+    "saves": "saves",
+    "request memory": "request_bytes",
+}
+"""Column of a session -> its field: totals since it was opened, then those under way."""
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
     """Add the subcommand."""
@@ -102,9 +117,15 @@ def with_rates(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, 
     if before is None or before["pid"] != now["pid"] or now["uptime_s"] <= before["uptime_s"]:
         return now | {"rates": None}
     seconds = now["uptime_s"] - before["uptime_s"]
-    old, new = (reading["stats"] | {"lookups": reading["server"]["lookups"]} for reading in (before, now))
+    old, new = (reading["stats"] | {"lookups": _answered(reading)} for reading in (before, now))
     counters = [name for name in new if name in COUNTERS or name == "lookups"]
-    return now | {"rates": {name: (new[name] - old[name]) / seconds for name in counters}}
+    # A session that has ended takes its lookups with it.
+    return now | {"rates": {name: max(0, new[name] - old[name]) / seconds for name in counters}}
+
+
+def _answered(status: dict[str, Any]) -> int:
+    """Requests of the open sessions whose lookup was answered. The server counts none of an embedded engine."""
+    return sum(int(session["answered"]) for session in status["sessions"])
 
 
 def print_status(status: dict[str, Any]) -> None:
@@ -115,13 +136,14 @@ def print_status(status: dict[str, Any]) -> None:
         f"unix://{status['socket']}"
     )
     print(
-        f"{server['connections']} connections, {server['workers']} workers, {server['descriptors']} descriptors, "
-        f"{server['lookups']} lookups"
+        f"{output.count(_answered(status), 'request')} answered, {output.count(server['connections'], 'connection')}, "
+        f"{output.count(server['workers'], 'worker')}, {output.count(server['descriptors'], 'open file')}"
     )
     if server["refused"] or server["malformed"]:
         print(f"{server['refused']} connections refused, {server['malformed']} ended by a malformed frame")
     print(
-        f"under way: {stats['active_lookups']} lookups, {stats['loads']} loads, {stats['saves']} saves, "
+        f"under way: {output.count(stats['active_lookups'], 'lookup')}, {output.count(stats['loads'], 'load')}, "
+        f"{output.count(stats['saves'], 'save')}, "
         f"{format_size(stats['promotion_queue_bytes'])} to be read from disk"
     )
     if stats.get("draining"):
@@ -141,19 +163,7 @@ def print_status(status: dict[str, Any]) -> None:
         output.print_table(planning.HEADER, planning.table(of_tier))
     if status["sessions"]:
         print()
-        columns = ("connected", "workers", "answered", "hits", "lookups", "pending", "loads", "saves")
-        sizes = ("loaded_bytes", "saved_bytes", "request_bytes")
-        output.print_table(
-            ("session", *columns, "loaded", "saved", "requests"),
-            [
-                (
-                    session["namespace"][:12],
-                    *(session[name] for name in columns),
-                    *(format_size(session[name]) for name in sizes),
-                )
-                for session in status["sessions"]
-            ],
-        )
+        output.print_table(("session", *_SESSION), map(_session, status["sessions"]))
     if rates is not None:
         print()
         read, written = (f"{format_size(rates[f'disk_{way}_bytes'])}/s" for way in ("read", "write"))
@@ -161,6 +171,11 @@ def print_status(status: dict[str, Any]) -> None:
             f"rates: {rates['lookups']:.1f} lookups/s, {rates['saved_blocks']:.1f} blocks saved/s, "
             f"disk {read} read, {written} written"
         )
+
+
+def _session(session: dict[str, Any]) -> tuple[Any, ...]:
+    values = (format_size(session[name]) if name.endswith("_bytes") else session[name] for name in _SESSION.values())
+    return session["namespace"][:12], *values
 
 
 def _tier(stats: dict[str, Any], tier: str) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
-from undercroft.cli import output, prompts
+from undercroft.cli import output, prompts, vllm_http
 from undercroft.cli.arguments import whole
 from undercroft.cli.output import CommandError
 
@@ -27,8 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         epilog="example: undercroft warm --url http://127.0.0.1:8000 prompts.jsonl",
     )
     prompts.add_file(parser)
-    parser.add_argument("--url", default="http://localhost:8000", help="address of vLLM (%(default)s)")
-    prompts.add_model(parser)
+    vllm_http.add_arguments(parser)
     parser.add_argument(
         "--parallel",
         type=whole(1, 256),
@@ -42,11 +41,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 def run(args: argparse.Namespace) -> int:
     """Send each line of the file."""
     lines = prompts.read(args.file, prompts.is_prompt, prompts.ALLOWED)
-    url = args.url.rstrip("/")
-    model = args.model or prompts.first_model(url)
+    vllm = vllm_http.Vllm(args.url, args.api_key)
+    model = args.model or vllm.first_model()
     start = time.monotonic()
     done: list[dict[str, Any]] = []
-    for one in _complete_all(url, model, lines, args.parallel):
+    for one in _complete_all(vllm, model, lines, args.parallel):
         done.append(one)
         said = one.get("error") or f"{one['tokens']} tokens, {one['cached']} of them cached"
         print(f"{len(done)} of {len(lines)}: line {one['line']}, {said}", file=sys.stderr, flush=True)
@@ -62,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(total | {"lines": sorted(done, key=lambda one: int(one["line"]))})
     else:
         print(
-            f"{total['prompts']} prompts ({refused} refused), {total['tokens']} tokens ({total['cached']} of them were "
-            f"cached) in {total['seconds']:.1f} s"
+            f"{output.count(len(done), 'prompt')} ({refused} refused), {total['tokens']} tokens "
+            f"({total['cached']} of them were cached) in {total['seconds']:.1f} s"
         )
     return 1 if refused else 0
 
 
-def _complete_all(url: str, model: str, lines: list[Any], parallel: int) -> Iterator[dict[str, Any]]:
+def _complete_all(vllm: vllm_http.Vllm, model: str, lines: list[Any], parallel: int) -> Iterator[dict[str, Any]]:
     """The result of each line, in the order in which vLLM has computed them. Raises CommandError."""
     waiting: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
     results: SimpleQueue[dict[str, Any] | CommandError] = SimpleQueue()
@@ -77,7 +76,7 @@ def _complete_all(url: str, model: str, lines: list[Any], parallel: int) -> Iter
 
     def work() -> None:
         while (given := waiting.get()) is not None:
-            results.put(_complete(url, model, *given))
+            results.put(_complete(vllm, model, *given))
 
     for _ in range(min(parallel, len(lines))):
         waiting.put(None)
@@ -90,11 +89,11 @@ def _complete_all(url: str, model: str, lines: list[Any], parallel: int) -> Iter
         yield result
 
 
-def _complete(url: str, model: str, number: int, line: Any) -> dict[str, Any] | CommandError:
+def _complete(vllm: vllm_http.Vllm, model: str, number: int, line: Any) -> dict[str, Any] | CommandError:
     try:
         # A prompt may wait behind others for long.
-        usage = prompts.complete(url, model, line, {}, timeout_s=None).get("usage") or {}
-    except prompts.RefusedError as error:
+        usage = vllm.complete(model, line, {}, timeout_s=None).get("usage") or {}
+    except vllm_http.RefusedError as error:
         return {"line": number, "error": str(error)}
     except CommandError as error:
         return error

@@ -125,10 +125,20 @@ pub fn examine(config: &HostConfig) -> Result<Vec<DiskExamination>, HostError> {
                 is_kept: found.is_kept,
                 notes: found.notes,
             },
+            Err(StoreError::InUse { pid, .. }) if config.share => DiskExamination {
+                error: Some(format!(
+                    "disk_path {path} is in use by process {pid}: a vLLM that starts now shares the engine of that \
+                     process, whose options count"
+                )),
+                path,
+                starts: true,
+                capacity: 0,
+                is_kept: false,
+                notes: Vec::new(),
+            },
             Err(error) => DiskExamination {
                 path,
-                starts: error.may_pass() && config.on_disk_error == OnDiskError::Degrade
-                    || matches!(error, StoreError::InUse { .. }) && config.share,
+                starts: error.may_pass() && config.on_disk_error == OnDiskError::Degrade,
                 error: Some(error.to_string()),
                 capacity: 0,
                 is_kept: false,

@@ -2,11 +2,12 @@
 
 use crate::explain::{ExplainQuery, Explained, Reason, Rest};
 use crate::forest::{NsId, Tier};
+use crate::key::BlockHash;
 use crate::session::{Lookup, LookupRequest, Tokens};
 use crate::work;
 
 use super::coordinator::Engine;
-use super::requests::RequestId;
+use super::requests::{RequestId, RequestState};
 use super::sessions::SessionId;
 
 /// Bytes of a request's id that are kept.
@@ -66,25 +67,23 @@ impl LastLookups {
         is_kept.then(|| &self.ring[self.index(position)])
     }
 
-    fn at_mut(&mut self, position: u64) -> Option<&mut Record> {
-        self.at(position)?;
-        let index = self.index(position);
-        Some(&mut self.ring[index])
-    }
-
     fn index(&self, position: u64) -> usize {
         (position % self.records as u64) as usize
     }
 
-    fn push(&mut self, record: Record) -> u64 {
-        let position = self.next;
-        self.next += 1;
+    /// The position and the place of a record that is to be written: the known one if it is still kept, else that of the
+    /// oldest.
+    fn place(&mut self, known: Option<u64>) -> (u64, &mut Record) {
+        let position = known.filter(|&known| self.at(known).is_some());
+        let position = position.unwrap_or_else(|| {
+            self.next += 1;
+            self.next - 1
+        });
         let index = self.index(position);
-        match self.ring.get_mut(index) {
-            Some(oldest) => *oldest = record,
-            None => self.ring.push(record),
+        if index == self.ring.len() {
+            self.ring.push(Record::EMPTY);
         }
-        position
+        (position, &mut self.ring[index])
     }
 }
 
@@ -93,6 +92,8 @@ impl LastLookups {
 pub(super) struct Answered {
     /// Why its hit ends where it does, as far as the lookup itself knows.
     pub(super) reason: Reason,
+    /// The first missing block is in the index, and no lookup may use it yet.
+    pub(super) is_incomplete: bool,
     /// The explanation's inputs, and the position of its record.
     noted: Option<(Noted, u64)>,
     rest: Rest,
@@ -110,8 +111,36 @@ struct Noted {
     nodes: usize,
 }
 
+/// The part of a prompt that an answer may cover.
+#[derive(Clone, Copy)]
+struct Question {
+    ns: NsId,
+    /// Tokens of a hash block.
+    size: u32,
+    /// Tokens of whole hash blocks.
+    asked: u32,
+    /// The first block that is not in the index, or not visible.
+    missing: Option<BlockHash>,
+}
+
+impl Question {
+    fn new(ns: NsId, size: u32, request: &LookupRequest<'_>, found: Tokens) -> Self {
+        let asked = asked(request, size);
+        let is_asked = found.0 < asked && request.computed.0 < asked;
+        let missing = is_asked.then(|| request.hashes.get((found.0 / size) as usize));
+        Self {
+            ns,
+            size,
+            asked,
+            missing: missing.flatten(),
+        }
+    }
+}
+
 impl Engine {
     /// A lookup was answered: its first answer is counted, and each that differs from the one before is noted.
+    ///
+    /// Every lookup comes here, so nothing is allocated or turned into text: the record is written in its place.
     pub(super) fn note_answer(
         &mut self,
         id: RequestId,
@@ -125,140 +154,88 @@ impl Engine {
             hit: answer.tokens().unwrap_or(Tokens(0)),
             found: state.shared,
             computed: request.computed,
-            freed: Tier::ALL
-                .map(|tier| self.residency.freed(tier))
-                .iter()
-                .sum(),
+            freed: self.residency.freed(Tier::Host) + self.residency.freed(Tier::Disk),
             nodes: self.residency.forest().len(),
         };
         let before = state.answered.noted;
         if before.is_some_and(|(before, _)| before == noted) {
             return;
         }
-        let (mut rest, missing) = self.rest_of(ns, request, &noted);
+        let size = self.residency.hash_block_size(ns);
+        let question = Question::new(ns, size, request, noted.found);
+        let (mut rest, mut other) = self.rest_of(&question, &noted, state.answered.is_incomplete);
         let is_gone = !matches!(rest.reason, Reason::Complete | Reason::Incomplete);
-        if noted.reason == Reason::Complete && is_gone && missing != 0 && state.remote.is_left {
-            rest = Reason::RemotePlanned.into();
+        if noted.reason == Reason::Complete
+            && is_gone
+            && state.remote.is_left
+            && question.missing.is_some()
+        {
+            (rest, other) = (Reason::RemotePlanned.into(), NsId::MAX);
         }
-        let other = match rest.reason {
-            Reason::OtherIdentity => self.other_of(ns, request, noted.found),
-            _ => None,
-        };
-        let is_miss = noted.hit.0 == 0 && rest.reason != Reason::Complete;
-        let session = self.sessions.requests[id].session;
-        if let Some(session) = self.sessions.get_mut(session).filter(|_| before.is_none()) {
+        let (position, record) = self.lookups.place(before.map(|(_, position)| position));
+        record.write(&question, request, state, (&noted, rest));
+        (record.other, record.at_ns) = (other, self.now_ns);
+        let state = &mut self.sessions.requests[id];
+        state.answered.noted = Some((noted, position));
+        state.answered.rest = rest;
+        if before.is_none() {
+            let session = state.session;
+            self.count_answer(session, noted.hit.0 > 0, rest.reason);
+        }
+    }
+
+    /// Counts the first answer to a request.
+    fn count_answer(&mut self, session: SessionId, is_hit: bool, reason: Reason) {
+        if let Some(session) = self.sessions.get_mut(session) {
             session.totals.answered += 1;
-            session.totals.hits += u64::from(noted.hit.0 > 0);
+            session.totals.hits += u64::from(is_hit);
         }
-        if before.is_none() && is_miss {
-            self.counters.count_miss(rest.reason);
-        }
-        let mut record = self.record_of(id, ns, request, (noted.hit, rest, missing));
-        record.other = other.unwrap_or(NsId::MAX);
-        let known =
-            before.and_then(|(_, position)| Some((position, self.lookups.at_mut(position)?)));
-        let position = match known {
-            Some((position, known)) => {
-                *known = record;
-                position
-            }
-            None => self.lookups.push(record),
-        };
-        let answered = &mut self.sessions.requests[id].answered;
-        answered.noted = Some((noted, position));
-        answered.rest = rest;
-    }
-
-    fn record_of(
-        &self,
-        id: RequestId,
-        ns: NsId,
-        request: &LookupRequest<'_>,
-        (tokens, rest, missing): (Tokens, Rest, u64),
-    ) -> Record {
-        let state = &self.sessions.requests[id];
-        let size = self.residency.hash_block_size(ns);
-        let shown = if request.label.is_empty() {
-            request.request
-        } else {
-            request.label
-        };
-        let mut name = [0; NAME_BYTES];
-        let name_bytes = shown.len().min(NAME_BYTES);
-        name[..name_bytes].copy_from_slice(&shown.as_bytes()[..name_bytes]);
-        let of_hit = |brought: Option<(u32, u32)>| {
-            brought.map_or(0, |(after, to)| {
-                let to = (to * size).min(tokens.0);
-                to.saturating_sub((after * size).max(request.computed.0))
-            })
-        };
-        Record {
-            name,
-            name_bytes: name_bytes as u8,
-            loaded: false,
-            ns,
-            at_ns: self.now_ns,
-            waited_ns: state.planned.waited_ns,
-            asked: asked(request, size),
-            computed: request.computed.0,
-            found: state.shared.0,
-            hit: tokens.0,
-            from_disk: of_hit(state.promotions.from_disk),
-            from_remote: of_hit(state.remote.brought),
-            rest,
-            missing,
-            other: NsId::MAX,
+        if !is_hit {
+            self.counters.count_miss(reason);
         }
     }
 
-    /// The reason why the blocks after a hit were not loaded, and the beginning of the first missing block's hash.
-    fn rest_of(&self, ns: NsId, request: &LookupRequest<'_>, noted: &Noted) -> (Rest, u64) {
-        let size = self.residency.hash_block_size(ns);
-        let (found, asked) = (noted.found.0, asked(request, size));
-        let is_asked = found < asked && request.computed.0 < asked;
-        let missing = is_asked.then(|| request.hashes.get((found / size) as usize));
-        let missing = missing.flatten();
-        let fingerprint = missing.map_or(0, |hash| hash.fingerprint());
+    /// The reason why the blocks after a hit were not loaded, and a namespace that has the first of them, if that is the
+    /// reason.
+    fn rest_of(&self, question: &Question, noted: &Noted, is_incomplete: bool) -> (Rest, NsId) {
         if noted.reason != Reason::Complete {
-            return (noted.reason.into(), fingerprint);
+            return (noted.reason.into(), NsId::MAX);
         }
+        let found = noted.found.0.min(question.asked);
         // A hit may end before the last block found, where a window or a draft model's last tokens are missing.
-        if noted.hit.max(noted.computed).0 + size <= found.min(asked) {
-            return (Reason::NoBoundary.into(), fingerprint);
+        if noted.hit.max(noted.computed).0 + question.size <= found {
+            return (Reason::NoBoundary.into(), NsId::MAX);
         }
-        let Some(missing) = missing else {
-            return (Rest::default(), 0);
+        let Some(missing) = &question.missing else {
+            return (Rest::default(), NsId::MAX);
         };
-        if let Some(rest) = self.residency.departures.find(ns, &missing) {
-            return (rest, fingerprint);
+        if let Some(rest) = self.residency.departures.find(question.ns, missing) {
+            return (rest, NsId::MAX);
         }
-        if self.residency.forest().find(ns, &missing).is_some() {
-            return (Reason::Incomplete.into(), fingerprint);
+        if is_incomplete {
+            return (Reason::Incomplete.into(), NsId::MAX);
         }
-        let reason = match self.other_of(ns, request, noted.found) {
-            Some(_) => Reason::OtherIdentity,
-            None => Reason::NeverSeen,
-        };
-        (reason.into(), fingerprint)
+        match self.other_of(question.ns, missing) {
+            Some(other) => (Reason::OtherIdentity.into(), other),
+            None => (Reason::NeverSeen.into(), NsId::MAX),
+        }
     }
 
     /// A namespace that has the first block of a prompt that its own namespace lacks. Few are looked at.
-    fn other_of(&self, ns: NsId, request: &LookupRequest<'_>, found: Tokens) -> Option<NsId> {
-        let size = self.residency.hash_block_size(ns);
-        let missing = request.hashes.get((found.0 / size) as usize)?;
+    fn other_of(&self, ns: NsId, missing: &BlockHash) -> Option<NsId> {
         let forest = self.residency.forest();
         // Of a namespace that was reset or cleared, blocks may wait for their removal.
         let is_other = |&other: &NsId| other != ns && !self.residency.is_ending(other);
         let others = forest.namespaces().filter(is_other);
         let mut others = others.filter(|&other| forest.has_nodes(other)).take(OTHERS);
-        others.find(|&other| forest.find(other, &missing).is_some())
+        others.find(|&other| forest.find(other, missing).is_some())
     }
 
     /// A load of a request's hit has begun.
     pub(super) fn note_load(&mut self, id: RequestId) {
         let noted = self.sessions.requests[id].answered.noted;
-        if let Some(record) = noted.and_then(|(_, at)| self.lookups.at_mut(at)) {
-            record.loaded = true;
+        if let Some((_, position)) = noted.filter(|&(_, at)| self.lookups.at(at).is_some()) {
+            self.lookups.place(Some(position)).1.loaded = true;
         }
     }
 
@@ -350,6 +327,62 @@ impl Engine {
 }
 
 impl Record {
+    const EMPTY: Self = Self {
+        name: [0; NAME_BYTES],
+        name_bytes: 0,
+        loaded: false,
+        ns: NsId::MAX,
+        at_ns: 0,
+        waited_ns: 0,
+        asked: 0,
+        computed: 0,
+        found: 0,
+        hit: 0,
+        from_disk: 0,
+        from_remote: 0,
+        rest: Rest {
+            reason: Reason::Complete,
+            ago_s: None,
+        },
+        missing: 0,
+        other: NsId::MAX,
+    };
+
+    /// Replaces all but the time and the other namespace.
+    fn write(
+        &mut self,
+        question: &Question,
+        request: &LookupRequest<'_>,
+        state: &RequestState,
+        (noted, rest): (&Noted, Rest),
+    ) {
+        let shown = if request.label.is_empty() {
+            request.request
+        } else {
+            request.label
+        };
+        let name_bytes = shown.len().min(NAME_BYTES);
+        self.name[..name_bytes].copy_from_slice(&shown.as_bytes()[..name_bytes]);
+        self.name_bytes = name_bytes as u8;
+        self.loaded = false;
+        self.ns = question.ns;
+        self.waited_ns = state.planned.waited_ns;
+        self.asked = question.asked;
+        self.computed = noted.computed.0;
+        self.found = noted.found.0;
+        self.hit = noted.hit.0;
+        let of_hit = |brought: Option<(u32, u32)>| {
+            brought.map_or(0, |(after, to)| {
+                let to = (to * question.size).min(noted.hit.0);
+                to.saturating_sub((after * question.size).max(noted.computed.0))
+            })
+        };
+        self.from_disk = of_hit(state.promotions.from_disk);
+        self.from_remote = of_hit(state.remote.brought);
+        self.rest = rest;
+        self.missing = question.missing.map_or(0, |hash| hash.fingerprint());
+    }
+
     fn shown(&self) -> std::borrow::Cow<'_, str> {
         // A long name may be cut within a character.
         String::from_utf8_lossy(&self.name[..usize::from(self.name_bytes)])

@@ -1,6 +1,8 @@
 //! Lookup: a hit in the arena and a miss are answered at once; a hit on disk is pending until its
 //! payloads are in the arena.
 
+use std::cell::Cell;
+
 use crate::explain::Reason;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::HashSource;
@@ -322,8 +324,16 @@ impl Engine {
         let state = &mut self.sessions.requests[id];
         state.planned.note(request.computed.0, end);
         let residency = &self.residency;
-        let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
+        // The shallowest node that is in the index and not visible.
+        let unseen = Cell::new(u32::MAX);
+        let found = residency.deepest(ns, request.hashes, |node| {
+            if !node.is_visible() {
+                unseen.set(unseen.get().min(node.depth));
+            }
+            node.is_visible()
+        });
         let (deepest, depth) = found.unwrap_or((NONE, 0));
+        state.answered.is_incomplete = unseen.get() == depth + 1;
         state.shared = Tokens(depth * hash_block_size);
         // A draft model keeps nothing of use for the last tokens.
         let dropped = state.dropped_tokens.div_ceil(hash_block_size);

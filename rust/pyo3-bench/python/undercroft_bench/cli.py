@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import queue
 import tempfile
 import threading
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from undercroft.cli import arguments, output, planning
+from undercroft.cli import arguments, output, planning, vllm_http
 from undercroft.device.layout import SUPPORTED_LAYOUTS
 from undercroft.errors import ConfigError
 from undercroft.units import format_size
@@ -27,6 +26,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     lookup = _add(
         kinds, shared, "lookup", "lookups of a prefix that is wholly in host memory, as vLLM calls them", _lookup
     )
+    lookup.epilog = "example: undercroft bench lookup --mode served --clients 4"
     lookup.add_argument(
         "--mode", choices=("embedded", "served"), default="embedded", help="where the engine runs (%(default)s)"
     )
@@ -49,6 +49,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     )
 
     disk = _add(kinds, shared, "disk", "the disk tier through the whole engine, against a bare O_DIRECT loop", _disk)
+    disk.epilog = "example: undercroft bench disk --path /mnt/nvme0 --block-bytes 2MiB"
     disk.add_argument("--path", metavar="DIR", help="directory on the device to measure (default: a temporary one)")
     disk.add_argument("--block-bytes", type=arguments.size, default=2 << 20, metavar="B", help="payload size (2MiB)")
     disk.add_argument(
@@ -62,6 +63,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     disk.add_argument("--key-file", metavar="FILE", default="", help="encrypt, as the option (default: plain)")
 
     copy = _add(kinds, shared, "copy", "copies between device blocks and the arena, against one plain copy", _copy)
+    copy.epilog = "example: undercroft bench copy --device cuda --json"
     copy.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the KV cache is (%(default)s)")
     copy.add_argument(
         "--block-bytes",
@@ -83,12 +85,14 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     )
 
     recover = _add(kinds, shared, "recover", "how long opening a full directory takes", _recover)
+    recover.epilog = "example: undercroft bench recover --path /mnt/nvme0 --blocks 1000000"
     recover.add_argument("--path", metavar="DIR", help="directory to make the store in (default: a temporary one)")
     recover.add_argument("--blocks", type=_positive, default=1_000_000, metavar="K", help="blocks in it (%(default)s)")
 
     replay = _add(
         kinds, shared, "replay", "hit rates and insert rates of a trace on the engine's own policies", _replay
     )
+    replay.epilog = "example: undercroft bench replay --trace requests.jsonl --host-blocks 1000 --disk-blocks 8000"
     replay.add_argument("--trace", required=True, metavar="FILE", help="JSON lines with input_length and hash_ids")
     replay.add_argument(
         "--host-blocks", required=True, type=_positive, metavar="N", help="blocks that host memory holds"
@@ -119,8 +123,10 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         kinds, shared, "serve", "time to first token of a running vLLM: cold, and again from the cache", _serve
     )
     serve.epilog = "example: undercroft bench serve --url http://localhost:8000 --prompts 16 --prompt-tokens 8192"
-    serve.add_argument("--url", required=True, help="where vLLM listens, such as http://localhost:8000")
-    serve.add_argument("--api-key", metavar="KEY", help="as vLLM was given it (default: $OPENAI_API_KEY)")
+    serve.add_argument(
+        "--url", required=True, type=arguments.url, help="where vLLM listens, such as http://localhost:8000"
+    )
+    vllm_http.add_api_key(serve)
     serve.add_argument("--prompts", type=_positive, default=8, metavar="N", help="number of prompts (%(default)s)")
     serve.add_argument(
         "--prompt-tokens", type=_positive, default=4096, metavar="T", help="tokens of each prompt (%(default)s)"
@@ -267,7 +273,7 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import serve
     from undercroft_bench.vllm_client import VllmClient
 
-    client = VllmClient(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    client = VllmClient(args.url, args.api_key)
     result = serve.measure(client, serve.Plan(args.prompts, args.prompt_tokens, args.max_tokens, args.fill_tokens))
     if not args.json:
         print("\n".join(serve.chart(result["cases"])) + "\n")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from undercroft.cli import vllm_http
 from undercroft.cli.output import CommandError
 
 TIMEOUT_S = 600.0
@@ -32,10 +33,8 @@ class VllmClient:
     """One server. Each method raises CommandError if the server does not do as asked."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._url = url
+        self._headers = vllm_http.headers(api_key)
 
     def model(self) -> str:
         """The name of the model that it serves, the first if there are adapters."""
