@@ -15,7 +15,7 @@ BOUNDARY_TOKENS = 8192
 
 
 class Group(Protocol):
-    """A KV cache group, as the engine is told of it."""
+    """A KV cache group, in the engine's terms."""
 
     @property
     def kind(self) -> str:

@@ -192,7 +192,7 @@ class UndercroftConfig:
     )]
     disk_ttl: Annotated[int, Option(
         "time", 0, DURATION_FORMAT + "; 0 to 36525d, 0 keeps them",
-        "Time to live on disk: blocks that no request has used for so long are evicted from the directories.",
+        "Time to live on disk: blocks that no request has used for this time are evicted from the directories.",
         duration(0), str, "engine",
     )]
     key_file: Annotated[str, Option(

@@ -100,7 +100,7 @@ def start_line(
 
 
 def _shortfall(info: dict[str, Any]) -> str:
-    """Why the disk is not read and written as fast as it could be, if anything stands in the way."""
+    """The reason why the disk is read and written more slowly than possible, or empty."""
     if reason := info.get("io_fallback"):
         return f" ({reason})"
     if info["io_engine"] == "io_uring" and not info.get("registered_buffers"):

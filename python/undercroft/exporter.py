@@ -24,7 +24,7 @@ from undercroft.metrics import BUILD_HELP, IO_ENGINE_HELP, IO_ENGINES, METRICS, 
 if TYPE_CHECKING:
     from undercroft._core import Engine
 
-# Connections at a time; Prometheus opens one.
+# Most connections at a time; Prometheus opens one.
 CONNECTIONS_MAX = 16
 # How long a peer may take for one read or write, and for all of its request.
 REQUEST_TIMEOUT_S = 5.0
@@ -67,7 +67,7 @@ class _Handler(MetricsHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def log_error(self, format: str, *args: object) -> None:
-        """Say nothing: anyone may connect and send anything."""
+        """Log nothing: any process may connect and send anything."""
 
 
 class _MetricsServer(ThreadingMixIn, HTTPServer):

@@ -159,7 +159,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("learned_bytes_per_second", "gauge", "Learned rate of reads from a tier, and of loads from host memory.",
            ("tier",), {"plan_copy_bytes_per_s": ("host",), "plan_disk_bytes_per_s": ("disk",),
                        "plan_remote_bytes_per_s": ("remote",)}),
-    Metric("learned_latency_seconds", "gauge", "Learned fixed time of a read or a load, whatever its bytes.", ("tier",),
+    Metric("learned_latency_seconds", "gauge", "Learned fixed part of the time of a read or a load.", ("tier",),
            {"plan_copy_latency_seconds": ("host",), "plan_disk_latency_seconds": ("disk",),
             "plan_remote_latency_seconds": ("remote",)}),
     Metric("learned_prefill_tokens_per_second", "gauge", "Learned rate of computing, by the position in the prompt.",

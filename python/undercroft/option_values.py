@@ -76,7 +76,7 @@ def number(low: float, high: float) -> Callable[[Any], float]:
 
 
 def or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """As ``parse``, or null."""
+    """A parser that also takes null, else ``parse``."""
     return lambda value: None if value is None else parse(value)
 
 
@@ -95,7 +95,7 @@ def plain_text(value: Any) -> str:
 
 
 def directory(value: Any) -> str:
-    """Absolute, since other processes read it; empty if it is."""
+    """An absolute path, since other processes read it; an empty one stays empty."""
     text = plain_text(value)
     return str(Path(text).expanduser().absolute()) if text else ""
 

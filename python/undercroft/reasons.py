@@ -4,7 +4,7 @@ from __future__ import annotations
 
 REASONS: dict[str, str] = {
     "complete": "everything that could be loaded was cached",
-    "never_seen": "the next block was never saved, or so long ago that its eviction is forgotten",
+    "never_seen": "the next block was never saved, or its eviction is too long ago to be remembered",
     "evicted_host": "the next block was evicted from host memory and was not on disk",
     "evicted_disk": "the next block was evicted from disk",
     "lost": "the next block was lost: unreadable, changed, reset, cleared, or after one that is gone",

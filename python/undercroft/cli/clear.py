@@ -20,8 +20,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         parents=[shared],
         help="remove blocks from a running engine",
         description="Removes blocks from host memory and disk while the engine runs. No lookup finds the blocks of a "
-        "namespace from then on, nor does a restart. Blocks in use go when their use ends. Exit code 1 if no engine "
-        "answers, it refuses, or the time is over.",
+        "namespace from then on, nor does a restart. Blocks in use are removed when their use ends. Exit code 1 if no "
+        "engine answers, it refuses, or the time is over.",
         epilog="example: undercroft clear --namespace 3f9a1c02 --erase --yes",
     )
     arguments.add_engine(parser, absolute_path)
@@ -33,13 +33,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="blocks of the namespaces whose digest begins so (explain and inspect show digests)",
     )
     which.add_argument(
-        "--older-than", metavar="TIME", type=arguments.duration, help="blocks that nobody has used for so long, like 2h"
+        "--older-than",
+        metavar="TIME",
+        type=arguments.duration,
+        help="blocks that no request has used for this time, like 2h",
     )
     which.add_argument("--all", action="store_true", help="all blocks")
     parser.add_argument("--erase", action="store_true", help="erase their bytes on disk, too")
     parser.add_argument("--yes", action="store_true", help="remove them without asking")
     parser.add_argument(
-        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="wait so long at most (%(default)s)"
+        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="longest wait in seconds (%(default)s)"
     )
     parser.set_defaults(run=run)
 
@@ -80,7 +83,7 @@ def _what(args: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _is_over(said: dict[str, Any], order: int) -> bool:
-    # A later order of somebody else begins only when this one is over.
+    # The engine begins the order of another operator only after this one.
     return said["order"] != order or not said["removing"]
 
 
@@ -98,8 +101,8 @@ def _print(cleared: dict[str, Any], erase: bool, over: bool) -> None:
     if failed := cleared["erase_failures"]:
         print(f"{failed} blocks could not be erased: their filesystem cannot, or fails; the engine's disks show which")
     if over and cleared["pending"]:
-        print(f"{cleared['pending']} hash blocks are in use or pinned; they go when that ends")
+        print(f"{cleared['pending']} hash blocks are in use or pinned; they are removed when that use ends")
     if not over:
-        print("not finished in time: the engine goes on", file=sys.stderr)
+        print("not finished in time: the engine continues", file=sys.stderr)
     if not cleared["durable"]:
         print("a directory is away or takes no writes: a restart may find the blocks again", file=sys.stderr)

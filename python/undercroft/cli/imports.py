@@ -57,6 +57,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     saved, blocks = imported["saved_blocks"], imported["blocks"]
     print(f"{args.file}: {blocks} blocks, {format_size(imported['bytes'])}, all intact")
-    known = "" if saved == blocks else f"; it had the other {blocks - saved}, or does not keep them"
+    known = "" if saved == blocks else f"; it had the other {blocks - saved} already, or did not admit them"
     print(f"the engine has taken {saved} blocks of namespace {imported['namespace'][:12]}{known}")
     return 0

@@ -41,8 +41,8 @@ COMMANDS = (
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of one of `COMMANDS` alone, which loads soonest, or else of the whole command; that of ``bench`` only
-    if it is the ``command``. Raises ConfigError."""
+    """The parser of one of `COMMANDS` alone, which loads fastest, or of all of them. The benchmarks are loaded for
+    ``bench`` only. Raises ConfigError."""
     parser = _Parser(
         prog="undercroft",
         description="Tiered KV cache for vLLM: run the server, inspect caches, check this machine, run benchmarks.",

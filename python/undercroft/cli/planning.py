@@ -45,7 +45,7 @@ def loaded_lengths(stats: dict[str, Any]) -> list[int]:
 
 
 def sentence(stats: dict[str, Any], tier: str = "disk") -> str:
-    """One sentence about the disk, or what stands in its place; empty before enough was measured."""
+    """One sentence about the disk, or about the remote store; empty before enough was measured."""
     if not is_known(stats):
         return ""
     even = 8192 * stats["plan_bytes_per_token"] / compute_s(stats, 8192)

@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="set the sizes of a running engine's tiers",
         description="Makes host memory or the directories smaller while the engine runs, or larger again, up to their "
         "size at the start. The blocks that are worth least are evicted, and the system gets the memory and the space "
-        "back. Blocks in use and pinned blocks stay. A restart goes by the configuration again. Without a size: shows "
+        "back. Blocks in use and pinned blocks stay. A restart takes the configured sizes again. Without a size: shows "
         "the sizes. Exit code 1 if no engine answers or the time is over, 2 if it refuses a "
         "size.",
         epilog="example: undercroft resize --host-memory 16GiB --disk-capacity 200GiB",
@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--disk-capacity", type=arguments.size, metavar="SIZE", help="size of the files of each directory, like 200GiB"
     )
     parser.add_argument(
-        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="wait so long at most (%(default)s)"
+        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="longest wait in seconds (%(default)s)"
     )
     parser.set_defaults(run=run)
 
@@ -106,12 +106,12 @@ def _print(resized: dict[str, Any], *, finished: bool) -> None:
     for tier, name in _TIERS:
         of = resized[tier]
         if of["resizing"]:
-            print(f"{name}: blocks in use or pinned keep it larger than its target; it goes on when their use ends")
+            print(f"{name}: blocks in use or pinned keep it larger than its target; it continues when their use ends")
         elif of["kept_bytes"]:
             size = format_size(of["kept_bytes"])
             print(f"{name}: {size} are unused, and the system does not have them back: {_WHY[tier]}")
     if not finished:
-        print("not finished in time: the engine goes on", file=sys.stderr)
+        print("not finished in time: the engine continues", file=sys.stderr)
 
 
 _WHY = {

@@ -1,4 +1,4 @@
-"""The socket of an engine, as commands take it."""
+"""The socket of an engine, as an argument of commands."""
 
 from __future__ import annotations
 

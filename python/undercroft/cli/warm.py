@@ -80,7 +80,7 @@ def _complete_all(vllm: vllm_http.Vllm, model: str, lines: list[Any], parallel: 
 
     for _ in range(min(parallel, len(lines))):
         waiting.put(None)
-        # Daemons: an interrupt ends the process, and with it the connections, by which vLLM sees that nobody waits.
+        # Daemons: an interrupt ends the process, and with it the connections, by which vLLM sees that no client waits.
         threading.Thread(target=work, daemon=True).start()
     for _ in lines:
         result = results.get()

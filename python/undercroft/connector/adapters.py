@@ -16,7 +16,7 @@ from undercroft.connector.weights import SAMPLED, Digests, weights_digest
 
 _CONFIG = "adapter_config.json"
 _LOOK_AGAIN_S = 1.0
-"""A request's key is at most so old. Requests come by the thousand, and the files may lie on a slow network."""
+"""Seconds for which a key is used. Requests come by the thousand, and the files may lie on a slow network."""
 
 
 class Adapters:
@@ -50,7 +50,7 @@ class Adapters:
         return recent if time.monotonic() < until else self.key(adapter)
 
     def key(self, adapter: Any) -> str:
-        """The key of a `LoRARequest`, by its files as they are now. To be asked for before its weights are loaded."""
+        """The key of a `LoRARequest`, from its files as they are now. Call it before the weights are loaded."""
         named = (adapter.lora_name, adapter.lora_path)
         found = self._key(named)
         # From the end of the look, which a slow file system can make long.

@@ -35,7 +35,7 @@ class AttachedArena:
         return self._held.is_served
 
     def hold_for(self, attachment: Arena) -> None:
-        """The arena is held for the session of another attachment from now on; the memory stays the one it is."""
+        """From now on the arena is held for the session of another attachment. The mapping stays."""
         self._held = attachment
 
     def let_go(self) -> None:

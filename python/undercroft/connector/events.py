@@ -43,8 +43,8 @@ class _Source:
     session_id: str | None
 
 
-_Change = tuple[bool, bool, int, bytes, bytes | None]
-"""Stored or removed, on disk, the engine's group, the block's hash, and the one before."""
+_Change = tuple[bool, str, int, bytes, bytes | None]
+"""Stored or removed, tier ("host", "disk" or "remote"), the engine's group, the block's hash, and the one before."""
 _Place = tuple[_Source | None, int]
 """The request that a block's tokens are known of, and the engine's block in it."""
 _NOWHERE: _Place = (None, 0)
@@ -117,7 +117,7 @@ class Events:
             self._live[request_id] = request, self._remember(request, begin)
 
     def forgotten(self) -> None:
-        """vLLM has published that all blocks are cleared, those of the tiers too as routers take it: all is told again.
+        """vLLM has published that all blocks are cleared. Routers apply that to the tiers: report all blocks again.
 
         vLLM publishes its own events of a step before those of the tiers.
         """
@@ -147,12 +147,12 @@ class Events:
 
     def event(self, first: _Change, hashes: Sequence[bytes], at: _Place) -> Any:
         """One event for a run of blocks that begins with ``first``, whose tokens are ``at``."""
-        stored, on_disk, engine_group, _, parent = first
+        stored, tier, engine_group, _, parent = first
         group = self._told[engine_group]
         place = {
-            "medium": compat.MEDIUM_STORAGE if on_disk else compat.MEDIUM_CPU,
+            "medium": compat.MEDIUM_CPU if tier == "host" else compat.MEDIUM_STORAGE,
             "group_idx": group.index,
-            "locality": "LOCAL",
+            "locality": "REMOTE" if tier == "remote" else "LOCAL",
             # No `ownership`: Dynamo's indexer ignores every event that names one.
         }
         names = [self._name(each) for each in hashes]
@@ -191,7 +191,7 @@ class _Run:
         self._first, self._hashes, self._at = change, [change[3]], at
 
     def takes(self, change: _Change, at: _Place) -> bool:
-        """Whether a change goes on with the run, and is in it now."""
+        """Add a change to the run, if it continues the run. Returns whether it does."""
         first = self._first
         if first is None or change[:3] != first[:3]:
             return False

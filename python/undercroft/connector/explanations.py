@@ -40,14 +40,14 @@ class Explanations:
         """The explanation for the response, by request; None if the request did not ask for it."""
 
     def asked(self, request: Request, device_tokens: int) -> None:
-        """The scheduler asks for a request: the device holds so many of its tokens."""
+        """The scheduler asks about a request, of which the device holds ``device_tokens``."""
         if request.request_id in self._admitted or not self._is_wanted(request):
             return
         first = self._asked.get(request.request_id)
         self._asked[request.request_id] = (device_tokens, time.time() if first is None else first[1])
 
     def admitted(self, request: Request, loaded_tokens: int) -> None:
-        """The request got its blocks, and so many tokens are loaded. To be called before its lookup ends."""
+        """The request got its blocks, and ``loaded_tokens`` are loaded. Call it before the lookup ends."""
         asked = self._asked.pop(request.request_id, None)
         if asked is None:
             return

@@ -168,7 +168,7 @@ class Groups:
         return tokens // self.alignment * self.alignment
 
     def hashes(self, block_hashes: list[_Hash]) -> list[_Hash]:
-        """The hashes of whole units; the list itself where each is one."""
+        """The hashes of whole units; the list itself where each hash is a unit."""
         if self.engine_block_size == self.hash_block_size:
             return block_hashes
         step = self.engine_block_size // self.hash_block_size

@@ -14,7 +14,7 @@ from typing import Any
 from undercroft.errors import UndercroftError
 
 IDLE_S = 5.0
-"""An engine that has not reported for so long is asked, and as often after that."""
+"""Seconds without a report after which an engine is asked, and between two such questions."""
 _TIMEOUT_S = 1.0
 
 

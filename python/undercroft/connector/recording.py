@@ -31,7 +31,7 @@ PENDING_MAX = 10_000
 """Lines that wait to be written; more are left out."""
 _NUMBER_BYTES = 6
 _HASHES_AT_ONCE = 128
-"""Then the interpreter goes to the scheduler's thread, if that waits: about 0.1 ms."""
+"""After these, about 0.1 ms, the interpreter switches to the scheduler's thread if that waits."""
 
 
 class Recorder:
@@ -51,7 +51,7 @@ class Recorder:
         self._thread.start()
 
     def looked_up(self, request_id: str, cached: int) -> None:
-        """The last lookup found so many tokens, which need not be computed."""
+        """The last lookup found ``tokens`` that need not be computed."""
         if request_id not in self._admitted:
             self._cached[request_id] = cached
 

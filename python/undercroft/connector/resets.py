@@ -1,4 +1,4 @@
-"""Which of vLLM's resets drop the tiers: those after which the weights may be others.
+"""The resets of vLLM that empty the tiers: those after which the weights may differ.
 
 vLLM updates weights through ``collective_rpc``. This function has other uses as well, so that a call is only a reason
 to drop more.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LOOKUP_DEADLINE_S = 60.0
 """A request that is told "later" for longer than this computes its prompt: no defect may starve it."""
 LOAD_WAIT_S = 10.0
-"""A request waits for another request's load of the same blocks at most so long, and loads its own copy then."""
+"""Longest wait of a request for another request's load of the same blocks; then it loads its own copy."""
 _RETRY_STEPS = 8
 """A refused save is asked for again after at most this many steps, and after twice as many each time that follows."""
 _DOUBLINGS = 5
@@ -531,7 +531,7 @@ class SchedulerConnector:
         if interval := align(self._config.state_interval_tokens + self._groups.alignment - 1):
             ends.update(range((begin // interval + 1) * interval, end + 1, interval))
         if dropped := self._groups.dropped_tokens:
-            # A hit of a prefix that ends there ends so many tokens earlier.
+            # A hit of a prefix that ends there ends this many tokens earlier.
             ends |= {boundary - dropped for boundary in ends}
         kept = {boundary for boundary in ends if begin < boundary <= end}
         return kept | {align(end)} if finished and align(end) else kept

@@ -72,7 +72,7 @@ def _backend(vllm_config: VllmConfig, spec: Any) -> str:
     """The backend for layers with this spec; as configured, and the machine, where vLLM cannot tell here."""
     try:
         name = _resolve(vllm_config, spec)
-    except Exception as error:  # whatever a platform's selector may raise in this process
+    except Exception as error:  # a platform's selector may raise anything
         logger.debug("undercroft: the attention backend was not resolved: %s", error)
         configured = getattr(vllm_config.attention_config, "backend", None)
         return f"{plain(configured) or 'auto'} on {_machine()}"

@@ -24,7 +24,7 @@ PENDING_MAX = 10_000
 _BLOCKS_MIN = 64
 """An index has pages, each of which holds some blocks."""
 _HASHES_AT_ONCE = 256
-"""Then the interpreter goes to the scheduler's thread, if that waits."""
+"""After these the interpreter switches to the scheduler's thread if that waits."""
 
 
 class Shadow:

@@ -129,7 +129,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plan_remote_bytes_per_s": ("gauge", "learned rate of the remote store; 0 before enough was fetched"),
     "plan_remote_latency_seconds": ("gauge", "learned latency of the remote store"),
     "plan_copy_bytes_per_s": ("gauge", "learned rate of loads from host memory; 0 before enough were made"),
-    "plan_copy_latency_seconds": ("gauge", "learned fixed time of a load, whatever its bytes"),
+    "plan_copy_latency_seconds": ("gauge", "learned fixed part of the time of a load"),
     "plan_prefill_tokens_per_s": ("gauge", "learned rate of computing at a prompt's start; 0 before enough steps"),
     "plan_prefill_tokens_per_s_32k": ("gauge", "the same at 32,768 tokens"),
     **{
@@ -418,7 +418,7 @@ class EngineStats:
             self._checking.release()
 
     def _watch(self, idle_s: float) -> None:
-        """Check while vLLM is idle: it collects in its steps only."""
+        """Checks while vLLM is idle: vLLM collects statistics only in its steps."""
         while not self._closed.wait(idle_s):
             try:
                 if time.monotonic() >= self._due + idle_s - self._interval:

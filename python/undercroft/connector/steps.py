@@ -78,7 +78,7 @@ class Steps:
     # Times
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:
-        """A step was scheduled that computes so many tokens of each request."""
+        """A step was scheduled, with the number of tokens that it computes of each request."""
         prefilled = positions = prefills = 0
         prefilling = self._prefilling
         for request_id in tokens if prefilling else ():

@@ -63,7 +63,7 @@ class Tails:
         return base
 
     def wait(self, state: RequestState, base: int) -> int:
-        """As `find`, but wait for the answer; ``base`` if it does not come in time."""
+        """Find a hit as `find` does, but wait for the answer; ``base`` if it does not come in time."""
         self._session.wait(tail_name(state.request.request_id, state.tails[0]), state.lookup.timeout_s)
         end = self.find(state, base)
         if end is None:

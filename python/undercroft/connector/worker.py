@@ -111,7 +111,7 @@ class WorkerConnector:
             self._early = EarlyAttempt(self._attach, self._layout.device, announced)
 
     def unregister_kv_caches(self) -> None:
-        """The device memory is about to go (sleep): end all copies and forget where the pages lie.
+        """vLLM is about to free the device memory (sleep): end all copies and forget where the pages lie.
 
         The arena stays attached and pinned.
         """

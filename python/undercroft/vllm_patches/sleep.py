@@ -30,7 +30,7 @@ def end_copies_before_sleep(ours_in: Callable[[Any], Iterable[Any]]) -> None:
             if has_kv_transfer_group():
                 for one in ours_in(get_kv_transfer_group()):
                     getattr(one, hook)()
-        except Exception as error:  # vLLM's own call goes on all the same.
+        except Exception as error:  # vLLM's own call proceeds in any case.
             failed(WORKER_SLEEP, error)
 
     def wrap_sleep(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -218,7 +218,7 @@ def failed(patch: Patch, error: Exception) -> None:
     _log_once(
         logging.WARNING,
         patch.name,
-        "undercroft: the change to vLLM at %s failed (%s: %s). vLLM goes on without it. %s",
+        "undercroft: the change to vLLM at %s failed (%s: %s). vLLM continues without it. %s",
         ", ".join(patch.places),
         type(error).__name__,
         error,

@@ -27,7 +27,7 @@ def watch_weights(ours_in: Callable[[Any], Iterable[Any]]) -> None:
         try:
             for one in ours_in(scheduler.connector):
                 getattr(one, hook)(*args)
-        except Exception as error:  # vLLM's own call goes on all the same.
+        except Exception as error:  # vLLM's own call proceeds in any case.
             failed(WEIGHT_CHANGES, error)
 
     def wrap_reset(original: Callable[..., bool]) -> Callable[..., bool]:

@@ -21,7 +21,7 @@ const KEY_ID: usize = NONCE + NONCE_LEN;
 const SALT: usize = KEY_ID + 4;
 const _: () = assert!(SALT + 16 == CIPHER_BYTES);
 
-/// Tells the uses of a key apart, and versions.
+/// Separates the uses of a key, and versions of the scheme.
 const PAYLOAD: &[u8] = b"undercroft 1 payload";
 const ID: &[u8] = b"undercroft 1 key id";
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 /// The free runs.
 ///
-/// Invariant: two halves of a run are never both free by themselves; they are one.
+/// Invariant: two halves of a run are never both free: they would be one free run.
 #[derive(Debug)]
 pub(crate) struct Buddy {
     units: u32,

@@ -21,9 +21,9 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::crc64_nvme(bytes)
 }
 
-/// The same, part by part, for bytes that this processor has no further use for: they pass its
-/// caches by, which hold the working set of the engine's process, and where a device that writes
-/// from memory would meet them.
+/// The same checksum, computed part by part, for bytes that this processor does not use again. The bytes bypass its
+/// caches, which hold the working set of the engine's process, and in which a device that writes from memory would
+/// have to look for them.
 #[derive(Clone, Copy, Debug)]
 pub struct RunningChecksum(Digest);
 

@@ -18,8 +18,7 @@ const MAGIC: [u8; 8] = *b"UCSEALED";
 /// Where the checksum is, in bytes from the start of a seal.
 const CHECKSUM: usize = 56;
 
-/// The payload that bytes are, and where they lie. Bytes that were encrypted with one binding cannot be decrypted
-/// with another.
+/// Identity and place of a payload. Bytes that were encrypted with one binding cannot be decrypted with another.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Binding {
     /// Digest of the namespace, which has keys of its own.
@@ -31,10 +30,10 @@ pub struct Binding {
 /// Encrypts and decrypts payloads, on threads that wait for files.
 pub trait PayloadCipher: Send + Sync + Debug {
     /// Encrypts a payload in place and fills the first [`CIPHER_BYTES`] of the seal behind it. False if the payload
-    /// could not be encrypted: the bytes are then neither.
+    /// could not be encrypted: the bytes are then neither plain nor encrypted.
     fn encrypt(&self, binding: &Binding, sealed: &mut [u8]) -> bool;
 
-    /// Decrypts a payload, which its seal follows, in place. False unless all of its bytes are those that were encrypted
+    /// Decrypts a payload, which its seal follows, in place. False if its bytes are not those that were encrypted
     /// with this binding: the bytes then mean nothing.
     fn decrypt(&self, binding: &Binding, sealed: &mut [u8]) -> bool;
 }

@@ -23,7 +23,8 @@ const RETRY: Duration = Duration::from_millis(10);
 /// How often a thread that gives way looks whether others still wait for the engine.
 const GIVE_WAY_LOOKS: usize = 100;
 
-/// Pause of the IO thread between two parts of work that entries have left: others enter meanwhile.
+/// Pause of the IO thread between two parts of the work that entries have left. Callers enter the engine in the
+/// pause.
 const REST_PAUSE: Duration = Duration::from_micros(100);
 
 /// How often the IO thread looks at devices that have operations and do not answer.
@@ -35,8 +36,8 @@ const TICK: Duration = Duration::from_millis(5);
 /// How often the IO thread writes the ages of payloads that were used.
 const TOUCHED: Duration = Duration::from_secs(1);
 
-/// How many bytes of payloads in the arena are summed before the device is looked at again, while it is idle
-/// and while it is busy.
+/// Bytes of payloads in the arena whose checksums are computed before the IO thread polls the device again: while the
+/// device is idle, and while it is busy.
 const SUM_BYTES_IDLE: u32 = 512 << 10;
 const SUM_BYTES_BUSY: u32 = 128 << 10;
 
@@ -87,7 +88,7 @@ struct State {
     stopped: bool,
     /// Directories that have been opened since the engine started.
     opened: Vec<OpenedDevice>,
-    /// A remote store that has been attached since.
+    /// A remote store that was attached after the start.
     remote: Option<Box<dyn RemoteStore>>,
 }
 
@@ -120,7 +121,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// `None` if a thread panicked inside the engine: it is not entered again.
+    /// `None` if a thread panicked inside the engine, which is never entered again.
     fn lock(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -208,7 +209,7 @@ impl Driver {
         })
     }
 
-    /// Has `hook` called, outside the engine, whenever IO operations have ended. The first one counts.
+    /// Has `hook` called, outside the engine, whenever IO operations have ended. Only the first hook is kept.
     pub fn on_progress(&self, hook: impl Fn() + Send + Sync + 'static) {
         // A second one is dropped: there is one server for an engine.
         let _ = self.shared.hook.set(Hook(Box::new(hook)));

@@ -127,7 +127,7 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn poll_saves(&self) -> Vec<SaveGrant> {
-        // Every save was granted, or not, when it was asked for.
+        // Every save was granted or refused when it was asked for.
         Vec::new()
     }
 

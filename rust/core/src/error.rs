@@ -61,12 +61,12 @@ pub enum RegisterError {
         /// Size of an entry.
         entry_bytes: usize,
     },
-    /// No room for another one.
+    /// There is no room for another namespace.
     #[error(
         "sessions use all of the {count} namespaces that an engine has at most; end some of them, or use another engine"
     )]
     TooMany {
-        /// How many there are.
+        /// The number of namespaces.
         count: usize,
     },
     /// The engine has panicked and is not entered any more.
@@ -197,7 +197,7 @@ pub enum StoreError {
     },
     /// The filesystem has no room for the smallest store.
     #[error(
-        "disk_path {path}: its filesystem is full: {} of {} are free, of which a reserve of {} is left alone; free space \
+        "disk_path {path}: its filesystem is full: {} of {} are free, and a reserve of {} stays free; free space \
          there, or choose another disk_path",
         Bytes(*free),
         Bytes(*total),

@@ -15,15 +15,15 @@ pub const TTL_MAX_NS: u64 = 86_400_000_000_000;
 pub enum Hint {
     /// It is used soon: its payloads come from disk to host memory. No request waits for them, and nothing is computed.
     Prefetch,
-    /// Its payloads stay in the tiers, for so long after the last use, as far as the budget of pins allows.
+    /// Its payloads stay in the tiers for this time after the last use, as far as the budget of pins allows.
     Pin {
         /// Nanoseconds without a use after which the pin ends.
         ttl_ns: u64,
         /// A pin of the same namespace and name ends when another one begins. Empty: the pin has no name.
         name: String,
     },
-    /// It is not used soon: its payloads leave host memory first, those at once that are on disk and that no other
-    /// prompt shares.
+    /// It is not used soon: its payloads are evicted from host memory first. Payloads that are on disk and that no
+    /// other prompt shares are evicted at once.
     Demote,
     /// Ends the pin of a name, or the pins without a name that end in the prompt.
     Release {

@@ -90,8 +90,8 @@ pub trait HashSource {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Appends the hashes from `from` on, one after the other, as far as they are usable and have the same
-    /// length: their number and length (0 if there is none).
+    /// Appends the hashes from `from` on, as long as they are usable and have the same length. Returns their number
+    /// and their length (0 if there is none).
     fn append_from(&self, from: usize, out: &mut Vec<u8>) -> (usize, usize) {
         let mut len = 0;
         for index in from..self.len() {

@@ -21,8 +21,9 @@ pub fn resolve(
     resolve_part(spec, align, limit, local, 0, has).unwrap_or(local)
 }
 
-/// As [`resolve`] with an alignment of so many hash blocks, but gives up at the first boundary at or below `bottom`,
-/// unless that boundary is not above `local`. `Err`: that boundary, the next one to look at; no boundary above it fits.
+/// Searches as [`resolve`] does, with an alignment of this many hash blocks. Gives up at the first boundary at or
+/// below `bottom`, unless that boundary is not above `local`. `Err`: that boundary, the next one to look at; no
+/// boundary above it fits.
 pub(crate) fn resolve_part(
     spec: &NamespaceSpec,
     align: u32,

@@ -148,7 +148,7 @@ pub enum Priority {
 pub struct LookupRequest<'a> {
     /// vLLM's id of the request.
     pub request: &'a str,
-    /// The same as people know it; empty if that is `request`.
+    /// The id that people know; empty if that is `request`.
     pub label: &'a str,
     /// Block hashes of the prompt.
     pub hashes: &'a dyn HashSource,
@@ -213,7 +213,7 @@ impl<'a> LookupRequest<'a> {
         Self { wait, ..self }
     }
 
-    /// The request, with so many tokens to be computed before.
+    /// Sets the tokens of other prompts that vLLM computes before this one.
     #[must_use]
     pub fn queued(self, queued: Tokens) -> Self {
         Self { queued, ..self }
@@ -287,7 +287,7 @@ pub struct Hit {
     pub shared: Tokens,
 }
 
-/// How many of a load's tokens came from which tier.
+/// The tokens of a load by the tier that they came from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sources {
     /// Host memory.
@@ -420,7 +420,7 @@ impl From<NamespaceSpec> for SessionSpec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockEvent {
     /// The tier.
-    pub tier: Tier,
+    pub tier: EventTier,
     /// Whether the payload has come; otherwise it has left.
     pub stored: bool,
     /// Index of the payload's group.
@@ -429,6 +429,26 @@ pub struct BlockEvent {
     pub hash: BlockHash,
     /// Hash of the block before; `None` for the first block of a prompt, and for a payload that has left.
     pub parent: Option<BlockHash>,
+}
+
+/// Where the payload of an event is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventTier {
+    /// In host memory.
+    Host,
+    /// On disk.
+    Disk,
+    /// In the remote store, by all that this engine knows.
+    Remote,
+}
+
+impl From<Tier> for EventTier {
+    fn from(tier: Tier) -> Self {
+        match tier {
+            Tier::Host => Self::Host,
+            Tier::Disk => Self::Disk,
+        }
+    }
 }
 
 /// The changes in the tiers, in their order.
@@ -454,7 +474,7 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     fn lookup(&self, request: &LookupRequest<'_>) -> Lookup;
 
     /// Waits until [`Session::lookup`] no longer answers [`Lookup::Pending`], at most for `timeout`.
-    /// Whether that is so.
+    /// Returns whether it does.
     fn wait(&self, request: &str, timeout: Duration) -> bool;
 
     /// Why the last answer of a request's lookup has no more tokens; `None` before there was one.

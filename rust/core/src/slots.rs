@@ -49,7 +49,7 @@ pub(crate) fn slot_number(offset: u64) -> u32 {
 /// A size class: an index into the classes of one [`Slots`].
 pub type Class = u16;
 
-/// Who uses a slot: opaque here.
+/// The user of a slot, which this module does not interpret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {
     /// Node of the forest.

@@ -1,4 +1,4 @@
-//! How much an entry of the engine does, counted: time on a shared machine proves nothing.
+//! Counts of the work of an entry of the engine. Time on a shared machine proves nothing.
 //!
 //! A unit is a step of a loop over something that may be long: a node that is visited, an operation on
 //! the index or on a policy's candidates, a payload that is evicted, a record that is given, taken or
@@ -88,7 +88,7 @@ pub(crate) fn eviction() {
     count(|work| work.evictions += 1);
 }
 
-/// So many slots or records are given or freed.
+/// This many slots or records are given or freed.
 #[inline(always)]
 pub(crate) fn slots(slots: usize) {
     count(|work| work.slots += slots as u64);

@@ -124,7 +124,7 @@ pub struct HostConfig {
     /// If another engine of this user has the directories open, use that one, and take the directories
     /// over when it ends.
     pub share: bool,
-    /// A server that has not replied for so many milliseconds is not asked until it replies; by default 5.
+    /// A server that has not replied for this many milliseconds is not asked until it replies; by default 5.
     pub server_timeout_ms: Option<f64>,
     /// Longest wait of a lookup for a server's reply that is on its way, in microseconds; by default 200.
     pub lookup_spin_us: Option<f64>,

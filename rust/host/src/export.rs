@@ -144,7 +144,7 @@ fn connected<'a>(
             .filter(|record| record.group == PLACEHOLDER && record.instance == space.instance);
         sources.extend(own.map(|record| Source { record, directory }));
     }
-    // Of two records of a payload the later one counts.
+    // The later one of two records of a payload counts.
     sources.sort_unstable_by_key(|source| {
         let record = &source.record;
         let order = u64::MAX - record.seq;

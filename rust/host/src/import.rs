@@ -28,7 +28,7 @@ use crate::{EngineHost, RemoteHost};
 
 /// Blocks between two reports of progress.
 const STEP: u64 = 64;
-/// Bytes of one save: the engine gives so much of its memory at a time.
+/// Bytes of one save: the engine reserves this much of its memory at a time.
 const SAVE_BYTES: u64 = 8 << 20;
 /// How long the engine may have no memory for a save, or not answer.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -17,7 +17,7 @@ use crate::error::HostError;
 /// Payloads verified between two reports of progress.
 const STEP: usize = 64;
 
-/// Corrupt payloads that are told one by one.
+/// Corrupt payloads that a report lists one by one.
 const SHOWN_MAX: usize = 20;
 
 /// Within this time the table of a directory in use tells of slots that are used again.
@@ -31,7 +31,7 @@ const DIGITS_MIN: usize = 8;
 pub struct Inspection {
     /// Version of its format.
     pub format_version: u32,
-    /// The process that has the directory open, if one has; 0 if it is not known which.
+    /// The process that has the directory open; 0 if the process is unknown.
     pub used_by: Option<u32>,
     /// Size of the data file.
     pub capacity_bytes: u64,
@@ -101,7 +101,7 @@ pub struct DiskExamination {
     pub starts: bool,
     /// Size of the data file; 0 if it cannot be opened.
     pub capacity: u64,
-    /// Whether a store is there that is kept.
+    /// Whether the directory holds a store, and a start keeps it.
     pub is_kept: bool,
     /// Notes for the operator.
     pub notes: Vec<String>,
@@ -276,7 +276,7 @@ pub fn descriptions(directory: &Path) -> Result<Vec<String>, HostError> {
 }
 
 /// Removes the namespaces whose digest starts with `digest` (hexadecimal, at least eight digits) from a directory
-/// that is not in use: how many.
+/// that is not in use. Returns how many were removed.
 ///
 /// # Errors
 /// If the digest is too short, or as [`inspect`], or if the directory is in use.

@@ -87,7 +87,7 @@ impl RemoteTier {
             // Without it `undercroft inspect` shows the digest alone.
             let _ = describe(&*objects, &digest, &description);
         };
-        // As well without a thread.
+        // Works without a thread, too.
         let _ = std::thread::Builder::new()
             .name("undercroft-about".to_owned())
             .spawn(work);

@@ -91,7 +91,7 @@ pub(crate) fn start(
     Ok(Some(thread))
 }
 
-/// Tries to open the directories that are not open: whether all is open now.
+/// Tries to open the directories that are not open. Returns whether all are open now.
 fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
     let waiting: Vec<_> = {
         let state = shared.lock();

@@ -193,7 +193,7 @@ impl RunningEngine {
                 engine.latencies(),
             )
         });
-        // Without an engine everything is zero: its capacity, too.
+        // Without an engine all numbers are zero, capacities included.
         let (counters, mut gauges, health, latencies) = taken.unwrap_or_default();
         let state = self.directories.lock();
         let pairs = state.directories.iter().zip(health);

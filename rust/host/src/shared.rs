@@ -19,7 +19,8 @@ use crate::{Connection, EngineHost};
 /// Pause between attempts to open directories whose owner neither ends nor serves yet.
 const OWNER_PAUSE: Duration = Duration::from_millis(20);
 
-/// The engine that this process has opened after all, as long as it is open: the client's thread owns it.
+/// The engine that this process has opened in place of the owner's, as long as it is open: the client's thread owns
+/// it.
 type TakenOver = Arc<OnceLock<Weak<EmbeddedHost>>>;
 
 /// The engine of the process that has the directories open. When that process ends, one of those that share the
@@ -30,7 +31,7 @@ pub struct SharedHost {
     taken_over: TakenOver,
 }
 
-/// An engine of this process; or, if another engine of this user has the directories open, that one.
+/// An engine of this process, or of another process of this user that has the directories open.
 ///
 /// # Errors
 /// As [`EmbeddedHost::open`], but for directories in use by an engine that can be shared.

@@ -18,7 +18,7 @@ impl Budget {
         }
     }
 
-    /// How much more one who has `own` of it may take.
+    /// The amount that a client may take in addition to its `own`.
     pub(crate) fn room(&self, own: u64) -> u64 {
         share(self.limit, self.used, own).max(self.floor.saturating_sub(own))
     }
@@ -37,8 +37,8 @@ impl Budget {
     }
 }
 
-/// How much more of `limit`, of which `used` is taken, one who has `own` may take: then it has as much as
-/// is left.
+/// The amount that a client may take in addition to its `own`, where `used` of `limit` is taken. With that amount the
+/// client has as much as is then left.
 pub(crate) fn share(limit: u64, used: u64, own: u64) -> u64 {
     // own + more <= limit - used - more
     limit.saturating_sub(used).saturating_sub(own) / 2

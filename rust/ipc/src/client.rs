@@ -373,7 +373,7 @@ fn open(shared: &ClientShared, socket: PathBuf) -> Result<ServerConnection, Conn
     }
 }
 
-/// Serves from a thread of lower priority: where cores are few, the scheduler, which wakes the thread, goes on
+/// Serves from a thread of lower priority. Where cores are few, the scheduler, which wakes the thread, then runs
 /// first. The thread that opens connections keeps its priority, which an engine that it opens inherits.
 fn serve_nicely(shared: &ClientShared, connection: &mut ServerConnection) -> Option<ConnectError> {
     let thread = std::thread::Builder::new().name("undercroft-client".to_owned());
@@ -446,8 +446,8 @@ fn serve(shared: &ClientShared, connection: &mut ServerConnection) -> Option<Con
     }
 }
 
-/// Waits until there is something to do: awake until `linger_until`, then asleep for at most `pause`.
-/// Whether there is something to read.
+/// Waits until there is something to do: awake until `linger_until`, then asleep for at most `pause`. Returns whether
+/// there is something to read.
 fn wait_for_frames(
     shared: &ClientShared,
     connection: &ServerConnection,

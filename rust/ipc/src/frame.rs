@@ -16,7 +16,7 @@ use undercroft_core::session::SessionToken;
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
 /// Version of the protocol. A server speaks those in `dialect.rs`, too.
-pub const VERSION: u16 = 11;
+pub const VERSION: u16 = 12;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 12;
@@ -112,7 +112,7 @@ impl Header {
         Self::decode_as(VERSION, bytes)
     }
 
-    /// As [`Header::decode`], of a frame of another version.
+    /// Decodes the header of a frame of another version.
     pub(crate) fn decode_as(expected: u16, bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
         let [m0, m1, m2, m3, v0, v1, kind, _, b0, b1, b2, b3] = *bytes;
         let magic = [m0, m1, m2, m3];
@@ -152,7 +152,7 @@ pub fn first(bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
     first_as(VERSION, bytes)
 }
 
-/// As [`first`], of frames of another version.
+/// The first frame, of another version.
 pub(crate) fn first_as(version: u16, bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
     let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
         return Ok(None);
@@ -228,7 +228,7 @@ mod tests {
         let bytes = attach_request(SessionToken(1));
         assert_eq!(
             bytes[..16],
-            *b"UCFT\x0b\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
+            *b"UCFT\x0c\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
         );
     }
 

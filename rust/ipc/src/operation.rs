@@ -52,7 +52,7 @@ pub enum Operation {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct OperatorHint {
-    /// The digest of the namespace begins so. Empty: the only namespace that a vLLM uses.
+    /// First digits of the namespace's digest. Empty: the only namespace that a vLLM uses.
     pub namespace: String,
     /// "pin" or "release".
     pub verb: String,

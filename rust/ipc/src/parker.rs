@@ -19,8 +19,8 @@ impl Parker {
         Self(AtomicU8::new(IDLE))
     }
 
-    /// Frames have been queued. Whether the caller must wake the thread: it is parked, and no other
-    /// caller wakes it.
+    /// Frames have been queued. Returns whether the caller must wake the thread: it is parked, and no other caller
+    /// wakes it.
     #[must_use]
     pub(crate) fn queued(&self) -> bool {
         self.0.swap(QUEUED, Ordering::AcqRel) == PARKED

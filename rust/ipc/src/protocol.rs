@@ -461,7 +461,8 @@ pub(crate) fn append_with_hashes<'a>(
         out.truncate(start);
         return None;
     };
-    // Always as many bytes as the longest length takes: seven bits each, all but the last one marked.
+    // A length of a fixed number of bytes, that of the longest one: seven bits in each, and all but the last one
+    // marked.
     for (index, byte) in out[at..at + LENGTH_BYTES].iter_mut().enumerate() {
         let mark = u8::from(index + 1 < LENGTH_BYTES) << 7;
         *byte = (bytes >> (7 * index)) as u8 & 0x7f | mark;

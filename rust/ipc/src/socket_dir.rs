@@ -190,8 +190,8 @@ pub(crate) fn connect_at_once(path: &Path) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Whether the process in the name is gone and no process listens. Both, since the process may live in
-/// another PID namespace, and a live one may be about to listen.
+/// Whether the process in the name is gone and no process listens. Both conditions are needed: the process may live
+/// in another PID namespace, and a live one may be about to listen.
 fn is_stale(path: &Path) -> bool {
     let pid = path
         .file_name()

@@ -31,8 +31,8 @@ impl std::fmt::Debug for StatsSource {
     }
 }
 
-/// A report that took long to make is given again for this many times as long: asking for it costs a
-/// hundredth of the time at most.
+/// A report is reused for this many times the time that it took to make: reports take a hundredth of the time at
+/// most.
 const REPORT_SHARE: u32 = 100;
 
 /// A report for all clients, which may be a little old.

@@ -98,7 +98,7 @@ impl PyCopier {
     }
 }
 
-/// Takes three arrays apart. They must be as long, whole, and hold nothing negative.
+/// Takes three arrays apart. They must have the same length, consist of whole numbers, and hold none below 0.
 fn pieces(addresses: &[u8], offsets: &[u8], sizes: &[u8]) -> PyResult<Vec<Piece>> {
     let lengths = [addresses.len(), offsets.len(), sizes.len()];
     if lengths != [addresses.len(); 3] || !addresses.len().is_multiple_of(8) {

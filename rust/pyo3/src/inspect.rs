@@ -54,8 +54,8 @@ pub(crate) fn verify(
     Ok(to_python(py, &found)?)
 }
 
-/// Remove namespaces from a cache directory that is not in use: how many whose digest starts with `digest`. Raises
-/// ConfigError, StoreError.
+/// Remove the namespaces whose digest starts with `digest` from a cache directory that is not in use. Returns how
+/// many were removed. Raises ConfigError, StoreError.
 #[pyfunction]
 pub(crate) fn drop_namespace(py: Python<'_>, directory: PathBuf, digest: &str) -> Result<usize> {
     Ok(py.detach(|| inspect::drop_namespace(&directory, digest))?)

@@ -131,7 +131,7 @@ impl CloudStore {
         Ok(())
     }
 
-    /// Of two that remove an object at once, some stores tell one of them that they could not.
+    /// If two processes remove an object at once, some stores report a failure to one of them.
     async fn remove(&self, mut paths: Vec<Path>) -> Result<()> {
         for _ in 1..REMOVALS {
             match self.remove_once(paths.clone()).await {

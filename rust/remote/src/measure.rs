@@ -35,7 +35,7 @@ const ENOUGH: f64 = 0.9;
 pub struct Measured {
     /// Middle time of a probe of one object, in milliseconds.
     pub probe_ms: f64,
-    /// Of a probe of 32 objects.
+    /// Time of a probe of 32 objects.
     pub probe_32_ms: f64,
     /// By size of the objects.
     pub sizes: Vec<OfSize>,

@@ -117,8 +117,9 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     /// If the list is not complete.
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()>;
 
-    /// Removes those objects that are as old as the list said: not one that was written since. Returns which are gone by
-    /// this call, in the order of `entries`; of two calls at once S3 names an object in both.
+    /// Removes the objects that are still as old as the list said; an object that was written since stays. Returns
+    /// which objects this call has removed, in the order of `entries`. S3 names an object in the answers of both of two
+    /// calls at once.
     ///
     /// # Errors
     /// If the store fails; some may be removed.

@@ -19,7 +19,7 @@ def checks() -> Iterator[Check]:
         tiers = planning.of_tiers(engine["stats"])
         name = f"plan of {engine['pid']}"
         if not tiers and engine["info"].get("disks"):
-            yield Check(name, "ok", "no plan yet: it has not read and computed enough")
+            yield Check(name, "ok", "no plan yet: the engine has not read and computed enough")
         for tier, sentence, stats in tiers:
             computed = not planning.loaded_lengths(stats)
             remedy = _REMEDY[tier] if computed else ""

@@ -224,7 +224,7 @@ def device(path: Path) -> Iterator[Check]:
         advice = "Its blocks are host memory a second time: give host_memory more instead, and a disk_path on NVMe."
         yield Check("disk device", "warn", f"{path} is in memory ({kind})", advice)
     elif kind in LAYERED_FILESYSTEMS:
-        advice = "The cache goes with the container, and slows it down: mount a local disk there."
+        advice = "The container's end deletes the cache, and an overlay is slow: mount a local disk there."
         yield Check("disk device", "warn", f"{path} is in the container's own filesystem ({kind})", advice)
     elif kind in NETWORK_FILESYSTEMS:
         yield Check("disk device", "warn", f"{path} is on the network ({kind})", "Choose a disk_path on a local disk.")

@@ -421,8 +421,8 @@ fn reserve(len: usize) -> Result<*mut c_void, Errno> {
     }?;
     let before = start.addr().next_multiple_of(spare) - start.addr();
     let place = start.wrapping_byte_add(before);
-    // Parts of no use. That they stay reserved would be harmless.
-    // SAFETY: the beginning of the mapping above.
+    // The parts before and behind the mapping are not used. If they stayed reserved, that would be harmless. SAFETY:
+    // the beginning of the mapping above.
     let _ = unsafe { rustix::mm::munmap(start, before) };
     // SAFETY: its end.
     let _ = unsafe { rustix::mm::munmap(place.wrapping_byte_add(len), spare - before) };

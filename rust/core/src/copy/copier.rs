@@ -54,7 +54,7 @@ pub struct Ended {
 struct Job {
     id: u64,
     pieces: Arc<[Piece]>,
-    /// Pieces before it were handed to a thread.
+    /// The first piece that no thread has taken.
     next: usize,
     /// Slices that threads are copying.
     running: usize,
@@ -255,7 +255,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Checks the pieces, joins those that go on where the last one ended, and splits long ones.
+    /// Checks the pieces, joins pieces that are adjacent in source and target, and splits long ones.
     fn prepare(&self, pieces: impl IntoIterator<Item = Piece>) -> Result<Vec<Piece>, OutOfBounds> {
         let mut joined: Vec<Piece> = Vec::new();
         for piece in pieces {

@@ -15,7 +15,7 @@ const MEASURED: usize = 32 << 20;
 /// In pieces of this many bytes, as pages of a KV cache are.
 const PIECE: usize = 256 << 10;
 
-/// Every routine is measured so often, in turns.
+/// Measurements of each routine; the routines take turns.
 const ROUNDS: usize = 3;
 
 /// A way to copy.
@@ -57,8 +57,8 @@ impl Routine {
         }
     }
 
-    /// The fastest one here. The first call measures, which takes some tens of milliseconds and 64 MiB of memory for
-    /// so long; others wait for it.
+    /// The fastest routine on this machine. The first call measures all of them, which takes some tens of
+    /// milliseconds and 64 MiB of memory. Other callers wait for the result.
     pub fn fastest() -> Self {
         static FASTEST: OnceLock<Routine> = OnceLock::new();
         *FASTEST.get_or_init(|| choose(&measure()))
@@ -78,7 +78,7 @@ fn choose(measured: &[(Routine, [f64; ROUNDS])]) -> Routine {
 }
 
 fn measure() -> Measured {
-    // Not zeros: all of those would lie behind one page.
+    // Not zeros: the system maps all pages of zeros to a single page.
     let from = vec![1_u8; MEASURED];
     let mut to = vec![2_u8; MEASURED];
     let mut measured = Routine::ALL.map(|routine| (routine, [0.0; ROUNDS]));

@@ -22,7 +22,7 @@ const PLACEHOLDERS_MIN: u64 = CAPACITY_MIN / SLOT_ALIGN / PLACEHOLDERS_SHARE;
 /// be that old.
 const TABLE_DELAY_NS: u64 = 1_000_000_000;
 
-/// So many blocks of the table are written in each pause for nothing but the ticks of touches: 64 KiB/s.
+/// Blocks of the table that each pause writes only for the ticks of touches: 64 KiB/s.
 const TOUCHED_BLOCKS_MAX: usize = 16;
 const TOUCHED_PAUSE_NS: u64 = 1_000_000_000;
 
@@ -68,7 +68,7 @@ pub(crate) struct Disk {
     encrypted_store: Option<u64>,
     pub(crate) policies: TierPolicies,
     pub(crate) health: HealthMonitor,
-    /// Of reads and of writes of payloads.
+    /// Times of the reads and writes of payloads.
     pub(crate) latencies: [Latency; 2],
     /// When the longest waiting block of the table was first seen waiting.
     dirty_since_ns: Option<u64>,
@@ -108,7 +108,8 @@ impl Disk {
         &self.slots
     }
 
-    /// The slots, to close or open runs of them: each slot is taken and freed with its record.
+    /// The slots, for closing and opening runs of them. Single slots are taken and freed through the device, with
+    /// their records.
     pub(crate) fn slots_mut(&mut self) -> &mut Slots {
         &mut self.slots
     }
@@ -144,13 +145,13 @@ impl Disk {
         }
     }
 
-    /// The table on disk has so many records.
+    /// Makes room for the records of the table on disk.
     pub(crate) fn begin_claims(&mut self, records: u32) {
         self.slots.reserve_cells(records);
     }
 
-    /// Who has claimed the bytes of a slot that a store on disk says is in use, and with which record. `None`
-    /// if the slot makes no sense.
+    /// The owners, with their records, that have claimed bytes of a slot that is in use by the store on disk. `None`
+    /// if no such slot can exist.
     pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
         self.slots.rivals(class, offset)
     }
@@ -227,7 +228,7 @@ impl Disk {
         self.records.mark_dirty(record);
     }
 
-    /// Notes that a payload was used. Its record is written some time.
+    /// Notes that a payload was used. Its record is written later.
     pub(crate) fn mark_touched(&mut self, class: Class, offset: u64) {
         let record = self.slots.cell_of(class, offset);
         self.records.mark_touched(record);

@@ -32,7 +32,7 @@ pub(super) enum Found {
     Empty,
     /// A store of this format version.
     Store(Superblock),
-    /// A store of another one.
+    /// A store of another format version.
     OtherVersion(u32),
 }
 
@@ -154,7 +154,7 @@ pub(super) fn open_to_write(
     Ok(file)
 }
 
-/// Opens a file for the engine; whether it bypasses the page cache.
+/// Opens a file for the engine. Also returns whether the file bypasses the page cache.
 pub(super) fn open_for_io(
     path: &Path,
     name: &'static str,
@@ -231,8 +231,8 @@ fn in_use(path: &Path, lock: &mut File) -> StoreError {
     }
 }
 
-/// Writes who owns the lock: the process, and the socket of its engine. In one write, so that a reader
-/// sees all of it.
+/// Writes the owner of the lock: the process, and the socket of its engine. A single write, so that a reader sees all
+/// of it.
 pub(super) fn write_owner(lock: &File, socket: Option<&Path>) -> io::Result<()> {
     let mut owner = format!("{}\n", std::process::id()).into_bytes();
     if let Some(socket) = socket {
@@ -263,7 +263,7 @@ pub(super) fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreEr
     sync_directory(path)
 }
 
-/// Gives a store another superblock in its place: other pages.
+/// Replaces the superblock of a store, which gets pages of another size.
 pub(super) fn replace_superblock(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
     let file = File::from(open_to_write(path, SUPER, false)?);
     file.write_all_at(&superblock.encode(), 0)

@@ -144,11 +144,11 @@ pub fn is_same_payload(one: &Record, other: &Record) -> bool {
     payload(one) == payload(other)
 }
 
-/// Whether a record's payload has the record's checksum; in an encrypted store, which needs no key for that, whether
-/// the seal behind it is the payload's.
+/// Whether a record's payload has the record's checksum. In an encrypted store: whether the seal behind the payload
+/// belongs to it, which needs no key.
 ///
 /// # Errors
-/// If the file cannot be read; one that ends too early is a payload that is wrong.
+/// If the file cannot be read. A file that ends too early is no error: its last payloads are wrong.
 pub fn is_intact(record: &Record, contents: &Contents) -> io::Result<bool> {
     let encrypted = contents.superblock.encrypted;
     let seal_bytes = if encrypted { SEAL_BYTES } else { 0 };

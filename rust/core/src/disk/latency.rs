@@ -17,13 +17,14 @@ pub const LATENCY_LIMITS_NS: [u64; 10] = [
 /// The operations of one kind that have succeeded since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Latency {
-    /// Those up to each of [`LATENCY_LIMITS_NS`] and above the one before; the last: those above all.
+    /// Operations up to each of [`LATENCY_LIMITS_NS`] and above the limit before; the last element: operations above
+    /// all limits.
     counts: [u64; LATENCY_LIMITS_NS.len() + 1],
     total_ns: u64,
 }
 
 impl Latency {
-    /// An operation has taken so long, from its submission to its completion.
+    /// Notes the time of an operation, from its submission to its completion.
     pub(crate) fn note(&mut self, ns: u64) {
         let at = LATENCY_LIMITS_NS.partition_point(|&limit| limit < ns);
         self.counts[at] += 1;
@@ -38,7 +39,7 @@ impl Latency {
         self.total_ns += other.total_ns;
     }
 
-    /// How many took no longer than each of [`LATENCY_LIMITS_NS`], and at last how many there were.
+    /// Operations that took no longer than each of [`LATENCY_LIMITS_NS`]; the last element counts all operations.
     pub fn at_most(&self) -> [u64; LATENCY_LIMITS_NS.len() + 1] {
         let mut sum = 0;
         self.counts.map(|count| {

@@ -86,7 +86,7 @@ fn strangeness(version: u32, options: StoreOptions) -> String {
 pub struct Examination {
     /// Size of the data file, in bytes.
     pub capacity: u64,
-    /// Whether a store is there that is kept.
+    /// Whether the directory holds a store, and a start keeps it.
     pub is_kept: bool,
     /// Notes for the operator.
     pub notes: Vec<String>,
@@ -107,7 +107,7 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Empties the store: for an engine that is running, and has not known it.
+    /// Empties the store, for an engine that runs already and knows none of its blocks.
     ///
     /// # Errors
     /// If that fails.
@@ -157,7 +157,7 @@ impl DirectoryLock {
         &self.path
     }
 
-    /// Writes into the lock file at which socket the owner serves others.
+    /// Writes the socket, at which the owner serves others, into the lock file.
     ///
     /// # Errors
     /// If the file cannot be written: others then do not find the socket.
@@ -342,7 +342,7 @@ fn plan(
         }
         (Found::OtherVersion(version), OnOtherVersion::SetAside) => {
             notes.push(format!(
-                "disk_path {} {}: it is set aside in {}, where it goes on taking {}; delete that directory to have the \
+                "disk_path {} {}: it is set aside in {}, where it still takes {}; delete that directory to have the \
                  space",
                 path.display(),
                 strangeness(version, options),
@@ -413,7 +413,7 @@ pub fn read(path: &Path) -> Result<Contents, StoreError> {
     })
 }
 
-/// The process that has a directory open; 0 if it is not known which; `None` if no process has.
+/// The process that has a directory open; 0 if the process is unknown, `None` if there is none.
 ///
 /// # Errors
 /// If its lock file cannot be read.
@@ -482,7 +482,7 @@ fn size_data(path: &Path, data_bytes: u64, page_bytes: u64) -> Result<u64, Store
     }
     match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, data_bytes) {
         Ok(()) => Ok(data_bytes),
-        // The filesystem cannot: the file is sparse, and a full one shows as a failed write.
+        // The filesystem cannot allocate: the file stays sparse, and a full filesystem shows as a failed write.
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
             file.set_len(data_bytes)
                 .map_err(failed(path, "size the data file"))?;

@@ -23,8 +23,8 @@ pub(super) struct Records {
 }
 
 impl Records {
-    /// A page has lost its size class: its records are free. They may describe bytes of slots that are now of
-    /// another size, and that they outlive.
+    /// A page has lost its size class, so its records are free. Until the records are overwritten, they describe
+    /// bytes that may belong to slots of another size.
     pub(super) fn release(&mut self, records: Range<u32>) {
         work::slots(records.len());
         let per_block = RECORDS_PER_BLOCK as u32;
@@ -46,7 +46,7 @@ impl Records {
         assert!(before.is_none(), "node {node} has two placeholder records");
     }
 
-    /// A node has no record of its own any more; which it was.
+    /// Removes a node's own record. Returns its number.
     pub(super) fn remove_placeholder(&mut self, node: u32) -> Option<u32> {
         self.placeholders.remove(&node)
     }
@@ -64,7 +64,7 @@ impl Records {
         self.dirty_blocks.insert(record / RECORDS_PER_BLOCK as u32);
     }
 
-    /// The payload of a record was used: its block is to be written some time.
+    /// The payload of a record was used: its block is written later.
     pub(super) fn mark_touched(&mut self, record: u32) {
         self.touched.insert(record / RECORDS_PER_BLOCK as u32);
     }

@@ -93,7 +93,7 @@ impl Held {
         })
     }
 
-    /// Files that go before there is a new store.
+    /// Files that are deleted before a new store is made.
     pub(super) fn discarded(bytes: u64) -> Self {
         Self {
             all: bytes,
@@ -255,7 +255,7 @@ fn too_small(path: &Path, capacity: u64) -> StoreError {
     }
 }
 
-/// The size of pages: as the capacity asks for, but for a store with records whose pages do.
+/// The size of the pages. The capacity decides it, except in a store with records, which keeps its pages.
 fn page_bytes(data_bytes: u64, held: Held) -> u64 {
     let wanted = page_bytes_for(data_bytes);
     let do_pages_fit = wanted <= held.page_bytes && held.page_bytes < wanted * PAGES_TOO_LARGE;

@@ -38,7 +38,7 @@ impl Table {
         }
     }
 
-    /// About how many records are in use, by some blocks of it.
+    /// Estimates the number of records in use from some blocks of the table.
     pub(crate) fn estimate(&self) -> usize {
         let blocks = self.bytes().unwrap_or(0) / BLOCK_BYTES as u64;
         let looked_at = blocks.min(SAMPLE);

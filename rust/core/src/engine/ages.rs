@@ -6,7 +6,7 @@ use rustc_hash::FxHashMap;
 
 /// Two neighbouring samples become one if that costs less than this part of their age.
 const PRECISION: u32 = 256;
-/// Samples that are looked at to be thinned for each new one.
+/// Old samples that each new sample examines and may remove.
 const THINNED: usize = 4;
 /// Samples at most; see [`PRECISION`] for the usual number.
 const SAMPLES_MAX: usize = 1 << 14;
@@ -36,7 +36,7 @@ pub(in crate::engine) struct Ages {
 }
 
 impl Ages {
-    /// It is `now_s`, and no tick after `tick` has come.
+    /// Notes the time `now_s`: no tick after `tick` has come.
     pub(in crate::engine) fn note(&mut self, tick: u64, now_s: u32) {
         let seen_s = std::mem::replace(&mut self.seen_s, now_s);
         let back = self.samples.back().copied();
@@ -44,12 +44,12 @@ impl Ages {
             return;
         }
         if let Some(back) = back.filter(|of| of.tick < tick && seen_s + 1 < now_s) {
-            // Nobody has asked since.
+            // No sample was asked for since.
             let at_s = (seen_s + 1).max(back.at_s + 1);
             self.samples.push_back(Sample { tick, at_s });
         }
         let last = self.samples.len();
-        // Of a time without requests, its beginning and its end are kept.
+        // A time without requests keeps its beginning and its end.
         if last >= 2 && self.samples[last - 1].tick == tick && self.samples[last - 2].tick == tick {
             self.samples[last - 1].at_s = now_s;
             return;
@@ -101,8 +101,8 @@ impl Ages {
         }
     }
 
-    /// The last tick that may have come by `at_s`. A tick that came up to a second, a minute in a store that was
-    /// opened, or a part in [`PRECISION`] of its age later may be taken for one of them. `None` if there was none.
+    /// The last tick that may have come by `at_s`; `None` if there was none. A tick that came a little later may be
+    /// returned: up to a second (a minute for ticks of an earlier process), or a part in [`PRECISION`] of the age.
     pub(in crate::engine) fn last_by(&self, at_s: u32) -> Option<u64> {
         let first = self.samples.front()?;
         if at_s < first.at_s {

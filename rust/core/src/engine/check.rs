@@ -47,13 +47,29 @@ impl Engine {
         Ok(())
     }
 
-    /// The payloads that are there: the events that [`Engine::take_events`] has told a session that has taken all.
+    /// The payloads in the tiers, as a session knows them that has taken all events ([`Engine::take_events`]).
     pub fn announced(&self, session: SessionId) -> Vec<BlockEvent> {
         let state = self.sessions.get(session);
         state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
     }
 
-    /// How many payloads a restart would find: those on disk whose chain is.
+    /// The blocks that the remote store is known to have: the events of it that such a session has been told.
+    pub fn announced_remote(&self, session: SessionId) -> Vec<BlockEvent> {
+        let state = self.sessions.get(session);
+        let remote = self.remote.as_deref();
+        let known = state.zip(remote);
+        known.map_or_else(Vec::new, |(state, remote)| {
+            remote.known_blocks(state.ns, &self.namespaces)
+        })
+    }
+
+    /// Whether a request waits for objects of the remote store.
+    pub fn awaits_objects(&self, session: SessionId, request: &str) -> bool {
+        let state = self.sessions.request(session, request);
+        state.is_some_and(|state| state.remote.flight.is_some())
+    }
+
+    /// Payloads that a restart would find: those whose whole chain is on disk.
     pub fn durable_blocks(&self) -> u64 {
         self.residency.durable_blocks()
     }

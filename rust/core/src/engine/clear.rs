@@ -1,8 +1,8 @@
 //! Blocks that an operator has cleared.
 //!
-//! A namespace that is cleared begins another life, as at a reset: no lookup finds any of its blocks from that entry on,
-//! nor does a restart. Blocks by age are looked for in a pass over all nodes. Both go from the leaves up, in steps, and
-//! blocks in use go when their last use ends.
+//! A namespace that is cleared begins another life, as at a reset: no lookup finds any of its blocks from that entry
+//! on, nor does a restart. A clear by age searches all nodes in a pass. Both remove blocks from the leaves up, in
+//! steps. Blocks in use are removed when their last use ends.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +15,8 @@ use super::residency::{ClearTotals, Leaving, Sweep};
 
 /// Pause before nodes that were in use are looked at again, in nanoseconds.
 const PAUSE_NS: u64 = 1_000_000_000;
-/// Erasures that one entry starts at most, and that a device has at once: a filesystem stops other work on the file.
+/// Most erasures that one entry starts, and that a device has at once: a filesystem delays other work on the file
+/// meanwhile.
 const ERASURES: usize = 4;
 /// Fewer digits of a digest could name another namespace by mistake.
 const DIGITS_MIN: usize = 8;
@@ -28,7 +29,7 @@ pub enum ClearWhat {
     All,
     /// Those of the namespaces whose digest begins so: eight hexadecimal digits or more.
     Namespace(String),
-    /// Those that nobody has used for so many seconds.
+    /// Blocks that no request has used for this many seconds.
     OlderThan(u32),
 }
 
@@ -59,11 +60,11 @@ pub struct Cleared {
     pub erased_bytes: u64,
     /// Payloads whose bytes could not be erased.
     pub erase_failures: u64,
-    /// Hash blocks that have not gone yet: not reached, in use, or being erased.
+    /// Hash blocks that are left: not reached, in use, or being erased.
     pub pending: u64,
-    /// More goes by itself; otherwise all that is pending waits for the end of its use.
+    /// Whether the engine continues to remove blocks. If not, the pending ones wait for the end of their use.
     pub removing: bool,
-    /// No restart brings any of them back, as far as that is known. False where a directory is away or takes no writes.
+    /// Whether no restart finds any of the blocks. False while a directory is away or takes no writes.
     pub durable: bool,
 }
 
@@ -165,7 +166,7 @@ impl Engine {
                 .namespaces
                 .begin_new_life(ns, &mut self.residency, is_unused);
             if new == ns {
-                // No index was left, and all blocks have gone at once.
+                // No other namespace index was free: all blocks were removed at once.
                 return;
             }
             self.sessions.move_all(ns, new);
@@ -176,7 +177,7 @@ impl Engine {
         self.clearing.gone.push(ns);
     }
 
-    /// The tick before which blocks were used last that nobody has used for so many seconds.
+    /// The last tick that had passed `seconds` ago. Blocks with a later last use are too young to be cleared.
     fn tick_before(&self, seconds: u32) -> Option<u64> {
         let at_s = self.unix_s().checked_sub(seconds)?;
         self.residency.ages.last_by(at_s)
@@ -212,7 +213,7 @@ impl Engine {
         cleared
     }
 
-    /// Goes on with the pass under way. Whether there is one.
+    /// Continues the pass under way. Returns whether there is one.
     pub(super) fn step_pass(&mut self) -> bool {
         if !self.is_pass_due() {
             return false;
@@ -238,7 +239,7 @@ impl Engine {
         self.clearing.sweep.is_some() && self.now_ns >= self.clearing.next_pass_ns
     }
 
-    /// Whether the pass goes on in the next entry.
+    /// Whether the next entry continues the pass.
     pub(super) fn has_passes(&self) -> bool {
         self.is_pass_due() && !self.residency.erasures.is_full()
     }

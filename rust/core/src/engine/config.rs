@@ -36,7 +36,7 @@ pub struct EngineConfig {
     /// Nodes that one entry of the engine removes at most when many are removed together: those of a reset namespace,
     /// or of a directory that is given up.
     pub removals: usize,
-    /// Nodes that one entry tells at most that a payload above them has arrived; the others wait for later entries.
+    /// Most nodes that one entry notifies of the arrival of a payload above them; the others wait for later entries.
     pub tells: usize,
     /// Nodes that one entry looks at, in search of the end of a hit; and half as many, in each region, in search of
     /// pages for another size class. At least 2.

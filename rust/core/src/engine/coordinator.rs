@@ -45,7 +45,7 @@ pub struct Engine {
     pub(super) lookups: LastLookups,
     pub(super) pins: Pins,
     pub(super) hints: Hints,
-    /// Without a remote store there is nothing.
+    /// `None` without a remote store.
     pub(super) remote: Option<Box<Remote>>,
     pub(super) retention: Retention,
     pub(super) counters: Counters,
@@ -231,9 +231,9 @@ impl Engine {
         Some(self.namespaces.digest(ns).to_hex())
     }
 
-    /// The shared namespaces, and whether each directory keeps it: a restart finds its saved
-    /// blocks. It does not while sessions use all those that the directory's table has room for,
-    /// and while a reset is not durable.
+    /// The shared namespaces, and whether each directory keeps it, so that a restart finds its saved blocks. A
+    /// directory does not keep a namespace while sessions use all entries of its table, or while a reset is not
+    /// durable.
     pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
         self.namespaces.shared_namespaces(&self.residency)
     }
@@ -243,7 +243,7 @@ impl Engine {
         &self.counters
     }
 
-    /// Pages that went from one size class to another, and the effect on the chains through them.
+    /// Counts of the pages that moved between size classes, and of the effect on the chains through them.
     pub fn moves(&self) -> Moves {
         self.residency.moves()
     }

@@ -224,7 +224,7 @@ impl Engine {
     /// A namespace that has the first block of a prompt that its own namespace lacks. Few are looked at.
     fn other_of(&self, ns: NsId, missing: &BlockHash) -> Option<NsId> {
         let forest = self.residency.forest();
-        // Of a namespace that was reset or cleared, blocks may wait for their removal.
+        // Blocks of a namespace that was reset or cleared may wait for their removal.
         let is_other = |&other: &NsId| other != ns && !self.residency.is_ending(other);
         let others = forest.namespaces().filter(is_other);
         let mut others = others.filter(|&other| forest.has_nodes(other)).take(OTHERS);
@@ -252,7 +252,7 @@ impl Engine {
         Some(self.told(position, self.lookups.at(position)?))
     }
 
-    /// Some of the last lookups, the latest first, and before which place there are more to be told.
+    /// Some of the last lookups, the latest first, and the position before which there are more.
     pub fn explain(&self, query: &ExplainQuery) -> (Vec<Explained>, Option<u64>) {
         let lookups = &self.lookups;
         let end = query.before.unwrap_or(u64::MAX).min(lookups.next);

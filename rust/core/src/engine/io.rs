@@ -82,8 +82,8 @@ impl Engine {
         !self.operations.is_empty()
     }
 
-    /// Appends IO requests to start now, on each device at most its `room`: reads before writes. All
-    /// operations that have ended have been taken ([`Engine::complete`]).
+    /// Appends the IO requests that start now: reads before writes, at most `room` of each device. The caller has
+    /// reported all operations that have ended ([`Engine::complete`]).
     pub fn next_io<'a>(&mut self, room: impl Into<IoRoom<'a>>, out: &mut Vec<IoRequest>) {
         self.last_poll_ns = self.now_ns;
         self.residency.allow_searches(self.config.visits / 2);

@@ -28,8 +28,8 @@ impl Engine {
         load
     }
 
-    /// Where the payloads of a load lie that begins after `computed` tokens and ends where the request's
-    /// last hit does. They stay there as long as the request keeps its hit.
+    /// The places of the payloads of a load, which begins after `computed` tokens and ends where the request's last
+    /// hit does. The payloads stay there as long as the request keeps its hit.
     pub fn hit_extents(&self, session: SessionId, request: &str, computed: Tokens) -> Vec<Extent> {
         let Some(state) = self.sessions.request(session, request) else {
             return Vec::new();
@@ -133,7 +133,7 @@ impl Engine {
         while !self.step_end_of_transfer(id, ok, usize::MAX) {}
     }
 
-    /// As [`Engine::end_transfer`], for at most `blocks` blocks more. Whether the transfer has ended.
+    /// Continues [`Engine::end_transfer`] for at most `blocks` blocks. Returns whether the transfer has ended.
     pub fn step_end_of_transfer(&mut self, id: TransferId, ok: bool, blocks: usize) -> bool {
         let key = TransferKey::from(KeyData::from_ffi(id.0));
         if let Some((_, save)) = self.sessions.save_mut(key) {

@@ -25,7 +25,7 @@ struct Span {
     computed: u32,
     /// Whole hash blocks among them.
     local: u32,
-    /// The session's hits end at multiples of so many.
+    /// The session's hits end at multiples of this number.
     align: u32,
     /// Tokens of a hash block.
     hash_block_size: u32,
@@ -58,8 +58,8 @@ pub struct LookupCursor {
     may_promote: bool,
     /// The deepest node where a hit may end, by all that is known, and its epoch.
     at: Option<(NodeId, u32)>,
-    /// A hit may end there, if it is read from disk, which it will not be: the search goes on for one that is in the
-    /// arena.
+    /// A hit may end at that node only by a read from disk, which this lookup does not start. The search continues
+    /// for a hit that is in the arena.
     host_only: bool,
     /// Why it will not be.
     unread: Reason,
@@ -72,8 +72,8 @@ impl LookupCursor {
         self.at = Some((node, residency.node(node).epoch));
     }
 
-    /// Where the search goes on, at or above the depth `limit` on the chain of `deepest`. From the beginning, if the chain
-    /// has changed meanwhile.
+    /// The node at which the search continues, at or above the depth `limit` on the chain of `deepest`. The search
+    /// begins anew if the chain has changed.
     fn top(
         &mut self,
         ns: NsId,
@@ -110,7 +110,7 @@ impl Engine {
         }
     }
 
-    /// A step of a lookup, whose cursor is new at first. `None`: it is to be called again.
+    /// A step of a lookup. The first step gets a new cursor. `None`: the caller takes another step.
     pub fn step_lookup(
         &mut self,
         session: SessionId,
@@ -137,7 +137,7 @@ impl Engine {
             };
             cursor.unread = self.unless_draining(unread);
             cursor.may_promote = cursor.unread == Reason::Complete;
-            cursor.awaits_remote = !self.draining && self.awaits_remote(id, ns, request);
+            cursor.awaits_remote = self.awaits_remote(id, ns, request);
         }
         let was_touched = self.sessions.requests[id].touched;
         let found = self.look_up_now(id, ns, request, cursor)?;
@@ -174,7 +174,8 @@ impl Engine {
         Some(answer)
     }
 
-    /// A prefetch begins: why it may not start a promotion, [`Reason::Complete`] if it may. `None` if one is under way.
+    /// Begins a prefetch. Returns why it may not start a promotion, [`Reason::Complete`] if it may, and `None` if one
+    /// is under way.
     fn begin_prefetch(&mut self, id: RequestId) -> Option<Reason> {
         let promotions = &mut self.sessions.requests[id].promotions;
         if promotions.active.is_some() {
@@ -185,8 +186,8 @@ impl Engine {
         Some(Reason::Complete)
     }
 
-    /// The scheduler asks: its wait for a promotion has an end. Why no other one may start, [`Reason::Complete`] if one
-    /// may; `None` if it waits for the one under way.
+    /// The scheduler asks, and limits its wait for a promotion. Returns why no other promotion may start,
+    /// [`Reason::Complete`] if one may, and `None` if the lookup waits for the one under way.
     fn begin_demanded(
         &mut self,
         id: RequestId,
@@ -322,6 +323,11 @@ impl Engine {
             .0
             .min(tokens_of(request.hashes.len(), hash_block_size));
         let state = &mut self.sessions.requests[id];
+        // A wait for the remote store goes by the prompt as it was when the wait began.
+        let end = match cursor.awaits_remote {
+            true => state.planned.end,
+            false => end,
+        };
         state.planned.note(request.computed.0, end);
         let residency = &self.residency;
         // The shallowest node that is in the index and not visible.
@@ -394,7 +400,8 @@ impl Engine {
         })
     }
 
-    /// Starts to promote the payloads of a hit at `top`, of at least `least` hash blocks. Returns why not, if so.
+    /// Starts to promote the payloads of a hit at `top`, of at least `least` hash blocks. Returns the reason if no
+    /// promotion starts.
     fn try_promotion(
         &mut self,
         id: RequestId,
@@ -563,7 +570,7 @@ fn needs_hit(request: &LookupRequest<'_>) -> bool {
     request.min > request.computed
 }
 
-/// Tokens of so many hash blocks, at most as many as tokens can be.
+/// Tokens of this many hash blocks. Saturates.
 fn tokens_of(hash_blocks: usize, hash_block_size: u32) -> u32 {
     let tokens = (hash_blocks as u64).saturating_mul(u64::from(hash_block_size));
     tokens.min(u64::from(u32::MAX)) as u32

@@ -66,7 +66,7 @@ impl Flow {
 struct DeviceOperations {
     reads: Flow,
     writes: Flow,
-    /// How many operations its IO engine takes now.
+    /// Operations that its IO engine takes now.
     room: usize,
     /// How many writes may be in flight now, if fewer than the depth allows.
     writes_max: Option<usize>,
@@ -90,7 +90,7 @@ impl Operations {
         self.depth = Some(depth);
     }
 
-    /// There are so many devices. Each may be asked for something until [`Operations::set_room`] says otherwise.
+    /// Sets the number of devices. Each takes operations until [`Operations::set_room`] limits them.
     pub(super) fn set_devices(&mut self, count: usize) {
         let device = DeviceOperations {
             room: usize::MAX,
@@ -120,7 +120,7 @@ impl Operations {
         slotmap::Key::data(&id).as_ffi()
     }
 
-    /// As [`Operations::start`], of a checksum.
+    /// Starts a checksum, which belongs to no device.
     pub(super) fn start_checksum(&mut self, node: NodeId, group: u8) -> u64 {
         let purpose = Purpose::Checksum { node, group };
         slotmap::Key::data(&self.in_flight.insert((None, purpose))).as_ffi()

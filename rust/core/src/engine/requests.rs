@@ -109,7 +109,7 @@ pub(super) struct Promotion {
     pub(super) shares: Vec<ReadShare>,
     /// The payloads before this one were there at the last look.
     pub(super) front: usize,
-    /// How long it was to take, in nanoseconds, if that was predicted.
+    /// Its predicted time in nanoseconds, if there was a prediction.
     pub(super) predicted_ns: Option<u64>,
     /// Bytes that the budget has reserved for its next reads; `None` until it has.
     pub(super) reserved: Option<u64>,

@@ -1,4 +1,4 @@
-//! Reset, which drops everything of a namespace, durably; and sessions that go on by themselves.
+//! Resets, which drop everything of a namespace durably, and the private sessions that follow them.
 
 use super::coordinator::Engine;
 use super::sessions::SessionId;

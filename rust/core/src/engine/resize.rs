@@ -18,9 +18,9 @@ use super::residency::{Region, TierSize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ResizeOrder {
-    /// Bytes of host memory; as it is if none.
+    /// Bytes of host memory; `None` keeps the size.
     pub host_bytes: Option<u64>,
-    /// The most bytes that the files of each directory hold, as `disk_capacity`; as it is if none.
+    /// Maximum bytes of the files of each directory, as `disk_capacity`; `None` keeps the size.
     pub disk_bytes: Option<u64>,
 }
 
@@ -121,7 +121,7 @@ impl Engine {
         Ok(self.resized())
     }
 
-    /// Promotions and pins have the same part of the arena as before.
+    /// Promotions, pins and the remote store have the same part of the arena as before.
     fn set_budgets(&mut self, host_bytes: u64) {
         let part = |of: u64| {
             let part =
@@ -134,6 +134,9 @@ impl Engine {
         );
         self.promotions.set_budget(promotions);
         self.pins.set_budget(pins);
+        if let Some(remote) = &mut self.remote {
+            remote.set_budgets(host_bytes, promotions);
+        }
     }
 
     /// The sizes now.

@@ -1,21 +1,21 @@
 //! Retention: payloads on disk that no request has used for the configured time are evicted.
 //!
-//! A node knows the tick of its last use, not the time. Here it is known by which second each tick was over.
+//! A node knows the tick of its last use, not the time. This module knows a second by which each tick was over.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use super::coordinator::Engine;
 use super::residency::UnusedCursor;
 
-/// Times are told apart to this part of the time to live.
+/// Resolution of the times, as a part of the time to live.
 const STEPS: u64 = 64;
 
-/// When the ticks were, and how far the look for payloads is that have been unused for too long.
+/// The times of the ticks, and the progress of the search for payloads that have been unused for too long.
 #[derive(Debug)]
 pub(super) struct Retention {
     /// In seconds; 0: payloads stay.
     ttl_s: u64,
-    /// Ticks, each with a second by which it was over: rising in both.
+    /// Ticks, each with a second by which it had passed. Both numbers rise.
     times: VecDeque<(u64, u64)>,
     /// While the tables are read: the last tick that was over by each second.
     found: BTreeMap<u64, u64>,
@@ -45,18 +45,18 @@ impl Retention {
         self.sweep.is_some()
     }
 
-    /// Seconds that are told apart.
+    /// Resolution in seconds.
     fn step_s(&self) -> u64 {
         (self.ttl_s / STEPS).max(1)
     }
 
-    /// Whether a use was so long ago that its payload goes.
+    /// Whether a use is older than the time to live.
     fn is_over(&self, used_s: u64, now_s: u64) -> bool {
         used_s.saturating_add(self.ttl_s) <= now_s
     }
 
-    /// It is `now_s`, and all uses so far were at `tick` or before. Returns whether that is noted: uses from now on need
-    /// a later tick.
+    /// Notes the time `now_s`: all uses so far were at `tick` or before. Returns whether the time was kept: uses from
+    /// now on then need a later tick.
     fn note(&mut self, tick: u64, now_s: u64) -> bool {
         let last = self.times.back();
         let is_new = last.is_none_or(|&(_, then_s)| now_s >= then_s + self.step_s());
@@ -95,7 +95,7 @@ impl Retention {
         }
     }
 
-    /// The last tick that is over for so long that payloads go.
+    /// The last tick whose payloads have reached the time to live.
     fn last_over(&mut self, now_s: u64) -> Option<u64> {
         while let Some(&(_, next_s)) = self.times.get(1)
             && self.is_over(next_s, now_s)

@@ -97,7 +97,7 @@ impl SavePlan<'_> {
     }
 }
 
-/// Whether a save goes on after a block.
+/// Whether a save continues after a block.
 enum SaveStep {
     Block,
     End,

@@ -1,5 +1,6 @@
-//! Payloads of directories whose store is encrypted. The engine does no cryptography: the request for a transfer says
-//! which payload the bytes are, and where they lie, and the IO engine encrypts or decrypts them as that alone.
+//! Payloads of directories whose store is encrypted. The engine does no cryptography. Its request for a transfer
+//! carries the identity and the place of the payload, and the IO engine encrypts or decrypts the bytes with that
+//! binding only.
 
 use crate::disk::binding::StoredPayload;
 use crate::forest::NodeId;

@@ -10,7 +10,7 @@ use super::load::id_of;
 use super::requests::RequestId;
 use super::sessions::{SessionId, TransferKind, TransferState};
 
-/// Where the payloads of a hit lie, told from the end of the hit to its beginning.
+/// The places of the payloads of a hit, listed from the end of the hit to its beginning.
 #[derive(Clone, Debug)]
 pub struct HitExtents {
     request: RequestId,
@@ -37,8 +37,8 @@ impl HitExtents {
 }
 
 impl Engine {
-    /// Starts to tell where the payloads of a request's hit lie, for [`Engine::step_hit_extents`]. `None`
-    /// without a hit.
+    /// Starts to list the places of the payloads of a request's hit, for [`Engine::step_hit_extents`]. `None` without
+    /// a hit.
     pub fn start_hit_extents(
         &self,
         session: SessionId,
@@ -99,7 +99,8 @@ impl Engine {
         Some(self.residency.extents(&payloads))
     }
 
-    /// As [`Engine::begin_load`], for a client that knows the extents of its hit: nothing is listed.
+    /// Begins a load as [`Engine::begin_load`] does, for a client that knows the extents of its hit: no extents are
+    /// listed.
     pub fn begin_known_load(
         &mut self,
         session: SessionId,

@@ -25,7 +25,7 @@ slotmap::new_key_type! {
 pub(super) struct SessionState {
     pub(super) ns: NsId,
     pub(super) requests: HashMap<Box<str>, RequestId>,
-    /// How many hash blocks each request has saved, or found in the index when it did.
+    /// Hash blocks that each request has saved, or found in the index when it saved.
     pub(super) saved: HashMap<Box<str>, u32>,
     /// See [`SessionSpec::dropped_tokens`].
     dropped_tokens: u32,
@@ -197,7 +197,7 @@ impl Sessions {
         self.sessions.get(session)?.requests.get(request).copied()
     }
 
-    /// As [`Sessions::request_id`], its state.
+    /// The state of a session's request, by the name of the request.
     pub(super) fn request(&self, session: SessionId, request: &str) -> Option<&RequestState> {
         let id = self.request_id(session, request)?;
         Some(&self.requests[id])
@@ -234,7 +234,7 @@ impl Sessions {
         Some(id)
     }
 
-    /// The hits of a request end at multiples of so many tokens.
+    /// The hits of a request end at multiples of this number of tokens.
     pub(super) fn alignment_of(&self, id: RequestId) -> u32 {
         self.sessions[self.requests[id].session].alignment_tokens
     }

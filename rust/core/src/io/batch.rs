@@ -6,17 +6,19 @@
 
 use std::collections::VecDeque;
 
-/// How much the device has enough with, and how much is many; in bytes.
+/// Bytes in flight that keep a device busy, and bytes of waiting writes that are worth a batch.
 pub(super) const BATCH_BYTES: u64 = 1 << 20;
-/// How many pieces are many: the kernel joins transfers only where it gets more than two at a time.
+/// Number of waiting writes that is worth a batch: the kernel joins transfers only where it gets more than two at a
+/// time.
 const BATCH_PIECES: usize = 4;
 
-/// Whether so many pieces of writes are worth a call.
+/// Whether the waiting writes are worth a call.
 pub(super) fn is_many(pieces: usize, bytes: u64) -> bool {
     pieces >= BATCH_PIECES && bytes >= BATCH_BYTES
 }
 
-/// Writes that wait for one another, or for the device to end others: then it has more to do at once.
+/// Writes that wait until there are more of them, or until the device has ended other writes. The device then gets
+/// more at once.
 #[derive(Debug)]
 pub(super) struct Batch {
     held: VecDeque<Held>,
@@ -54,7 +56,7 @@ impl Batch {
         });
     }
 
-    /// Whether the writes that wait for one another only are many.
+    /// Whether the writes that wait only for more writes are worth a batch.
     pub(super) fn is_full(&self) -> bool {
         let (mut pieces, mut bytes) = (0, 0);
         self.held
@@ -67,8 +69,8 @@ impl Batch {
             })
     }
 
-    /// Moves waiting writes to `ready`, as far as the device may have it, if it is many or the
-    /// device has too little to do.
+    /// Moves waiting writes to `ready`, as many as the device may have, if they are worth a batch or the device has
+    /// too little to do.
     pub(super) fn release(&mut self, ready: &mut VecDeque<(u16, u16)>) {
         if self.is_full() || self.moving_bytes < BATCH_BYTES {
             self.let_go(self.most.saturating_sub(self.moving), ready);

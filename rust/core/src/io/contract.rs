@@ -265,9 +265,9 @@ impl<'a> From<&'a [usize]> for IoRoom<'a> {
     }
 }
 
-/// The [`IoEngine::depth`] with which a device has up to `device_depth` reads, or as many writes, at a
-/// time: as many writes again are ready to follow at once, and there is room for a quarter more, since
-/// a device may hold writes up for seconds and go on reading.
+/// The [`IoEngine::depth`] that gives a device up to `device_depth` reads, or as many writes, at a time. As many
+/// writes again are ready to follow at once. A quarter is added for reads, since a device may delay writes for
+/// seconds and still read.
 pub(super) fn engine_depth(device_depth: usize) -> usize {
     2 * device_depth + device_depth.div_ceil(4)
 }

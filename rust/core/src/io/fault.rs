@@ -70,7 +70,7 @@ impl FaultHook for Script {
     }
 }
 
-/// How often something goes wrong, in calls of a thousand.
+/// Rates of faults, in calls of a thousand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rates {
     /// A transfer moves a part only, of any length.

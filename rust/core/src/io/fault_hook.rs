@@ -17,7 +17,7 @@ pub struct Call {
     pub file: FileKind,
     /// Where in the file, in bytes.
     pub file_offset: u64,
-    /// How much, in bytes; 0 for a sync.
+    /// Length in bytes; 0 for a sync.
     pub len: u32,
 }
 
@@ -79,7 +79,7 @@ pub trait FaultHook: Send + Sync + Debug + 'static {
     fn on_call(&self, call: &Call) -> Verdict;
 }
 
-/// Makes every call as it is.
+/// Makes every call unchanged.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Direct;
 

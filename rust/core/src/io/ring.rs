@@ -154,8 +154,8 @@ impl Ring {
         }
     }
 
-    /// Registers one more region if it has memory behind it, so that the kernel need not fetch that
-    /// now. Whether there was one.
+    /// Registers the next region if it has memory behind it, so that the kernel need not fetch the memory now.
+    /// Returns whether there was one.
     pub(super) fn register_more(&mut self) -> bool {
         let Regions::Growing { registered } = self.regions else {
             return false;

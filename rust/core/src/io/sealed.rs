@@ -14,7 +14,7 @@ use crate::arena::Arena;
 use crate::checksum::checksum;
 use crate::cipher::{PayloadCipher, SEAL_BYTES, close_seal, is_intact};
 
-/// A thread keeps a buffer of so many bytes at most between two payloads.
+/// Largest buffer that a thread keeps between two payloads, in bytes.
 const KEPT_BYTES: usize = 8 << 20;
 
 /// A thread's buffer for the bytes of one payload as the data file has them.
@@ -83,7 +83,7 @@ pub(super) fn carry_out(
     } else {
         let plain = &mut bytes[payload];
         arena.copy_to(arena_offset, plain).map_err(outside)?;
-        // Of the copy: the arena may change meanwhile.
+        // The checksum of the copy: the arena may change meanwhile.
         let sum = checksum(plain);
         if !cipher.encrypt(binding, &mut bytes[sealed.clone()]) {
             return Err(IoFault::Cipher);
@@ -96,7 +96,7 @@ pub(super) fn carry_out(
     result
 }
 
-/// One call that moves `range` of the bytes, or less: how much.
+/// Makes one call that moves `range` of the bytes, or less. Returns the number of bytes moved.
 pub(super) fn call(
     file: BorrowedFd<'_>,
     (reads, at): (bool, u64),

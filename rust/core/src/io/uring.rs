@@ -457,7 +457,7 @@ impl<I: FaultHook> Uring<I> {
         if self.note(outcome) {
             return;
         }
-        // Not to spin while the kernel refuses. The waker still ends the pause.
+        // Avoids spinning while the kernel refuses. The waker still ends the pause.
         let _ = poll(
             &mut [PollFd::from_borrowed_fd(
                 self.wake.event.fd(),
@@ -575,7 +575,7 @@ impl<I: FaultHook> IoEngine for Uring<I> {
             // After reaping, which may have used the wake-up that was armed.
             self.arm_wake();
             self.push_ready();
-            // Before anything else: it may be that the device has nothing to do.
+            // First of all: the device may have nothing to do.
             self.submit_queued();
             self.deliver(out);
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));

@@ -1,10 +1,10 @@
-//! How many blocks were last touched at each tick.
+//! Numbers of blocks that were last touched at each tick.
 
 use super::HIT_CLASSES;
 use super::leaf::class_index;
 
 const CLASSES: usize = HIT_CLASSES as usize;
-/// Ticks that are told apart. Not less than the age at which the last age bucket begins.
+/// Number of ticks with a count of their own, at least the age at which the last age bucket begins.
 const TICKS: usize = 8192;
 
 /// Counts of all blocks that a policy knows, resident or remembered, by tick of last touch and hit

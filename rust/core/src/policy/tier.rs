@@ -1,11 +1,10 @@
-//! The two sets of candidates of a tier, and who goes first.
+//! The two sets of candidates of a tier, and their order.
 
 use crate::slots::Class;
 
 use super::{Leaf, Policy, PolicyKind};
 
-/// The candidates of a tier: leaves, which go with all they hold, and other nodes, of which payloads go
-/// that a hit can do without.
+/// The candidates of a tier: leaves, which lose all their payloads, and other nodes, which lose the optional ones.
 #[derive(Debug)]
 pub(crate) struct TierPolicies {
     /// Leaves, by the configured policy.

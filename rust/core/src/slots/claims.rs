@@ -8,8 +8,8 @@ impl Slots {
         self.cells.reserve(records);
     }
 
-    /// Who has claimed the bytes of a slot, or of its page for another class. `None` if no slot of `class` is
-    /// at `offset`, which comes from disk and may be anything.
+    /// The owners that have claimed bytes of a slot, or of its page for another class. `None` if no slot of `class`
+    /// is at `offset`, which comes from disk and may have any value.
     pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
         if offset >= self.extent() {
             return None;

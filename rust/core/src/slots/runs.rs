@@ -22,7 +22,7 @@ impl Run {
     }
 }
 
-/// A run that is being emptied, or that is empty, for a size class: it gives slots to no other.
+/// A run that is being emptied, or is empty, for one size class. It gives no slot to other classes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ClosedRun {
     pub(super) run: Run,

@@ -1,4 +1,4 @@
-//! Pages that no size class gets: the region is smaller for as long.
+//! Pages that no size class gets. The region is smaller while they are withheld.
 
 use std::collections::BTreeSet;
 

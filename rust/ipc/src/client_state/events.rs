@@ -7,7 +7,7 @@ use undercroft_core::session::BlockEvents;
 use super::ClientState;
 use crate::protocol::ClientMessage;
 
-/// How often a server is asked that has told everything.
+/// Interval at which a server is asked that had no more events.
 const ASK: Duration = Duration::from_millis(5);
 
 /// Events that have come and were not taken yet, and the question for more.
@@ -43,7 +43,7 @@ impl EventState {
         self.taken.cleared = self.is_used && !restart;
     }
 
-    /// The server tells more. False if it was not asked.
+    /// The server has sent events. False if it was not asked.
     pub(super) fn take(&mut self, told: BlockEvents) -> bool {
         if self.restart {
             return std::mem::take(&mut self.is_due);

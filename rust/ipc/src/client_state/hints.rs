@@ -47,7 +47,7 @@ impl ClientState {
         self.hints.get(&number).is_none_or(Option::is_some)
     }
 
-    /// Forgets a hint. The answer, as far as it is known.
+    /// Forgets a hint. Returns its answer, if that is known.
     pub(crate) fn end_hint(&mut self, number: u64) -> HintAnswer {
         match self.hints.remove(&number) {
             Some(answer) => answer.unwrap_or(HintAnswer::Pending),

@@ -18,7 +18,7 @@ const MISS_FRESH: Duration = Duration::from_millis(5);
 const PENDING_DEADLINE: Duration = Duration::from_millis(100);
 
 impl ClientState {
-    /// The answer to a question as far as it is known. Asks the server if need be.
+    /// The answer to a lookup, as far as the client knows it. Asks the server if necessary.
     pub(crate) fn lookup(&mut self, question: &LookupRequest<'_>, now: Instant) -> Polled {
         if self.open.is_none() {
             return Polled::NOTHING;

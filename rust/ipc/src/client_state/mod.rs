@@ -321,7 +321,7 @@ impl ClientState {
         true
     }
 
-    /// Asks the server from time to time whether it is there. Returns after how long to call again.
+    /// Asks the server from time to time whether it is there. Returns the time until the next call.
     pub(crate) fn tick(&mut self, now: Instant) -> Duration {
         if self.open.is_none() {
             return PING;
@@ -347,7 +347,7 @@ impl ClientState {
         self.outbox.len() > OUTBOX_MAX
     }
 
-    /// Whether so many frames are queued that no further lookup or save is asked for: the messages that
+    /// Whether the queue of frames is so long that the client asks for no further lookup or save: messages that
     /// follow from earlier ones must still fit.
     fn is_filling(&self) -> bool {
         self.outbox.len() > OUTBOX_MAX / 2

@@ -156,7 +156,7 @@ impl ClientState {
         self.resets.get(&reset).is_none_or(Option::is_some)
     }
 
-    /// Forgets a reset. Whether it has ended and is durable.
+    /// Forgets a reset. Returns whether it has ended and is durable.
     pub(crate) fn end_reset(&mut self, reset: u64) -> bool {
         self.resets.remove(&reset).flatten().unwrap_or(false)
     }

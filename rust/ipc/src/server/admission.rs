@@ -1,4 +1,4 @@
-//! Who may connect, and the first message to a connection: the arena, and the server's status.
+//! Admission of connections, and the first message of each: the arena, and the server's status.
 
 use std::io::{ErrorKind, IoSlice};
 use std::mem::MaybeUninit;
@@ -111,7 +111,7 @@ pub(super) fn describe(
     })
 }
 
-/// Sends the arena's descriptor. Whether the whole answer was sent: a new connection has room for it.
+/// Sends the arena's descriptor. Returns whether the whole answer was sent: a new connection has room for it.
 pub(super) fn hand_over(stream: &UnixStream, served: &Served, version: u16) -> bool {
     let mut answer = arena_answer(served.arena.size(), served.arena_id);
     answer[4..6].copy_from_slice(&version.to_le_bytes());

@@ -118,7 +118,7 @@ impl Peer {
             self.outbox.clear();
             self.outbox.shrink_to(READ_BYTES);
         } else if self.sent > self.outbox.len() / 2 {
-            // As many bytes are moved as were sent, at most.
+            // At most as many bytes are moved as were sent.
             self.outbox.drain(..self.sent);
             self.translated = self.translated.saturating_sub(self.sent);
             self.sent = 0;
@@ -181,7 +181,7 @@ impl Peer {
         }
     }
 
-    /// Makes room for the frame whose header has come, and for one more read. Whether there is room.
+    /// Makes room for the frame whose header has come, and for one more read. Returns whether there is room.
     fn make_room(&mut self, budget: &mut Budget) -> Result<bool, End> {
         let mut needed = self.inbox.len() + READ_BYTES;
         if let Some(head) = self.inbox.first_chunk::<HEADER_BYTES>() {
@@ -252,7 +252,7 @@ impl Peer {
         std::mem::replace(&mut self.inbox, rest)
     }
 
-    /// The peer is not listened to: that the rest of its frame does not come is not its fault.
+    /// The server does not read from this peer: the missing rest of a frame is not the peer's fault.
     pub(super) fn pardon(&mut self) {
         self.half_since = None;
     }

@@ -1,4 +1,4 @@
-//! Whose turn it is: of the connections that have something to do, the one that has had the least time.
+//! A fair queue: of the connections that have something to do, the one that has had the least time is next.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use slotmap::SlotMap;
 use super::peer::Peer;
 use super::service::ConnectionId;
 
-/// How far one that has done nothing for long may lie behind the others: so much time it has before them.
+/// Largest advantage, in time, of a connection that has done nothing for long.
 const CREDIT: Duration = Duration::from_millis(1);
 
 /// Connections with something to do.

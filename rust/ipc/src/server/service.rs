@@ -84,7 +84,7 @@ pub(super) struct Service {
     /// Accepting failed (out of descriptors, say): until then the listener is left alone, since it stays
     /// readable.
     pub(super) paused_until: Option<Instant>,
-    /// When silent connections are looked for next.
+    /// Time of the next search for silent connections.
     sweep_at: Instant,
     /// When the engine was last asked for the answers of pending lookups.
     answered_at: Instant,
@@ -195,7 +195,7 @@ impl Service {
         }
     }
 
-    /// Waits for something to do: whether there are connections to be accepted. `None` when it is time to
+    /// Waits for something to do. Returns whether there are connections to be accepted, `None` when it is time to
     /// stop.
     fn poll(&mut self) -> Option<bool> {
         let listening = if self.paused_until.is_some() {
@@ -254,7 +254,7 @@ impl Service {
         (!self.control.stop.load(Ordering::Acquire)).then_some(accept)
     }
 
-    /// Serves the requests of a connection, for one slice. Whether there is more to do.
+    /// Serves the requests of a connection for one slice of time. Returns whether there is more to do.
     fn serve(&mut self, id: ConnectionId) -> Result<bool, End> {
         let start = Instant::now();
         self.connections[id].send()?;

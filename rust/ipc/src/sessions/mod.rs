@@ -139,8 +139,8 @@ impl ServedSessions {
         !self.ending.is_empty()
     }
 
-    /// Goes on ending a session whose client has gone: its lookups at once, the rest, and the session, when
-    /// no worker copies any more.
+    /// Continues to end a session whose client has gone: its lookups at once, then the rest, and the session itself
+    /// when no worker copies any more.
     pub(crate) fn step_end(&mut self) {
         let Some(token) = self.ending.pop_front() else {
             return;
@@ -245,7 +245,7 @@ impl ServedSessions {
             .is_some_and(ServedSession::is_busy)
     }
 
-    /// Goes on with the message of a session that is being carried out.
+    /// Continues the message of a session that is being carried out.
     pub(crate) fn step(&mut self, token: SessionToken, out: &mut Vec<u8>) -> Result<(), Violation> {
         let session = self.sessions.get_mut(&token).ok_or(Violation)?;
         session.step(&self.driver, &mut self.budgets, out)

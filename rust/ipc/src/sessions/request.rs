@@ -45,7 +45,7 @@ pub(super) enum Looked {
 }
 
 impl ServedRequest {
-    /// Whether the engine would answer again that the lookup is pending.
+    /// Whether the lookup is still pending in the engine.
     pub(super) fn still_pending(&self, engine: &Engine, id: SessionId) -> bool {
         engine
             .still_pending(id, &self.name, self.computed, self.priority)

@@ -419,7 +419,7 @@ impl ServedSession {
         }
     }
 
-    /// Goes on with the message that is being carried out.
+    /// Continues the message that is being carried out.
     pub(super) fn step(
         &mut self,
         driver: &Driver,

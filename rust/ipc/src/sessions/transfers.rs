@@ -161,7 +161,7 @@ fn asked_save(message: SaveMessage<'_>) -> (u64, SaveAsked) {
     (message.request, asked)
 }
 
-/// Goes on ending a transfer. Whether it has ended.
+/// Continues to end a transfer. Returns whether it has ended.
 pub(super) fn end_some(driver: &Driver, transfer: TransferId, ok: bool) -> bool {
     let ended =
         driver.enter(|engine| engine.step_end_of_transfer(transfer, ok, SAVE_STEP as usize));

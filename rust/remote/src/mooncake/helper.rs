@@ -53,7 +53,7 @@ struct Pending {
 #[derive(Debug, Default)]
 struct State {
     pending: HashMap<u64, Pending>,
-    /// Of transfers that failed.
+    /// Slots of transfers that failed.
     held: Vec<Slot>,
     /// The number of the last request; that of the settings is 0.
     last: u64,

@@ -22,8 +22,8 @@ impl Namespaces {
         }
     }
 
-    /// The namespace to forget, if room is short: the least recently used one of those without a session, and one
-    /// without blocks before all others.
+    /// The namespace to forget if room is short: one without a session. Namespaces without blocks come first, then
+    /// the least recently used one.
     fn next_to_go(
         &self,
         shared_most: usize,

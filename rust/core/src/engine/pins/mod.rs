@@ -170,8 +170,8 @@ impl Pins {
         })
     }
 
-    /// Ends pins, the least recently used ones first, until the bytes fit that a pin of `depth` needs beyond the
-    /// `shared` ones.
+    /// Ends pins, the least recently used ones first, until there is room for the bytes that a pin of `depth` needs
+    /// beyond the `shared` ones.
     fn make_room(
         &mut self,
         ns: NsId,
@@ -189,7 +189,7 @@ impl Pins {
         self.end_oldest(shared, most, residency, counters);
     }
 
-    /// Ends the least recently used pins, but for those of a chain, until the others take `most` bytes.
+    /// Ends the least recently used pins, except those of a chain, until the other pins take at most `most` bytes.
     fn end_oldest(
         &mut self,
         but: &Shared,

@@ -5,7 +5,7 @@ use crate::metrics::Counters;
 use super::plan::{Reason, Stop};
 
 impl Reason {
-    /// Counts a decision about a promotion that would have brought so many tokens.
+    /// Counts a decision about a promotion of this many tokens.
     pub(in crate::engine) fn count(self, promotes: bool, tokens: u32, counters: &mut Counters) {
         let counter = match (promotes, self) {
             (true, Self::Faster | Self::Measure) => &mut counters.plans_load_faster,
@@ -27,7 +27,7 @@ impl Reason {
 }
 
 impl Reason {
-    /// Counts a decision about a flight that would have brought so many tokens from the remote store.
+    /// Counts a decision about a flight of this many tokens from the remote store.
     pub(in crate::engine) fn count_remote(
         self,
         fetches: bool,

@@ -4,7 +4,7 @@
 const KEEP: f64 = 1.0 - 1.0 / 64.0;
 /// Weight, in samples, that old measurements keep at least.
 const LEFT: f64 = 0.5;
-/// How much the latency is pulled to zero, so that samples of one size give a rate.
+/// Weight that pulls the latency to zero, so that samples of one size give a rate.
 const PULL: f64 = 0.02;
 
 /// How samples count.
@@ -14,7 +14,7 @@ pub(super) struct Trust {
     known: u32,
     /// Time after which earlier samples count half.
     half_life_ns: f64,
-    /// A sample counts as at most so many times its prediction: one read that hung says little of later reads.
+    /// A sample counts as at most this multiple of its prediction: one read that hung says little about later reads.
     clip: f64,
     /// Part of the old samples that stays when a sample is several times its prediction, or a fraction of it.
     surprised: f64,
@@ -133,7 +133,7 @@ impl Line {
         self.samples >= self.trust.known
     }
 
-    /// How long so many bytes take, in nanoseconds.
+    /// The time that this many bytes take, in nanoseconds.
     pub(super) fn of(&self, bytes: u64) -> f64 {
         self.latency_ns + bytes as f64 * self.ns_per_byte
     }

@@ -29,11 +29,11 @@ pub(super) use remote::{Fetch, RemoteRates};
 /// Without a prediction, a hit that gains fewer tokens is not worth a load, which takes a step more than computing.
 const LEAST_UNKNOWN: u32 = 64;
 
-/// After so long without a read, some reads are made although they seem too slow, and so is a load from host memory:
-/// their times may have changed.
+/// After this time without a read, some reads are made although they seem too slow, and so is a load from host
+/// memory: their times may have changed.
 pub(super) const MEASURE_AFTER_NS: u64 = 250_000_000;
 
-/// A read may take so many times as long as predicted without the guarantee ending the wait: else it is not started. A
+/// A read is started only if it could take this multiple of its predicted time before the guarantee ends the wait. A
 /// wait that the guarantee ends costs more than a read gains that is hardly faster than computing.
 const SLOWER: f64 = 1.1;
 
@@ -52,9 +52,9 @@ pub(super) struct Reading {
     /// Tokens that are on their way at once: that they have not come is no delay.
     pub(super) together: u32,
     pub(super) is_prefetch: bool,
-    /// The part of the tokens that is there, about.
+    /// Expected part of the tokens that the store has.
     pub(super) present: f64,
-    /// Nanoseconds until it is known that none is.
+    /// Nanoseconds until the store has answered that it has none.
     pub(super) absent_ns: f64,
     /// Enough was measured for these times.
     pub(super) is_known: bool,
@@ -177,7 +177,7 @@ impl Planner {
         Start { promotes, reason }
     }
 
-    /// Whether the guarantee would let a wait go on that is a little slower than predicted.
+    /// Whether the guarantee leaves time for a wait that takes a little longer than predicted.
     pub(super) fn is_safe(&self, prompt: &Prompt, ends: (u32, u32), reading: &Reading) -> bool {
         self.with_model(prompt.session, |model| {
             let (prompt, reading) = without_queue(model, prompt, reading);
@@ -185,8 +185,9 @@ impl Planner {
         })
     }
 
-    /// Whether a wait for the tokens up to `boundary` ends. Those up to `arrived` are there, and so many are on their
-    /// way at once. `rest_ns`: time until all have come; `None` if there is no prediction, or it shall not count.
+    /// Whether a wait for the tokens up to `boundary` ends now, and why. The tokens up to `arrived` have come; the
+    /// next `block` tokens come together. `rest_ns`: time until all have come; `None` without a prediction, or if the
+    /// prediction shall not count.
     pub(super) fn stop(
         &self,
         prompt: &Prompt,
@@ -236,7 +237,7 @@ impl Planner {
     }
 }
 
-/// Without the time for which vLLM computes the requests before: a wait costs nothing meanwhile.
+/// The time in which vLLM computes earlier requests is left out: a wait costs nothing in that time.
 fn without_queue(model: &Model, prompt: &Prompt, reading: &Reading) -> (Prompt, Reading) {
     if !reading.is_prefetch {
         return (*prompt, *reading);

@@ -38,8 +38,8 @@ pub(in crate::engine) struct Prompt {
 }
 
 impl Model {
-    /// How long a wait of so many nanoseconds takes until vLLM asks again, which it does once a step. On average the
-    /// wait ends in the middle of one.
+    /// The time that a wait of this many nanoseconds takes until vLLM asks again, which it does once a step. On
+    /// average the wait ends in the middle of a step.
     pub(super) fn until_asked_ns(&self, wait_ns: f64) -> f64 {
         if wait_ns <= 0.0 {
             return 0.0;
@@ -103,7 +103,7 @@ impl Model {
         // The loss grows or falls from the second block on: its most is at an end.
         let is_ended_before = |block: u32| {
             let comes_ns = first_ns + f64::from(block) * block_ns;
-            // The scheduler asks once a step: the last time before the block comes counts.
+            // The scheduler asks once a step: its last question before the block comes counts.
             let asked_ns = if turn_ns > 0.0 {
                 ((comes_ns / turn_ns).ceil() - 1.0) * turn_ns
             } else {

@@ -4,10 +4,10 @@
 const SLACK: f64 = 0.1;
 /// Two ways whose times differ by no more than this part are near-even.
 const NEAR_EVEN: f64 = 0.25;
-/// One in so many near-even decisions goes the other way, so that both ways stay measured.
+/// One of this many near-even decisions goes the other way, so that both ways stay measured.
 const OTHER_WAY: u64 = 100;
 
-/// Why a plan was made as it was.
+/// The reason for a decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Reason {
     /// It takes less time by the prediction.

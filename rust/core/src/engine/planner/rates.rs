@@ -60,7 +60,7 @@ impl Rates {
         &mut self.devices[device.index()]
     }
 
-    /// A promotion with so many bytes to read of each device waits for its turn.
+    /// A promotion waits for its turn. The numbers are the bytes that it reads from each device.
     pub(in crate::engine) fn enqueue(
         &mut self,
         bytes: &[(DeviceIndex, u64)],
@@ -189,7 +189,7 @@ impl Rates {
         answering().map(of_device).fold(0.0, f64::max)
     }
 
-    /// Whether the rate of every device is known that was read at all, and one is.
+    /// Whether a rate is known, and every device that was read has one.
     pub(in crate::engine) fn are_known(&self) -> bool {
         let mut read = self
             .devices

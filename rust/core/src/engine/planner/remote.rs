@@ -4,19 +4,19 @@ use crate::metrics::Gauges;
 
 use super::line::{GETS, Line};
 
-/// Part of what was learned that stays when a flight has ended, or a round of probes.
+/// Part of the learned values that stays when a flight has ended, or a round of probes.
 const KEEP: f64 = 7.0 / 8.0;
 /// The least part of the tokens that is expected to be there.
 const PRESENT_MIN: f64 = 1e-3;
-/// After so long without a flight, segments are fetched for which no request waits, although the store seems too slow, or
-/// to have nothing.
+/// After this time without a flight, some segments are fetched although the store seems too slow, or to have nothing.
+/// No request waits for them.
 const MEASURE_AFTER_NS: u64 = 1_000_000_000;
-/// Such a flight takes at most one part in so many of the store's time.
+/// Such flights take at most one part in this many of the store's time.
 const MEASURE_PART: u64 = 8;
-/// Every other such flight brings so many segments: gets that are in flight together tell what the store can do.
+/// Segments of every other such flight: gets that are in flight together show the rate of the store.
 const MEASURED: u32 = 4;
 
-/// What was learned of the remote store.
+/// The learned values of the remote store.
 ///
 /// Gets that are in flight together share the store, so the time of one says little: the last of those that are sent
 /// together tells when all have come. A probe takes as long as a get without its bytes.
@@ -74,14 +74,14 @@ impl RemoteRates {
         self.began_ns = now_ns;
     }
 
-    /// A get has ended that was the last to be sent. So many bytes were in flight when it was sent.
+    /// The last get of a flight has ended. The number is that of the bytes in flight when the get was sent.
     pub(in crate::engine) fn last_ended(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
         let rest_ns = took_ns.saturating_sub(self.probe_ns as u64);
         self.took_ns = took_ns;
         self.last.add(bytes, rest_ns, now_ns);
     }
 
-    /// The first get of a flight has ended, with so many bytes in flight.
+    /// The first get of a flight has ended. The number is that of the bytes in flight.
     pub(in crate::engine) fn first_ended(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
         let rest_ns = took_ns.saturating_sub(self.probe_ns as u64);
         self.first.add(bytes, rest_ns, now_ns);
@@ -127,7 +127,7 @@ impl RemoteRates {
         self.present
     }
 
-    /// Nanoseconds until it is known that the store has nothing.
+    /// Nanoseconds until the store has answered that it has nothing.
     pub(in crate::engine) fn absent_ns(&self) -> f64 {
         self.probe_ns
     }
@@ -150,7 +150,7 @@ impl RemoteRates {
         (first_ns.max(silent_ns).min(all_ns), all_ns)
     }
 
-    /// Writes what was learned into the gauges.
+    /// Writes the learned values into the gauges.
     pub(in crate::engine) fn report(&self, gauges: &mut Gauges) {
         if self.last.is_known() {
             gauges.plan_remote_bytes_per_s = self.last.bytes_per_s() as u64;

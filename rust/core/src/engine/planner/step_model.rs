@@ -6,13 +6,13 @@ use crate::session::Step;
 const KNOWN: u32 = 8;
 /// A step with fewer prefill tokens says little of the computing time.
 const PREFILL: u32 = 16;
-/// Share of the old steps that stays when one comes: about the last 32 count, of those with and without a
-/// prefill by themselves, since there are many of the latter between two of the former.
+/// Share of the old steps that stays when a new one comes: about the last 32 count. Steps with and without a prefill
+/// count apart, since there are many without between two with a prefill.
 const KEEP: f64 = 1.0 - 1.0 / 32.0;
-/// A step counts as at most so many times its prediction: a step in which the process was held up says nothing.
+/// A step counts as at most this multiple of its prediction: a step in which the process was delayed says nothing.
 const CLIP: f64 = 3.0;
-/// The fastest of about so many recent steps with a prefill says what is certain: a step takes longer than it must when
-/// the process is held up, and never less.
+/// About this many recent steps with a prefill bound the time of computing from below, by the fastest of them. A step
+/// takes longer than it must when the process is delayed, and never less.
 const RECENT: f64 = 32.0;
 /// The least part of a prediction that is taken for certain.
 const CERTAIN: f64 = 0.5;
@@ -87,7 +87,7 @@ fn dot(a: [f64; TERMS], b: [f64; TERMS]) -> f64 {
 }
 
 impl StepModel {
-    /// Takes the time of one step; of one without tokens and decodes, that nothing runs.
+    /// Takes the time of one step. A step without tokens and decodes means that nothing runs.
     pub(super) fn add(&mut self, step: &Step) {
         self.running = step.decodes;
         if step.tokens == 0 && step.decodes == 0 {

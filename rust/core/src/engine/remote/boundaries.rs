@@ -63,7 +63,7 @@ impl Boundaries {
         !self.asked.is_empty()
     }
 
-    /// Whether all is known that will be.
+    /// Whether no further answer is expected.
     pub(super) fn is_over(&self) -> bool {
         !self.is_asking() && self.rounds.is_empty()
     }

@@ -71,7 +71,7 @@ impl Breaker {
         self.state = State::Closed { failures: 0 };
     }
 
-    /// A request has failed, or takes too long. Whether the breaker opens by it.
+    /// A request has failed, or takes too long. Returns whether the breaker opens.
     pub(super) fn failed(&mut self, now_ns: u64) -> bool {
         let pause_ns = match self.state {
             State::Closed { failures } if failures + 1 < FAILURES_MAX => {
@@ -82,7 +82,7 @@ impl Breaker {
             }
             State::Closed { .. } => PAUSE_NS,
             State::Trial { pause_ns, .. } => (2 * pause_ns).min(PAUSE_MAX_NS),
-            // A request of before the breaker opened.
+            // A request from the time before the breaker opened.
             State::Open { .. } => return false,
         };
         let until_ns = now_ns.saturating_add(pause_ns);
@@ -121,6 +121,11 @@ impl Window {
 
     pub(super) fn bytes(&self) -> u64 {
         self.now
+    }
+
+    /// Sets the most that may be in flight.
+    pub(super) fn set_most(&mut self, most: u64) {
+        (self.most, self.now) = (most, most);
     }
 
     pub(super) fn started(&mut self, bytes: u64) {

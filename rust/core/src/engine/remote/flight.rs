@@ -248,7 +248,7 @@ impl Flight {
         self.goal().saturating_sub(self.next)
     }
 
-    /// Whether nobody needs it any more.
+    /// Whether no request needs it any more.
     pub(super) fn is_unused(&self) -> bool {
         self.waiters.is_empty() && (self.is_over || !self.is_measure)
     }

@@ -89,8 +89,9 @@ impl Piece {
     }
 }
 
-/// The objects that a hit at a boundary needs beside the whole segments before it: the required payloads behind these, then
-/// windows and states, each front to back. Who looks for the boundary asks for the last of them, which is written last.
+/// The objects that a hit at a boundary needs beside the whole segments before it: the required payloads behind
+/// these, then windows and states, each front to back. The last object is written last, and a search for the boundary
+/// asks for it.
 pub(super) fn of_boundary(spec: &NamespaceSpec, space: &Space, boundary: u32) -> Vec<Piece> {
     let whole = boundary / space.hash_blocks * space.hash_blocks;
     let mut pieces = Vec::new();

@@ -22,7 +22,7 @@ const DROPS_MAX: usize = 64;
 /// How long a store gets nothing that is full or denies writes.
 const FULL_NS: u64 = 30_000_000_000;
 
-/// What waits to be written.
+/// The waiting writes.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Waiting {
     /// The segment that ends at a node.
@@ -83,7 +83,7 @@ pub(super) enum Hold {
     Wait,
 }
 
-/// The result of one turn of what waits to be written.
+/// The result of one turn of the waiting writes.
 pub(super) enum Turn {
     /// It is sent.
     Sent,
@@ -110,7 +110,7 @@ impl Remote {
         self.puts.writing.contains(&object)
     }
 
-    /// Sends what waits, as far as rate, memory and the store go.
+    /// Sends waiting writes, as far as rate, memory and the store allow.
     pub(super) fn send_puts(
         &mut self,
         most: usize,
@@ -161,7 +161,7 @@ impl Remote {
         self.puts.ends.extend(later);
     }
 
-    /// The namespace of what is still to be written.
+    /// The namespace of the rest that is to be written.
     fn space_of(
         &mut self,
         (node, epoch): (NodeId, u32),
@@ -257,6 +257,7 @@ impl Remote {
         let operation = Operation::Put {
             nodes: leased,
             fingerprint: object,
+            payloads,
             bytes,
             payload_bytes: described.payloads.iter().map(|of| u64::from(of.len)).sum(),
         };

@@ -38,7 +38,7 @@ impl Search {
         }
     }
 
-    /// So many pieces are there, by what is known already.
+    /// A search in which this many pieces are known to be there.
     pub(super) fn known(pieces: u32) -> Self {
         Self {
             present: pieces,

@@ -44,8 +44,8 @@ impl Residency {
         }
     }
 
-    /// A node has gained a payload: it and the nodes below may become visible, or part of the host chain. Appends those
-    /// that became visible: of many below the node some follow in later entries.
+    /// A node has gained a payload. The node and the nodes below it may become visible, or part of the host chain.
+    /// Appends the nodes that became visible; if there are many, some follow in later entries.
     pub(in crate::engine) fn propagate_visible(
         &mut self,
         id: NodeId,

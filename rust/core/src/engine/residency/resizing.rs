@@ -232,7 +232,7 @@ impl Residency {
         Some(self.slots(region).run_range(run))
     }
 
-    /// Whether [`Residency::next_release`] has one for any directory that takes it.
+    /// Whether [`Residency::next_release`] has a part for a directory that takes it.
     pub(in crate::engine) fn has_releases(&self) -> bool {
         let mut of_disks = self.resizing.iter().skip(1);
         of_disks.any(|of| of.releasing.is_none() && !of.waiting.is_empty())

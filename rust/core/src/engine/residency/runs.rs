@@ -41,7 +41,7 @@ pub(super) struct RunSearch {
     pub(super) visits: u32,
     pub(super) pass: Option<Pass>,
     pub(super) emptying: Option<Emptying>,
-    /// Who is searched for, or was last.
+    /// The asker of the present search, or of the last one.
     pub(super) asker: Option<Asker>,
 }
 
@@ -227,7 +227,7 @@ impl Residency {
         !self.slots(region).is_full(class)
     }
 
-    /// Goes on with a search, as far as the entry may still look at nodes.
+    /// Continues a search, as far as the entry may still look at nodes.
     fn go_on(&mut self, region: Region, counters: &mut Counters) {
         while self.search(region).visits > 0 {
             if self.search(region).emptying.is_some() {

@@ -204,7 +204,7 @@ impl Residency {
         disks.any(|disk| disk.health.takes_writes(now_ns))
     }
 
-    /// Whether no directory takes writes, and one that does not answer may later.
+    /// Whether no directory takes writes now, and one that does not answer may take some later.
     pub(in crate::engine) fn waits_for_an_answer(&self, now_ns: u64) -> bool {
         let is_silent = |disk: &Disk| disk.health.is_alive() && !disk.health.answers();
         !self.any_disk_takes_writes(now_ns) && self.disks.iter().any(is_silent)

@@ -34,7 +34,7 @@ pub(in crate::engine) struct Sweep {
     pub(in crate::engine) until: u64,
     pub(in crate::engine) erases: bool,
     next: NodeId,
-    /// Nodes that are used although their time is over.
+    /// Nodes that are in use although they are old enough to be cleared.
     pub(in crate::engine) in_use: u64,
 }
 
@@ -93,7 +93,7 @@ impl Residency {
         self.count_cleared(id, sweep.order);
         self.forget_records(id);
         if sweep.erases {
-            // Nodes below that have left the index may keep this one for a while: not its bytes.
+            // Nodes below, which have left the index, may keep this node for a while, but not its bytes.
             self.queue_erasures(id);
         }
         self.remove_subtree(id);

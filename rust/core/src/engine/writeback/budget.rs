@@ -39,12 +39,12 @@ impl WriteBudget {
         self.bytes = u64::try_from(bytes).expect("a quarter of a second's bytes fit 64 bits");
     }
 
-    /// Whether a write of so many bytes may start.
+    /// Whether a write of this many bytes may start.
     pub(in crate::engine) fn allows(&self, bytes: u64) -> bool {
         self.rate == 0 || self.bytes >= bytes
     }
 
-    /// A write of so many bytes starts.
+    /// A write of this many bytes starts.
     pub(in crate::engine) fn spend(&mut self, bytes: u64) {
         if self.rate > 0 {
             let left = self.bytes.checked_sub(bytes);

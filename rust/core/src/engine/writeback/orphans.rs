@@ -13,7 +13,7 @@ use super::super::residency::Residency;
 pub(super) struct Orphaned {
     /// The nodes, with their epochs.
     pub(super) nodes: VecDeque<(NodeId, u32)>,
-    /// There was no room for one of them when so many slots had been freed, of both tiers together.
+    /// Slots of both tiers that had been freed when an orphan last found no room.
     full_since: Option<u64>,
 }
 

@@ -205,7 +205,7 @@ impl WriteBack {
         self.queue.push_back(write);
     }
 
-    /// A payload's turn comes again, before all others.
+    /// Queues a payload again, in front of all others.
     pub(super) fn wait_for_room(&mut self, write: QueuedWrite) {
         self.queue.push_front(write);
         self.waits_for_room = true;
@@ -216,7 +216,7 @@ impl WriteBack {
         self.queue.is_empty()
     }
 
-    /// Whether [`WriteBack::next_writes`] stopped although it could have gone on.
+    /// Whether [`WriteBack::next_writes`] stopped although it could have continued.
     pub(in crate::engine) fn has_rest(&self) -> bool {
         self.has_rest
     }

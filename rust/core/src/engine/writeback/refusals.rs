@@ -20,7 +20,7 @@ fn shard(id: NodeId) -> usize {
 /// Why a payload stays in the arena only.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum WriteRefusal {
-    /// There is no slot for it.
+    /// No disk has a slot for the payload.
     Disk(DiskRefusal),
     /// Its required ancestor is not on disk.
     Ancestor,

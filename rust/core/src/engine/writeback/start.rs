@@ -141,7 +141,7 @@ impl WriteBack {
                 counters.disk_write_ns += now_ns - started_ns;
                 let disk = residency.disk_mut(device);
                 disk.health.write_succeeded(now_ns);
-                // Whoever reads an encrypted store learns nothing from a record about the plain bytes.
+                // The record of an encrypted payload says nothing about the plain bytes.
                 let kept = disk.encrypted_store().map_or(checksum, |_| 0);
                 residency.write_succeeded(id, group, kept);
             }
