@@ -30,10 +30,13 @@ def main(command: list[str]) -> int:
         sys.exit("usage: python tools/aarch64.py COMMAND ...")
     installed = _has_target()
     tools, tree = PLACE / "bin", PLACE / "debian"
-    if not (tools / "zigcc").exists():
+    if not (tools / "maturin").exists():
         subprocess.run([sys.executable, "-m", "venv", str(PLACE)], check=True)
         subprocess.run([str(tools / "python"), "-m", "pip", "install", "--quiet", *PYTHON_PACKAGES], check=True)
-        _script(tools / "zigcc", f'exec {tools}/python -m ziglang cc -target aarch64-linux-gnu.2.28 "$@"')
+    # The crate cc names the target in its own way, which Zig does not know.
+    drop = 'for given; do shift; case "$given" in --target=*) ;; *) set -- "$@" "$given" ;; esac; done\n'
+    _script(tools / "zigcc", f'{drop}exec {tools}/python -m ziglang cc -target aarch64-linux-gnu.2.28 "$@"')
+    _script(tools / "zigar", f'exec {tools}/python -m ziglang ar "$@"')
     if not tree.exists():
         _unpack(RUNTIME if installed else RUNTIME + COMPILER, tree)
     (tools / "rustc").unlink(missing_ok=True)
@@ -46,6 +49,9 @@ def main(command: list[str]) -> int:
         "PATH": f"{tools}:{os.environ['PATH']}",
         f"{variables}_LINKER": str(tools / "zigcc"),
         f"{variables}_RUNNER": runner,
+        # For crates with C sources, such as that of the ciphers.
+        f"CC_{TARGET.replace('-', '_')}": str(tools / "zigcc"),
+        f"AR_{TARGET.replace('-', '_')}": str(tools / "zigar"),
         # For tests that start processes of their own.
         "UNDERCROFT_TEST_RUNNER": runner,
         # Two compilers do not share what they built.

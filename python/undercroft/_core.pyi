@@ -362,13 +362,13 @@ class Session:
 
     def take_events(
         self, restart: bool = False
-    ) -> tuple[bool, list[tuple[bool, bool, int, bytes, bytes | None]], bool] | None:
+    ) -> tuple[bool, list[tuple[bool, str, int, bytes, bytes | None]], bool] | None:
         """The changes in the tiers since the last call; None if there is no change.
 
         ``restart``: the caller has forgotten all earlier changes; every block in the tiers is reported again.
 
-        Returns whether all earlier changes are void, the changes (stored, on disk, group, hash, hash before), and
-        whether more changes can be taken at once.
+        Returns whether all earlier changes are void, the changes (stored, tier, group, hash, hash before; the
+        tiers are "host", "disk" and "remote"), and whether more changes can be taken at once.
         """
 
     def poll_saves(self) -> list[SaveGrant]:

@@ -14,7 +14,7 @@ from undercroft.connector.groups import Groups
 
 BLOCK = 16
 HASHES = [bytes([index]) * 32 for index in range(8)]
-Change = tuple[bool, bool, int, bytes, bytes | None]
+Change = tuple[bool, str, int, bytes, bytes | None]
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +53,12 @@ def request(blocks: int = 8, lora: Any = None) -> Any:
     )
 
 
-def stored(index: int, on_disk: bool = False, group: int = 0) -> Change:
-    return True, on_disk, group, HASHES[index], HASHES[index - 1] if index else None
+def stored(index: int, tier: str = "host", group: int = 0) -> Change:
+    return True, tier, group, HASHES[index], HASHES[index - 1] if index else None
 
 
-def removed(index: int, on_disk: bool = False) -> Change:
-    return False, on_disk, 0, HASHES[index], None
+def removed(index: int, tier: str = "host") -> Change:
+    return False, tier, 0, HASHES[index], None
 
 
 def test_a_chain_is_one_event_with_its_tokens() -> None:
@@ -99,7 +99,7 @@ def test_tokens_are_known_when_a_request_has_finished() -> None:
 
 def test_unknown_blocks_are_told_without_tokens() -> None:
     events, session = made()
-    session.told = [(False, [stored(0, on_disk=True), stored(1, on_disk=True)], True)]
+    session.told = [(False, [stored(0, tier="disk"), stored(1, tier="disk")], True)]
     (event,) = events.take()
     assert (event.token_ids, event.block_hashes, event.medium) == ([], HASHES[:2], "STORAGE")
     assert events.more
@@ -107,7 +107,7 @@ def test_unknown_blocks_are_told_without_tokens() -> None:
 
 def test_another_chain_tier_or_kind_of_change_is_another_event() -> None:
     events, session = made()
-    changes = [stored(0), stored(2), stored(2, on_disk=True), removed(5), removed(1), removed(1, on_disk=True)]
+    changes = [stored(0), stored(2), stored(2, tier="disk"), removed(5), removed(1), removed(1, tier="disk")]
     session.told = [(False, changes, False)]
     told = events.take()
     assert [(type(event), event.medium, len(event.block_hashes)) for event in told] == [

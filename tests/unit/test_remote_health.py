@@ -1,4 +1,4 @@
-"""What the log says of a remote store that fails."""
+"""What the log says of a remote store, and of one that fails."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from undercroft.config import UndercroftConfig
+from undercroft.connector.groups import GroupRegistration
 from undercroft.connector.health import RemoteHealth
 from undercroft.connector.identity import check_seed
+from undercroft.connector.remote_use import why_limited
 from undercroft.engine import start_line
 from undercroft.errors import ConfigError
 
@@ -53,6 +55,19 @@ def test_random_block_hashes_are_refused_with_a_remote_store() -> None:
     with pytest.raises(ConfigError, match=f"{URL}.*random.*PYTHONHASHSEED"):
         check_seed("a random seed", config, is_shared=False)
     check_seed("a random seed", UndercroftConfig.parse({}, {}), is_shared=False)
+
+
+def test_models_that_the_store_does_not_serve_in_full_are_told_so() -> None:
+    def said(*groups: tuple[str, int], dropped: int = 0) -> str | None:
+        registered = [GroupRegistration(kind, tokens, 4096 if tokens else 0, 0) for kind, tokens in groups]
+        return why_limited(registered, 16, dropped)
+
+    assert said(("full", 16)) is None
+    assert said(("full", 16), ("ignored", 0), dropped=16) is None
+    assert said(("full", 16), ("state", 1024)) is None
+    assert "no full attention" in (said(("sliding_window", 16), ("state", 16)) or "")
+    assert "after 65 blocks only" in (said(("full", 16), ("state", 1040)) or "")
+    assert "nothing is read" in (said(("full", 16), ("sliding_window", 16), dropped=16) or "")
 
 
 def test_the_start_line_names_the_store() -> None:

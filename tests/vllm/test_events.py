@@ -128,8 +128,8 @@ def content(running: Engine) -> Payloads:
     while more:
         _, changes, more = session.take_events(restart) or (False, [], False)
         restart = False
-        for stored, on_disk, group, block, _ in changes:
-            payload = (event_hash(block), group, "STORAGE" if on_disk else "CPU")
+        for stored, tier, group, block, _ in changes:
+            payload = (event_hash(block), group, "CPU" if tier == "host" else "STORAGE")
             found = found | {payload} if stored else found - {payload}
     return found
 

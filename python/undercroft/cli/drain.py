@@ -1,4 +1,4 @@
-"""``undercroft drain``: have a running engine write everything to disk and take nothing new, before maintenance."""
+"""``undercroft drain``: have a running engine write everything and take nothing new, before maintenance."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "drain",
         parents=[shared],
         help="prepare a running engine for maintenance",
-        description="From now on the engine begins no save and no read from disk, and writes the blocks that wait. "
-        "Hits in host memory are served. Waits until nothing is left to be written. A restart or --cancel ends that. "
-        "Exit code 1 if no engine answers, or the time is over.",
+        description="From now on the engine begins no save and no read from disk or from the remote store, and writes "
+        "the blocks that wait, to disk and to the remote store. Hits in host memory are served. Waits until nothing is "
+        "left to be written. A restart or --cancel ends that. Exit code 1 if no engine answers, or the time is over.",
         epilog="example: undercroft drain --timeout 120",
     )
     arguments.add_engine(parser, absolute_path)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.cancel:
         print("the engine saves and reads again")
     elif drained["clean"]:
-        print("drained: everything is on disk, and the engine begins no save and no read from disk")
+        print("drained: everything is written, and the engine begins no save and no read")
     elif over:
         raise output.CommandError("another undercroft drain --cancel has ended the draining")
     else:
@@ -56,4 +56,7 @@ def _is_over(said: dict[str, Any]) -> bool:
 
 def _line(said: dict[str, Any]) -> str:
     queued = format_size(said["queued_bytes"])
-    return f"{queued} wait to be written, {said['operations']} operations and {said['saves']} saves in progress"
+    line = f"{queued} wait to be written, {said['operations']} operations and {said['saves']} saves in progress"
+    if objects := said.get("remote_writes"):
+        line += f", {objects} objects not yet in the remote store"
+    return line

@@ -35,6 +35,7 @@ from undercroft.connector.hints import NO_HINTS, HintsOnly, NoHints, RequestHint
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed
 from undercroft.connector.recording import Recorder
+from undercroft.connector.remote_use import why_limited
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler import SchedulerConnector
 from undercroft.connector.shadow import Shadow
@@ -191,6 +192,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info(start_line(engine.info(), session.namespace, whose, tokens_in, index_bytes))
             if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
                 logger.warning("undercroft: the engine is shared, and its own options apply: %s", "; ".join(ignored))
+            limited = why_limited(registration, groups.engine_block_size, groups.dropped_tokens)
+            if config.remote and limited:
+                logger.warning("undercroft: %s (docs/remote.md)", limited)
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
             self._announce(engine)

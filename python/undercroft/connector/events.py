@@ -43,8 +43,8 @@ class _Source:
     session_id: str | None
 
 
-_Change = tuple[bool, bool, int, bytes, bytes | None]
-"""Stored or removed, on disk, the engine's group, the block's hash, and the one before."""
+_Change = tuple[bool, str, int, bytes, bytes | None]
+"""Stored or removed, tier ("host", "disk" or "remote"), the engine's group, the block's hash, and the one before."""
 _Place = tuple[_Source | None, int]
 """The request that a block's tokens are known of, and the engine's block in it."""
 _NOWHERE: _Place = (None, 0)
@@ -147,12 +147,12 @@ class Events:
 
     def event(self, first: _Change, hashes: Sequence[bytes], at: _Place) -> Any:
         """One event for a run of blocks that begins with ``first``, whose tokens are ``at``."""
-        stored, on_disk, engine_group, _, parent = first
+        stored, tier, engine_group, _, parent = first
         group = self._told[engine_group]
         place = {
-            "medium": compat.MEDIUM_STORAGE if on_disk else compat.MEDIUM_CPU,
+            "medium": compat.MEDIUM_CPU if tier == "host" else compat.MEDIUM_STORAGE,
             "group_idx": group.index,
-            "locality": "LOCAL",
+            "locality": "REMOTE" if tier == "remote" else "LOCAL",
             # No `ownership`: Dynamo's indexer ignores every event that names one.
         }
         names = [self._name(each) for each in hashes]

@@ -420,7 +420,7 @@ impl From<NamespaceSpec> for SessionSpec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockEvent {
     /// The tier.
-    pub tier: Tier,
+    pub tier: EventTier,
     /// Whether the payload has come; otherwise it has left.
     pub stored: bool,
     /// Index of the payload's group.
@@ -429,6 +429,26 @@ pub struct BlockEvent {
     pub hash: BlockHash,
     /// Hash of the block before; `None` for the first block of a prompt, and for a payload that has left.
     pub parent: Option<BlockHash>,
+}
+
+/// Where the payload of an event is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventTier {
+    /// In host memory.
+    Host,
+    /// On disk.
+    Disk,
+    /// In the remote store, by all that this engine knows.
+    Remote,
+}
+
+impl From<Tier> for EventTier {
+    fn from(tier: Tier) -> Self {
+        match tier {
+            Tier::Host => Self::Host,
+            Tier::Disk => Self::Disk,
+        }
+    }
 }
 
 /// The changes in the tiers, in their order.

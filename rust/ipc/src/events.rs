@@ -3,12 +3,12 @@
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serializer};
-use undercroft_core::forest::Tier;
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::BlockEvent;
+use undercroft_core::session::{BlockEvent, EventTier};
 
 const STORED: u8 = 1;
 const ON_DISK: u8 = 2;
+const IN_REMOTE: u8 = 4;
 
 pub(crate) fn serialize<S: Serializer>(
     events: &[BlockEvent],
@@ -17,7 +17,11 @@ pub(crate) fn serialize<S: Serializer>(
     let mut bytes = Vec::with_capacity(events.len() * 68);
     for event in events {
         let stored = if event.stored { STORED } else { 0 };
-        let tier = if event.tier == Tier::Disk { ON_DISK } else { 0 };
+        let tier = match event.tier {
+            EventTier::Host => 0,
+            EventTier::Disk => ON_DISK,
+            EventTier::Remote => IN_REMOTE,
+        };
         bytes.extend([stored | tier, event.group]);
         append(&mut bytes, event.hash.as_bytes());
         append(
@@ -49,20 +53,19 @@ pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
 fn first(bytes: &mut &[u8]) -> Option<BlockEvent> {
     let flags = *bytes.split_off_first()?;
     let group = *bytes.split_off_first()?;
-    if flags & !(STORED | ON_DISK) != 0 {
-        return None;
-    }
+    let tier = match flags & !STORED {
+        0 => EventTier::Host,
+        ON_DISK => EventTier::Disk,
+        IN_REMOTE => EventTier::Remote,
+        _ => return None,
+    };
     let hash = BlockHash::new(hash_bytes(bytes)?)?;
     let parent = match hash_bytes(bytes)? {
         [] => None,
         parent => Some(BlockHash::new(parent)?),
     };
     Some(BlockEvent {
-        tier: if flags & ON_DISK == 0 {
-            Tier::Host
-        } else {
-            Tier::Disk
-        },
+        tier,
         stored: flags & STORED != 0,
         group,
         hash,

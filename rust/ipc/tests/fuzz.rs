@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use undercroft_core::explain::{ExplainQuery, Reason};
-use undercroft_core::forest::Tier;
 use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
-    ArenaOffset, BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
+    ArenaOffset, BlockEvent, EventTier, Extent, Offer, Priority, PromotionWait, SessionToken, Step,
+    Tokens,
 };
 use undercroft_ipc::Operation;
 use undercroft_ipc::frame::{self, FrameKind};
@@ -27,10 +27,10 @@ fn corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus")
 }
 
-fn event(stored: bool) -> BlockEvent {
+fn event(tier: EventTier, stored: bool) -> BlockEvent {
     let hash = |byte| BlockHash::new(&[byte; 32]);
     BlockEvent {
-        tier: if stored { Tier::Disk } else { Tier::Host },
+        tier,
         stored,
         group: 3,
         hash: hash(1).unwrap(),
@@ -187,7 +187,11 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         ServerMessage::Events {
             cleared: true,
             more: false,
-            events: vec![event(true), event(false)],
+            events: vec![
+                event(EventTier::Disk, true),
+                event(EventTier::Host, false),
+                event(EventTier::Remote, true),
+            ],
         },
         ServerMessage::Status {
             json: "{}".to_owned(),

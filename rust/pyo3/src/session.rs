@@ -5,10 +5,10 @@ use std::sync::Arc;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
-use undercroft_core::forest::Tier;
 use undercroft_core::hint::{Hint, HintAnswer, HintRequest};
 use undercroft_core::session::{
-    BlockEvent, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step, Tokens, TransferId,
+    BlockEvent, EventTier, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step, Tokens,
+    TransferId,
 };
 
 use crate::hashes::Hashes;
@@ -196,8 +196,8 @@ impl PySession {
         })
     }
 
-    /// The changes in the tiers since the last call: whether all earlier changes are void, the changes (stored, on
-    /// disk, group, hash, hash before), and whether more changes can be taken at once. None if there is no change.
+    /// The changes in the tiers since the last call: whether all earlier changes are void, the changes (stored,
+    /// tier, group, hash, hash before), and whether more changes can be taken at once. None if there is no change.
     /// `restart`: the caller has forgotten all earlier changes; every block in the tiers is reported again.
     #[pyo3(signature = (restart = false))]
     fn take_events<'py>(
@@ -214,8 +214,12 @@ impl PySession {
             let parent = event
                 .parent
                 .map(|parent| PyBytes::new(py, parent.as_bytes()));
-            let on_disk = event.tier == Tier::Disk;
-            (event.stored, on_disk, event.group, hash, parent).into_pyobject(py)
+            let tier = match event.tier {
+                EventTier::Host => "host",
+                EventTier::Disk => "disk",
+                EventTier::Remote => "remote",
+            };
+            (event.stored, tier, event.group, hash, parent).into_pyobject(py)
         };
         let events: Vec<Bound<'py, PyTuple>> =
             taken.events.iter().map(one).collect::<PyResult<_>>()?;

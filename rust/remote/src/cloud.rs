@@ -8,14 +8,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::{StreamExt, TryStreamExt};
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
-use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::{HttpError, HttpErrorKind};
-use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::path::Path;
 use object_store::{
-    ClientConfigKey, GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode,
-    PutOptions, PutPayload, RetryConfig,
+    GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
 };
 use tokio::runtime::{Builder, Runtime};
 use undercroft_core::remote::RemoteError;
@@ -23,10 +19,12 @@ use undercroft_core::remote::RemoteError;
 use crate::Options;
 use crate::body::Body;
 use crate::directory::seconds_between;
-use crate::location::{Location, LocationError, Scheme};
+use crate::location::{Location, LocationError};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
+use client::{ROLES, client, credentials};
 
+mod client;
 mod profile;
 
 /// Calls at a time: gets of 16 MiB fill a fast network, and a slow one takes no more.
@@ -313,91 +311,8 @@ impl Objects for CloudStore {
     }
 }
 
-/// Where a machine asks for the credentials of its role.
-const ROLES: [&str; 3] = [
-    "metadata.google.internal",
-    "169.254.169.254",
-    "169.254.170.2",
-];
-
-/// How the credentials of a kind of store are given.
-fn credentials(scheme: Scheme) -> &'static str {
-    match scheme {
-        Scheme::Gs => {
-            "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account's key, or give the instance a service \
-             account, that may read, write, list and delete objects below the prefix"
-        }
-        Scheme::Az => {
-            "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY (base64) or an identity of the instance, that \
-             may read, write, list and delete blobs below the prefix"
-        }
-        _ => {
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the pod or the instance a role, \
-             that may read, write, list and delete objects below the prefix; set AWS_REGION"
-        }
-    }
-}
-
 /// The detail of the error that an object of that name exists.
 const ALREADY_THERE: &str = "an object of that name exists";
-
-/// The client of a store. Everything but the bucket comes from the environment, from files, or from the machine's role.
-fn client(
-    location: &Location,
-) -> std::result::Result<(&'static str, Arc<dyn ObjectStore>), LocationError> {
-    // The limits are this module's own.
-    let options = [
-        (ClientConfigKey::ConnectTimeout, "1 second"),
-        (ClientConfigKey::Timeout, "120 seconds"),
-        (ClientConfigKey::ReadTimeout, "120 seconds"),
-        (ClientConfigKey::PoolIdleTimeout, "20 seconds"),
-    ];
-    let no_retry = RetryConfig {
-        max_retries: 0,
-        ..RetryConfig::default()
-    };
-    let bucket = location.host.as_str();
-    let advice = |error: object_store::Error| {
-        let remedy = credentials(location.scheme);
-        location.refused(format_args!("{error}; {remedy}"))
-    };
-    match location.scheme {
-        Scheme::Gs => {
-            let mut builder = GoogleCloudStorageBuilder::from_env()
-                .with_bucket_name(bucket)
-                .with_retry(no_retry);
-            for (key, value) in options {
-                builder = builder.with_config(GoogleConfigKey::Client(key), value);
-            }
-            let store = builder.build();
-            let store = store.map_err(advice)?;
-            Ok(("gs", Arc::new(store)))
-        }
-        Scheme::Az => {
-            let mut builder = MicrosoftAzureBuilder::from_env()
-                .with_container_name(bucket)
-                .with_retry(no_retry);
-            for (key, value) in options {
-                builder = builder.with_config(AzureConfigKey::Client(key), value);
-            }
-            let store = builder.build();
-            let store = store.map_err(advice)?;
-            Ok(("az", Arc::new(store)))
-        }
-        _ => {
-            let mut builder = profile::complete(AmazonS3Builder::from_env())
-                .with_bucket_name(bucket)
-                .with_unsigned_payload(true)
-                .with_retry(no_retry);
-            for (key, value) in options {
-                builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
-            }
-            let store = builder.build();
-            let store = store.map_err(advice)?;
-            Ok(("s3", Arc::new(store)))
-        }
-    }
-}
 
 fn whole_seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH)

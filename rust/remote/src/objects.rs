@@ -118,7 +118,8 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()>;
 
     /// Removes the objects that are still as old as the list said; an object that was written since stays. Returns
-    /// which objects this call has removed, in the order of `entries`.
+    /// which objects this call has removed, in the order of `entries`. S3 names an object in the answers of both of two
+    /// calls at once.
     ///
     /// # Errors
     /// If the store fails; some may be removed.

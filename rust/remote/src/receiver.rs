@@ -20,6 +20,9 @@ use crate::sealed::{Unsealing, sealed};
 /// A file is read in pieces of this size in bytes: its checksum is computed while a piece is in the processor's cache.
 const PIECE: u64 = 512 << 10;
 
+/// Bytes that have come are copied in pieces of this size, for the same reason.
+const COPIED: u64 = 128 << 10;
+
 /// Takes the bytes of one object, in order.
 #[derive(Debug)]
 pub struct Receiver<'a> {
@@ -321,7 +324,9 @@ impl Segment<'_> {
                 break;
             }
             let done = at - start;
-            let count = (u64::from(part.len) - done).min(bytes.len() as u64);
+            let count = (u64::from(part.len) - done)
+                .min(bytes.len() as u64)
+                .min(COPIED);
             let (ours, rest) = bytes.split_at(count as usize);
             match &mut self.unsealing {
                 Some(unsealing) => unsealing.take(ours),

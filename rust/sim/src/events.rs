@@ -77,7 +77,11 @@ impl World {
                 }
             }
             let client = &self.sessions[session];
-            let there = self.engine.uncounted(|engine| engine.announced(client.id));
+            let there = self.engine.uncounted(|engine| {
+                let mut there = engine.announced(client.id);
+                there.extend(engine.announced_remote(client.id));
+                there
+            });
             let there: HashSet<_> = there.iter().map(key).collect();
             let known = &client.router.payloads;
             if !client.router.is_complete || *known != there {

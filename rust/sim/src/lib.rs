@@ -23,6 +23,8 @@
 //! - memory and space that the system gets back are of no payload, and a tier has the size that an operator set when all
 //!   that was in use has been left;
 //! - an engine that drains begins no save and no promotion, and comes to rest;
+//! - the objects of a remote store, which outlive the engine that wrote them and are late, lost, changed and exchanged, are
+//!   used only where they are what was asked for; no operation of the store outlasts the engine's end;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -42,6 +44,7 @@ mod namespaces;
 mod operator;
 mod participants;
 mod random;
+mod remote;
 mod sealed;
 mod settings;
 mod shared;
@@ -65,6 +68,14 @@ pub struct Stats {
     pub blocks_checked: u64,
     /// Payloads read from disk.
     pub disk_reads: u64,
+    /// Starts on a host with empty directories.
+    pub moves: u64,
+    /// Objects read from the remote store.
+    pub remote_gets: u64,
+    /// Tokens of loads that came from there.
+    pub remote_tokens: u64,
+    /// Objects that were not what their names say.
+    pub remote_corrupt: u64,
     /// Payloads saved.
     pub blocks_saved: u64,
     /// Payloads evicted from the arena.
@@ -143,6 +154,10 @@ impl Stats {
         self.hits += other.hits;
         self.blocks_checked += other.blocks_checked;
         self.disk_reads += other.disk_reads;
+        self.moves += other.moves;
+        self.remote_gets += other.remote_gets;
+        self.remote_tokens += other.remote_tokens;
+        self.remote_corrupt += other.remote_corrupt;
         self.blocks_saved += other.blocks_saved;
         self.evictions += other.evictions;
         self.moved_runs += other.moved_runs;

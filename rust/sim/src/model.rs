@@ -31,6 +31,8 @@ pub(crate) struct Model {
     pub(crate) private: bool,
     /// Payloads saved under the present weights.
     pub(crate) stored: HashSet<SavedPayload>,
+    /// How often the engine has lost all of them by an order.
+    pub(crate) losses: u64,
     /// When a session of it was opened or closed last in this life of the engine: a number of such an event.
     pub(crate) used: Option<u64>,
 }
@@ -120,6 +122,7 @@ impl Model {
             must_reset: false,
             private: false,
             stored: HashSet::new(),
+            losses: 0,
             used: None,
         }
     }
@@ -135,6 +138,7 @@ impl Model {
             must_reset: false,
             private: true,
             stored: HashSet::new(),
+            losses: 0,
             used: None,
         }
     }

@@ -133,6 +133,7 @@ impl World {
 
     pub(crate) fn forget(&mut self, namespace: usize) {
         self.models[namespace].stored.clear();
+        self.models[namespace].losses += 1;
         // A session that has parted with it may be saving there still: saves that end after this are kept nowhere.
         for save in self.sessions.iter_mut().flat_map(|of| &mut of.saves) {
             let mut blocks = save.blocks.iter();

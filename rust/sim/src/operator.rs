@@ -5,6 +5,7 @@ use undercroft_core::engine::{
 };
 
 use crate::arena::Hand;
+use crate::remote::SimRemote;
 use crate::world::World;
 
 /// More turns than a pass over all nodes takes.
@@ -174,7 +175,8 @@ impl World {
     pub(crate) fn check_drained(&mut self) -> Result<(), String> {
         let drained = self.engine.with(|engine| engine.drained());
         let writes = self.engine.with(|engine| engine.has_operations());
-        if drained.clean && (writes || drained.queued_bytes > 0) {
+        let puts = self.remote.as_ref().map_or(0, SimRemote::puts_in_flight);
+        if drained.clean && (writes || drained.queued_bytes > 0 || puts > 0) {
             return Err(format!("clean, and at work: {drained:?}"));
         }
         Ok(())

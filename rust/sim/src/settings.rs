@@ -154,6 +154,9 @@ impl Settings {
         } else {
             0
         };
+        if !roomy {
+            engine.remote = crate::remote::config(random);
+        }
         let settings = Self {
             tells_depth: random.chance(700),
             hangs,

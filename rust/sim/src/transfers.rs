@@ -136,6 +136,8 @@ impl World {
             of.tokens.min(of.saved_tokens + more)
         };
         let offers = self.offers(session, tokens);
+        let namespace = self.sessions[session].namespace;
+        let losses = self.models[namespace].losses;
         let blocks = if self.random.chance(500) {
             self.save_by_steps(session, request, tokens, &offers)?
         } else {
@@ -155,7 +157,8 @@ impl World {
             id,
             blocks,
             filled: 0,
-            lost: false,
+            // Another session's reset between two steps.
+            lost: self.models[namespace].losses > losses,
         });
         Ok(())
     }

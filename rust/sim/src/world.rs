@@ -17,6 +17,7 @@ use crate::hints::SimPins;
 use crate::model::{Model, Prompts};
 use crate::participants::SimClient;
 use crate::random::Random;
+use crate::remote::SimRemote;
 use crate::settings::Settings;
 use crate::shared::{SharedEngine, UNITS_MAX};
 
@@ -77,6 +78,7 @@ pub(crate) struct World {
     pub(crate) engine: Arc<SharedEngine>,
     pub(crate) arena: SimArena,
     pub(crate) disks: Disks,
+    pub(crate) remote: Option<SimRemote>,
     /// Checksums that are being computed.
     pub(crate) checksums: Vec<ChecksumRequest>,
     pub(crate) models: Vec<Model>,
@@ -102,6 +104,11 @@ impl World {
             engine: SharedEngine::new(Engine::new(settings.engine.clone())),
             arena: SimArena::new(settings.engine.host_bytes),
             disks: Disks::new(devices, settings.depth, settings.latency_ns),
+            remote: settings
+                .engine
+                .remote
+                .as_ref()
+                .map(|_| SimRemote::new(&mut random)),
             checksums: Vec::new(),
             models,
             prompts: Prompts::default(),
@@ -145,6 +152,9 @@ impl World {
             }
             let counters = self.engine.with(|engine| *engine.counters());
             self.log.stats.disk_reads += counters.disk_reads;
+            self.log.stats.remote_gets += counters.remote_gets;
+            self.log.stats.remote_tokens += counters.remote_hit_tokens;
+            self.log.stats.remote_corrupt += counters.remote_corrupt;
             self.log.stats.evictions += counters.host_evictions;
             let moves = self.engine.with(|engine| engine.moves());
             self.log.stats.moved_runs += moves.runs;
@@ -177,6 +187,9 @@ impl World {
         self.checksums.clear();
         self.arena.abandon();
         self.leave_and_come_back();
+        if self.remote.is_some() && self.random.chance(300) {
+            self.move_to_another_host();
+        }
         self.disks.absent.clear();
         self.lose_some();
         self.tamper();
@@ -187,6 +200,7 @@ impl World {
         }
         let images = self.disks.images();
         let recovery = self.engine.uncounted(|engine| engine.attach_disks(images));
+        self.engine.with(Engine::attach_remote);
         self.note(|| format!("start: {recovery:?}"));
         self.log.stats.recovered += recovery.blocks;
         let blocks = self.engine.with(|engine| engine.gauges().disk_blocks);
@@ -238,6 +252,20 @@ impl World {
         }
     }
 
+    /// The next engine runs on another host: it shares the remote store with the last one, and nothing else.
+    fn move_to_another_host(&mut self) {
+        let is_encrypted = self.settings.encrypted;
+        for (device, &size) in self.disks.devices.iter_mut().zip(&self.settings.devices) {
+            *device = SimDevice::new(size, is_encrypted);
+        }
+        self.history.stale.clear();
+        self.history.roomy_broken = true;
+        self.history.left_on_disk = None;
+        self.history.kept_namespaces.clear();
+        self.log.stats.moves += 1;
+        self.note(|| "another host".to_owned());
+    }
+
     /// The operator changes the capacity of a directory.
     fn resize(&mut self) {
         if self.disks.devices.is_empty() {
@@ -259,6 +287,9 @@ impl World {
             self.note(|| format!("device {device} hangs: {hangs}"));
         }
         self.open_late();
+        if self.remote.is_some() && self.random.chance(300) {
+            self.remote_turn()?;
+        }
         match self.random.below(100) {
             0..=19 => self.start_io(),
             20..=44 => self.end_io(),
@@ -408,6 +439,9 @@ impl World {
         self.log.stats.crashes += 1;
         self.log.stats.power_losses += u64::from(power_loss);
         self.disks.crash(power_loss, &self.arena, &mut self.random);
+        if let Some(remote) = &mut self.remote {
+            remote.crash(&self.arena, &mut self.random);
+        }
         self.history.roomy_broken = true;
         self.history.left_on_disk = None;
         self.history.kept_namespaces.clear();
@@ -427,12 +461,17 @@ impl World {
             self.close_session(session)?;
         }
         self.disks.heal(self.clock.now_ns);
+        let now_ns = self.clock.now_ns;
+        let faults = self.remote.as_mut().map(|remote| remote.heal(now_ns));
         self.engine.with(|engine| engine.drain(false));
         self.end_pins()?;
         let mut rounds = 0;
-        let rests = |engine: &mut Engine| engine.is_quiet() && !engine.has_rest();
+        let rests = |engine: &mut Engine| {
+            engine.is_quiet() && !engine.has_rest() && !engine.has_remote_work()
+        };
         while !self.engine.with(rests) || self.disks.in_flight() > 0 {
             self.start_io()?;
+            self.remote_turn()?;
             if self.disks.in_flight() == 0 {
                 // Writes pause after failures, and the write budget accrues.
                 self.set_now(self.clock.now_ns + SECOND);
@@ -454,6 +493,10 @@ impl World {
         }
         self.check_resized()?;
         self.check_drained()?;
+        self.check_remote()?;
+        if let (Some(remote), Some(faults)) = (&mut self.remote, faults) {
+            remote.faults = faults;
+        }
         self.check()?;
         self.nothing_is_left()?;
         for namespace in self.history.undurable.drain(..) {
@@ -476,8 +519,9 @@ impl World {
                 return Ok(());
             }
             self.start_io()?;
+            self.remote_turn()?;
             self.sum()?;
-            match self.disks.next_due_ns() {
+            match self.disks.next_due_ns().filter(|_| self.remote.is_none()) {
                 Some(due) => self.set_now(self.clock.now_ns.max(due)),
                 None => self.set_now(self.clock.now_ns + self.settings.engine.stall_ns + 1),
             }

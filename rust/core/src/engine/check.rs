@@ -53,6 +53,22 @@ impl Engine {
         state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
     }
 
+    /// The blocks that the remote store is known to have: the events of it that such a session has been told.
+    pub fn announced_remote(&self, session: SessionId) -> Vec<BlockEvent> {
+        let state = self.sessions.get(session);
+        let remote = self.remote.as_deref();
+        let known = state.zip(remote);
+        known.map_or_else(Vec::new, |(state, remote)| {
+            remote.known_blocks(state.ns, &self.namespaces)
+        })
+    }
+
+    /// Whether a request waits for objects of the remote store.
+    pub fn awaits_objects(&self, session: SessionId, request: &str) -> bool {
+        let state = self.sessions.request(session, request);
+        state.is_some_and(|state| state.remote.flight.is_some())
+    }
+
     /// Payloads that a restart would find: those whose whole chain is on disk.
     pub fn durable_blocks(&self) -> u64 {
         self.residency.durable_blocks()

@@ -1,14 +1,16 @@
-//! An engine that drains, before maintenance: it begins no save and no promotion, and writes its queue to disk.
+//! An engine that drains, before maintenance: it begins no save and no read, and writes what waits to disk and to
+//! the remote store.
 
 use serde::Serialize;
 
 use super::coordinator::Engine;
+use super::remote::Remote;
 use crate::explain::Reason;
 
 /// How far an engine has drained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Drained {
-    /// No save and no promotion begins.
+    /// No save begins, and no read from disk or from the remote store.
     pub draining: bool,
     /// Saves that began before, and have not ended.
     pub saves: u64,
@@ -16,7 +18,9 @@ pub struct Drained {
     pub queued_bytes: u64,
     /// Reads and writes that the devices have.
     pub operations: u64,
-    /// Nothing is left to be written.
+    /// Objects that wait to be written to the remote store, or are being written.
+    pub remote_writes: u64,
+    /// Nothing is left to be written, to disk or to the remote store, and nothing more comes from there.
     pub clean: bool,
 }
 
@@ -41,12 +45,17 @@ impl Engine {
     /// How far the engine has drained.
     pub fn drained(&self) -> Drained {
         let saves = self.sessions.all_transfers().saves;
+        let remote = self.remote.as_deref();
+        let remote_writes = remote.map_or(0, Remote::unwritten);
+        let is_reading = remote.is_some_and(Remote::is_reading);
+        let is_written = saves == 0 && remote_writes == 0 && self.is_quiet() && !self.has_rest();
         Drained {
             draining: self.draining,
             saves,
             queued_bytes: self.residency.queued_bytes(),
             operations: self.operations.len() as u64,
-            clean: self.draining && saves == 0 && self.is_quiet() && !self.has_rest(),
+            remote_writes,
+            clean: self.draining && is_written && !is_reading,
         }
     }
 }

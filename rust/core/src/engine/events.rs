@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use hashbrown::HashSet;
 
 use crate::forest::{NONE, NodeId, NsId};
+use crate::key::NamespaceDigest;
 use crate::session::{BlockEvent, BlockEvents};
 
 use super::coordinator::Engine;
@@ -24,10 +25,14 @@ pub(super) const EVENTS_MAX: usize = 512;
 pub(super) struct Feed {
     session: SessionId,
     pub(super) ns: NsId,
+    /// Of the namespace in the remote store; `None` if it is private. A new life of the namespace keeps it.
+    digest: Option<NamespaceDigest>,
     ring: VecDeque<BlockEvent>,
     /// Events were dropped, or the session has another namespace: all payloads are told anew.
     is_stale: bool,
     pub(super) replay: Replay,
+    /// The number of the first block in the remote store that was not told; `u64::MAX` if all were.
+    remote_next: u64,
 }
 
 /// How far a replay has come, in the order of the nodes' ids; a node's ancestors are told before it.
@@ -56,14 +61,30 @@ impl Replay {
 }
 
 impl Feed {
-    fn new(session: SessionId, ns: NsId) -> Self {
+    fn new(session: SessionId, ns: NsId, digest: Option<NamespaceDigest>) -> Self {
         Self {
             session,
             ns,
+            digest,
             ring: VecDeque::new(),
             is_stale: false,
             replay: Replay::default(),
+            remote_next: 0,
         }
+    }
+
+    fn push(&mut self, event: BlockEvent, capacity: usize) {
+        if self.ring.len() >= capacity {
+            self.is_stale = true;
+            self.ring = VecDeque::new();
+        } else {
+            self.ring.push_back(event);
+        }
+    }
+
+    /// Whether all payloads that were there have been told.
+    fn is_told(&self) -> bool {
+        self.replay.is_done() && self.remote_next == u64::MAX
     }
 }
 
@@ -93,11 +114,16 @@ impl Feeds {
             if feed.ns != ns || feed.is_stale || !feed.replay.has_told(id) {
                 continue;
             }
-            if feed.ring.len() >= self.capacity {
-                feed.is_stale = true;
-                feed.ring = VecDeque::new();
-            } else {
-                feed.ring.push_back(event);
+            feed.push(event, self.capacity);
+        }
+    }
+
+    /// Notes a change of a block in the remote store, for those that have been told of its number.
+    pub(super) fn note_remote(&mut self, digest: &NamespaceDigest, number: u64, event: BlockEvent) {
+        for feed in &mut self.feeds {
+            let is_of = feed.digest.as_ref() == Some(digest);
+            if is_of && !feed.is_stale && number < feed.remote_next {
+                feed.push(event, self.capacity);
             }
         }
     }
@@ -108,20 +134,25 @@ impl Feeds {
 
     /// The feed of a session whose namespace is `ns`, and the next events of its ring. A session without a feed gets
     /// one. `restart` begins it anew, for a client that has forgotten the events.
-    fn take(&mut self, session: SessionId, ns: NsId, restart: bool) -> (usize, BlockEvents) {
+    fn take(
+        &mut self,
+        session: SessionId,
+        (ns, digest): (NsId, Option<NamespaceDigest>),
+        restart: bool,
+    ) -> (usize, BlockEvents) {
         let known = self.feeds.iter().position(|feed| feed.session == session);
         let index = known.unwrap_or_else(|| {
-            self.feeds.push(Feed::new(session, ns));
+            self.feeds.push(Feed::new(session, ns, digest));
             self.feeds.len() - 1
         });
         let feed = &mut self.feeds[index];
         let cleared = !restart && (feed.is_stale || feed.ns != ns);
         if cleared || restart {
-            *feed = Feed::new(session, ns);
+            *feed = Feed::new(session, ns, digest);
         }
         let count = feed.ring.len().min(EVENTS_MAX);
         let events = feed.ring.drain(..count).collect();
-        let more = !feed.ring.is_empty() || !feed.replay.is_done();
+        let more = !feed.ring.is_empty() || !feed.is_told();
         let taken = BlockEvents {
             cleared,
             events,
@@ -139,16 +170,26 @@ impl Engine {
         let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
             return BlockEvents::default();
         };
-        let (index, mut taken) = self.residency.feeds.take(session, ns, restart);
+        let digest = *self.namespaces.digest(ns);
+        let digest = (!self.namespaces.is_private(ns)).then_some(digest);
+        let of = (ns, digest);
+        let (index, mut taken) = self.residency.feeds.take(session, of, restart);
         let feed = &mut self.residency.feeds.feeds[index];
         // A node told by the replay may have the hash of one whose removal is in the ring.
-        if feed.ring.is_empty() && !feed.replay.is_done() {
+        if !feed.ring.is_empty() {
+            return taken;
+        }
+        if !feed.replay.is_done() {
             let mut replay = std::mem::take(&mut feed.replay);
             self.residency
                 .step_replay(ns, &mut replay, &mut taken.events);
-            taken.more = !replay.is_done();
             self.residency.feeds.feeds[index].replay = replay;
+        } else if feed.remote_next != u64::MAX {
+            let from = feed.remote_next;
+            let next = self.replay_remote(ns, from, &mut taken.events);
+            self.residency.feeds.feeds[index].remote_next = next;
         }
+        taken.more = !self.residency.feeds.feeds[index].is_told();
         taken
     }
 
@@ -158,7 +199,7 @@ impl Engine {
         let feed = feeds.find(|feed| feed.session == session);
         let ns = self.sessions.get(session).map(|state| state.ns);
         feed.is_none_or(|feed| {
-            !feed.ring.is_empty() || feed.is_stale || Some(feed.ns) != ns || !feed.replay.is_done()
+            !feed.ring.is_empty() || feed.is_stale || Some(feed.ns) != ns || !feed.is_told()
         })
     }
 }

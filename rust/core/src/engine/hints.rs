@@ -262,7 +262,9 @@ impl Engine {
             let request = self.sessions.requests.get(id);
             let ns = self.sessions.get(session).map(|state| state.ns);
             let waits = |request: &RequestState| {
-                let of_remote = ns.is_some_and(|ns| self.waits_for_flight(request, ns));
+                let of_remote = ns.is_some_and(|ns| {
+                    self.waits_for_flight(request, ns, Tokens(request.planned.computed))
+                });
                 request.promotions.active.is_some() || of_remote
             };
             match request.map(waits) {

@@ -137,7 +137,7 @@ impl Engine {
             };
             cursor.unread = self.unless_draining(unread);
             cursor.may_promote = cursor.unread == Reason::Complete;
-            cursor.awaits_remote = !self.draining && self.awaits_remote(id, ns, request);
+            cursor.awaits_remote = self.awaits_remote(id, ns, request);
         }
         let was_touched = self.sessions.requests[id].touched;
         let found = self.look_up_now(id, ns, request, cursor)?;
@@ -323,6 +323,11 @@ impl Engine {
             .0
             .min(tokens_of(request.hashes.len(), hash_block_size));
         let state = &mut self.sessions.requests[id];
+        // A wait for the remote store goes by the prompt as it was when the wait began.
+        let end = match cursor.awaits_remote {
+            true => state.planned.end,
+            false => end,
+        };
         state.planned.note(request.computed.0, end);
         let residency = &self.residency;
         // The shallowest node that is in the index and not visible.

@@ -21,7 +21,7 @@ impl Engine {
         let state = self.sessions.request(session, request)?;
         let is_promoting = state.promotions.active.is_some();
         let is_pending = match priority {
-            Priority::Prefetch => is_promoting || self.waits_for_flight(state, ns),
+            Priority::Prefetch => is_promoting || self.waits_for_flight(state, ns, computed),
             Priority::Demand => {
                 let gain = self.promised(state, ns, 0).saturating_sub(computed.0);
                 // With more on the device, computing may serve the request, too: its wait is weighed from then on.
@@ -31,7 +31,7 @@ impl Engine {
                 waits
                     && match is_promoting {
                         true => gain > 0 && !self.is_late(state, gain),
-                        false => self.waits_for_flight(state, ns),
+                        false => self.waits_for_flight(state, ns, computed),
                     }
             }
         };
@@ -54,7 +54,9 @@ impl Engine {
         ns.zip(state).is_some_and(|(ns, state)| {
             let gain = self.promised(state, ns, 0);
             let is_promoting = state.promotions.active.is_some() && !self.is_late(state, gain);
-            !state.failed && (is_promoting || self.waits_for_flight(state, ns))
+            !state.failed
+                && (is_promoting
+                    || self.waits_for_flight(state, ns, Tokens(state.planned.computed)))
         })
     }
 }

@@ -13,9 +13,9 @@ use super::sessions::{LoadPromise, SessionId};
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Planned {
     /// Tokens that the device holds.
-    computed: u32,
+    pub(super) computed: u32,
     /// Tokens of the prompt.
-    end: u32,
+    pub(super) end: u32,
     /// Tokens that vLLM computes before it.
     pub(super) queued: u32,
     /// A hit of fewer tokens, with those on the device, does not serve the request.
@@ -201,13 +201,8 @@ impl Engine {
         let ends = (arrived, boundary, size);
         let waited_ns = self.now_ns - demanded_ns;
         let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
-        Some((stop, boundary - arrived.clamp(prompt.computed, boundary)))
-    }
-
-    /// The tokens that a hit of so many hash blocks adds to those that the device holds.
-    pub(super) fn gain_of(&self, state: &RequestState, depth: u32) -> u32 {
-        let tokens = depth * self.hash_block_size_of(state);
-        tokens.saturating_sub(state.planned.computed)
+        let from = prompt.computed.min(boundary);
+        Some((stop, boundary - arrived.clamp(from, boundary)))
     }
 
     /// Hash blocks that a hit could have now, if the promotion ended.

@@ -121,7 +121,7 @@ impl Engine {
         Ok(self.resized())
     }
 
-    /// Promotions and pins have the same part of the arena as before.
+    /// Promotions, pins and the remote store have the same part of the arena as before.
     fn set_budgets(&mut self, host_bytes: u64) {
         let part = |of: u64| {
             let part =
@@ -134,6 +134,9 @@ impl Engine {
         );
         self.promotions.set_budget(promotions);
         self.pins.set_budget(pins);
+        if let Some(remote) = &mut self.remote {
+            remote.set_budgets(host_bytes, promotions);
+        }
     }
 
     /// The sizes now.

@@ -3,9 +3,8 @@
 use std::collections::HashSet;
 use std::time::Instant;
 
-use undercroft_core::forest::Tier;
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::Session;
+use undercroft_core::session::{EventTier, Session};
 
 use crate::rig::{ARENA_BLOCKS, Implementation, PATIENCE, SessionRig, full, hashes, until};
 
@@ -28,7 +27,7 @@ impl Router {
                 self.cleared += 1;
             }
             for event in told.events {
-                let payload = (event.hash, event.tier == Tier::Disk);
+                let payload = (event.hash, event.tier == EventTier::Disk);
                 let changed = if event.stored {
                     self.parents.push(event.parent);
                     self.known.insert(payload)

@@ -218,6 +218,7 @@ impl Helper {
 
     /// A thread: passes answers on until the process has ended.
     fn read(&self, socket: UnixStream) {
+        use RemoteError::{Full, NotFound};
         for line in BufReader::new(socket)
             .lines()
             .map_while(std::io::Result::ok)
@@ -234,10 +235,11 @@ impl Helper {
             let Some(mut pending) = state.pending.remove(&answer.id) else {
                 break;
             };
-            let has_failed = answer
+            // Without an object, or without room for one, no transfer was begun.
+            let may_come = answer
                 .error()
-                .is_some_and(|error| error.kind != RemoteError::NotFound);
-            if has_failed {
+                .is_some_and(|error| !matches!(error.kind, NotFound | Full));
+            if may_come {
                 state.held.extend(pending.slot.take());
             }
             // Who asked may have gone.

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use undercroft_core::remote::RemoteError;
-use undercroft_remote::{Health, Location, Options};
+use undercroft_remote::{Body, Health, Location, Options};
 
 use crate::child::{child, url_of_parent};
 use crate::rig::{Rig, Segment, s3_url};
@@ -58,6 +58,24 @@ fn two_that_collect_at_once_keep_the_limit_under_load() {
     let objects = undercroft_remote::open(&location, Options::default()).unwrap();
     let [min_age, inexact, time] = [4, 2, 12].map(Duration::from_secs);
     crate::collecting::stays_within_its_limit_under_load(&*objects, min_age, inexact, time);
+}
+
+#[test]
+fn several_that_remove_an_object_at_once_all_succeed() {
+    let Some(url) = url() else { return };
+    let location = Location::parse(&url).unwrap();
+    let objects = &undercroft_remote::open(&location, Options::default()).unwrap();
+    let paths = &["1/removed".to_owned()];
+    for _ in 0..100 {
+        objects.put(&paths[0], &Body::bytes(b"x"), true).unwrap();
+        std::thread::scope(|scope| {
+            let all = [(); 4].map(|()| scope.spawn(|| objects.delete(paths)));
+            for one in all {
+                one.join().unwrap().unwrap();
+            }
+        });
+        assert_eq!(objects.probe(paths), Ok(0));
+    }
 }
 
 #[test]

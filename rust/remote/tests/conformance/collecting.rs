@@ -265,12 +265,10 @@ pub(crate) fn stays_within_its_limit_under_load(
         removed = two.map(|one| one.join().unwrap()).iter().sum::<u64>();
     });
     let written = written.into_inner().unwrap();
+    // S3 does not tell which of two has removed an object: both count it.
+    let most = written.len() as u64 * if objects.name() == "s3" { 2 } else { 1 };
     assert!(looks > 3 && removed > 0, "{looks} looks, {removed} removed");
-    assert!(
-        removed <= written.len() as u64,
-        "{removed} removed of {}",
-        written.len()
-    );
+    assert!(removed <= most, "{removed} removed of {}", written.len());
     eprintln!(
         "{} written, {removed} removed, {looks} looks",
         written.len()

@@ -155,6 +155,8 @@ mod redis {
 mod s3 {
     use std::net::TcpListener;
 
+    use undercroft_remote::Health;
+
     use super::*;
 
     macro_rules! answer {
@@ -171,30 +173,88 @@ mod s3 {
     const CUT: &str = "HTTP/1.1 206 x\r\ncontent-length: 320480\r\ncontent-range: bytes 0-320479/323584\r\n\
         etag: \"a\"\r\nlast-modified: Mon, 23 Nov 2026 05:00:00 GMT\r\nconnection: close\r\n\r\nUNDRSEGM";
 
+    /// Runs the test below. The variables name the server, and credentials of any kind.
+    fn told_as_what_it_is(url: &str, endpoint: &str, variables: &[(&str, &str)]) {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
+        let server = format!("http://127.0.0.1:{port}");
+        let variables = [&[(endpoint, server.as_str())], variables].concat();
+        let of_child = format!("{port} {url}");
+        child("faults::s3::before_a_bad_server", &of_child, &variables);
+    }
+
     #[test]
     fn a_bad_server_is_told_as_what_it_is() {
-        let free = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = free.local_addr().unwrap().port().to_string();
-        drop(free);
-        let endpoint = format!("http://127.0.0.1:{port}");
+        let variables = [
+            ("AWS_ALLOW_HTTP", "true"),
+            ("AWS_ACCESS_KEY_ID", "key"),
+            ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ];
+        told_as_what_it_is("s3://bucket/prefix", "AWS_ENDPOINT_URL", &variables);
+    }
+
+    #[test]
+    fn a_bad_server_of_google_cloud_is_told_as_what_it_is() {
+        let variables = [
+            ("GOOGLE_ALLOW_HTTP", "true"),
+            ("GOOGLE_BEARER_TOKEN", "token"),
+        ];
+        told_as_what_it_is("gs://bucket/prefix", "GOOGLE_BASE_URL", &variables);
+    }
+
+    #[test]
+    fn a_bad_server_of_azure_is_told_as_what_it_is() {
+        let variables = [
+            ("AZURE_ALLOW_HTTP", "true"),
+            ("AZURE_STORAGE_ACCOUNT_NAME", "account"),
+            ("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0"),
+        ];
+        told_as_what_it_is(
+            "az://container/prefix",
+            "AZURE_STORAGE_ENDPOINT",
+            &variables,
+        );
+    }
+
+    #[test]
+    fn a_store_without_credentials_says_how_they_are_given() {
+        let variables = [("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/file.json")];
         child(
-            "faults::s3::before_a_bad_server",
-            &port,
-            &[
-                ("AWS_ENDPOINT_URL", endpoint.as_str()),
-                ("AWS_ALLOW_HTTP", "true"),
-                ("AWS_ACCESS_KEY_ID", "key"),
-                ("AWS_SECRET_ACCESS_KEY", "secret"),
-            ],
+            "faults::s3::without_credentials",
+            "gs://bucket/prefix GOOGLE_APPLICATION_CREDENTIALS",
+            &variables,
+        );
+        let variables = [("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")];
+        child(
+            "faults::s3::without_credentials",
+            "az://container/prefix AZURE_STORAGE_ACCOUNT_NAME",
+            &variables,
         );
     }
 
     /// Run by the test above.
     #[test]
     #[ignore = "a part of another test"]
+    fn without_credentials() {
+        let of_parent = url_of_parent();
+        let (url, variable) = of_parent.split_once(' ').unwrap();
+        let refused = Rig::new(url, Box::new(())).err().unwrap();
+        let words = format!("; set {variable}");
+        assert!(
+            refused.contains(&words) && refused.contains(url),
+            "{refused}"
+        );
+    }
+
+    /// Run by the tests above.
+    #[test]
+    #[ignore = "a part of another test"]
     fn before_a_bad_server() {
-        let proxy = Proxy::start(url_of_parent().parse().unwrap(), 1);
-        let mut rig = Rig::new("s3://bucket/prefix", Box::new(())).unwrap();
+        let of_parent = url_of_parent();
+        let (port, url) = of_parent.split_once(' ').unwrap();
+        let proxy = Proxy::start(port.parse().unwrap(), 1);
+        let mut rig = Rig::new(url, Box::new(())).unwrap();
         let segment = Segment::new(1);
         for (fault, error) in [
             (Fault::Answer(answer!("503")), RemoteError::Throttled),
@@ -209,6 +269,12 @@ mod s3 {
         ] {
             proxy.set(fault);
             assert_eq!(all(&mut rig, &segment), failed(error), "{fault:?}");
+            let last = rig.pool.as_ref().unwrap().last_result().get();
+            let Health::Failed(last) = last else {
+                panic!("{last:?}");
+            };
+            let names_variables = last.advice().starts_with("set ");
+            assert_eq!(names_variables, error == RemoteError::Denied, "{last}");
         }
         proxy.set(Fault::Answer(answer!("404")));
         assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));

@@ -18,6 +18,7 @@ mod expiry;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod faults;
 mod mooncake;
+mod priority;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod proxy;
 mod rig;

@@ -14,6 +14,8 @@ use crate::child::{child, url_of_parent};
 use crate::rig::{Rig, Segment};
 
 const PATIENCE: Duration = Duration::from_secs(60);
+/// What a helper that hangs is waited for.
+const HUNG: Duration = Duration::from_secs(10);
 /// A call that gets no answer ends within this time, on a busy machine too.
 const SOON: Duration = Duration::from_secs(10);
 
@@ -271,7 +273,12 @@ fn before_a_bad_helper() {
         panic!("one helper")
     };
     kill_process(first, Signal::SEGV).unwrap();
+    let ended = Instant::now();
     recovers(&mut rig, &segment);
+    assert!(
+        ended.elapsed() < HUNG,
+        "one that has ended is not waited for"
+    );
     let [second] = helpers()[..] else {
         panic!("one helper")
     };

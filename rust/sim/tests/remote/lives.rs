@@ -83,6 +83,7 @@ impl Life {
             corrupt: rate(60),
             swapped: rate(60),
             evicted: rate(100),
+            sealed: rate(100),
         };
         let mut life = Self {
             hosts: Vec::new(),

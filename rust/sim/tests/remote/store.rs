@@ -32,6 +32,8 @@ pub(crate) struct Faults {
     pub(crate) swapped: u64,
     /// An object goes.
     pub(crate) evicted: u64,
+    /// No key of the host decrypts an object.
+    pub(crate) sealed: u64,
 }
 
 /// Objects by name, shared by all hosts.
@@ -251,7 +253,11 @@ impl Connection {
                 if fails {
                     return Err(error);
                 }
-                get(objects, &key.path(), expect, parts, arena)
+                let is_sealed = random.chance(self.faults.sealed);
+                match get(objects, &key.path(), expect, parts, arena) {
+                    Ok(_) if is_sealed => Err(RemoteError::Cipher),
+                    got => got,
+                }
             }
             RemoteRequest::Put {
                 key,

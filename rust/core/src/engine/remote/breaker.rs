@@ -123,6 +123,11 @@ impl Window {
         self.now
     }
 
+    /// Sets the most that may be in flight.
+    pub(super) fn set_most(&mut self, most: u64) {
+        (self.most, self.now) = (most, most);
+    }
+
     pub(super) fn started(&mut self, bytes: u64) {
         self.in_flight += bytes;
     }

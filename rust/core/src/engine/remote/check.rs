@@ -2,9 +2,11 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::forest::{HostState, NONE, NodeId};
+use crate::forest::{HostState, NONE, NodeId, NsId};
+use crate::session::BlockEvent;
 
 use super::super::ensure::ensure;
+use super::super::namespaces::Namespaces;
 use super::super::requests::Requests;
 use super::super::residency::Residency;
 use super::{Operation, Remote};
@@ -22,6 +24,15 @@ impl Remote {
             _ => Vec::new(),
         });
         flights.chain(puts).filter(|&node| node != NONE)
+    }
+
+    /// The blocks of a namespace that the store is known to have.
+    pub(in crate::engine) fn known_blocks(
+        &self,
+        ns: NsId,
+        namespaces: &Namespaces,
+    ) -> Vec<BlockEvent> {
+        self.told.all(ns, namespaces)
     }
 
     /// Whether the part's invariants hold.

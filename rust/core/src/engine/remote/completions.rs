@@ -50,12 +50,16 @@ impl Engine {
             Operation::Put {
                 nodes,
                 fingerprint,
+                payloads,
                 bytes,
                 payload_bytes,
             } => {
                 remote.writes -= 1;
                 remote.put_window.ended(bytes, result.is_ok());
                 remote.put_ended(fingerprint, &result, parts.now_ns);
+                if result.is_ok() {
+                    remote.told.add(&payloads, &mut parts);
+                }
                 match result {
                     Ok(RemoteDone::AlreadyThere) => parts.counters.remote_puts_known += 1,
                     Ok(_) => count_put(payload_bytes, took_ns, parts.counters),
@@ -92,7 +96,11 @@ impl Engine {
                     let times = (took_ns, parts.now_ns);
                     learn(times, (is_first, among), beside, &mut parts.rates.remote);
                     remote.known.insert(fingerprint, parts.now_ns);
+                    remote.told.add(&payloads, &mut parts);
                 } else {
+                    if why.is_some_and(RemoteError::is_of_object) {
+                        remote.told.remove(&payloads, &mut parts);
+                    }
                     if why == Some(RemoteError::NotFound) {
                         parts.rates.remote.probed(took_ns);
                         if is_first {

@@ -2,6 +2,7 @@
 //! brought.
 
 use crate::forest::{NONE, NodeId, NsId};
+use crate::key::BlockHash;
 use crate::namespace::{GroupKind, NamespaceSpec};
 use crate::session::LookupRequest;
 
@@ -14,30 +15,30 @@ use super::pieces::{Piece, last_of, of_boundary};
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
 use super::spaces::Space;
-use super::waits::{FLIGHTS_MAX, read_hashes};
+use super::waits::{Wanted, read_hashes};
 
 /// Nodes of the tiers that are looked at for the hit that they allow.
 const LOCAL_NODES: u32 = 250;
 
 impl Remote {
-    /// Joins the flight that looks for the deepest boundary of a prompt, or begins it. `found` is the deepest node of the
-    /// prompt with all required payloads, and its depth; hits end at multiples of `align` hash blocks.
-    pub(super) fn join_for_boundary(
-        &mut self,
+    /// The boundaries of a prompt that the tiers lack, and the block hash at the last one. `None` if the tiers have the
+    /// last one. `found` is the deepest node of the prompt with all required payloads, and its depth; hits end at multiples
+    /// of `align` hash blocks.
+    pub(super) fn wanted_boundary(
+        &self,
         id: RequestId,
         (ns, space): (NsId, Space),
-        request: &LookupRequest<'_>,
-        (found, align): ((NodeId, u32), u32),
-        parts: &mut EngineParts<'_>,
-    ) -> Option<FlightId> {
+        (request, align): (&LookupRequest<'_>, u32),
+        found: (NodeId, u32),
+        parts: &EngineParts<'_>,
+    ) -> Option<(Wanted, BlockHash)> {
         // Hits of a draft model need blocks behind their ends, which are no objects of the boundary.
         if parts.requests[id].dropped_tokens > 0 {
             return None;
         }
-        let residency = &*parts.residency;
-        let spec = residency.spec(ns);
+        let spec = parts.residency.spec(ns);
         let tokens = spec.hash_block_size;
-        let step = (1..=space.hash_blocks).find(|&times| spec.may_end(times * align))? * align;
+        let step = step_of(spec, &space, align)?;
         let limit = u32::try_from(request.hashes.len()).ok()?;
         let limit = limit.min(request.max.0 / tokens) / step * step;
         let local = request.computed.0 / tokens;
@@ -50,18 +51,41 @@ impl Remote {
         if above >= limit {
             return None;
         }
+        let whole = limit / space.hash_blocks;
+        let skipped = (found.1 / space.hash_blocks).min(whole);
+        if whole - skipped > SEGMENTS_MAX {
+            return None;
+        }
+        let wanted = Wanted {
+            space,
+            deepest: found.0,
+            found: found.1,
+            skipped,
+            segments: (whole - skipped).max(1),
+            from: above,
+            to: limit,
+        };
+        Some((wanted, request.hashes.get(limit as usize - 1)?))
+    }
+
+    /// Joins the flight that looks for the deepest of the boundaries that a prompt lacks, or begins it.
+    pub(super) fn join_for_boundary(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        (request, align): (&LookupRequest<'_>, u32),
+        wanted: &Wanted,
+        parts: &mut EngineParts<'_>,
+    ) -> Option<FlightId> {
+        let (space, skipped, limit) = (wanted.space, wanted.skipped, wanted.to);
         let end = request.hashes.get(limit as usize - 1)?;
         if let Some(flight) = self.board(id, (ns, end)) {
             return Some(flight);
         }
-        let asked = fingerprint(&question(space.digest, end));
-        if self.absent.contains(asked, parts.now_ns) || self.order.len() >= FLIGHTS_MAX {
-            return None;
-        }
-        let skipped = found.1 / space.hash_blocks;
-        if limit / space.hash_blocks - skipped.min(limit / space.hash_blocks) > SEGMENTS_MAX {
-            return None;
-        }
+        let residency = &*parts.residency;
+        let spec = residency.spec(ns);
+        let step = step_of(spec, &space, align)?;
+        let (above, asked) = (wanted.from, fingerprint(&question(space.digest, end)));
         let base = lowest_need(spec, above + 1).min(skipped * space.hash_blocks);
         let (before, hashes) = read_hashes(request, base as usize, limit as usize)?;
         if hashes.len() as u32 != limit - base {
@@ -80,11 +104,11 @@ impl Remote {
             return None;
         }
         flight.boundaries = Some(boundaries);
-        let lease = match found.1 {
+        let lease = match wanted.found {
             0 => NONE,
             _ => {
                 let forest = residency.forest();
-                forest.ancestor(found.0, skipped * space.hash_blocks)
+                forest.ancestor(wanted.deepest, skipped * space.hash_blocks)
             }
         };
         Some(self.begin(flight, id, lease, parts))
@@ -185,6 +209,14 @@ impl Remote {
         self.absent.insert(last, parts.now_ns);
         self.absent.remove(asked);
     }
+}
+
+/// Hits end at multiples of so many hash blocks, a multiple of `align`. `None` if that is more than a segment's.
+fn step_of(spec: &NamespaceSpec, space: &Space, align: u32) -> Option<u32> {
+    let mut times = 1..=space.hash_blocks;
+    times
+        .find(|&times| spec.may_end(times * align))
+        .map(|times| times * align)
 }
 
 /// The depth after which windows and states of hits at `boundary`, or deeper, are needed.

@@ -30,6 +30,7 @@ mod puts;
 mod recent;
 mod search;
 mod spaces;
+mod told;
 mod waits;
 
 use rustc_hash::FxHashMap;
@@ -39,6 +40,7 @@ use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
 use crate::metrics::{Counters, Gauges};
 use crate::remote::{ObjectKey, RemoteConfig, RemoteRequest};
+use crate::session::BlockEvent;
 use crate::work;
 
 use super::coordinator::Engine;
@@ -50,6 +52,7 @@ use flight::Flight;
 use puts::PutQueue;
 use recent::Recent;
 use spaces::Spaces;
+use told::Told;
 
 pub(super) use flight::FlightId;
 pub(super) use waits::RemoteShare;
@@ -59,6 +62,8 @@ const KNOWN_MAX: usize = 1 << 17;
 const KNOWN_NS: u64 = 3_600_000_000_000;
 /// First segments that are remembered as missing.
 const ABSENT_MAX: usize = 1 << 14;
+/// The part of the arena that writes may hold.
+const PUT_PART: u64 = 4;
 /// Hash blocks that one entry fetches, and as many that it writes.
 const ENTRY_HASH_BLOCKS: u32 = 64;
 
@@ -93,6 +98,7 @@ enum Operation {
         /// Leased.
         nodes: Vec<NodeId>,
         fingerprint: u64,
+        payloads: Vec<(NodeId, u8)>,
         /// In the window.
         bytes: u64,
         payload_bytes: u64,
@@ -139,6 +145,8 @@ pub(super) struct Remote {
     /// Objects that did not match their names: they are to be replaced.
     broken: Recent,
     puts: PutQueue,
+    /// Blocks that it is known to have.
+    told: Told,
     breaker: Breaker,
     get_window: Window,
     put_window: Window,
@@ -171,9 +179,10 @@ impl Remote {
             absent: Recent::new(ABSENT_MAX, config.absent_ns),
             broken: Recent::new(ABSENT_MAX, KNOWN_NS),
             puts: PutQueue::new(config.write_rate),
+            told: Told::default(),
             breaker: Breaker::new(config.stall_ns),
             get_window: Window::new(config.window_bytes),
-            put_window: Window::new(host_bytes / 4),
+            put_window: Window::new(host_bytes / PUT_PART),
             progress_ns: 0,
             next_look_ns: 0,
             has_begun: false,
@@ -181,6 +190,12 @@ impl Remote {
             has_rest: false,
             config,
         }
+    }
+
+    /// The arena has another size, and promotions another budget.
+    pub(super) fn set_budgets(&mut self, host_bytes: u64, promotion_bytes: u64) {
+        self.held_max = promotion_bytes;
+        self.put_window.set_most(host_bytes / PUT_PART);
     }
 
     /// The weights of a session of this namespace's instance may be others than the description says: nothing of it
@@ -207,6 +222,16 @@ impl Remote {
     /// Whether anything is in flight or waits.
     pub(super) fn is_active(&self) -> bool {
         !self.operations.is_empty() || !self.order.is_empty() || self.puts.has_work()
+    }
+
+    /// Objects that wait to be written, or are being written.
+    pub(super) fn unwritten(&self) -> u64 {
+        (self.puts.len() + self.puts.walks.len() + self.writes) as u64
+    }
+
+    /// Whether something is on its way from the store. Reads that take too long do not count: they may never end.
+    pub(super) fn is_reading(&self) -> bool {
+        self.reads > 0 || !self.order.is_empty()
     }
 
     /// Appends at most `room` requests to send now: probes and gets, then puts.
@@ -353,6 +378,15 @@ impl Engine {
             let remote = Remote::new(of, config.host_bytes, config.promotion_bytes);
             self.remote = Some(Box::new(remote));
         }
+    }
+
+    /// Tells a feed of blocks in the store from a number on: the number that comes next.
+    pub(super) fn replay_remote(&self, ns: NsId, from: u64, events: &mut Vec<BlockEvent>) -> u64 {
+        let remote = self.remote.as_deref();
+        let told = remote.map(|remote| &remote.told);
+        told.map_or(u64::MAX, |told| {
+            told.step_replay(ns, from, &self.namespaces, events)
+        })
     }
 
     /// Whether there is a store.

@@ -1,10 +1,10 @@
 //! Fetch or compute: which flights begin, and for how long a request waits for one.
 
-use crate::session::{LookupRequest, Priority};
+use crate::session::{LookupRequest, Priority, Tokens};
 
 use super::super::coordinator::Engine;
 use super::super::parts::EngineParts;
-use super::super::planner::{Fetch, Reading, Reason, Start, Stop};
+use super::super::planner::{Fetch, Prompt, Reading, Reason, Start, Stop};
 use super::super::requests::{RequestId, RequestState};
 use super::Remote;
 use super::flight::{Flight, FlightId};
@@ -55,11 +55,12 @@ impl Engine {
         let mut prompt = self.prompt(state);
         prompt.end = prompt.end.min(blocks.saturating_mul(size));
         let segment = wanted.space.hash_blocks * size;
-        let from = (wanted.found * size).max(prompt.computed);
-        let to = ((wanted.skipped + wanted.segments) * segment).min(prompt.end);
+        let to = (wanted.to * size).min(prompt.end);
+        // The blocks that a draft model drops lie behind the end.
+        let from = (wanted.from * size).max(prompt.computed).min(to);
         // A part of a window or state is of no use.
         let is_hybrid = wanted.space.is_hybrid;
-        let block = if is_hybrid { to.max(1) } else { segment };
+        let block = if is_hybrid { to - from } else { segment };
         let rates = &self.planner.rates.remote;
         let is_prefetch = request.priority == Priority::Prefetch;
         let is_idle = remote.get_window.in_flight() == 0;
@@ -133,13 +134,21 @@ impl Engine {
     }
 
     /// Why a request's planned wait for a flight is over, with the tokens that have not come; `None` if it goes on.
-    pub(super) fn flight_stop(&self, state: &RequestState, flight: &Flight) -> Option<(Stop, u32)> {
+    pub(super) fn flight_stop(
+        &self,
+        state: &RequestState,
+        flight: &Flight,
+        computed: Tokens,
+    ) -> Option<(Stop, u32)> {
         let demanded_ns = state.demanded_ns?;
         let remote = self.remote.as_deref()?;
         if !self.is_planned(state) {
             return None;
         }
-        let prompt = self.prompt(state);
+        let prompt = Prompt {
+            computed: computed.0,
+            ..self.prompt(state)
+        };
         let size = self.hash_block_size_of(state);
         let (arrived, end) = flight.progress();
         let (arrived, end) = (arrived * size, (end * size).min(prompt.end));

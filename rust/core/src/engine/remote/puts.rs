@@ -257,6 +257,7 @@ impl Remote {
         let operation = Operation::Put {
             nodes: leased,
             fingerprint: object,
+            payloads,
             bytes,
             payload_bytes: described.payloads.iter().map(|of| u64::from(of.len)).sum(),
         };

@@ -9,7 +9,7 @@ use super::super::parts::EngineParts;
 use super::super::requests::{RequestId, RequestState};
 use super::super::residency::Residency;
 use super::Remote;
-use super::flight::{Flight, FlightId};
+use super::flight::{Flight, FlightId, question};
 use super::pieces::Piece;
 use super::plans::Fetches;
 use super::recent::fingerprint;
@@ -56,20 +56,21 @@ impl Engine {
         }
         if let Some(flight) = self.sessions.requests[id].remote.flight {
             let state = &self.sessions.requests[id];
-            if self.flight_goes_on(flight, ns) && !self.is_flight_late(state) {
+            if self.flight_goes_on(flight, ns) && !self.is_flight_late(state, request.computed) {
                 return true;
             }
-            self.note_flight(id, flight, ns);
+            self.note_flight(id, (flight, ns), request.computed);
         }
         let share = &self.sessions.requests[id].remote;
-        if share.gave_up || share.tries == TRIES_MAX {
+        if self.draining || share.gave_up || share.tries == TRIES_MAX {
             return false;
         }
         let align = self.sessions.alignment_of(id) / self.residency.hash_block_size(ns);
         let Some((remote, parts)) = self.remote() else {
             return false;
         };
-        let Some((wanted, under_way)) = remote.wanted(ns, request, &parts) else {
+        let of_request = (request, align);
+        let Some((wanted, under_way)) = remote.wanted(id, ns, of_request, &parts) else {
             return false;
         };
         let fetches = self.plans_flight(id, request, &wanted, under_way);
@@ -99,6 +100,12 @@ impl Engine {
                 return false;
             }
         }
+        if self.is_over_before(id, flight, request.computed) {
+            return false;
+        }
+        let Some((remote, parts)) = self.remote() else {
+            return false;
+        };
         let share = &mut parts.requests[id].remote;
         let before = share.flight.replace(flight);
         share.tries += 1;
@@ -108,8 +115,23 @@ impl Engine {
         true
     }
 
+    /// Whether a request has waited for earlier flights for so long that it does not wait for this one, which it leaves.
+    fn is_over_before(&mut self, id: RequestId, flight: FlightId, computed: Tokens) -> bool {
+        let flights = self.remote.as_ref().map(|remote| &remote.flights);
+        let flight_of = flights.and_then(|flights| flights.get(flight));
+        let state = &self.sessions.requests[id];
+        if flight_of.is_some_and(|of| !self.is_late_for(state, of, computed)) {
+            return false;
+        }
+        if let Some(remote) = self.remote.as_deref_mut() {
+            remote.leave(flight, id, &mut self.residency);
+        }
+        self.sessions.requests[id].remote.gave_up = true;
+        true
+    }
+
     /// A request's flight has ended, or takes too long for it. The blocks that have arrived stay leased until the request is answered.
-    fn note_flight(&mut self, id: RequestId, flight: FlightId, ns: NsId) {
+    fn note_flight(&mut self, id: RequestId, (flight, ns): (FlightId, NsId), computed: Tokens) {
         let Some(remote) = self.remote.as_deref() else {
             return;
         };
@@ -120,7 +142,7 @@ impl Engine {
         let gave_up = is_of_ns && (!of.is_over || of.is_failed);
         let state = &self.sessions.requests[id];
         let stop = match is_of_ns && !of.is_over && !state.remote.gave_up {
-            true => self.flight_stop(state, of),
+            true => self.flight_stop(state, of, computed),
             false => None,
         };
         if let Some((stop, tokens)) = stop {
@@ -146,31 +168,45 @@ impl Engine {
         flight.is_some_and(|flight| !flight.is_over && flight.ns == ns)
     }
 
-    /// Whether a request waits for a flight, and may go on to do so.
-    pub(in crate::engine) fn waits_for_flight(&self, state: &RequestState, ns: NsId) -> bool {
+    /// Whether a request, of whose tokens the device holds `computed`, waits for a flight, and may go on to do so.
+    pub(in crate::engine) fn waits_for_flight(
+        &self,
+        state: &RequestState,
+        ns: NsId,
+        computed: Tokens,
+    ) -> bool {
         let Some(flight) = state.remote.flight else {
             return false;
         };
-        self.flight_goes_on(flight, ns) && !state.remote.gave_up && !self.is_flight_late(state)
+        self.flight_goes_on(flight, ns)
+            && !state.remote.gave_up
+            && !self.is_flight_late(state, computed)
     }
 
     /// Whether a request that the scheduler has asked for has waited for its flight for long enough.
-    fn is_flight_late(&self, state: &RequestState) -> bool {
-        let (Some(remote), Some(demanded_ns)) = (&self.remote, state.demanded_ns) else {
+    fn is_flight_late(&self, state: &RequestState, computed: Tokens) -> bool {
+        let flights = self.remote.as_ref().map(|remote| &remote.flights);
+        let flight = flights.zip(state.remote.flight);
+        let flight = flight.and_then(|(flights, id)| flights.get(id));
+        flight.is_none_or(|flight| self.is_late_for(state, flight, computed))
+    }
+
+    /// Whether a request that the scheduler has asked for has waited for long enough, if it waits for this flight.
+    fn is_late_for(&self, state: &RequestState, flight: &Flight, computed: Tokens) -> bool {
+        let Some(demanded_ns) = state.demanded_ns else {
             return false;
-        };
-        let flight = state.remote.flight.and_then(|id| remote.flights.get(id));
-        let Some(flight) = flight else {
-            return true;
         };
         match state.wait.unwrap_or(self.config.promotion_wait) {
             PromotionWait::Complete => false,
-            PromotionWait::Planned => self.flight_stop(state, flight).is_some(),
+            PromotionWait::Planned => self.flight_stop(state, flight, computed).is_some(),
             PromotionWait::Limit {
                 base_ns,
                 per_1k_tokens_ns,
             } => {
-                let gain = self.gain_of(state, flight.progress().1);
+                // A segment may end behind the prompt.
+                let reach = flight.progress().1 * self.hash_block_size_of(state);
+                let reach = reach.min(state.planned.end);
+                let gain = reach.saturating_sub(computed.0);
                 let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
                 u128::from(self.now_ns - demanded_ns) >= u128::from(base_ns) + part
             }
@@ -193,25 +229,30 @@ impl Engine {
     }
 }
 
-/// The segments of a prompt that the tiers lack.
+/// The hash blocks of a prompt that the tiers lack.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wanted {
     pub(super) space: Space,
     /// The deepest node of the prompt in the tiers, or `NONE`, and its depth.
-    deepest: NodeId,
+    pub(super) deepest: NodeId,
     pub(super) found: u32,
     /// Segments before the first.
     pub(super) skipped: u32,
     /// With windows or states, about.
     pub(super) segments: u32,
+    /// Where the hit ends that the tiers alone allow, and the end of the last segment, or the last boundary.
+    pub(super) from: u32,
+    pub(super) to: u32,
 }
 
 impl Remote {
-    /// The segments that a prompt lacks, and the flight that brings the first. `None` if the store does not help.
+    /// The hash blocks that a prompt lacks, and the flight that brings the first. `None` if the store does not help. Hits
+    /// end at multiples of `align` hash blocks.
     fn wanted(
         &mut self,
+        id: RequestId,
         ns: NsId,
-        request: &LookupRequest<'_>,
+        (request, align): (&LookupRequest<'_>, u32),
         parts: &EngineParts<'_>,
     ) -> Option<(Wanted, Option<FlightId>)> {
         if !self.breaker.allows(parts.now_ns) {
@@ -220,32 +261,19 @@ impl Remote {
         let space = self.spaces.get(ns, parts.namespaces, parts.residency)?;
         let residency = &*parts.residency;
         let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
-        let (deepest, found) = found.unwrap_or((NONE, 0));
-        let size = space.hash_blocks;
-        let tokens = residency.hash_block_size(ns) * size;
-        let skipped = found / size;
-        let whole = u32::try_from(request.hashes.len()).ok()? / size;
-        // A segment that the hit ends in counts.
-        let wanted = whole.min(request.max.0.div_ceil(tokens));
-        let segments = wanted.saturating_sub(skipped);
-        let wanted = Wanted {
-            space,
-            deepest,
-            found,
-            skipped,
-            segments: segments.max(1),
+        let found = found.unwrap_or((NONE, 0));
+        let of_request = (request, align);
+        let (wanted, end) = match space.is_hybrid {
+            true => self.wanted_boundary(id, (ns, space), of_request, found, parts)?,
+            false => wanted_segments(id, (ns, space), of_request, found, parts)?,
         };
-        if space.is_hybrid {
-            return Some((wanted, None));
-        }
-        if segments == 0 || (skipped + segments) * tokens <= request.computed.0 {
-            return None;
-        }
-        let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
         crate::work::index();
-        let under_way = self.by_segment.get(&(ns, first)).copied();
-        let absent = fingerprint(&Piece::segment(&space, skipped).key(&space, first));
-        let is_absent = self.absent.contains(absent, parts.now_ns);
+        let under_way = self.by_segment.get(&(ns, end)).copied();
+        let absent = match space.is_hybrid {
+            true => question(space.digest, end),
+            false => Piece::segment(&space, wanted.skipped).key(&space, end),
+        };
+        let is_absent = self.absent.contains(fingerprint(&absent), parts.now_ns);
         if under_way.is_none() && (is_absent || self.order.len() >= FLIGHTS_MAX) {
             return None;
         }
@@ -268,10 +296,10 @@ impl Remote {
             found,
             skipped,
             segments,
+            ..
         } = wanted;
         if space.is_hybrid {
-            let found = (deepest, found);
-            return self.join_for_boundary(id, (ns, space), request, (found, align), parts);
+            return self.join_for_boundary(id, ns, (request, align), &wanted, parts);
         }
         let size = space.hash_blocks;
         let first = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
@@ -341,6 +369,46 @@ impl Remote {
             self.drop_flight(id, residency);
         }
     }
+}
+
+/// The segments that a prompt lacks, and the block hash at the end of the first. `None` if the tiers have all that is asked
+/// for, or no whole segment is left.
+fn wanted_segments(
+    id: RequestId,
+    (ns, space): (NsId, Space),
+    (request, align): (&LookupRequest<'_>, u32),
+    (deepest, found): (NodeId, u32),
+    parts: &EngineParts<'_>,
+) -> Option<(Wanted, BlockHash)> {
+    let tokens = parts.residency.hash_block_size(ns);
+    let dropped = parts.requests[id].dropped_tokens.div_ceil(tokens);
+    let blocks = u32::try_from(request.hashes.len()).ok()?;
+    let limit = blocks.min((request.max.0 / tokens).saturating_add(dropped)) / align * align;
+    if limit <= found || limit * tokens <= request.computed.0 {
+        return None;
+    }
+    let size = space.hash_blocks;
+    let skipped = found / size;
+    // A segment that the hit ends in counts.
+    let whole = (blocks / size).min(limit.div_ceil(size));
+    let segments = whole
+        .checked_sub(skipped)
+        .filter(|&segments| segments > 0)?;
+    let to = whole * size;
+    if to * tokens <= request.computed.0 {
+        return None;
+    }
+    let end = request.hashes.get(((skipped + 1) * size) as usize - 1)?;
+    let wanted = Wanted {
+        space,
+        deepest,
+        found,
+        skipped,
+        segments,
+        from: found,
+        to,
+    };
+    Some((wanted, end))
 }
 
 /// The hash before the hash block `from`, and those from there to `to`, as far as they are usable.

@@ -14,7 +14,7 @@ impl Residency {
     fn event(&self, id: NodeId, group: u8, tier: Tier, stored: bool) -> BlockEvent {
         let parent = self.parent(id).filter(|_| stored);
         BlockEvent {
-            tier,
+            tier: tier.into(),
             stored,
             group,
             hash: self.node(id).hash,

@@ -112,15 +112,16 @@ fn a_thousand_segments_are_looked_up_with_seventy_requests_in_two_round_trips() 
     assert!(least <= goal, "{least:?} until the length is known");
 }
 
-/// Saves prompts for so long. Returns how many.
-fn compute_for(host: &Host, time: Duration, next: &mut u32) -> u32 {
+/// Saves prompts for so long, and more than the queue of writes has room for. Returns how many, and the seconds.
+fn compute_for(host: &Host, time: Duration, next: &mut u32) -> (f64, f64) {
+    const LEAST: u32 = 20;
     let (began, first) = (Instant::now(), *next);
-    while began.elapsed() < time || *next == first {
+    while began.elapsed() < time || *next - first < LEAST {
         let saved = host.compute_blocks(*next, BLOCKS);
         assert_eq!(saved, BLOCKS as usize, "a save has room at any time");
         *next += 1;
     }
-    *next - first
+    (f64::from(*next - first), began.elapsed().as_secs_f64())
 }
 
 /// The segments of prompts that a host has saved: those that were written, and those that were not.
@@ -145,26 +146,26 @@ fn computing_does_not_wait_for_a_slow_store_and_what_is_dropped_is_counted() {
     let with = Host::start(root.path(), "with", |config| {
         config.remote = format!("redis://127.0.0.1:{}/0/test", proxy.port());
     });
-    let (mut next, mut counts) = (0, [0, 0]);
+    let (mut next, mut counts, mut times) = (0, [0.0; 2], [0.0; 2]);
     for _ in 0..TURNS {
-        let count = compute_for(&without, turn, &mut next);
-        let bytes = f64::from(count) * f64::from(BLOCKS) * BYTES as f64;
+        let (count, seconds) = compute_for(&without, turn, &mut next);
+        let bytes = count * f64::from(BLOCKS) * BYTES as f64;
         // Two connections write.
-        proxy.set(Fault::Slow(
-            1 + (bytes / turn.as_secs_f64() / 10.0 / 2.0) as u64,
-        ));
-        counts[0] += count;
-        counts[1] += compute_for(&with, turn, &mut next);
+        proxy.set(Fault::Slow(1 + (bytes / seconds / 10.0 / 2.0) as u64));
+        (counts[0], times[0]) = (counts[0] + count, times[0] + seconds);
+        let (count, seconds) = compute_for(&with, turn, &mut next);
+        (counts[1], times[1]) = (counts[1] + count, times[1] + seconds);
     }
+    let rates = [counts[0] / times[0], counts[1] / times[1]];
     proxy.set(Fault::None);
     with.wait_for("no write waits", |host| {
         let (written, dropped) = segments(host);
-        written + dropped == 4 * u64::from(counts[1])
+        written + dropped == 4 * counts[1] as u64
     });
     let (written, dropped) = segments(&with);
     eprintln!(
-        "{counts:?} prompts without and with the store, {written} segments written, {dropped} dropped"
+        "{rates:.1?} prompts a second without and with the store, {written} segments written, {dropped} dropped"
     );
     assert!(written > 0 && dropped > written, "{written}, {dropped}");
-    assert!(counts[1] * 2 > counts[0], "{counts:?} prompts");
+    assert!(rates[1] * 2.0 > rates[0], "{rates:?} prompts a second");
 }

@@ -1,13 +1,12 @@
 //! Events of a server's tiers, and a server that is lost.
 
-use undercroft_core::forest::Tier;
-use undercroft_core::session::{BlockEvent, BlockEvents};
+use undercroft_core::session::{BlockEvent, BlockEvents, EventTier};
 
 use super::*;
 
 fn stored(index: usize) -> BlockEvent {
     BlockEvent {
-        tier: Tier::Host,
+        tier: EventTier::Host,
         stored: true,
         group: 0,
         hash: hashes(8)[index],

@@ -1,0 +1,24 @@
+"""Models that the remote store does not serve, or does not serve in full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from undercroft.connector.groups import GroupRegistration
+
+RUN_MAX = 64
+"""Hash blocks that a segment has at most (`rust/core/src/engine/remote/spaces.rs`)."""
+
+
+def why_limited(groups: Sequence[GroupRegistration], hash_block_tokens: int, dropped_tokens: int) -> str | None:
+    """Which hits of a model never come from a remote store, for people; None if all may."""
+    used = [group for group in groups if group.kind != "ignored"]
+    if all(group.kind != "full" for group in used):
+        return "the remote store is not used: the model has no full attention, whose blocks every hit needs"
+    run = math.lcm(*(group.block_tokens for group in used)) // hash_block_tokens
+    if run > RUN_MAX:
+        return f"the remote store is not used: blocks of all KV cache groups end together after {run} blocks only"
+    if dropped_tokens and any(group.kind != "full" for group in used):
+        return "nothing is read from the remote store: the model has a draft model beside windows or states"
+    return None
