@@ -64,7 +64,7 @@ def of_directory(path: str) -> str:
             raise ConfigError(
                 f"--disk-path {path}: there is no such directory; give that of a running engine"
             ) from None
-        raise CommandError(f"--disk-path {path}: no engine has ever used this directory; is it the right one?") from None
+        raise CommandError(f"--disk-path {path}: no engine has ever used this directory; is it right?") from None
     if len(lines) < 2 or not Path(lines[1]).exists():
         raise CommandError(f"--disk-path {path}: no engine has this directory open now; is one running?")
     return lines[1]

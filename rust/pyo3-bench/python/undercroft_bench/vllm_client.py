@@ -84,7 +84,13 @@ class VllmClient:
 
     def complete(self, model: str, prompt: str | list[int], max_tokens: int) -> Answer:
         """Send a completion request with a text or token ids, and read its tokens as they come."""
-        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         start = time.perf_counter()
         first = None
