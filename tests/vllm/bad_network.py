@@ -1,4 +1,4 @@
-"""A Redis server of a test's own, and a proxy before it that freezes or slows the network."""
+"""A Redis server of a test's own, and a proxy before it that freezes, slows, breaks or damages the network."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class Proxy:
     def __init__(self, upstream: int) -> None:
         self.bytes_per_s = 0.0
         """The rate of each connection; 0 is unlimited."""
+        self.damages = False
+        """Large answers have a wrong bit."""
+        self._refuses = False
+        self._open: list[socket.socket] = []
         self._upstream = upstream
         self._passes = threading.Event()
         self._passes.set()
@@ -52,9 +56,17 @@ class Proxy:
         """Nothing comes any more, and nothing ends."""
         self._passes.clear()
 
+    def kill(self) -> None:
+        """All connections end, and so do new ones."""
+        self._refuses = True
+        for end in self._open:
+            _shut(end)
+        self._open.clear()
+
     def pass_on(self) -> None:
         """All is well again."""
         self.bytes_per_s = 0.0
+        self.damages = self._refuses = False
         self._passes.set()
 
     def close(self) -> None:
@@ -65,16 +77,27 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                if self._refuses:
+                    client.close()
+                    continue
                 server = socket.create_connection(("127.0.0.1", self._upstream))
-                for ends in ((client, server), (server, client)):
-                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+                self._open += [client, server]
+                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         with contextlib.suppress(OSError):
             while piece := source.recv(PIECE):
                 if self.bytes_per_s:
                     time.sleep(len(piece) / self.bytes_per_s)
                 self._passes.wait()
+                if self.damages and is_answer and len(piece) > PIECE // 4:
+                    middle = len(piece) // 2
+                    piece = piece[:middle] + bytes([piece[middle] ^ 1]) + piece[middle + 1 :]
                 sink.sendall(piece)
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
+        _shut(sink)
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)

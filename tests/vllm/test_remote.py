@@ -104,16 +104,16 @@ def test_vllm_starts_without_its_remote_store_and_says_why(
     settled(running)
 
 
-@pytest.mark.parametrize("fault", ["frozen", "slow"])
-def test_a_store_that_hangs_costs_a_quarter_of_computing_at_most(
-    engine: Make, llama: Path, tmp_path: Path, fault: str
+@pytest.mark.parametrize("fault", ["frozen", "slow", "killed", "damaged"])
+def test_a_bad_store_costs_a_quarter_of_computing_at_most(
+    engine: Make, llama: Path, tmp_path: Path, reference: References, fault: str
 ) -> None:
     """In processor time of vLLM's thread, which polls while it waits: other work on the machine does not count."""
     rounds, tokens = 4, 2049
     stored = [prompt(tokens, seed=50 + number) for number in range(rounds)]
     with redis_server() as port:
         writer = engine(llama, options(tmp_path, "first", remote=f"redis://127.0.0.1:{port}/0", host_memory="256MiB"))
-        writer.generate_all(stored, 1)
+        writer.generate_all([*stored, PROMPT], 1)
         settled(writer)
         until(writer, lambda stats: stats["remote_put_queue_segments"] == 0 and stats["remote_puts"] > 0)
         writer.close()
@@ -134,10 +134,15 @@ def test_a_store_that_hangs_costs_a_quarter_of_computing_at_most(
         computed, hung = [], []
         for ids in stored:
             computed += [cost(next(absent)) for _ in range(2)]
-            if fault == "frozen":
-                proxy.freeze()
-            else:
-                proxy.bytes_per_s = 100_000
+            match fault:
+                case "frozen":
+                    proxy.freeze()
+                case "slow":
+                    proxy.bytes_per_s = 100_000
+                case "killed":
+                    proxy.kill()
+                case _:
+                    proxy.damages = True
             hung += [cost(ids), cost(next(absent))]
             proxy.pass_on()
             # The store is tried again by itself.
@@ -149,5 +154,11 @@ def test_a_store_that_hangs_costs_a_quarter_of_computing_at_most(
         assert statistics.median(hung) <= 1.25 * statistics.median(computed)
         # The first request after the fault is the one that waits.
         assert statistics.median(hung[::2]) <= 1.25 * statistics.median(computed)
+        counted = {"killed": "remote_failures", "damaged": "remote_corrupt"}.get(fault)
+        assert counted is None or core(running).stats()[counted] > 0
+        # A prompt that is in the store is a hit again, with the tokens of a vLLM without any cache.
+        warm = running.generate(PROMPT, TOKENS, params={"promotion_wait": "complete"})
+        assert (warm.cached, warm.tokens) == (1024, reference(PROMPT))
+        settled(running)
         running.close()
         proxy.close()
