@@ -310,8 +310,8 @@ impl Shared {
                 let path = self.path(&key);
                 let object = match &self.cipher {
                     Some(cipher) => {
-                        let object = seal_object((&path, &header), &parts, &self.arena, cipher);
-                        Some(object.ok_or(RemoteError::Cipher)?)
+                        let sealed = seal_object((&path, &header), &parts, &self.arena, cipher);
+                        Some(sealed?)
                     }
                     None => None,
                 };
