@@ -194,6 +194,9 @@ impl World {
         self.disks.absent.clear();
         self.lose_some();
         self.tamper();
+        if let Some(remote) = &mut self.remote {
+            remote.key = self.settings.encrypted.then_some(self.disks.key);
+        }
         self.engine = SharedEngine::new(Engine::new(config));
         if self.settings.tells_depth {
             let depth = self.settings.depth;
