@@ -68,6 +68,17 @@ def test_gc_needs_a_limit_and_says_which_values_are_allowed(capsys: pytest.Captu
     assert "REDIS_PASSWORD" in err
 
 
+@pytest.mark.parametrize("command", [("inspect",), ("remote", "gc", "--max-age=1d")])
+def test_a_directory_that_is_missing_is_named_and_not_made(
+    capsys: pytest.CaptureFixture[str], remote: Path, command: tuple[str, ...]
+) -> None:
+    code, _, err = run(capsys, *command, f"file://{remote}")
+    assert code == 2
+    assert f"file://{remote}" in err
+    assert "no such directory" in err
+    assert not remote.exists()
+
+
 def test_inspect_lists_the_namespaces(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
     for number in range(3):
         put(remote, number, 7200)

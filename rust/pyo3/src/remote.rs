@@ -7,15 +7,21 @@ use pyo3::prelude::*;
 use serde::Serialize;
 use undercroft_remote::gc::{Limits, collect};
 use undercroft_remote::measure::measure;
-use undercroft_remote::{Location, Objects, Options, StoreError, check, contents};
+use undercroft_remote::{
+    Location, LocationError, Objects, Options, StoreError, check, contents, open, open_existing,
+};
 
 use crate::errors::{ConfigError, UndercroftError};
 use crate::json::to_python;
 
-fn open(url: &str) -> PyResult<Arc<dyn Objects>> {
-    let refused = |error: undercroft_remote::LocationError| ConfigError::new_err(error.to_string());
+/// Opens a store: `undercroft_remote::open` or `undercroft_remote::open_existing`.
+fn opened(
+    url: &str,
+    open: fn(&Location, Options) -> Result<Arc<dyn Objects>, LocationError>,
+) -> PyResult<Arc<dyn Objects>> {
+    let refused = |error: LocationError| ConfigError::new_err(error.to_string());
     let location = Location::parse(url).map_err(refused)?;
-    undercroft_remote::open(&location, Options::default()).map_err(refused)
+    open(&location, Options::default()).map_err(refused)
 }
 
 fn failed(error: &StoreError) -> PyErr {
@@ -45,7 +51,7 @@ pub(crate) fn remote_gc(
     min_age: u64,
     dry_run: bool,
 ) -> PyResult<Py<PyAny>> {
-    let objects = open(url)?;
+    let objects = opened(url, open_existing)?;
     let limits = Limits {
         max_bytes,
         max_age: max_age.map(Duration::from_secs),
@@ -67,7 +73,7 @@ pub(crate) fn remote_gc(
 /// The contents of a remote store, by namespace. Raises ConfigError, UndercroftError.
 #[pyfunction]
 pub(crate) fn remote_contents<'py>(py: Python<'py>, url: &str) -> PyResult<Bound<'py, PyAny>> {
-    let objects = open(url)?;
+    let objects = opened(url, open_existing)?;
     let found = py.detach(|| contents::contents(&*objects));
     to_python(py, &found.map_err(|error| failed(&error))?)
 }
@@ -75,7 +81,7 @@ pub(crate) fn remote_contents<'py>(py: Python<'py>, url: &str) -> PyResult<Bound
 /// Findings on a remote store, as `undercroft doctor` has them. Raises ConfigError.
 #[pyfunction]
 pub(crate) fn remote_check<'py>(py: Python<'py>, url: &str) -> PyResult<Bound<'py, PyAny>> {
-    let objects = open(url)?;
+    let objects = opened(url, open)?;
     let found = py.detach(|| check::check(&*objects));
     to_python(py, &found)
 }
@@ -90,7 +96,7 @@ pub(crate) fn remote_measure(
     total: u64,
     progress: Py<PyAny>,
 ) -> PyResult<Py<PyAny>> {
-    let objects = open(url)?;
+    let objects = opened(url, open)?;
     let mut raised = None;
     let found = py.detach(|| {
         let tell = |rates: &_| tell(&progress, &mut raised, rates);
