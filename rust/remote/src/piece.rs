@@ -1,6 +1,7 @@
 //! Bytes of an object that have come.
 
 use undercroft_core::arena::{Arena, OutOfBounds};
+use undercroft_core::checksum::RunningChecksum;
 
 /// A run of bytes.
 #[derive(Clone, Copy)]
@@ -45,11 +46,24 @@ impl Piece<'_> {
         }
     }
 
-    /// Copies the bytes into an arena.
-    pub(crate) fn write_to(&self, arena: &Arena, offset: u64) -> Result<(), OutOfBounds> {
+    /// Copies the bytes into an arena, and adds them to a checksum: those of the copy, where another process may change the
+    /// others.
+    pub(crate) fn write_to(
+        &self,
+        arena: &Arena,
+        offset: u64,
+        sum: &mut RunningChecksum,
+    ) -> Result<(), OutOfBounds> {
         match self {
-            Self::Bytes(bytes) => arena.write(offset, bytes),
-            Self::Shared(from, place, len) => arena.copy_from(offset, from, *place, *len),
+            Self::Bytes(bytes) => {
+                arena.write(offset, bytes)?;
+                sum.update(bytes);
+                Ok(())
+            }
+            Self::Shared(from, place, len) => {
+                arena.copy_from(offset, from, *place, *len)?;
+                arena.sum_running(sum, offset, *len)
+            }
         }
     }
 }

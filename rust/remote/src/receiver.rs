@@ -299,7 +299,17 @@ pub(crate) fn os_error(errno: Errno) -> StoreError {
         Errno::TIMEDOUT => RemoteError::Late,
         _ => RemoteError::Unreachable,
     };
-    StoreError::new(kind, std::io::Error::from(errno))
+    let error = StoreError::new(kind, std::io::Error::from(errno));
+    match kind {
+        RemoteError::Denied => error.or_advice(
+            "let the user of this process read and write the directory; all hosts use one uid, and no symbolic link below \
+             the directory is followed",
+        ),
+        RemoteError::Unreachable | RemoteError::Late => {
+            error.or_advice("check that the file system is mounted, and that its server answers")
+        }
+        _ => error,
+    }
 }
 
 fn corrupt(why: impl std::fmt::Display) -> StoreError {
@@ -344,12 +354,9 @@ impl Segment<'_> {
             match &mut self.unsealing {
                 Some(unsealing) => self.running.update(unsealing.take(ours)),
                 None => {
-                    // The bytes that are used are those that are verified.
                     let to = part.arena_offset + done;
-                    let copied = ours.write_to(self.arena, to);
-                    let summed =
-                        copied.and_then(|()| self.arena.sum_running(&mut self.running, to, count));
-                    summed.map_err(out_of_arena)?;
+                    let copied = ours.write_to(self.arena, to, &mut self.running);
+                    copied.map_err(out_of_arena)?;
                 }
             }
             (at, piece) = (at + count, rest);

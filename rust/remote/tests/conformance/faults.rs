@@ -138,6 +138,8 @@ mod redis {
         let mut rig = Rig::new(&url, Box::new(())).unwrap();
         let results = all(&mut rig, &Segment::new(3));
         assert_eq!(results, failed(RemoteError::Denied));
+        let refused = rig.objects.greet().unwrap_err();
+        assert!(refused.advice().contains("REDIS_PASSWORD"), "{refused}");
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "hunter2\n").unwrap();
         let path = file.path().to_str().unwrap();
@@ -176,6 +178,10 @@ mod s3 {
             )
         };
     }
+
+    /// The time of this machine is wrong.
+    const SKEWED: &str = "HTTP/1.1 403 x\r\ncontent-length: 55\r\nconnection: close\r\n\r\n\
+        <Error><Code>RequestTimeTooSkewed</Code><x></x></Error>";
 
     /// An object whose body ends early.
     const CUT: &str = "HTTP/1.1 206 x\r\ncontent-length: 320480\r\ncontent-range: bytes 0-320479/323584\r\n\
@@ -333,6 +339,9 @@ mod s3 {
             let names_variables = last.advice().starts_with("set ");
             assert_eq!(names_variables, error == RemoteError::Denied, "{last}");
         }
+        proxy.set(Fault::Answer(SKEWED));
+        let skewed = rig.objects.greet().unwrap_err();
+        assert!(skewed.advice().contains("clock by NTP"), "{skewed}");
         proxy.set(Fault::Answer(answer!("404")));
         assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
         assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
