@@ -12,6 +12,7 @@ use undercroft_core::remote::{
 };
 
 use crate::objects::{Result, StoreError};
+use crate::piece::Piece;
 use crate::receiver::out_of_arena;
 
 /// Begins the associated data of payloads in a remote store, so that no slot on disk has the same.
@@ -119,9 +120,11 @@ impl<'a> Unsealing<'a> {
         }
     }
 
-    /// Takes bytes that follow.
-    pub(crate) fn take(&mut self, bytes: &[u8]) {
-        self.bytes.extend_from_slice(bytes);
+    /// Takes bytes that follow. Returns the copy.
+    pub(crate) fn take(&mut self, piece: Piece<'_>) -> &[u8] {
+        let start = self.bytes.len();
+        piece.append_to(&mut self.bytes);
+        &self.bytes[start..]
     }
 
     /// Room for bytes that follow; all of it is to be filled.
