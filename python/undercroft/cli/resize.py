@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             engines.operate(socket, {"resize": order})
         except output.CommandError as error:
-            raise ConfigError(str(error)) from None
+            # The engine names the option, the operator gave the flag.
+            flag = re.sub("^(host|disk)_", r"--\1-", str(error))
+            raise ConfigError(flag) from None
     resized, over = waiting.until(socket, {"resized": {}}, _is_over, _line, args.timeout if order else 0.0)
     if args.json:
         output.print_json({"socket": socket, "finished": over, **resized})
