@@ -55,7 +55,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         file = "imports" if name == "import" else name.replace("-", "_")
         module = importlib.import_module(f"undercroft.cli.{file}")
         module.add_parser(commands, shared)
-    bench = commands.add_parser("bench", help="measure lookup, disk, copies or recovery; replay a trace")
+    bench = commands.add_parser("bench", help="measure this machine, a remote store, a trace or a running vLLM")
     if command == "bench":
         _load_bench().add_kinds(bench, shared)
     return parser

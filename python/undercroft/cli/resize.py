@@ -25,9 +25,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="set the sizes of a running engine's tiers",
         description="Makes host memory or the directories smaller while the engine runs, or larger again, up to their "
         "size at the start. The blocks that are worth least are evicted, and the system gets the memory and the space "
-        "back. Blocks in use and pinned blocks stay. A restart takes the configured sizes again. Without a size: shows "
-        "the sizes. Exit code 1 if no engine answers or the time is over, 2 if it refuses a "
-        "size.",
+        "back. Blocks in use and pinned blocks stay. A restart takes the configured sizes again. Without a size, shows "
+        "the sizes. Exit code 1 if no engine answers or --timeout is over, 2 if it refuses a size.",
         epilog="example: undercroft resize --host-memory 16GiB --disk-capacity 200GiB",
     )
     arguments.add_engine(parser, absolute_path)
