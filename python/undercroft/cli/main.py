@@ -92,7 +92,10 @@ def _load_bench() -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "undercroft_bench":
             raise
-        raise ConfigError("the benchmarks are not installed; run: pip install 'undercroft[bench]'") from None
+        raise ConfigError(
+            "the benchmarks are not installed; run: pip install 'undercroft[bench]', or in a checkout: "
+            "pip install ./rust/pyo3-bench"
+        ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
