@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import queue
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from undercroft.cli import arguments, output, planning, vllm_http
 from undercroft.device.layout import SUPPORTED_LAYOUTS
@@ -270,7 +273,9 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
 def _remote(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft import _core
 
-    found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: None)
+    shows = not args.json and sys.stderr.isatty()
+    with tqdm(desc="sizes", total=len(args.sizes), leave=False, disable=not shows) as bar:
+        found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: bar.update())
     cases = [
         {
             "object": format_size(one["object_bytes"]),
