@@ -71,6 +71,32 @@ def test_gc_needs_a_limit_and_says_which_values_are_allowed(capsys: pytest.Captu
     assert "REDIS_PASSWORD" in err
 
 
+@pytest.mark.parametrize("command", [("inspect",), ("remote", "gc", "--max-age=1d")])
+def test_a_directory_that_is_missing_is_named_and_not_made(
+    capsys: pytest.CaptureFixture[str], remote: Path, command: tuple[str, ...]
+) -> None:
+    code, _, err = run(capsys, *command, f"file://{remote}")
+    assert code == 2
+    assert f"file://{remote}" in err
+    assert "no such directory" in err
+    assert not remote.exists()
+
+
+def test_gc_of_a_store_that_removes_objects_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    # Nobody listens there: the store is not asked.
+    code, _, err = run(capsys, "remote", "gc", "redis://127.0.0.1:1/0", "--max-bytes", "1GiB", "--dry-run")
+    assert code == 2
+    assert "redis://127.0.0.1:1/0" in err
+    assert "maxmemory-policy" in err
+
+
+def test_a_store_that_cannot_be_reached_is_named_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "inspect", "redis://127.0.0.1:1/0")
+    assert code == 1
+    assert "redis://127.0.0.1:1/0: the store cannot be reached" in err
+    assert "check the host and the port" in err
+
+
 def test_inspect_lists_the_namespaces(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
     for number in range(3):
         put(remote, number, 7200)

@@ -29,6 +29,15 @@ impl StoreError {
         }
     }
 
+    /// The error with a remedy of its own, unless it has one.
+    #[must_use]
+    pub(crate) fn or_advice(self, advice: &'static str) -> Self {
+        Self {
+            advice: self.advice.or(Some(advice)),
+            ..self
+        }
+    }
+
     /// The remedy.
     pub fn advice(&self) -> &'static str {
         self.advice.unwrap_or_else(|| advice(self.kind))
