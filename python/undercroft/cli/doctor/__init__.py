@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         parents=[shared],
         help="check the machine and the installation, with advice on each shortfall",
         description="Checks kernel, limits, memory, disks, GPU and vLLM, and tells how a start would use the "
-        "directories. The exit code is 1 if a check fails; warnings do not count.",
+        "directories. The exit code is 1 if a check fails, not for warnings.",
         epilog="example: undercroft doctor --role serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft "
         "--disk-path /mnt/nvme1/undercroft",
     )
@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
             option.flag,
             action="append" if several else "store",
             metavar=_TAKEN[option.name],
-            help="also check this directory of the disk tier; may be given several times"
+            help="also check this directory of the disk tier (may be given several times)"
             if several
             else f"the option {option.name} (default: {option.default or 'none'})".replace("%", "%%"),
         )
