@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from undercroft.cli import output, planning
+from undercroft.cli import output, planning, waiting
 from undercroft.cli.doctor.check import Check
 from undercroft.config import OPTIONS, UndercroftConfig
 
@@ -80,7 +80,7 @@ def _checks(config: UndercroftConfig, role: str, remote: str | None) -> Iterator
 def _remote_checks(url: str) -> Iterator[Check]:
     from undercroft import _core
 
-    for found in _core.remote_check(url):
+    for found in waiting.until_interrupted(lambda: _core.remote_check(url)):
         yield Check(found["name"], found["status"], found["found"], found["advice"])  # type: ignore[arg-type]
 
 
