@@ -211,7 +211,7 @@ class UndercroftConfig:
     )]
     remote_object: Annotated[int, Option(
         "size", "16MiB", SIZE_FORMAT + "; 1MiB to 64MiB",
-        "Minimum size of an object in the remote store. A prefix is shared in whole objects; larger ones transfer "
+        "Minimum size of an object in the remote store. A prefix is shared in whole objects. Larger ones transfer "
         "with fewer requests.",
         remote_object, str, "engine",
     )]

@@ -132,6 +132,36 @@ def test_doctor_looks_at_the_store(capsys: pytest.CaptureFixture[str], remote: P
     assert unreachable.advice
 
 
+NEVER_ENDS = """
+import ctypes, sys
+from undercroft import _core
+from undercroft.cli import main
+
+def never(*_):
+    mutex, lock = (ctypes.c_char * 64)(), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("asked", flush=True)
+    lock(mutex)  # waits for ever, and signals do not end it
+
+_core.remote_contents = _core.remote_check = never
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["doctor", "--role", "serve", "--json", "--remote"]])
+def test_an_interrupt_does_not_wait_for_a_slow_store(command: list[str], remote: Path) -> None:
+    arguments = [sys.executable, "-c", NEVER_ENDS, *command, f"file://{remote}"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline() == "asked\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 130
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
 def test_an_interrupted_bench_ends_soon_and_leaves_no_object(remote: Path) -> None:
     pytest.importorskip("undercroft_bench")
     # Of 2 GiB, so that the whole takes far longer.

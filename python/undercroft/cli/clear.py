@@ -99,9 +99,9 @@ def _print(cleared: dict[str, Any], erase: bool, over: bool) -> None:
     if erase:
         print(f"erased on disk: {format_size(cleared['erased_bytes'])}")
     if failed := cleared["erase_failures"]:
-        print(f"{failed} blocks could not be erased: their filesystem cannot, or fails; the engine's disks show which")
+        print(f"{failed} blocks could not be erased: their filesystem cannot, or fails. undercroft status shows which")
     if over and cleared["pending"]:
-        print(f"{cleared['pending']} hash blocks are in use or pinned; they are removed when that use ends")
+        print(f"{cleared['pending']} hash blocks are in use or pinned, and are removed when that use ends")
     if not over:
         print("not finished in time: the engine continues", file=sys.stderr)
     if not cleared["durable"]:

@@ -32,14 +32,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--key-file",
         type=Path,
         metavar="FILE",
-        help="the key_file of encrypted directories; the exported file is not encrypted",
+        help="the key_file of encrypted directories (the exported file is not encrypted)",
     )
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--socket", type=absolute_path, metavar="PATH", help="where the engine listens (the only engine of this user)"
     )
     place.add_argument(
-        "--disk-path", action="append", metavar="DIR", help="a directory, in use or not; once for each of an engine"
+        "--disk-path", action="append", metavar="DIR", help="a directory, in use or not (once for each of an engine)"
     )
     parser.set_defaults(run=run)
 

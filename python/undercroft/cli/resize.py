@@ -108,7 +108,7 @@ def _print(resized: dict[str, Any], *, finished: bool) -> None:
     for tier, name in _TIERS:
         of = resized[tier]
         if of["resizing"]:
-            print(f"{name}: blocks in use or pinned keep it larger than its target; it continues when their use ends")
+            print(f"{name}: blocks in use or pinned keep it larger than its target until their use ends")
         elif of["kept_bytes"]:
             size = format_size(of["kept_bytes"])
             print(f"{name}: {size} are unused, and the system does not have them back: {_WHY[tier]}")

@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--watch",
         type=arguments.seconds,
         metavar="S",
-        help="repeat every S seconds; with --json, one object per line",
+        help="repeat every S seconds (with --json, one object per line)",
     )
     parser.set_defaults(run=run)
 

@@ -229,7 +229,7 @@ def device(path: Path) -> Iterator[Check]:
     elif kind in NETWORK_FILESYSTEMS:
         yield Check("disk device", "warn", f"{path} is on the network ({kind})", "Choose a disk_path on a local disk.")
     elif mount == "/" and path.absolute().is_relative_to("/mnt"):
-        advice = f"Mount the disk first; {place} would fill the system's own disk."
+        advice = f"Mount the disk first. {place} would fill the system's own disk."
         yield Check("disk device", "warn", f"{path} is on the root filesystem: no disk is mounted there", advice)
 
 
