@@ -49,6 +49,7 @@ def test_turns_of_a_conversation_return_with_the_prompt_before(
     times = [cases[name]["ttft_p50_ms"] for name in ("new", "returning")]
     assert times == pytest.approx([1e3 * COLD_S, 1e3 * WARM_S])
     assert (cases["new"]["cached_percent"], found["requests"]) == (0, 12)
+    assert (cases["new"]["prompt_tokens"], cases["returning"]["prompt_tokens"]) == (64, 192)
     # 64 + 128 + 192 of each 640 tokens are those of the turn before.
     assert found["seen_percent"] == pytest.approx(60) == pytest.approx(found["cached_percent"])
     first = fake.prompts[0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,32 @@ def test_gc_needs_a_limit_and_says_which_values_are_allowed(capsys: pytest.Captu
     assert "REDIS_PASSWORD" in err
 
 
+@pytest.mark.parametrize("command", [("inspect",), ("remote", "gc", "--max-age=1d")])
+def test_a_directory_that_is_missing_is_named_and_not_made(
+    capsys: pytest.CaptureFixture[str], remote: Path, command: tuple[str, ...]
+) -> None:
+    code, _, err = run(capsys, *command, f"file://{remote}")
+    assert code == 2
+    assert f"file://{remote}" in err
+    assert "no such directory" in err
+    assert not remote.exists()
+
+
+def test_gc_of_a_store_that_removes_objects_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    # Nobody listens there: the store is not asked.
+    code, _, err = run(capsys, "remote", "gc", "redis://127.0.0.1:1/0", "--max-bytes", "1GiB", "--dry-run")
+    assert code == 2
+    assert "redis://127.0.0.1:1/0" in err
+    assert "maxmemory-policy" in err
+
+
+def test_a_store_that_cannot_be_reached_is_named_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "inspect", "redis://127.0.0.1:1/0")
+    assert code == 1
+    assert "redis://127.0.0.1:1/0: the store cannot be reached" in err
+    assert "check the host and the port" in err
+
+
 def test_inspect_lists_the_namespaces(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
     for number in range(3):
         put(remote, number, 7200)
@@ -101,6 +130,56 @@ def test_doctor_looks_at_the_store(capsys: pytest.CaptureFixture[str], remote: P
     assert (unreachable.name, unreachable.status) == ("remote", "fail")
     assert "cannot be reached" in unreachable.found
     assert unreachable.advice
+
+
+NEVER_ENDS = """
+import ctypes, sys
+from undercroft import _core
+from undercroft.cli import main
+
+def never(*_):
+    mutex, lock = (ctypes.c_char * 64)(), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("asked", flush=True)
+    lock(mutex)  # waits for ever, and signals do not end it
+
+_core.remote_contents = _core.remote_check = never
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["doctor", "--role", "serve", "--json", "--remote"]])
+def test_an_interrupt_does_not_wait_for_a_slow_store(command: list[str], remote: Path) -> None:
+    arguments = [sys.executable, "-c", NEVER_ENDS, *command, f"file://{remote}"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline() == "asked\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 130
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
+def test_an_interrupted_bench_ends_soon_and_leaves_no_object(remote: Path) -> None:
+    pytest.importorskip("undercroft_bench")
+    # Of 2 GiB, so that the whole takes far longer.
+    arguments = ["bench", "remote", f"file://{remote}", "--sizes", "64KiB", "--total", "2GiB"]
+    command = [sys.executable, "-m", "undercroft.cli.main", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not any(path.is_file() for path in remote.rglob("*")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(8) == 130
+            assert process.stdout is not None and process.stderr is not None
+            assert (process.stdout.read(), process.stderr.read()) == ("", "")
+        finally:
+            process.kill()
+    assert not [path for path in remote.rglob("*") if path.is_file()]
 
 
 def test_bench_measures_and_advises(capsys: pytest.CaptureFixture[str], remote: Path) -> None:

@@ -64,9 +64,9 @@ def of_directory(path: str) -> str:
             raise ConfigError(
                 f"--disk-path {path}: there is no such directory; give that of a running engine"
             ) from None
-        raise CommandError(f"--disk-path {path}: no engine has ever used this directory; is it right?") from None
+        raise CommandError(f"--disk-path {path}: no engine has ever used this directory") from None
     if len(lines) < 2 or not Path(lines[1]).exists():
-        raise CommandError(f"--disk-path {path}: no engine has this directory open now; is one running?")
+        raise CommandError(f"--disk-path {path}: no engine has this directory open now")
     return lines[1]
 
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from undercroft import descriptions
-from undercroft.cli import output
+from undercroft.cli import output, waiting
 from undercroft.units import format_size
 
 
@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("verify", "drop", "diff"):
         if getattr(args, name):
             raise output.CommandError(f"--{name} is for a directory of the disk tier, not for a remote store")
-    found: dict[str, Any] = _core.remote_contents(args.directory)
+    found: dict[str, Any] = waiting.until_interrupted(lambda: _core.remote_contents(args.directory))
     for space in found["namespaces"]:
         text = space["description"]
         space["description"] = descriptions.parsed(text) or text if text is not None else None

@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
     parser = commands.add_parser(
         "serve",
         help="run the engine as a process of its own, shared by every vLLM on this host",
-        description="Runs in the foreground until SIGTERM or SIGINT; a second signal ends it at once. Each option may "
+        description="Runs in the foreground until SIGTERM or SIGINT. A second signal ends it at once. Each option may "
         "also be given in the environment, as UNDERCROFT_<NAME>. Exit code 0 after a signal, 1 if the engine fails, "
         "2 if an option or a directory cannot be used.",
         epilog="example: undercroft serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft --metrics 9400",
@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         "--socket",
         type=absolute_path,
         metavar="PATH",
-        help=f'socket to listen on; vLLM finds it by "server": "unix://PATH" ({DEFAULT_SOCKET})',
+        help=f'socket to listen on, which vLLM finds by "server": "unix://PATH" ({DEFAULT_SOCKET})',
     )
     parser.add_argument(
         "--metrics",
@@ -54,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
     )
     for option in ENGINE_OPTIONS:
         several = option.name == "disk_path"
-        default = f" Default: {option.default}." if option.default != [] else ""
+        default = f" Default: {option.default}." if option.default not in ([], "") else ""
         kind = "BOOL" if option.type == "true or false" else option.type.partition(" ")[0].upper()
         parser.add_argument(
             option.flag,

@@ -50,8 +50,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "status",
         parents=[shared],
         help="show contents and activity of running engines",
-        description="Asks `undercroft serve`, or the engine inside a vLLM. Without --socket and --disk-path: the "
-        "engine of this user, or a line for each if there are several. Exit code 1 if none answers.",
+        description="Shows the tiers, disks and sessions of `undercroft serve`, or of the engine inside a vLLM. "
+        "Without --socket and --disk-path: the engine of this user, or a line for each if there are several. Exit "
+        "code 1 if none answers.",
         epilog="example: undercroft status --disk-path /var/cache/undercroft --watch 2",
     )
     arguments.add_engine(parser, absolute_path)
@@ -59,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--watch",
         type=arguments.seconds,
         metavar="S",
-        help="repeat every S seconds; with --json, one object per line",
+        help="repeat every S seconds (with --json, one object per line)",
     )
     parser.set_defaults(run=run)
 

@@ -1,13 +1,17 @@
-"""Waiting for an order that a running engine carries out in steps."""
+"""Waiting: for an order that a running engine carries out in steps, or for long work outside Python."""
 
 from __future__ import annotations
 
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from undercroft.cli import engines
+
+Result = TypeVar("Result")
 
 _INTERVAL_S = 0.1
 
@@ -19,8 +23,8 @@ def until(
     line: Callable[[dict[str, Any]], str],
     timeout_s: float,
 ) -> tuple[dict[str, Any], bool]:
-    """Ask the engine again and again until ``is_over`` its answer or the time is; the last answer, and whether it is
-    over. On a terminal, ``line`` shows the progress."""
+    """Repeat the question until ``is_over`` accepts the answer or the time is over. Returns the last answer, and
+    whether it was accepted. On a terminal, ``line`` shows the progress."""
     deadline = time.monotonic() + timeout_s
     shows = sys.stderr.isatty()
     while True:
@@ -33,3 +37,20 @@ def until(
         if shows:
             print(f"\r\033[K{line(said)}", end="", file=sys.stderr, flush=True)
         time.sleep(_INTERVAL_S)
+
+
+def until_interrupted(work: Callable[[], Result]) -> Result:
+    """The result of work that runs long outside Python. An interrupt ends the process at once, without it."""
+    found: queue.SimpleQueue[Result | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(work())
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=run, name="work", daemon=True).start()
+    result = found.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result

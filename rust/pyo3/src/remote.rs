@@ -1,25 +1,42 @@
 //! `_core.remote_*`: a remote store without an engine.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use serde::Serialize;
 use undercroft_remote::gc::{Limits, collect};
 use undercroft_remote::measure::measure;
-use undercroft_remote::{Location, Objects, Options, StoreError, check, contents};
+use undercroft_remote::{
+    Location, LocationError, Objects, Options, StoreError, check, contents, open, open_existing,
+};
 
 use crate::errors::{ConfigError, UndercroftError};
 use crate::json::to_python;
 
-fn open(url: &str) -> PyResult<Arc<dyn Objects>> {
-    let refused = |error: undercroft_remote::LocationError| ConfigError::new_err(error.to_string());
-    let location = Location::parse(url).map_err(refused)?;
-    undercroft_remote::open(&location, Options::default()).map_err(refused)
+/// How often a long call looks for Ctrl-C.
+const SIGNALS: Duration = Duration::from_millis(50);
+
+fn refused(error: LocationError) -> PyErr {
+    ConfigError::new_err(error.to_string())
 }
 
-fn failed(error: &StoreError) -> PyErr {
-    UndercroftError::new_err(format!("{error}: {}", error.advice()))
+fn opened(url: &str) -> PyResult<Arc<dyn Objects>> {
+    let location = Location::parse(url).map_err(refused)?;
+    open(&location, Options::default()).map_err(refused)
+}
+
+/// For commands that look after a store.
+fn opened_existing(url: &str) -> PyResult<Arc<dyn Objects>> {
+    let location = Location::parse(url).map_err(refused)?;
+    open_existing(&location, Options::default()).map_err(refused)
+}
+
+/// A URL that was opened has no credentials.
+fn failed(url: &str, error: &StoreError) -> PyErr {
+    UndercroftError::new_err(format!("{url}: {error}: {}", error.advice()))
 }
 
 /// Tells Python something now and then. False once Python raises, as after Ctrl-C.
@@ -45,7 +62,14 @@ pub(crate) fn remote_gc(
     min_age: u64,
     dry_run: bool,
 ) -> PyResult<Py<PyAny>> {
-    let objects = open(url)?;
+    let objects = opened_existing(url)?;
+    if objects.expires() {
+        return Err(ConfigError::new_err(format!(
+            "remote is \"{url}\": this store removes objects itself: Redis by remote_ttl, and by maxmemory with \
+             maxmemory-policy allkeys-lru; Mooncake when its memory is full. `undercroft remote gc` is for directories and \
+             object stores"
+        )));
+    }
     let limits = Limits {
         max_bytes,
         max_age: max_age.map(Duration::from_secs),
@@ -60,28 +84,28 @@ pub(crate) fn remote_gc(
     if let Some(error) = raised {
         return Err(error);
     }
-    let report = report.map_err(|error| failed(&error))?;
+    let report = report.map_err(|error| failed(url, &error))?;
     Ok(to_python(py, &report)?.unbind())
 }
 
 /// The contents of a remote store, by namespace. Raises ConfigError, UndercroftError.
 #[pyfunction]
 pub(crate) fn remote_contents<'py>(py: Python<'py>, url: &str) -> PyResult<Bound<'py, PyAny>> {
-    let objects = open(url)?;
+    let objects = opened_existing(url)?;
     let found = py.detach(|| contents::contents(&*objects));
-    to_python(py, &found.map_err(|error| failed(&error))?)
+    to_python(py, &found.map_err(|error| failed(url, &error))?)
 }
 
 /// Findings on a remote store, as `undercroft doctor` has them. Raises ConfigError.
 #[pyfunction]
 pub(crate) fn remote_check<'py>(py: Python<'py>, url: &str) -> PyResult<Bound<'py, PyAny>> {
-    let objects = open(url)?;
+    let objects = opened(url)?;
     let found = py.detach(|| check::check(&*objects));
     to_python(py, &found)
 }
 
 /// Speeds of a remote store for objects of these sizes, with about `total` bytes of each. `progress(rates)` is called
-/// after each. Raises ConfigError, UndercroftError.
+/// after each. Ctrl-C ends it once the objects are removed. Raises ConfigError, UndercroftError.
 #[pyfunction]
 pub(crate) fn remote_measure(
     py: Python<'_>,
@@ -90,15 +114,33 @@ pub(crate) fn remote_measure(
     total: u64,
     progress: Py<PyAny>,
 ) -> PyResult<Py<PyAny>> {
-    let objects = open(url)?;
-    let mut raised = None;
-    let found = py.detach(|| {
-        let tell = |rates: &_| tell(&progress, &mut raised, rates);
-        measure(&objects, &sizes, total, tell)
+    let objects = opened(url)?;
+    let (stopped, mut raised) = (AtomicBool::new(false), None);
+    let (found, interrupted) = py.detach(|| {
+        thread::scope(|scope| {
+            let tell = |rates: &_| tell(&progress, &mut raised, rates);
+            let work = scope.spawn(|| measure(&objects, &sizes, total, &stopped, tell));
+            let interrupted = until_finished(&work, &stopped);
+            (work.join(), interrupted)
+        })
     });
-    if let Some(error) = raised {
+    if let Some(error) = interrupted.or(raised) {
         return Err(error);
     }
-    let found = found.map_err(|error| failed(&error))?;
+    let found = found.map_err(|_| UndercroftError::new_err("the measurement panicked"))?;
+    let found = found.map_err(|error| failed(url, &error))?;
     Ok(to_python(py, &found)?.unbind())
+}
+
+/// Waits for a thread on Python's main thread, which alone gets Ctrl-C: the thread is then told to stop.
+fn until_finished<T>(work: &ScopedJoinHandle<'_, T>, stopped: &AtomicBool) -> Option<PyErr> {
+    let mut interrupted = None;
+    while !work.is_finished() {
+        thread::sleep(SIGNALS);
+        if let Err(error) = Python::attach(|py| py.check_signals()) {
+            stopped.store(true, Ordering::Relaxed);
+            interrupted = Some(error);
+        }
+    }
+    interrupted
 }

@@ -22,7 +22,7 @@ use crate::directory::seconds_between;
 use crate::location::{Location, LocationError};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
-use client::{ROLES, client, credentials};
+use client::{CLOCK, CLOCK_WORDS, ROLES, client, credentials, reach};
 
 mod client;
 mod profile;
@@ -50,6 +50,8 @@ pub(crate) struct CloudStore {
     name: &'static str,
     /// The remedy where the store refuses the credentials, or there are none.
     credentials: &'static str,
+    /// The remedy where it cannot be reached.
+    reach: &'static str,
     store: Arc<dyn ObjectStore>,
     prefix: String,
     renew_after: Duration,
@@ -72,6 +74,7 @@ impl CloudStore {
         Ok(Self {
             name,
             credentials: credentials(location.scheme),
+            reach: reach(location.scheme),
             store,
             prefix: location.path.clone(),
             renew_after: options.ttl / 2,
@@ -96,12 +99,16 @@ impl CloudStore {
 
     fn wait<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         let runtime = self.runtime.as_ref().expect("only dropping takes it");
-        runtime.block_on(work).map_err(|mut error| {
+        runtime.block_on(work).map_err(|error| {
             let is_role = ROLES.iter().any(|host| error.detail.contains(host));
-            if error.kind == RemoteError::Denied || is_role {
-                error.advice = Some(self.credentials);
+            let is_clock = CLOCK_WORDS.iter().any(|word| error.detail.contains(word));
+            match error.kind {
+                _ if is_clock => error.or_advice(CLOCK),
+                RemoteError::Denied => error.or_advice(self.credentials),
+                _ if is_role => error.or_advice(self.credentials),
+                RemoteError::Unreachable => error.or_advice(self.reach),
+                _ => error,
             }
-            error
         })
     }
 

@@ -105,7 +105,8 @@ impl DirectoryStore {
     fn error(&self, errno: Errno) -> StoreError {
         let mut error = os_error(errno);
         if error.kind == RemoteError::NotFound {
-            error.kind = RemoteError::Unreachable;
+            let advice = "check that the file system is mounted, and that its server answers";
+            error = StoreError::new(RemoteError::Unreachable, error.detail).or_advice(advice);
         }
         error.detail = format!("{}: {}", self.path.display(), error.detail);
         error

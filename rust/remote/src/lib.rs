@@ -14,12 +14,14 @@ mod location;
 pub mod measure;
 mod mooncake;
 mod objects;
+mod piece;
 mod pool;
 mod receiver;
 #[cfg(feature = "redis")]
 mod redis;
 mod sealed;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,6 +50,21 @@ impl Default for Options {
     }
 }
 
+/// The store at `location`, for commands that look after one: a directory is not made.
+///
+/// # Errors
+/// As [`open`], or if there is no such directory.
+pub fn open_existing(
+    location: &Location,
+    options: Options,
+) -> std::result::Result<Arc<dyn Objects>, LocationError> {
+    if location.scheme == Scheme::File && !Path::new(&location.path).exists() {
+        let reason = "no such directory; check the path, and whether its file system is mounted";
+        return Err(location.refused(reason));
+    }
+    open(location, options)
+}
+
 /// The store at `location`. Nothing is asked of the store yet, but a directory is made if its parent is there.
 ///
 /// # Errors
@@ -68,8 +85,15 @@ pub fn open(
         Scheme::Redis | Scheme::Rediss => Ok(Arc::new(redis::RedisStore::open(location, options)?)),
         Scheme::Mooncake => Ok(Arc::new(mooncake::MooncakeStore::open(location)?)),
         #[cfg(not(all(feature = "s3", feature = "redis")))]
-        _ => Err(location.refused(
-            "this build of undercroft leaves this kind of store out; install one with it",
-        )),
+        scheme => {
+            let feature = match scheme {
+                Scheme::Redis | Scheme::Rediss => "remote-redis",
+                _ => "remote-s3",
+            };
+            Err(location.refused(format_args!(
+                "this undercroft was built without the feature {feature}; install a wheel that has it, or use a store of \
+                 another kind, such as file:///mnt/shared/undercroft"
+            )))
+        }
     }
 }

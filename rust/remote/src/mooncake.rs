@@ -36,8 +36,8 @@ const SLOWEST: u64 = 16 << 20;
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// A helper that could not be used is not followed by another one before so long.
 const RESTART: Duration = Duration::from_secs(1);
-/// Bytes are copied in pieces of this size, which stay in the processor's cache until they are verified.
-const PIECE: u64 = 256 << 10;
+/// So many bytes are taken before another look whether the store is to end.
+const PIECE: u64 = 1 << 20;
 /// Names in one request for sizes.
 const LISTED: usize = 1000;
 
@@ -136,24 +136,14 @@ impl MooncakeStore {
     }
 
     fn fill(&self, slot: &Slot, body: &Body<'_>) -> Result<()> {
-        let mut at = slot.at;
-        let mut piece = Vec::with_capacity(PIECE as usize);
+        let (to, mut at) = (&self.buffer.arena, slot.at);
         for chunk in body.chunks() {
-            let (arena, mut from, end) = match chunk {
-                Chunk::Bytes(bytes) => {
-                    (self.buffer.arena.write(at, bytes)).map_err(out_of_arena)?;
-                    at += bytes.len() as u64;
-                    continue;
-                }
-                Chunk::Arena(arena, offset, len) => (arena, offset, offset + len),
+            let (copied, len) = match chunk {
+                Chunk::Bytes(bytes) => (to.write(at, bytes), bytes.len() as u64),
+                Chunk::Arena(arena, offset, len) => (to.copy_from(at, arena, offset, len), len),
             };
-            while from < end {
-                let count = PIECE.min(end - from);
-                piece.clear();
-                (arena.append_to(&mut piece, from, count)).map_err(out_of_arena)?;
-                (self.buffer.arena.write(at, &piece)).map_err(out_of_arena)?;
-                (from, at) = (from + count, at + count);
-            }
+            copied.map_err(out_of_arena)?;
+            at += len;
         }
         Ok(())
     }
@@ -194,15 +184,11 @@ impl Objects for MooncakeStore {
         let (answer, slot) = self.ask(&request, Some(slot), deadline)?;
         let slot = slot.expect("it comes back with the answer");
         let bytes = u64::try_from(answer.value()?).unwrap_or(0).min(wanted);
-        // What is verified is a copy: the process of the helper cannot change it.
-        let mut piece = Vec::with_capacity(PIECE as usize);
+        // The process of the helper can change the bytes: they are verified after they were copied.
         let mut done = 0;
         while done < bytes {
             let count = PIECE.min(bytes - done);
-            piece.clear();
-            let copied = (self.buffer.arena).append_to(&mut piece, slot.at + done, count);
-            copied.map_err(out_of_arena)?;
-            if !receiver.take(&piece)? {
+            if !receiver.take_shared(&self.buffer.arena, slot.at + done, count)? {
                 break;
             }
             done += count;

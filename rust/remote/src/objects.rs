@@ -1,4 +1,4 @@
-//! A store of objects, as its kinds offer it: calls that block.
+//! A store of objects, behind calls that block. Each kind of store implements them.
 
 use std::time::{Duration, SystemTime};
 
@@ -26,6 +26,15 @@ impl StoreError {
             kind,
             detail: detail.to_string(),
             advice: None,
+        }
+    }
+
+    /// The error with a remedy of its own, unless it has one.
+    #[must_use]
+    pub(crate) fn or_advice(self, advice: &'static str) -> Self {
+        Self {
+            advice: self.advice.or(Some(advice)),
+            ..self
         }
     }
 

@@ -44,8 +44,11 @@ struct Shared {
     cipher: Option<Arc<dyn PayloadCipher>>,
     waker: Waker,
     queue: Mutex<Queue>,
-    /// Told when there is work, and when work has ended.
-    change: Condvar,
+    /// Told once for each request, and when the pool is dropped. Whoever ends a request looks for the next one itself, so
+    /// that no request wakes more than one thread.
+    work: Condvar,
+    /// Told when a request has ended.
+    ended: Condvar,
     stop: AtomicBool,
     /// How the last operation ended, with the store's own words.
     last: Mutex<Health>,
@@ -118,7 +121,8 @@ impl Pool {
                 running: 1,
                 ..Queue::default()
             }),
-            change: Condvar::new(),
+            work: Condvar::new(),
+            ended: Condvar::new(),
             stop: AtomicBool::new(false),
             last: Mutex::default(),
         });
@@ -174,7 +178,7 @@ impl RemoteStore for Pool {
             RemoteRequest::Put { .. } => queue.puts.push_back(request),
         }
         drop(queue);
-        self.shared.change.notify_all();
+        self.shared.work.notify_one();
     }
 
     fn drain(&mut self, out: &mut Vec<RemoteCompletion>) {
@@ -193,14 +197,14 @@ impl Drop for Pool {
         let shared = &self.shared;
         shared.stop.store(true, Ordering::Relaxed);
         let mut queue = shared.lock();
-        shared.change.notify_all();
+        shared.work.notify_all();
         let deadline = Instant::now() + DRAIN_LIMIT;
         while queue.running > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            let waited = shared.change.wait_timeout(queue, left);
+            let waited = shared.ended.wait_timeout(queue, left);
             (queue, _) = waited.unwrap_or_else(PoisonError::into_inner);
         }
         drop(queue);
@@ -235,12 +239,12 @@ impl Shared {
             let result = result.map_err(|error| error.kind);
             queue.done.push(RemoteCompletion { token, result });
             drop(queue);
-            self.change.notify_all();
+            self.ended.notify_one();
             self.waker.wake();
             if let Some((path, bytes)) = after
                 && !self.stop.load(Ordering::Relaxed)
             {
-                // An object that is not renewed goes when it is old.
+                // A failed renewal is no error: the object is removed when its time to live is over.
                 let _ = self.objects.put(&path, &Body::bytes(&bytes), false);
             }
         }
@@ -262,7 +266,7 @@ impl Shared {
                 queue.running += 1;
                 return Some(request);
             }
-            let waited = self.change.wait(queue);
+            let waited = self.work.wait(queue);
             queue = waited.unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -310,8 +314,8 @@ impl Shared {
                 let path = self.path(&key);
                 let object = match &self.cipher {
                     Some(cipher) => {
-                        let object = seal_object((&path, &header), &parts, &self.arena, cipher);
-                        Some(object.ok_or(RemoteError::Cipher)?)
+                        let sealed = seal_object((&path, &header), &parts, &self.arena, cipher);
+                        Some(sealed?)
                     }
                     None => None,
                 };
@@ -341,7 +345,7 @@ impl Shared {
         let found = contained(|| Some(self.objects.greet()));
         self.note(&found.unwrap_or(Err(RemoteError::Unreachable.into())));
         self.lock().running -= 1;
-        self.change.notify_all();
+        self.ended.notify_one();
     }
 
     fn note<T>(&self, result: &Result<T>) {

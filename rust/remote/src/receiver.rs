@@ -15,6 +15,7 @@ use undercroft_core::remote::{
 };
 
 use crate::objects::{Result, StoreError};
+use crate::piece::Piece;
 use crate::sealed::{Unsealing, sealed};
 
 /// A file is read in pieces of this size in bytes: its checksum is computed while a piece is in the processor's cache.
@@ -183,17 +184,31 @@ impl<'a> Receiver<'a> {
     /// # Errors
     /// If they are not of the object that was asked for, or the store is being shut down.
     pub fn take(&mut self, bytes: &[u8]) -> Result<bool> {
+        self.take_piece(Piece::Bytes(bytes))
+    }
+
+    /// Takes bytes that follow from memory which another process may write meanwhile. The bytes that are verified are
+    /// those of the copy.
+    ///
+    /// # Errors
+    /// As [`Receiver::take`].
+    pub(crate) fn take_shared(&mut self, from: &Arena, place: u64, len: u64) -> Result<bool> {
+        from.check(place, len).map_err(out_of_arena)?;
+        self.take_piece(Piece::Shared(from, place, len))
+    }
+
+    fn take_piece(&mut self, piece: Piece<'_>) -> Result<bool> {
         self.check_stop()?;
         let at = self.at;
-        self.at += bytes.len() as u64;
+        self.at += piece.len();
         if let Some(kept) = &mut self.kept {
-            kept.extend_from_slice(bytes);
+            piece.append_to(kept);
         }
         match &mut self.target {
-            Target::Segment(segment) => segment.take(at, bytes)?,
+            Target::Segment(segment) => segment.take(at, piece)?,
             Target::Bytes(out, limit) => {
-                let room = (*limit - out.len() as u64).min(bytes.len() as u64);
-                out.extend_from_slice(&bytes[..room as usize]);
+                let room = *limit - out.len() as u64;
+                piece.split_at(room).0.append_to(out);
             }
             Target::Unseen(..) => {}
         }
@@ -284,7 +299,17 @@ pub(crate) fn os_error(errno: Errno) -> StoreError {
         Errno::TIMEDOUT => RemoteError::Late,
         _ => RemoteError::Unreachable,
     };
-    StoreError::new(kind, std::io::Error::from(errno))
+    let error = StoreError::new(kind, std::io::Error::from(errno));
+    match kind {
+        RemoteError::Denied => error.or_advice(
+            "let the user of this process read and write the directory; all hosts use one uid, and no symbolic link below \
+             the directory is followed",
+        ),
+        RemoteError::Unreachable | RemoteError::Late => {
+            error.or_advice("check that the file system is mounted, and that its server answers")
+        }
+        _ => error,
+    }
 }
 
 fn corrupt(why: impl std::fmt::Display) -> StoreError {
@@ -300,12 +325,12 @@ impl Segment<'_> {
     }
 
     /// Takes bytes that begin `at` in the object.
-    fn take(&mut self, mut at: u64, mut bytes: &[u8]) -> Result<()> {
+    fn take(&mut self, mut at: u64, mut piece: Piece<'_>) -> Result<()> {
         let head = self.expect.header_bytes();
         if at < head {
-            let (ours, rest) = bytes.split_at(bytes.len().min((head - at) as usize));
-            self.header.extend_from_slice(ours);
-            (at, bytes) = (at + ours.len() as u64, rest);
+            let (ours, rest) = piece.split_at(head - at);
+            ours.append_to(&mut self.header);
+            (at, piece) = (at + ours.len(), rest);
             if at < head {
                 return Ok(());
             }
@@ -318,24 +343,23 @@ impl Segment<'_> {
         }
         while let Some((part, start)) = self.parts.get(self.sums.len()).copied() {
             // Bytes between the parts are not wanted.
-            let skip = start.saturating_sub(at).min(bytes.len() as u64);
-            (at, bytes) = (at + skip, &bytes[skip as usize..]);
-            if at < start || bytes.is_empty() {
+            let (skipped, rest) = piece.split_at(start.saturating_sub(at));
+            (at, piece) = (at + skipped.len(), rest);
+            if at < start || piece.len() == 0 {
                 break;
             }
             let done = at - start;
-            let count = (u64::from(part.len) - done)
-                .min(bytes.len() as u64)
-                .min(COPIED);
-            let (ours, rest) = bytes.split_at(count as usize);
+            let (ours, rest) = piece.split_at(COPIED.min(u64::from(part.len) - done));
+            let count = ours.len();
             match &mut self.unsealing {
-                Some(unsealing) => unsealing.take(ours),
+                Some(unsealing) => self.running.update(unsealing.take(ours)),
                 None => {
-                    (self.arena.write(part.arena_offset + done, ours)).map_err(out_of_arena)?;
+                    let to = part.arena_offset + done;
+                    let copied = ours.write_to(self.arena, to, &mut self.running);
+                    copied.map_err(out_of_arena)?;
                 }
             }
-            self.running.update(ours);
-            (at, bytes) = (at + count, rest);
+            (at, piece) = (at + count, rest);
             if done + count == u64::from(part.len) {
                 self.end_part(part)?;
             }

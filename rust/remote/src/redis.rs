@@ -21,7 +21,7 @@ use crate::directory::seconds_between;
 use crate::location::{Location, LocationError, Scheme};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
-use servers::{Address, Keyed, Servers};
+use servers::{Address, Keyed, STALL, Servers};
 
 /// Calls at a time. A server carries out one command at a time; more connections only divide its network.
 const PARALLEL: usize = 8;
@@ -296,5 +296,19 @@ fn store_error(error: RedisError) -> StoreError {
         _ if error.is_timeout() => RemoteError::Late,
         _ => RemoteError::Unreachable,
     };
-    StoreError::new(kind, text)
+    let (detail, advice) = match kind {
+        RemoteError::Denied => (
+            text,
+            "set REDIS_PASSWORD or REDIS_PASSWORD_FILE, and REDIS_USERNAME for a user that may read, write and delete the \
+             keys of the prefix",
+        ),
+        // The system's words are those of a socket that is not ready.
+        RemoteError::Late => (format!("no answer within {} s", STALL.as_secs()), TLS),
+        RemoteError::Unreachable => (text, REACH),
+        _ => return StoreError::new(kind, text),
+    };
+    StoreError::new(kind, detail).or_advice(advice)
 }
+
+const REACH: &str = "check the host and the port in the URL, and that the server runs there; rediss:// is for a port with TLS";
+const TLS: &str = "check the host and the port in the URL, firewalls, and the server's load; rediss:// is for a port with TLS";

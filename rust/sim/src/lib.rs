@@ -30,6 +30,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 mod arena;
+mod brief;
 mod checksums;
 mod client;
 mod content;

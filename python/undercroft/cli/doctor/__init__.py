@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from undercroft.cli import output, planning
+from undercroft.cli import output, planning, waiting
 from undercroft.cli.doctor.check import Check
 from undercroft.config import OPTIONS, UndercroftConfig
 
@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         parents=[shared],
         help="check the machine and the installation, with advice on each shortfall",
         description="Checks kernel, limits, memory, disks, GPU and vLLM, and tells how a start would use the "
-        "directories. The exit code is 1 if a check fails; warnings do not count.",
+        "directories. The exit code is 1 if a check fails, not for warnings.",
         epilog="example: undercroft doctor --role serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft "
         "--disk-path /mnt/nvme1/undercroft",
     )
@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
             option.flag,
             action="append" if several else "store",
             metavar=_TAKEN[option.name],
-            help="also check this directory of the disk tier; may be given several times"
+            help="also check this directory of the disk tier (may be given several times)"
             if several
             else f"the option {option.name} (default: {option.default or 'none'})".replace("%", "%%"),
         )
@@ -80,7 +80,7 @@ def _checks(config: UndercroftConfig, role: str, remote: str | None) -> Iterator
 def _remote_checks(url: str) -> Iterator[Check]:
     from undercroft import _core
 
-    for found in _core.remote_check(url):
+    for found in waiting.until_interrupted(lambda: _core.remote_check(url)):
         yield Check(found["name"], found["status"], found["found"], found["advice"])  # type: ignore[arg-type]
 
 

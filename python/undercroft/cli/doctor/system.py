@@ -212,7 +212,7 @@ def _store(found: dict[str, Any]) -> Check:
 def _refused_advice(path: str, error: str) -> str:
     if "belongs to uid" in error:
         # The root of a Kubernetes volume belongs to root, for example.
-        return f"undercroft does not start with it. A directory below, such as {path}/undercroft, is made by itself."
+        return f"undercroft does not start with it. Choose {path}/undercroft: it creates that directory."
     return "undercroft does not start with this directory."
 
 
@@ -229,7 +229,7 @@ def device(path: Path) -> Iterator[Check]:
     elif kind in NETWORK_FILESYSTEMS:
         yield Check("disk device", "warn", f"{path} is on the network ({kind})", "Choose a disk_path on a local disk.")
     elif mount == "/" and path.absolute().is_relative_to("/mnt"):
-        advice = f"Mount the disk first; {place} would fill the system's own disk."
+        advice = f"Mount the disk first. {place} would fill the system's own disk."
         yield Check("disk device", "warn", f"{path} is on the root filesystem: no disk is mounted there", advice)
 
 

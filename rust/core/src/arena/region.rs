@@ -302,6 +302,21 @@ impl Arena {
         Ok(())
     }
 
+    /// Copies a range of another arena into this one. Another process may write the range meanwhile: then any of its
+    /// bytes may come, and no reference to the range is made.
+    pub fn copy_from(
+        &self,
+        offset: u64,
+        from: &Self,
+        place: u64,
+        len: u64,
+    ) -> Result<(), OutOfBounds> {
+        let (to, from) = (self.pointer(offset, len)?, from.pointer(place, len)?);
+        // SAFETY: both are valid for `len` bytes by the checks; `copy` allows that they overlap.
+        unsafe { std::ptr::copy(from, to, len as usize) };
+        Ok(())
+    }
+
     /// Copies a range out of the arena.
     pub fn read(&self, offset: u64, len: u64) -> Result<Vec<u8>, OutOfBounds> {
         let start = self.pointer(offset, len)?;
@@ -317,7 +332,10 @@ impl Arena {
 
     /// Copies a range of the length of `out` to `out`.
     pub fn copy_to(&self, offset: u64, out: &mut [u8]) -> Result<(), OutOfBounds> {
-        self.with(offset, out.len() as u64, |bytes| out.copy_from_slice(bytes))
+        let start = self.pointer(offset, out.len() as u64)?;
+        // SAFETY: both are valid for the length, and no Rust reference into the arena exists that `out` could be.
+        unsafe { std::ptr::copy_nonoverlapping(start, out.as_mut_ptr(), out.len()) };
+        Ok(())
     }
 
     /// One `pread` into the range; the number of bytes read, which may be short.

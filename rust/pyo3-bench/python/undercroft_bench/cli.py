@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import queue
+import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from undercroft.cli import arguments, output, planning, vllm_http
+from tqdm import tqdm
+
+from undercroft.cli import arguments, output, planning, vllm_http, waiting
 from undercroft.device.layout import SUPPORTED_LAYOUTS
 from undercroft.errors import ConfigError
 from undercroft.units import format_size
@@ -245,7 +246,7 @@ def _disk(args: argparse.Namespace) -> dict[str, Any]:
     with _directory(args.path) as path:
         # Small blocks are soon moved: a round that takes less than some tenths of a second measures its ends.
         blocks = args.blocks or max(1024, (2 << 30) // args.block_bytes)
-        result = _until_interrupted(
+        result = waiting.until_interrupted(
             lambda: _bench.disk(path, args.block_bytes, blocks, args.depth, args.io_engine, args.key_file)
         )
     # The plan compares the disk's speed with the model of a vLLM that runs here.
@@ -256,13 +257,13 @@ def _recover(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import _bench
 
     with _directory(args.path) as path:
-        return _until_interrupted(lambda: _bench.recover(path, args.blocks))
+        return waiting.until_interrupted(lambda: _bench.recover(path, args.blocks))
 
 
 def _replay(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench import _bench
 
-    return _until_interrupted(
+    return waiting.until_interrupted(
         lambda: _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
     )
 
@@ -270,7 +271,9 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
 def _remote(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft import _core
 
-    found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: None)
+    shows = not args.json and sys.stderr.isatty()
+    with tqdm(desc="sizes", total=len(args.sizes), leave=False, disable=not shows) as bar:
+        found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: bar.update())
     cases = [
         {
             "object": format_size(one["object_bytes"]),
@@ -322,20 +325,3 @@ def _directory(base: str | None) -> tempfile.TemporaryDirectory[str]:
         Path(base).mkdir(parents=True, exist_ok=True)
     # Files that an interrupted measurement still makes there must not be an error.
     return tempfile.TemporaryDirectory(dir=base, prefix="undercroft-bench-", ignore_cleanup_errors=True)
-
-
-def _until_interrupted(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of a measurement that runs long outside Python. An interrupt ends the process at once, without it."""
-    found: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            found.put(measure())
-        except BaseException as error:
-            found.put(error)
-
-    threading.Thread(target=run, name="measure", daemon=True).start()
-    result = found.get()
-    if isinstance(result, BaseException):
-        raise result
-    return result

@@ -99,6 +99,7 @@ def row(name: str, answers: list[Answer]) -> dict[str, Any]:
     share = sum(known) / max(1, sum(answer.prompt_tokens for answer in answers))
     return {
         "case": name,
+        "prompt_tokens": round(statistics.mean(answer.prompt_tokens for answer in answers)),
         "ttft_p50_ms": statistics.median(times),
         "ttft_p90_ms": times[min(len(times) - 1, int(0.9 * len(times)))],
         "cached_percent": 100 * share if len(known) == len(cached) else None,
@@ -106,10 +107,13 @@ def row(name: str, answers: list[Answer]) -> dict[str, Any]:
 
 
 def chart(rows: list[dict[str, Any]]) -> list[str]:
-    """A bar for the median of each case."""
+    """A bar for the median of each case, which may have prompts of another length."""
     longest = max(row["ttft_p50_ms"] for row in rows)
-    bars = [(row["case"], row["ttft_p50_ms"], "#" * max(1, round(BAR * row["ttft_p50_ms"] / longest))) for row in rows]
-    return [f"{name:<8}{median:>10.1f} ms  {bar}" for name, median, bar in bars]
+    return [
+        f"{row['case']:<9} {row['prompt_tokens']:>7,} tokens {row['ttft_p50_ms']:>10.1f} ms  "
+        + "#" * max(1, round(BAR * row["ttft_p50_ms"] / longest))
+        for row in rows
+    ]
 
 
 def progress(name: str, total: int) -> tqdm[Any]:

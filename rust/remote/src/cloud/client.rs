@@ -35,6 +35,24 @@ pub(super) fn credentials(scheme: Scheme) -> &'static str {
     }
 }
 
+/// The remedy where a store cannot be reached.
+pub(super) fn reach(scheme: Scheme) -> &'static str {
+    match scheme {
+        Scheme::Gs => "check the bucket in the URL, and the way to storage.googleapis.com",
+        Scheme::Az => {
+            "check the container in the URL, AZURE_STORAGE_ACCOUNT_NAME, and the way to that account's blob service"
+        }
+        _ => {
+            "check the bucket in the URL, AWS_REGION, and the address in AWS_ENDPOINT_URL (without it, Amazon's)"
+        }
+    }
+}
+
+/// Codes of a store that takes a request for too old or too new, and the remedy.
+pub(super) const CLOCK_WORDS: [&str; 2] = ["RequestTimeTooSkewed", "RequestExpired"];
+pub(super) const CLOCK: &str =
+    "set this machine's clock by NTP: the store refuses requests of another time";
+
 /// The client of a store. Everything but the bucket comes from the environment, from files, or from the machine's role.
 pub(super) fn client(
     location: &Location,

@@ -19,7 +19,7 @@ use super::store_error;
 use crate::objects::{Result, StoreError};
 
 /// A connection that is not there after so long, or a byte.
-const STALL: Duration = Duration::from_secs(1);
+pub(super) const STALL: Duration = Duration::from_secs(1);
 /// Servers that a command is sent to, one after the other, while a cluster moves its key.
 const REDIRECTS: usize = 4;
 

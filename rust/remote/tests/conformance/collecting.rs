@@ -282,3 +282,32 @@ fn two_that_collect_at_once_keep_the_limit_under_load() {
     let time = Duration::from_secs(2);
     stays_within_its_limit_under_load(&*place.objects, min_age, inexact, time);
 }
+
+/// A collection over a network that is bad (`set_bad`) fails, and the next one finishes the work.
+#[cfg(feature = "s3")]
+pub(crate) fn goes_on_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool)) {
+    for number in 0..8 {
+        let bytes = vec![1; LOAD_BYTES];
+        (objects.put(&path(number), &Body::bytes(&bytes), true)).unwrap();
+    }
+    let limits = Limits {
+        min_age: Duration::ZERO,
+        ..limits(Some(0), None)
+    };
+    set_bad(true);
+    collect(objects, &limits, |_, _| true).unwrap_err();
+    set_bad(false);
+    let listed = || {
+        let mut count = 0;
+        let each = &mut |entry: Entry| {
+            count += u64::from(entry.path.starts_with("1/"));
+            true
+        };
+        objects.list("", each).unwrap();
+        count
+    };
+    let left = listed();
+    assert!(left >= 8, "{left} objects");
+    let report = collect(objects, &limits, |_, _| true).unwrap();
+    assert_eq!((report.removed_objects, listed()), (left, 0));
+}

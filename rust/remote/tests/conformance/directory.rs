@@ -73,6 +73,10 @@ fn no_link_leads_out_of_the_directory() {
     symlink(&outside, parent).unwrap();
     assert_eq!(rig.put(&segment, true), Err(RemoteError::Denied));
     assert_eq!(rig.get_all(&segment), Err(RemoteError::Denied));
+    let Health::Failed(denied) = rig.pool.as_ref().unwrap().last_result().get() else {
+        panic!("a link on the way");
+    };
+    assert!(denied.advice().contains("symbolic link"), "{denied}");
     assert_eq!(files(&outside), [target]);
 }
 

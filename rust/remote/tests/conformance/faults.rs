@@ -36,6 +36,29 @@ fn is_well(rig: &mut Rig, segment: &Segment) {
     assert_eq!(found, Ok(RemoteDone::Present(1)));
 }
 
+/// Faults of a connection that a call meets while an object comes.
+fn is_slow_or_damaged(proxy: &Proxy, rig: &mut Rig, segment: &Segment) {
+    for fault in [Fault::Reset, Fault::Cut(1)] {
+        proxy.set_after(100_000, fault);
+        let cut = rig.get_all(segment);
+        assert_eq!(cut, Err(RemoteError::Unreachable), "{fault:?} in between");
+    }
+    proxy.set_after(100_000, Fault::Stall);
+    assert_eq!(rig.get_all(segment), Err(RemoteError::Late));
+    for fault in [
+        Fault::Delay(Duration::from_millis(20)),
+        Fault::Slow(10 << 20),
+    ] {
+        proxy.set(fault);
+        is_well(rig, segment);
+    }
+    proxy.set(Fault::Flip);
+    let damaged = rig.get_all(segment);
+    assert_eq!(damaged, Err(RemoteError::Corrupt), "a bit that flips");
+    proxy.set(Fault::None);
+    is_well(rig, segment);
+}
+
 #[cfg(feature = "redis")]
 mod redis {
     use super::*;
@@ -65,23 +88,7 @@ mod redis {
             proxy.set(Fault::None);
             is_well(&mut rig, &segment);
         }
-        proxy.set_after(100_000, Fault::Reset);
-        let cut = rig.get_all(&segment);
-        assert_eq!(
-            cut,
-            Err(RemoteError::Unreachable),
-            "a value that comes in part"
-        );
-        for fault in [
-            Fault::Delay(Duration::from_millis(20)),
-            Fault::Slow(10 << 20),
-        ] {
-            proxy.set(fault);
-            is_well(&mut rig, &segment);
-        }
-        proxy.set(Fault::Flip);
-        let damaged = rig.get_all(&segment);
-        assert_eq!(damaged, Err(RemoteError::Corrupt), "a bit that flips");
+        is_slow_or_damaged(&proxy, &mut rig, &segment);
     }
 
     /// The deadline is that of the call, not of each of its answers.
@@ -131,6 +138,8 @@ mod redis {
         let mut rig = Rig::new(&url, Box::new(())).unwrap();
         let results = all(&mut rig, &Segment::new(3));
         assert_eq!(results, failed(RemoteError::Denied));
+        let refused = rig.objects.greet().unwrap_err();
+        assert!(refused.advice().contains("REDIS_PASSWORD"), "{refused}");
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "hunter2\n").unwrap();
         let path = file.path().to_str().unwrap();
@@ -158,6 +167,7 @@ mod s3 {
     use undercroft_remote::Health;
 
     use super::*;
+    use crate::rig::s3_url;
 
     macro_rules! answer {
         ($status:literal) => {
@@ -169,19 +179,28 @@ mod s3 {
         };
     }
 
+    /// The time of this machine is wrong.
+    const SKEWED: &str = "HTTP/1.1 403 x\r\ncontent-length: 55\r\nconnection: close\r\n\r\n\
+        <Error><Code>RequestTimeTooSkewed</Code><x></x></Error>";
+
     /// An object whose body ends early.
     const CUT: &str = "HTTP/1.1 206 x\r\ncontent-length: 320480\r\ncontent-range: bytes 0-320479/323584\r\n\
         etag: \"a\"\r\nlast-modified: Mon, 23 Nov 2026 05:00:00 GMT\r\nconnection: close\r\n\r\nUNDRSEGM";
 
     /// Runs the test below. The variables name the server, and credentials of any kind.
     fn told_as_what_it_is(url: &str, endpoint: &str, variables: &[(&str, &str)]) {
+        told_as_what_it_is_by("before_a_bad_server", url, endpoint, variables);
+    }
+
+    /// Runs a test in a process of its own, with the port of the proxy that the test is to start.
+    fn told_as_what_it_is_by(test: &str, words: &str, endpoint: &str, variables: &[(&str, &str)]) {
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = free.local_addr().unwrap().port();
         drop(free);
         let server = format!("http://127.0.0.1:{port}");
         let variables = [&[(endpoint, server.as_str())], variables].concat();
-        let of_child = format!("{port} {url}");
-        child("faults::s3::before_a_bad_server", &of_child, &variables);
+        let (test, of_child) = (format!("faults::s3::{test}"), format!("{port} {words}"));
+        child(&test, &of_child, &variables);
     }
 
     #[test]
@@ -215,6 +234,50 @@ mod s3 {
             "AZURE_STORAGE_ENDPOINT",
             &variables,
         );
+    }
+
+    #[test]
+    fn a_bad_network_before_a_real_server_is_told_and_passes() {
+        let Ok(url) = s3_url().inspect_err(|reason| eprintln!("skipped: {reason}")) else {
+            return;
+        };
+        let endpoint = std::env::var("AWS_ENDPOINT_URL").unwrap_or_default();
+        let port = endpoint.strip_prefix("http://127.0.0.1:");
+        let Some(port) = port.and_then(|port| port.parse::<u16>().ok()) else {
+            eprintln!("skipped: AWS_ENDPOINT_URL {endpoint:?} is no server of this machine");
+            return;
+        };
+        let of_child = format!("{port} {url}");
+        told_as_what_it_is_by("over_a_bad_network", &of_child, "AWS_ENDPOINT_URL", &[]);
+    }
+
+    /// Run by the test above.
+    #[test]
+    #[ignore = "a part of another test"]
+    fn over_a_bad_network() {
+        let of_parent = url_of_parent();
+        let mut words = of_parent.split(' ');
+        let mut port = || words.next().unwrap().parse().unwrap();
+        let (listening, server) = (port(), port());
+        let proxy = Proxy::start(listening, server);
+        let mut rig = Rig::new(words.next().unwrap(), Box::new(())).unwrap();
+        let segment = Segment::new(1);
+        is_well(&mut rig, &segment);
+        for (fault, error) in [
+            (Fault::Stall, RemoteError::Late),
+            (Fault::Reset, RemoteError::Unreachable),
+            (Fault::Cut(1), RemoteError::Unreachable),
+            (Fault::Answer(answer!("503")), RemoteError::Throttled),
+        ] {
+            proxy.set(fault);
+            assert_eq!(all(&mut rig, &segment), failed(error), "{fault:?}");
+            proxy.set(Fault::None);
+            is_well(&mut rig, &segment);
+        }
+        is_slow_or_damaged(&proxy, &mut rig, &segment);
+        crate::collecting::goes_on_after_a_fault(&*rig.objects, |is_bad| {
+            proxy.set(if is_bad { Fault::Reset } else { Fault::None });
+        });
     }
 
     #[test]
@@ -276,6 +339,9 @@ mod s3 {
             let names_variables = last.advice().starts_with("set ");
             assert_eq!(names_variables, error == RemoteError::Denied, "{last}");
         }
+        proxy.set(Fault::Answer(SKEWED));
+        let skewed = rig.objects.greet().unwrap_err();
+        assert!(skewed.advice().contains("clock by NTP"), "{skewed}");
         proxy.set(Fault::Answer(answer!("404")));
         assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
         assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));

@@ -15,8 +15,11 @@ mod directory;
 mod encrypted;
 #[cfg(feature = "redis")]
 mod expiry;
+#[cfg(feature = "s3")]
+mod fakes;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod faults;
+mod left_out;
 mod mooncake;
 mod priority;
 #[cfg(any(feature = "redis", feature = "s3"))]

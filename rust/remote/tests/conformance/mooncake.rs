@@ -214,6 +214,31 @@ fn a_master_that_hangs_is_late_and_serves_again() {
     recovers(&mut rig, &segment);
 }
 
+#[cfg(any(feature = "redis", feature = "s3"))]
+#[test]
+fn a_bad_network_to_the_master_is_told_and_passes() {
+    use crate::proxy::{Fault, Proxy};
+
+    let Some(mooncake) = Mooncake::start() else {
+        return;
+    };
+    let proxy = Proxy::start(0, mooncake.port);
+    let (port, admin) = (proxy.port(), mooncake.admin);
+    let url = format!("mooncake://127.0.0.1:{port}/network?admin=127.0.0.1:{admin}");
+    let mut rig = Rig::new(&url, Box::new(())).unwrap();
+    let segment = Segment::new(7);
+    is_well(&mut rig, &segment);
+    proxy.set(Fault::Delay(Duration::from_millis(20)));
+    is_well(&mut rig, &segment);
+    for fault in [Fault::Stall, Fault::Reset, Fault::Cut(1)] {
+        proxy.set(fault);
+        let results = all(&mut rig, &segment);
+        assert!(results.iter().all(Result::is_err), "{fault:?}: {results:?}");
+        proxy.set(Fault::None);
+        recovers(&mut rig, &segment);
+    }
+}
+
 #[test]
 fn a_new_master_is_found_by_itself() {
     let Some(mut mooncake) = Mooncake::start() else {

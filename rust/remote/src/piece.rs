@@ -1,0 +1,69 @@
+//! Bytes of an object that have come.
+
+use undercroft_core::arena::{Arena, OutOfBounds};
+use undercroft_core::checksum::RunningChecksum;
+
+/// A run of bytes.
+#[derive(Clone, Copy)]
+pub(crate) enum Piece<'a> {
+    /// Of this process.
+    Bytes(&'a [u8]),
+    /// A range of memory that another process may write: place and length, which are inside.
+    Shared(&'a Arena, u64, u64),
+}
+
+impl Piece<'_> {
+    pub(crate) fn len(&self) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::Shared(_, _, len) => *len,
+        }
+    }
+
+    /// The first `count` bytes, or all if there are fewer, and the others.
+    pub(crate) fn split_at(self, count: u64) -> (Self, Self) {
+        let count = count.min(self.len());
+        match self {
+            Self::Bytes(bytes) => {
+                let (first, rest) = bytes.split_at(count as usize);
+                (Self::Bytes(first), Self::Bytes(rest))
+            }
+            Self::Shared(from, place, len) => (
+                Self::Shared(from, place, count),
+                Self::Shared(from, place + count, len - count),
+            ),
+        }
+    }
+
+    pub(crate) fn append_to(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::Bytes(bytes) => out.extend_from_slice(bytes),
+            Self::Shared(from, place, len) => {
+                let start = out.len();
+                out.resize(start + *len as usize, 0);
+                (from.copy_to(*place, &mut out[start..])).expect("the range is inside");
+            }
+        }
+    }
+
+    /// Copies the bytes into an arena, and adds them to a checksum: those of the copy, where another process may change the
+    /// others.
+    pub(crate) fn write_to(
+        &self,
+        arena: &Arena,
+        offset: u64,
+        sum: &mut RunningChecksum,
+    ) -> Result<(), OutOfBounds> {
+        match self {
+            Self::Bytes(bytes) => {
+                arena.write(offset, bytes)?;
+                sum.update(bytes);
+                Ok(())
+            }
+            Self::Shared(from, place, len) => {
+                arena.copy_from(offset, from, *place, *len)?;
+                arena.sum_running(sum, offset, *len)
+            }
+        }
+    }
+}
