@@ -22,7 +22,7 @@ class Ended(NamedTuple):
     ticket: int
     ok: bool
     seconds: float
-    """From the first byte copied to the last. Jobs that were submitted together: the time that each added."""
+    """From the first byte copied to the last. For jobs submitted together: the time by which each prolonged the copy."""
 
 
 class DeviceCopier(Protocol):
