@@ -292,6 +292,28 @@ fn a_directory_whose_reads_fail_is_given_up_with_what_only_it_held() {
 }
 
 #[test]
+fn whoever_waits_is_told_of_an_end_without_an_operation() {
+    let config = EngineConfig {
+        promotion_bytes: u64::from(30 * SMALL),
+        ..config(64 << 20)
+    };
+    let (mut rig, [on_broken, _]) = two_directories(&config);
+    let (first, second) = (on_broken[0], on_broken[1]);
+    assert_eq!((rig.ask(first, 30), rig.ask(second, 30)), (None, None));
+    // The first has all of the budget.
+    for request in rig.start(DEPTH) {
+        rig.finish(&request, Err(IoFault::Os(EIO)));
+    }
+    assert!(matches!(rig.engine.health()[0].0, Health::Failed { .. }));
+    assert!(rig.engine.take_progress(), "the first has ended");
+    assert!(!rig.engine.take_progress());
+    // The turn of the second comes when its directory has been given up.
+    assert!(rig.start(DEPTH).is_empty());
+    assert!(rig.engine.take_progress(), "the second has ended");
+    assert_eq!(rig.ask(second, 30), Some(0));
+}
+
+#[test]
 fn blocks_that_a_full_disk_refused_are_offered_again_when_they_are_hit() {
     const PAYLOAD: u32 = 64 << 10;
     let mut rig = Rig::new(config(1 << 30), &[1 << 30], PAYLOAD);

@@ -237,6 +237,28 @@ fn a_configured_limit_ends_the_wait() {
 }
 
 #[test]
+fn a_wait_that_ends_early_hits_on_what_has_come() {
+    let hashes = chain(&[(1, 64)]);
+    let mut config = config(256, 8);
+    let mut objects = computed(&config, &hashes);
+    config.promotion_wait = PromotionWait::Limit {
+        base_ns: 70 * MILLISECOND,
+        per_1k_tokens_ns: 0,
+    };
+    // Two segments at a time.
+    config.remote.as_mut().expect("it is set").window_bytes = 16 * SLOT;
+    let (mut reader, session) = host(config);
+    let mut random = Random(5);
+    let (tokens, waited) = reader.ask(session, "r", &hashes, &mut objects, &mut random);
+    assert!((70..=71).contains(&waited), "{waited} ms");
+    let segments = tokens / (8 * BLOCK);
+    assert!((2..8).contains(&segments) && tokens.is_multiple_of(8 * BLOCK));
+    let loaded = reader.load((session, "r"), tokens, &hashes, MODEL);
+    assert_eq!(loaded, 8 * segments);
+    reader.check();
+}
+
+#[test]
 fn throttling_halves_the_window() {
     let hashes = chain(&[(1, 64)]);
     let mut config = config(256, 8);

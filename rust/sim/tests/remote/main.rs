@@ -258,6 +258,27 @@ fn writes_keep_to_their_rate_and_to_a_quarter_of_the_arena() {
 }
 
 #[test]
+fn segments_are_written_front_to_back() {
+    let hashes = chain(&[(1, 64)]);
+    let (mut objects, mut random) = (Objects::default(), Random(5));
+    // A quarter of the arena: one write at a time.
+    let (mut writer, session) = host(config(64, 16));
+    writer.save((session, "w"), &hashes, MODEL);
+    let mut seen = 0;
+    while objects.by_name.len() < 4 {
+        writer.run(1, &mut objects, &mut random);
+        let is_there = |end: &BlockHash| {
+            let end = hex(end);
+            objects.by_name.keys().any(|name| name.contains(&end))
+        };
+        let there: Vec<bool> = hashes.chunks(16).map(|of| is_there(&of[15])).collect();
+        assert!(there.is_sorted_by_key(|&is| !is), "{there:?}");
+        seen += u32::from(there[0] && !there[3]);
+    }
+    assert!(seen > 0, "one after the other");
+}
+
+#[test]
 fn segments_that_are_evicted_before_their_turn_are_dropped_and_counted() {
     let (mut objects, mut random) = (Objects::default(), Random(5));
     let mut slow = config(128, 8);
