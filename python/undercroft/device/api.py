@@ -22,7 +22,7 @@ class Ended(NamedTuple):
     ticket: int
     ok: bool
     seconds: float
-    """From the first byte copied to the last. For jobs submitted together: the time by which each prolonged the copy."""
+    """From the first byte copied to the last. Of jobs submitted together: the time that each one added."""
 
 
 class DeviceCopier(Protocol):
