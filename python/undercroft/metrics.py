@@ -166,7 +166,7 @@ METRICS: tuple[Metric, ...] = (
            ("position",), {"plan_prefill_tokens_per_s": ("0",), "plan_prefill_tokens_per_s_32k": ("32768",)}),
     _one("bytes_per_token", "gauge", "Bytes of a token in the tiers.", "plan_bytes_per_token"),
     Metric("disk_operations", "counter",
-           "Reads and writes of each directory that took at most `le` seconds, by its place in disk_path, from 0; the "
+           "Reads and writes of each directory that took at most `le` seconds, by its place in disk_path, from 0. The "
            "fourth stands for all further ones. For `histogram_quantile`.",
            ("disk", "direction", "le"), LATENCIES),
     _one("shadow_prompt_tokens", "counter", "Prompt tokens looked up in the caches of the option shadow."),

@@ -22,7 +22,7 @@ class Ended(NamedTuple):
     ticket: int
     ok: bool
     seconds: float
-    """From the first byte copied to the last. Jobs that were submitted together: the time that each added."""
+    """From the first byte copied to the last. Of jobs submitted together: the time that each one added."""
 
 
 class DeviceCopier(Protocol):

@@ -98,7 +98,7 @@ impl Engine {
         let start = if reading.is_known || is_idle || !remote.order.is_empty() {
             self.planner.start(&prompt, ends, &reading)
         } else {
-            // Gets that nobody waits for any more are under way: those to come would be as late.
+            // Abandoned gets still occupy the store, so new gets would arrive as late.
             let reason = match reading.is_old {
                 true => Reason::Measure,
                 false => Reason::Faster,
