@@ -66,10 +66,12 @@ $(STAMPS)/wheel: $(DEPS) $(RUST_SOURCES) | cargo
 # For machines with an older glibc, after `pip install ziglang`:
 # `make wheel WHEEL_ARGS='--zig --compatibility manylinux_2_28'`
 WHEEL_ARGS ?=
+# `undercroft --version` prints it.
+COMMIT = export UNDERCROFT_COMMIT="$${UNDERCROFT_COMMIT:-$$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
 
 .PHONY: wheel
 wheel: $(DEPS) | cargo  ## Build the wheels to install elsewhere into dist/: undercroft, and undercroft-bench
-	@$(UV_ENV); maturin build --release --out dist $(WHEEL_ARGS)
+	@$(UV_ENV); $(COMMIT); maturin build --release --out dist $(WHEEL_ARGS)
 	@$(UV_ENV); maturin build --release --out dist $(WHEEL_ARGS) --manifest-path rust/pyo3-bench/Cargo.toml
 
 # Cross-built, and run by an emulator: no machine with this processor is needed.

@@ -389,10 +389,10 @@ def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def option_table() -> str:
     """The options as a Markdown table, for the documents."""
-    lines = ["| option | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| option | default | meaning | allowed |", "| --- | --- | --- | --- |"]
     for option in OPTIONS:
         default = "none" if option.default in ("", [], None) else json.dumps(option.default)
-        lines.append(f"| `{option.name}` | {option.type} | `{default}` | {option.allowed} | {option.help} |")
+        lines.append(f"| `{option.name}` | `{default}` | {option.help} | {option.allowed} |")
     return "\n".join(lines) + "\n"
 
 

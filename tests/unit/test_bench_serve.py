@@ -3,111 +3,20 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from measured_vllm import COLD_S, DEVICE_S, WARM_S, FakeVllm, listening
 from undercroft.cli import main
-
-COLD_S, WARM_S, DEVICE_S = 0.06, 0.02, 0.002
-
-
-class FakeVllm:
-    """Caches prompts by their text: on the device until they are displaced or it is emptied, and in a cache below."""
-
-    def __init__(self) -> None:
-        self.device: list[str] = []
-        self.below: set[str] = set()
-        self.has_reset = True
-        self.refused_resets = 1
-        self.says_sizes = True
-        self.says_cached = True
-        self.key: str | None = None
-        self.prompts: list[str] = []
-
-    def complete(self, prompt: str) -> tuple[float, int]:
-        """Seconds to the first token, and tokens cached."""
-        self.prompts.append(prompt)
-        tokens = len(prompt.split())
-        if prompt in self.device:
-            return DEVICE_S, tokens
-        found = prompt in self.below
-        self.below.add(prompt)
-        # It holds 1,600 tokens.
-        self.device = [*self.device, prompt][-(1600 // tokens) :]
-        return (WARM_S, tokens - 1) if found else (COLD_S, 0)
-
-
-def handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def reply(self, body: object, code: int = 200) -> None:
-            data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def allowed(self) -> bool:
-            if fake.key is None or self.headers["Authorization"] == f"Bearer {fake.key}":
-                return True
-            self.reply({"error": "Unauthorized"}, 401)
-            return False
-
-        def do_GET(self) -> None:
-            if not self.allowed():
-                return
-            if self.path == "/v1/models":
-                self.reply({"data": [{"id": "the-model"}]})
-            elif self.path == "/metrics":
-                sizes = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
-                self.reply(sizes if fake.says_sizes else "\n")
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if not self.allowed():
-                return
-            if self.path == "/tokenize":
-                self.reply({"count": len(body["prompt"].split())})
-            elif self.path == "/reset_prefix_cache":
-                if not fake.has_reset:
-                    self.reply({}, 404)
-                    return
-                fake.refused_resets -= 1
-                if fake.refused_resets < 0:
-                    fake.device.clear()
-                self.reply({"success": fake.refused_resets < 0})
-            else:
-                assert (self.path, body["model"]) == ("/v1/completions", "the-model")
-                self.stream(body)
-
-        def stream(self, body: dict[str, Any]) -> None:
-            seconds, cached = fake.complete(body["prompt"])
-            time.sleep(seconds)
-            usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"].split())}
-            if fake.says_cached:
-                usage["prompt_tokens_details"] = {"cached_tokens": cached}
-            events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]
-            self.reply("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
-
-    return Handler
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[FakeVllm, str]]:
     fake = FakeVllm()
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler(fake)) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        yield fake, f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-        thread.join()
+    with listening(fake) as url:
+        yield fake, url
 
 
 def bench(capsys: pytest.CaptureFixture[str], url: str, *argv: str) -> dict[str, Any]:
@@ -125,9 +34,9 @@ def test_cold_and_warm_are_told_apart(
     fake.has_reset = has_reset
     found = bench(capsys, url)
     cases = {case["case"]: case for case in found["cases"]}
-    assert cases["cold"]["ttft_p50_ms"] >= COLD_S * 1e3 > cases["warm"]["ttft_p50_ms"] >= WARM_S * 1e3
-    assert cases["warm"]["ttft_p50_ms"] > cases["device"]["ttft_p50_ms"]
-    assert found["speedup"] > 1.2
+    times = [cases[name]["ttft_p50_ms"] for name in ("cold", "warm", "device")]
+    assert times == pytest.approx([1e3 * COLD_S, 1e3 * WARM_S, 1e3 * DEVICE_S])
+    assert found["speedup"] == pytest.approx(COLD_S / WARM_S)
     assert (cases["cold"]["cached_percent"], cases["device"]["cached_percent"]) == (0, 100)
     assert 99 < cases["warm"]["cached_percent"] < 100
     assert found["prompt_tokens"] == pytest.approx(200, abs=4)

@@ -21,7 +21,7 @@ from undercroft.metrics import METRICS, PREFIX, SERVER_METRICS
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())
 DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
-MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+MANIFESTS = [one for path in sorted(DEPLOY.glob("kubernetes*.yaml")) for one in yaml.safe_load_all(path.read_text())]
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 RECORDED = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
 
@@ -125,7 +125,8 @@ def containers() -> Iterator[tuple[str, dict[str, str], list[str]]]:
         spec = manifest.get("spec", {}).get("template", {}).get("spec", {})
         for one in spec.get("containers", []):
             mounted = {mount["name"] for mount in one["volumeMounts"]}
-            assert mounted <= {volume["name"] for volume in spec["volumes"]}
+            claims = manifest["spec"].get("volumeClaimTemplates", [])
+            assert mounted <= {volume["name"] for volume in spec["volumes"]} | {c["metadata"]["name"] for c in claims}
             yield one["name"], {env["name"]: env["value"] for env in one["env"]}, one.get("args", [])
     for name, service in COMPOSE["services"].items():
         yield name, service["environment"], service.get("command", [])
@@ -139,10 +140,15 @@ def test_containers_are_configured_as_vllm_and_serve_take_it() -> None:
         UndercroftConfig.parse({}, ours)
         if name.startswith("vllm"):
             extra = read_extra_config(arguments[arguments.index("--kv-transfer-config") + 1])
-            assert UndercroftConfig.parse(extra, {}).server == "unix:///run/undercroft/serve.sock"
+            parsed = UndercroftConfig.parse(extra, {})
+            alone = name == "vllm-volume"
+            assert parsed.server == ("" if alone else "unix:///run/undercroft/serve.sock")
+            assert parsed.disk_path == (("/cache/undercroft",) if alone else ())
             assert environment["PYTHONHASHSEED"]
+            # The images run `vllm serve`, which takes the model first.
+            assert not arguments[0].startswith("-")
         seen.add(name)
-    assert seen == {"undercroft", "vllm", "vllm-0", "vllm-1"}
+    assert seen == {"undercroft", "vllm", "vllm-0", "vllm-1", "vllm-volume"}
 
 
 def dockerfile(name: str, instruction: str) -> list[str]:

@@ -42,6 +42,7 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
     "MAX_JOBS",
     "PYTHONHASHSEED",
     "PYTORCH_CUDA_ALLOC_CONF",
+    "PrometheusText0",
     "VLLM_KV_CACHE_LAYOUT",
     "VLLM_PLUGINS",
     "XDG_RUNTIME_DIR",
@@ -62,7 +63,9 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
     "kv_role",
     "prefix_cache_retention_interval",
     "request_finished",
+    "scrape_protocols",
     "swap_blocks_batch",
+    "vllm_undercroft_",
 }
 FOREIGN_FLAGS = {
     "--bench",

@@ -124,7 +124,7 @@ def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     [
         ("", "nothing to replay"),
         (line(input_length=5), "nothing to replay"),
-        ("{}\n", "line 1: KeyError"),
+        ("{}\n", "line 1: 'input_length' is missing"),
         ("what\n" + line(), "line 1"),
         (line(input_length=900) + "[]\n" + line(), "line 2"),
         (line(hash_ids=[-1]), "no number"),

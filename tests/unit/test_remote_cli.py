@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -127,6 +130,26 @@ def test_doctor_looks_at_the_store(capsys: pytest.CaptureFixture[str], remote: P
     assert (unreachable.name, unreachable.status) == ("remote", "fail")
     assert "cannot be reached" in unreachable.found
     assert unreachable.advice
+
+
+def test_an_interrupted_bench_ends_soon_and_leaves_no_object(remote: Path) -> None:
+    pytest.importorskip("undercroft_bench")
+    # Of 2 GiB, so that the whole takes far longer.
+    arguments = ["bench", "remote", f"file://{remote}", "--sizes", "64KiB", "--total", "2GiB"]
+    command = [sys.executable, "-m", "undercroft.cli.main", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not any(path.is_file() for path in remote.rglob("*")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(8) == 130
+            assert process.stdout is not None and process.stderr is not None
+            assert (process.stdout.read(), process.stderr.read()) == ("", "")
+        finally:
+            process.kill()
+    assert not [path for path in remote.rglob("*") if path.is_file()]
 
 
 def test_bench_measures_and_advises(capsys: pytest.CaptureFixture[str], remote: Path) -> None:

@@ -20,6 +20,7 @@ from served_client import until
 from undercroft import _core, errors, exporter
 from undercroft.cli import main, serve, status
 from undercroft.config import OPTIONS, UndercroftConfig
+from undercroft.log import logger
 from undercroft.units import Amount
 
 LATENCY = {
@@ -194,6 +195,19 @@ def test_the_service_manager_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             assert manager.recv(100) == b"READY=1"
     monkeypatch.delenv("NOTIFY_SOCKET")
     serve.notify("READY=1")
+
+
+def test_a_service_manager_that_is_not_there_is_named_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    absent = str(tmp_path / "absent")
+    monkeypatch.setenv("NOTIFY_SOCKET", absent)
+    logger.addHandler(caplog.handler)
+    try:
+        serve.notify("READY=1")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert f"cannot send READY=1 to NOTIFY_SOCKET {absent}" in caplog.text
 
 
 def test_the_socket_replaces_no_other_file_and_lies_in_no_open_directory(

@@ -48,6 +48,9 @@ def test_all_engines_of_the_user_are_listed_and_one_alone_is_shown(
     # A dead process left its socket behind.
     (tmp_path / "run" / "undercroft" / "1-00.sock").touch()
     assert len(shown(capsys)["engines"]) == 2
+    for argv in (["status", "--watch", "1"], ["explain"]):
+        assert main.main(argv) == 2
+        assert "2 engines run; say which: --socket" in capsys.readouterr().err
     assert main.main(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -64,11 +67,21 @@ def test_all_engines_of_the_user_are_listed_and_one_alone_is_shown(
     assert json.loads(capsys.readouterr().out)["socket"] == found["socket"]
     assert found["stats"]["host_capacity_bytes"] == embedded[1].stats()["host_capacity_bytes"]
     embedded[1].close()
-    assert main.main(["status"]) == 1
-    assert "serve.sock" in capsys.readouterr().err
+    for command in ("status", "explain"):
+        assert main.main([command]) == 1
+        error = capsys.readouterr().err
+        assert f"no engine answers in {tmp_path / 'run' / 'undercroft'};" in error
+        assert "--disk-path" in error
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "no engine has used this directory"), ("12\n", "is one running?")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no engine has ever used this directory"),
+        ("12\n", "no engine has this directory open now"),
+        ("12\n/nowhere/12-00.sock\n", "no engine has this directory open now"),
+    ],
+)
 def test_a_directory_that_nobody_has_open_is_told(
     text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

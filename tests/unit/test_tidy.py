@@ -13,7 +13,20 @@ SOURCE_SUFFIXES = {".rs", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".yml", 
 
 # Modules of the core, lowest layer first; a module uses its own layer and lower ones only.
 LAYERS = (
-    ("key", "error", "explain", "metrics", "checksum", "cipher", "little_endian", "memory", "panics", "size", "work"),
+    (
+        "key",
+        "error",
+        "explain",
+        "metrics",
+        "checksum",
+        "cipher",
+        "little_endian",
+        "memory",
+        "panics",
+        "prefetch",
+        "size",
+        "work",
+    ),
     ("buddy", "pool"),
     ("arena", "slots", "copy"),
     ("namespace", "forest", "resolve", "policy"),

@@ -25,8 +25,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "check-config",
         parents=[shared],
         help="check a configuration on this machine, without vLLM",
-        description="Reads the options as vLLM's connector does, environment included, takes this machine's sizes, and "
-        "looks at the directories without changing anything. Exit code 2 if vLLM would refuse to start.",
+        description="Reads the options as vLLM's connector does, environment included, turns percentages into sizes of "
+        "this machine, and looks at the directories without changing them. Exit code 2 if vLLM would refuse to start.",
         epilog="example: undercroft check-config "
         """'{"host_memory": "64GiB", "disk_path": "/var/cache/undercroft", "disk_capacity": "1TiB"}'""",
     )

@@ -19,9 +19,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "clear",
         parents=[shared],
         help="remove blocks from a running engine",
-        description="Removes blocks from host memory and disk while the engine runs. No lookup finds the blocks of a "
-        "namespace from then on, nor does a restart. Blocks in use are removed when their use ends. Exit code 1 if no "
-        "engine answers, it refuses, or the time is over.",
+        description="Removes blocks from host memory and disk while the engine runs. No lookup finds them "
+        "afterwards, also after a restart. Blocks in use are removed when their use ends. Exit code 1 if no engine "
+        "answers, it refuses, or --timeout is over.",
         epilog="example: undercroft clear --namespace 3f9a1c02 --erase --yes",
     )
     arguments.add_engine(parser, absolute_path)
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "--namespace",
         metavar="DIGITS",
         type=_digits,
-        help="blocks of the namespaces whose digest begins so (explain and inspect show digests)",
+        help="blocks of the namespaces whose digest begins with DIGITS (explain and inspect show digests)",
     )
     which.add_argument(
         "--older-than",
@@ -39,8 +39,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="blocks that no request has used for this time, like 2h",
     )
     which.add_argument("--all", action="store_true", help="all blocks")
-    parser.add_argument("--erase", action="store_true", help="erase their bytes on disk, too")
-    parser.add_argument("--yes", action="store_true", help="remove them without asking")
+    parser.add_argument("--erase", action="store_true", help="erase their bytes on disk")
+    parser.add_argument("--yes", action="store_true", help="remove them without a question on the terminal")
     parser.add_argument(
         "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="longest wait in seconds (%(default)s)"
     )

@@ -17,13 +17,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "drain",
         parents=[shared],
         help="prepare a running engine for maintenance",
-        description="From now on the engine begins no save and no read from disk or from the remote store, and writes "
-        "the blocks that wait, to disk and to the remote store. Hits in host memory are served. Waits until nothing is "
-        "left to be written. A restart or --cancel ends that. Exit code 1 if no engine answers, or the time is over.",
+        description="Prepares an engine for maintenance: it starts no further save and no further read from disk or "
+        "the remote store, writes the pending blocks to both, and serves hits in host memory. Waits until no write is "
+        "pending. A restart or --cancel ends the drain. Exit code 1 if no engine answers, or --timeout is over.",
         epilog="example: undercroft drain --timeout 120",
     )
     arguments.add_engine(parser, absolute_path)
-    parser.add_argument("--cancel", action="store_true", help="end that: the engine saves and reads again")
+    parser.add_argument("--cancel", action="store_true", help="end the drain: the engine saves and reads again")
     parser.add_argument(
         "--timeout", type=arguments.seconds, default=300.0, metavar="S", help="longest wait in seconds (%(default)s)"
     )

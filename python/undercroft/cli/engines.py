@@ -33,16 +33,25 @@ def operate(socket: str, operation: dict[str, Any], timeout_s: float = TIMEOUT_S
 
 
 def socket_of(args: argparse.Namespace) -> str:
-    """The socket of the one engine that a command is for. Raises CommandError."""
+    """The socket of the one engine that a command is for. Raises ConfigError and CommandError."""
     if args.disk_path is not None:
         return of_directory(args.disk_path)
     if args.socket is not None:
         return str(args.socket)
-    found = all_of_user()
+    return only_one(all_of_user())
+
+
+def only_one(found: list[dict[str, Any]]) -> str:
+    """The socket of the one engine of this user. Raises ConfigError if there are several, CommandError if none."""
     if len(found) > 1:
         places = ", ".join(f"--socket {one['socket']} (pid {one['pid']})" for one in found)
         raise ConfigError(f"{len(found)} engines run; say which: {places}")
-    return str(found[0]["socket"]) if found else default_socket()
+    if not found:
+        raise CommandError(
+            f"no engine answers in {Path(default_socket()).parent}; start vLLM with undercroft or `undercroft serve`, "
+            "or say where it listens: --socket PATH, or --disk-path DIR of an engine inside a vLLM"
+        )
+    return str(found[0]["socket"])
 
 
 def of_directory(path: str) -> str:
@@ -55,19 +64,16 @@ def of_directory(path: str) -> str:
             raise ConfigError(
                 f"--disk-path {path}: there is no such directory; give that of a running engine"
             ) from None
-        raise CommandError(f"--disk-path {path}: no engine has used this directory; is one running?") from None
-    if len(lines) < 2:
-        raise CommandError(f"--disk-path {path}: no engine has told where it listens; is one running?")
+        raise CommandError(f"--disk-path {path}: no engine has ever used this directory; is it right?") from None
+    if len(lines) < 2 or not Path(lines[1]).exists():
+        raise CommandError(f"--disk-path {path}: no engine has this directory open now; is one running?")
     return lines[1]
 
 
 def all_of_user() -> list[dict[str, Any]]:
     """The status of each engine in the usual directory for sockets; those that do not answer are left out."""
-    from undercroft import _core
-
-    directory = Path(_core.default_server_socket()).parent
     found = []
-    for path in sorted(directory.glob("*.sock")):
+    for path in sorted(Path(default_socket()).parent.glob("*.sock")):
         # A socket that a dead process left behind.
         with contextlib.suppress(UndercroftError):
             found.append(ask(str(path)))

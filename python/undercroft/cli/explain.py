@@ -19,20 +19,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "explain",
         parents=[shared],
         help="show how many tokens the last requests found, and why no more",
-        description="Asks `undercroft serve`, or the engine inside a vLLM, for the last lookups that it answered: "
-        "tokens of the prompt, on the device, found in the cache and loaded, and why no more. An engine "
-        f"keeps the last {LOOKUPS_MAX}. Exit code 1 if no engine answers, or it knows no such request.",
+        description="Shows the last lookups of `undercroft serve` or the engine inside a vLLM. For each: the tokens "
+        "of the prompt, those on the device, those found in the cache and those loaded, and the reason why the rest is "
+        f"missing. An engine keeps the last {LOOKUPS_MAX}. Exit code 1 if no engine answers, or it knows no such "
+        "request.",
         epilog="example: undercroft explain --misses --last 50",
     )
     arguments.add_engine(parser, absolute_path)
-    parser.add_argument("--request", metavar="ID", default="", help="requests whose id, as in vLLM's log, begins so")
-    parser.add_argument("--misses", action="store_true", help="only requests with a missing part")
+    parser.add_argument(
+        "--request", metavar="ID", default="", help="only requests whose id in vLLM's log begins with ID"
+    )
+    parser.add_argument("--misses", action="store_true", help="only requests of which a part was missing")
     parser.add_argument(
         "--last",
         type=arguments.whole(1, LOOKUPS_MAX),
         default=20,
         metavar="N",
-        help="number of lookups, the latest last (%(default)s)",
+        help="number of lookups, newest last (%(default)s)",
     )
     parser.set_defaults(run=run)
 

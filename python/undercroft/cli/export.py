@@ -20,14 +20,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "export",
         parents=[shared],
         help="write the blocks of a namespace into a file",
-        description="Reads the directories of a running engine, or those given, changes nothing, and writes the blocks "
-        "of a namespace with their checksums into a file, which undercroft import takes on another host. Blocks that "
-        "are in host memory only are left out; undercroft drain has them written first. The file appears when it is "
-        "complete. Exit code 1 if it cannot be written.",
+        description="Copies the blocks of a namespace, with their checksums, from the directories of a running engine, "
+        "or from the given ones, into a file for undercroft import on another host. Nothing is changed. Blocks "
+        "that are in host memory only are left out: run undercroft drain before, which writes them. The file appears "
+        "when it is complete. Exit code 1 if it cannot be written.",
         epilog="example: undercroft export 3f9a1c02 llama.blocks --disk-path /mnt/nvme0/undercroft",
     )
     parser.add_argument("namespace", metavar="NAMESPACE", help="eight or more first digits of its digest (inspect)")
-    parser.add_argument("file", metavar="FILE", type=Path, help="the file to be made")
+    parser.add_argument("file", metavar="FILE", type=Path, help="the file to write")
     parser.add_argument(
         "--key-file",
         type=Path,

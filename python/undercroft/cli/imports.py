@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="save the blocks of an exported namespace in a running engine",
         description="Verifies every byte of the file, then saves its blocks in the engine as a vLLM saves its own: "
         "blocks that the engine has are left as they are. A vLLM finds them if its namespace is the file's. Exit code "
-        "1 if the file is damaged, no engine answers, or it has no memory.",
+        "1 if the file is damaged, no engine answers, or it has no memory; 2 if the file is no export.",
         epilog="example: undercroft import llama.blocks --disk-path /mnt/nvme0/undercroft",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="as undercroft export has written it")

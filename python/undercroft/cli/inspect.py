@@ -39,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         metavar="NAMESPACE",
         help="first remove the namespace with this digest (eight digits or more); the directory must not be in use",
     )
-    parser.add_argument("--yes", action="store_true", help="remove it without asking")
+    parser.add_argument("--yes", action="store_true", help="remove it without a question on the terminal")
     parser.add_argument(
         "--diff", nargs=2, metavar="NAMESPACE", help="show the differences of two namespaces (first digits of each)"
     )

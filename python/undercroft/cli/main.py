@@ -55,7 +55,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         file = "imports" if name == "import" else name.replace("-", "_")
         module = importlib.import_module(f"undercroft.cli.{file}")
         module.add_parser(commands, shared)
-    bench = commands.add_parser("bench", help="measure lookup, disk, copies or recovery; replay a trace")
+    bench = commands.add_parser("bench", help="measure this machine, a remote store, a trace or a running vLLM")
     if command == "bench":
         _load_bench().add_kinds(bench, shared)
     return parser
@@ -92,7 +92,10 @@ def _load_bench() -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "undercroft_bench":
             raise
-        raise ConfigError("the benchmarks are not installed; run: pip install 'undercroft[bench]'") from None
+        raise ConfigError(
+            "the benchmarks are not installed; run: pip install 'undercroft[bench]', or in a checkout: "
+            "pip install ./rust/pyo3-bench"
+        ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

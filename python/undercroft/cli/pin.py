@@ -15,7 +15,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "pin",
         parents=[shared],
         help="keep the blocks of prompts in host memory or on disk for a time",
-        description=pins.DESCRIPTION,
+        description=f"Keeps the cached blocks of prompts in host memory or on disk. {pins.DESCRIPTION}",
         epilog="example: undercroft pin --url http://127.0.0.1:8000 prompts.jsonl",
     )
     pins.add_arguments(parser)

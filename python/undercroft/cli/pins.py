@@ -18,8 +18,8 @@ from undercroft.cli.sockets import absolute_path
 from undercroft.errors import ConfigError
 
 DESCRIPTION = (
-    "Gives a hint about each line of the file to a vLLM, or with --socket or --disk-path to an engine itself, which "
-    "needs block hashes. Nothing is computed. Exit code 1 if the hint holds for none of the blocks of a line."
+    "Asks a vLLM, which knows the tokens of a prompt, or with --socket or --disk-path an engine itself, which needs "
+    "block hashes. Nothing is computed. Exit code 1 if the pin of a line is rejected."
 )
 
 Give = Callable[[Any], dict[str, Any]]

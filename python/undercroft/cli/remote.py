@@ -17,7 +17,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser = commands.add_parser(
         "remote",
         help="remove old objects from a remote store",
-        description="Looks after a remote store. Each KIND takes --json.",
+        description="Maintains a remote store. Each KIND takes --json.",
         epilog="example: undercroft remote gc s3://bucket/undercroft",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
@@ -31,12 +31,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         epilog="example: undercroft remote gc s3://bucket/undercroft --max-bytes 20TiB --max-age 7d",
     )
     gc.add_argument("url", metavar="URL", help="as the option remote")
-    gc.add_argument("--max-bytes", type=arguments.size, metavar="SIZE", help="keep at most so much")
+    gc.add_argument("--max-bytes", type=arguments.size, metavar="SIZE", help="keep at most this many bytes")
     gc.add_argument(
         "--max-age",
         type=arguments.duration,
         metavar="TIME",
-        help="remove objects that were not used for so long, such as 3d",
+        help="remove objects that no host has used for this time, such as 3d",
     )
     gc.add_argument("--dry-run", action="store_true", help="only report the objects that would be removed")
     gc.set_defaults(run=run)

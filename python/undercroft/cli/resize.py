@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="set the sizes of a running engine's tiers",
         description="Makes host memory or the directories smaller while the engine runs, or larger again, up to their "
         "size at the start. The blocks that are worth least are evicted, and the system gets the memory and the space "
-        "back. Blocks in use and pinned blocks stay. A restart takes the configured sizes again. Without a size: shows "
-        "the sizes. Exit code 1 if no engine answers or the time is over, 2 if it refuses a "
-        "size.",
+        "back. Blocks in use and pinned blocks stay. A restart takes the configured sizes again. Without a size, shows "
+        "the sizes. Exit code 1 if no engine answers or --timeout is over, 2 if it refuses a size.",
         epilog="example: undercroft resize --host-memory 16GiB --disk-capacity 200GiB",
     )
     arguments.add_engine(parser, absolute_path)
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             engines.operate(socket, {"resize": order})
         except output.CommandError as error:
-            raise ConfigError(str(error)) from None
+            # The engine names the option, the operator gave the flag.
+            flag = re.sub("^(host|disk)_", r"--\1-", str(error))
+            raise ConfigError(flag) from None
     resized, over = waiting.until(socket, {"resized": {}}, _is_over, _line, args.timeout if order else 0.0)
     if args.json:
         output.print_json({"socket": socket, "finished": over, **resized})

@@ -54,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
     )
     for option in ENGINE_OPTIONS:
         several = option.name == "disk_path"
-        default = f" Default: {option.default}." if option.default != [] else ""
+        default = f" Default: {option.default}." if option.default not in ([], "") else ""
         kind = "BOOL" if option.type == "true or false" else option.type.partition(" ")[0].upper()
         parser.add_argument(
             option.flag,

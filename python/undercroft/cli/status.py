@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from undercroft.cli import arguments, engines, output, planning
-from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
+from undercroft.cli.sockets import absolute_path, default_socket
 from undercroft.errors import UndercroftError
 from undercroft.metrics import METRICS
 from undercroft.units import format_size
@@ -50,15 +50,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "status",
         parents=[shared],
         help="show contents and activity of running engines",
-        description="Asks `undercroft serve`, or the engine inside a vLLM. Without --socket and --disk-path: the "
-        "engine of this user, or a line for each if there are several. Exit code 1 if none answers.",
+        description="Shows the tiers, disks and sessions of `undercroft serve`, or of the engine inside a vLLM. "
+        "Without --socket and --disk-path: the engine of this user, or a line for each if there are several. Exit "
+        "code 1 if none answers.",
         epilog="example: undercroft status --disk-path /var/cache/undercroft --watch 2",
     )
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument(
-        "--socket", type=absolute_path, metavar="PATH", help=f"where the engine listens ({DEFAULT_SOCKET})"
-    )
-    place.add_argument("--disk-path", metavar="DIR", help="the engine that has this directory open")
+    arguments.add_engine(parser, absolute_path)
     parser.add_argument(
         "--watch",
         type=arguments.seconds,
@@ -78,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         if len(found) > 1 and args.watch is None:
             _list(found, as_json=args.json)
             return 0
-        # Several are not watched at once.
-        socket = found[0]["socket"] if len(found) == 1 else default_socket()
+        # An engine that is not there yet can be watched: a server that restarts, for instance.
+        socket = default_socket() if args.watch is not None and not found else engines.only_one(found)
     if args.watch is not None:
         return _watch(socket, args.watch, as_json=args.json)
     first = engines.ask(socket)

@@ -13,7 +13,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "unpin",
         parents=[shared],
         help="end the pins of prompts, or the pin of a name",
-        description=pins.DESCRIPTION,
+        description=f"Ends the pins of prompts. {pins.DESCRIPTION}",
         epilog="example: undercroft unpin --url http://127.0.0.1:8000 prompts.jsonl",
     )
     pins.add_arguments(parser, file="?")

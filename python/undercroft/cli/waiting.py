@@ -19,8 +19,8 @@ def until(
     line: Callable[[dict[str, Any]], str],
     timeout_s: float,
 ) -> tuple[dict[str, Any], bool]:
-    """Ask the engine again and again until ``is_over`` its answer or the time is; the last answer, and whether it is
-    over. On a terminal, ``line`` shows the progress."""
+    """Repeat the question until ``is_over`` accepts the answer or the time is over. Returns the last answer, and
+    whether it was accepted. On a terminal, ``line`` shows the progress."""
     deadline = time.monotonic() + timeout_s
     shows = sys.stderr.isatty()
     while True:

@@ -82,8 +82,9 @@ def read(path: Path, block_tokens: int | None = None) -> Trace:
         except (ValueError, TypeError, KeyError) as error:
             if number > 1 and not line.endswith("\n"):
                 break  # a killed vLLM wrote part of its last line
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"{where}: {error!r}; expected an object with timestamp (milliseconds), input_length (tokens) and "
+                f"{where}: {reason}; expected an object with timestamp (milliseconds), input_length (tokens) and "
                 "hash_ids (a number for each block)"
             ) from None
     if not any(request.blocks for request in requests):

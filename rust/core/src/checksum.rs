@@ -4,12 +4,9 @@
 //! bits, and misses other damage once in 2^64. AVX-512 or carry-less multiplication is chosen at
 //! run time; one core reaches memory speed.
 
-#![cfg_attr(
-    target_arch = "x86_64",
-    expect(unsafe_code, reason = "a prefetch is an intrinsic")
-)]
-
 use crc_fast::{CrcAlgorithm, Digest};
+
+use crate::prefetch::prefetch_running;
 
 /// Bytes prefetched at a time, how many bytes before their use, and the bytes of one prefetch.
 const CHUNK: usize = 4096;
@@ -51,19 +48,6 @@ impl RunningChecksum {
     pub fn finish(self) -> u64 {
         self.0.finalize()
     }
-}
-
-/// Asks for the cache line of `byte` as one that is not kept.
-fn prefetch_running(byte: &u8) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: SSE is part of x86_64, and a prefetch of any address has no effect but on the caches.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_NTA }>(
-            std::ptr::from_ref(byte).cast(),
-        );
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = byte;
 }
 
 #[cfg(test)]

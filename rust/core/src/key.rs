@@ -18,6 +18,13 @@ pub struct BlockHash {
 impl BlockHash {
     /// Takes a hash of 1 to 32 bytes; `None` for any other length.
     pub fn new(hash: &[u8]) -> Option<Self> {
+        // Nearly all have the full length. A copy of a length that is known takes two instructions.
+        if let Ok(bytes) = hash.try_into() {
+            return Some(Self {
+                bytes,
+                len: HASH_BYTES_MAX as u8,
+            });
+        }
         if hash.is_empty() || hash.len() > HASH_BYTES_MAX {
             return None;
         }

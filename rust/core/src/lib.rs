@@ -23,6 +23,7 @@ pub mod namespace;
 pub mod panics;
 pub mod policy;
 mod pool;
+mod prefetch;
 pub mod remote;
 pub mod resolve;
 pub mod session;

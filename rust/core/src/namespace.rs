@@ -63,10 +63,10 @@ impl NamespaceSpec {
         NamespaceDigest::of(&self.description)
     }
 
-    /// Whether the numbers make sense.
+    /// Checks the sizes.
     ///
     /// # Errors
-    /// Names the value that does not, and the allowed ones.
+    /// Names the first impossible value, and the allowed ones.
     pub fn validate(&self) -> Result<(), RegisterError> {
         let hash_block_size = self.hash_block_size;
         if hash_block_size == 0 {

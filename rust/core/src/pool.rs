@@ -30,6 +30,20 @@ impl<T> Pool<T> {
         }
     }
 
+    /// Grows to `len` elements: copies of one.
+    pub(crate) fn grow(&mut self, len: usize, element: T)
+    where
+        T: Copy,
+    {
+        while self.len() < len {
+            let missing = len - self.len();
+            match self.chunks.last_mut().filter(|last| last.len() < CHUNK) {
+                Some(last) => last.resize(CHUNK.min(last.len() + missing), element),
+                None => self.chunks.push(Vec::with_capacity(CHUNK)),
+            }
+        }
+    }
+
     /// Bytes that it takes.
     pub(crate) fn bytes(&self) -> u64 {
         let chunks = self.chunks.len() * CHUNK * size_of::<T>();

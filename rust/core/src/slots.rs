@@ -12,6 +12,7 @@ pub(crate) use crate::error::PAGE_BYTES_MAX;
 use crate::work;
 
 use cells::Cells;
+pub(crate) use claims::Place;
 use runs::ClosedRun;
 pub(crate) use runs::Run;
 

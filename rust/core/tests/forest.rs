@@ -205,7 +205,7 @@ proptest! {
     #[test]
     fn the_forest_is_a_map_of_prefixes(steps in steps(), seed in any::<u64>(), limit in 0u32..6) {
         let mut pair = Pair { forest: Forest::new(seed), present: BTreeMap::new(), detached: Vec::new() };
-        (0..NAMESPACES).for_each(|_| { pair.forest.add_namespace(); });
+        (0..NAMESPACES).for_each(|_| { pair.forest.add_namespace(true); });
         for step in &steps {
             pair.take(step);
             pair.check();

@@ -95,10 +95,13 @@ impl HostError {
     /// The class of the error.
     pub fn class(&self) -> ErrorClass {
         match self {
-            Self::Register(RegisterError::Broken)
-            | Self::SecondSession
-            | Self::Thread(_)
-            | Self::Portable { .. } => ErrorClass::Engine,
+            Self::Register(RegisterError::Broken) | Self::SecondSession | Self::Thread(_) => {
+                ErrorClass::Engine
+            }
+            Self::Portable { source, .. } => match source {
+                PortableError::NotOurs | PortableError::Version(_) => ErrorClass::Config,
+                PortableError::Io(_) | PortableError::Damaged { .. } => ErrorClass::Engine,
+            },
             Self::Option(_)
             | Self::Arena(_)
             | Self::KeyFile(_)

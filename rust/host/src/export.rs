@@ -306,6 +306,7 @@ impl Stores<'_> {
             hash: &record.hash,
             group: record.group,
             payload_bytes: bytes,
+            write_id: record.checksum,
         };
         let cipher = self.cipher.as_ref();
         if !cipher.is_some_and(|cipher| cipher.decrypt(&stored.binding(), &mut payload)) {

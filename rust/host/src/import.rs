@@ -72,7 +72,8 @@ struct Index {
 /// error of its own.
 ///
 /// # Errors
-/// If the file is damaged, or the engine refuses the namespace, does not answer, or has no memory; or of `progress`.
+/// If the file is damaged, or the engine refuses the namespace, does not answer, or has no memory, and the error of
+/// `progress`.
 pub fn import<E: From<HostError>>(
     socket: &Path,
     path: &Path,

@@ -1,6 +1,8 @@
 //! `_core.remote_*`: a remote store without an engine.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -13,6 +15,9 @@ use undercroft_remote::{
 
 use crate::errors::{ConfigError, UndercroftError};
 use crate::json::to_python;
+
+/// How often a long call looks for Ctrl-C.
+const SIGNALS: Duration = Duration::from_millis(50);
 
 fn refused(error: LocationError) -> PyErr {
     ConfigError::new_err(error.to_string())
@@ -100,7 +105,7 @@ pub(crate) fn remote_check<'py>(py: Python<'py>, url: &str) -> PyResult<Bound<'p
 }
 
 /// Speeds of a remote store for objects of these sizes, with about `total` bytes of each. `progress(rates)` is called
-/// after each. Raises ConfigError, UndercroftError.
+/// after each. Ctrl-C ends it once the objects are removed. Raises ConfigError, UndercroftError.
 #[pyfunction]
 pub(crate) fn remote_measure(
     py: Python<'_>,
@@ -110,14 +115,32 @@ pub(crate) fn remote_measure(
     progress: Py<PyAny>,
 ) -> PyResult<Py<PyAny>> {
     let objects = opened(url)?;
-    let mut raised = None;
-    let found = py.detach(|| {
-        let tell = |rates: &_| tell(&progress, &mut raised, rates);
-        measure(&objects, &sizes, total, tell)
+    let (stopped, mut raised) = (AtomicBool::new(false), None);
+    let (found, interrupted) = py.detach(|| {
+        thread::scope(|scope| {
+            let tell = |rates: &_| tell(&progress, &mut raised, rates);
+            let work = scope.spawn(|| measure(&objects, &sizes, total, &stopped, tell));
+            let interrupted = until_finished(&work, &stopped);
+            (work.join(), interrupted)
+        })
     });
-    if let Some(error) = raised {
+    if let Some(error) = interrupted.or(raised) {
         return Err(error);
     }
+    let found = found.map_err(|_| UndercroftError::new_err("the measurement panicked"))?;
     let found = found.map_err(|error| failed(url, &error))?;
     Ok(to_python(py, &found)?.unbind())
+}
+
+/// Waits for a thread on Python's main thread, which alone gets Ctrl-C: the thread is then told to stop.
+fn until_finished<T>(work: &ScopedJoinHandle<'_, T>, stopped: &AtomicBool) -> Option<PyErr> {
+    let mut interrupted = None;
+    while !work.is_finished() {
+        thread::sleep(SIGNALS);
+        if let Err(error) = Python::attach(|py| py.check_signals()) {
+            stopped.store(true, Ordering::Relaxed);
+            interrupted = Some(error);
+        }
+    }
+    interrupted
 }

@@ -336,8 +336,8 @@ async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Result<T> 
     })
 }
 
-/// The result of a request, which is made again at once if the server had closed the connection that it was sent on, or
-/// had an error of its own: Ceph has one for a read of an object that is being replaced.
+/// The result of a request. It is repeated at once if the server had closed its connection, or had an error of its
+/// own: Ceph reports one for a read of an object that is being replaced.
 async fn again<T, F>(limit: Duration, request: impl Fn() -> F) -> Result<T>
 where
     F: Future<Output = object_store::Result<T>>,

@@ -1,6 +1,6 @@
 //! How fast a store is from here: writes, reads as the engine makes them beside bare ones, and probes.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -63,19 +63,22 @@ pub struct OfSize {
 }
 
 /// Writes about `total` bytes of objects of each size, reads them, and removes them. `progress` is told each size's
-/// rates; no other size follows once it returns false.
+/// rates; no other size follows once it returns false. `stopped` ends the measurement at the next object, and the
+/// objects are removed.
 ///
 /// # Errors
-/// If the store fails, or there is no memory. Objects may stay then, which `undercroft remote gc` removes.
+/// If the store fails, there is no memory, or `stopped` is true. If the store fails, objects may stay, which
+/// `undercroft remote gc` removes.
 pub fn measure(
     objects: &Arc<dyn Objects>,
     sizes: &[u64],
     total: u64,
+    stopped: &AtomicBool,
     mut progress: impl FnMut(&OfSize) -> bool,
 ) -> Result<Measured> {
     let mut rates = Vec::with_capacity(sizes.len());
     for size in sizes {
-        let samples = Samples::new(objects, *size, total)?;
+        let samples = Samples::new(objects, *size, total, stopped)?;
         let rate = samples.measure();
         let removed = objects.delete(&samples.paths());
         let rate = rate?;
@@ -102,6 +105,7 @@ pub fn measure(
 struct Samples<'a> {
     objects: &'a Arc<dyn Objects>,
     arena: Arc<Arena>,
+    stopped: &'a AtomicBool,
     size: u64,
     headers: Vec<SegmentHeader>,
     /// Reads in flight, each with its place in the arena.
@@ -109,7 +113,12 @@ struct Samples<'a> {
 }
 
 impl<'a> Samples<'a> {
-    fn new(objects: &'a Arc<dyn Objects>, size: u64, total: u64) -> Result<Self> {
+    fn new(
+        objects: &'a Arc<dyn Objects>,
+        size: u64,
+        total: u64,
+        stopped: &'a AtomicBool,
+    ) -> Result<Self> {
         // A bare read has the header, too.
         let place = place_of(size);
         let most = (WINDOW / place).clamp(1, objects.parallel() as u64);
@@ -136,6 +145,7 @@ impl<'a> Samples<'a> {
         Ok(Self {
             objects,
             arena: Arc::new(arena),
+            stopped,
             size,
             headers: (0..(total / size).max(1)).map(header).collect(),
             slots: most as usize,
@@ -217,7 +227,8 @@ impl<'a> Samples<'a> {
                 scope.spawn(move || {
                     while let Some(header) = self.headers.get(next.fetch_add(1, Ordering::Relaxed))
                     {
-                        if let Err(error) = call(slot, header) {
+                        if let Err(error) = self.unless_stopped().and_then(|()| call(slot, header))
+                        {
                             *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                             next.store(self.headers.len(), Ordering::Relaxed);
                         }
@@ -227,6 +238,13 @@ impl<'a> Samples<'a> {
         });
         let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
         failed.map_or(Ok(()), Err)
+    }
+
+    fn unless_stopped(&self) -> Result<()> {
+        if self.stopped.load(Ordering::Relaxed) {
+            return Err(StoreError::new(RemoteError::Stopped, "interrupted"));
+        }
+        Ok(())
     }
 
     /// Reads all objects as the engine does.
@@ -239,6 +257,7 @@ impl<'a> Samples<'a> {
         let mut free: Vec<usize> = (0..self.slots).collect();
         let (mut left, mut done) = (self.headers.len(), Vec::new());
         while left > 0 {
+            self.unless_stopped()?;
             while !free.is_empty()
                 && let Some(header) = waiting.next()
             {

@@ -1,4 +1,4 @@
-//! A store of objects, as its kinds offer it: calls that block.
+//! A store of objects, behind calls that block. Each kind of store implements them.
 
 use std::time::{Duration, SystemTime};
 

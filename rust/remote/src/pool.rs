@@ -244,7 +244,7 @@ impl Shared {
             if let Some((path, bytes)) = after
                 && !self.stop.load(Ordering::Relaxed)
             {
-                // An object that is not renewed goes when it is old.
+                // A failed renewal is no error: the object is removed when its time to live is over.
                 let _ = self.objects.put(&path, &Body::bytes(&bytes), false);
             }
         }
@@ -314,8 +314,8 @@ impl Shared {
                 let path = self.path(&key);
                 let object = match &self.cipher {
                     Some(cipher) => {
-                        let object = seal_object((&path, &header), &parts, &self.arena, cipher);
-                        Some(object.ok_or(RemoteError::Cipher)?)
+                        let sealed = seal_object((&path, &header), &parts, &self.arena, cipher);
+                        Some(sealed?)
                     }
                     None => None,
                 };

@@ -47,28 +47,40 @@ pub(crate) fn binding(of: &Expected, path: &str, payload: &SegmentPayload) -> Bi
     }
 }
 
-/// The bytes of the encrypted object of a plain one's header and payloads. `None` if the header is none, or a payload
-/// cannot be encrypted.
+/// The bytes of the encrypted object of a plain one's header and payloads.
+///
+/// # Errors
+/// [`RemoteError::Corrupt`] if the header is none, or a payload in the arena has changed since its checksum was computed:
+/// the seal would say of the wrong bytes that they are right. [`RemoteError::Cipher`] if a payload cannot be encrypted.
 pub(crate) fn seal_object(
     (path, header): (&str, &[u8]),
     parts: &[RemotePart],
     arena: &Arena,
     cipher: &Arc<dyn PayloadCipher>,
-) -> Option<Vec<u8>> {
-    let plain = SegmentHeader::decode(header).ok()?.described;
+) -> Result<Vec<u8>> {
+    let corrupt = |why| StoreError::new(RemoteError::Corrupt, why);
+    let decoded = SegmentHeader::decode(header);
+    let SegmentHeader {
+        described: plain,
+        checksums: sums,
+    } = decoded.map_err(|_| corrupt("the header of a put is damaged"))?;
     let described = sealed(&plain);
     let mut object = Vec::with_capacity(described.object_bytes() as usize);
     object.resize(described.header_bytes() as usize, 0);
     let mut checksums = Vec::with_capacity(parts.len());
-    for (part, payload) in parts.iter().zip(&plain.payloads) {
+    for ((part, payload), &sum) in parts.iter().zip(&plain.payloads).zip(&sums) {
         let start = object.len();
         arena
             .append_to(&mut object, part.arena_offset, u64::from(part.len))
             .expect("parts of a put lie in the arena");
+        // The checksum of the copy: the arena may change meanwhile.
+        if checksum(&object[start..]) != sum {
+            return Err(corrupt("a payload in host memory has changed"));
+        }
         object.resize(object.len() + SEAL_BYTES, 0);
         let bytes = &mut object[start..];
         if !cipher.encrypt(&binding(&plain, path, payload), bytes) {
-            return None;
+            return Err(RemoteError::Cipher.into());
         }
         close_seal(bytes);
         checksums.push(checksum(bytes));
@@ -80,7 +92,7 @@ pub(crate) fn seal_object(
     };
     let head = sealed.encode_as(ENCRYPTED_VERSION);
     object[..head.len()].copy_from_slice(&head);
-    Some(object)
+    Ok(object)
 }
 
 /// Decrypts the payloads of an object that is read, one after the other.

@@ -30,6 +30,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 mod arena;
+mod brief;
 mod checksums;
 mod client;
 mod content;
@@ -76,6 +77,8 @@ pub struct Stats {
     pub remote_tokens: u64,
     /// Objects that were not what their names say.
     pub remote_corrupt: u64,
+    /// Objects that no key decrypted.
+    pub remote_undecrypted: u64,
     /// Payloads saved.
     pub blocks_saved: u64,
     /// Payloads evicted from the arena.
@@ -158,6 +161,7 @@ impl Stats {
         self.remote_gets += other.remote_gets;
         self.remote_tokens += other.remote_tokens;
         self.remote_corrupt += other.remote_corrupt;
+        self.remote_undecrypted += other.remote_undecrypted;
         self.blocks_saved += other.blocks_saved;
         self.evictions += other.evictions;
         self.moved_runs += other.moved_runs;

@@ -39,6 +39,8 @@ pub(crate) struct Faults {
 struct Object {
     header: SegmentHeader,
     payloads: Vec<Vec<Token>>,
+    /// The key of its payloads; `None` if they are plain.
+    key: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -59,6 +61,8 @@ pub(crate) struct SimRemote {
     latency_ns: u64,
     /// It answers nothing.
     is_frozen: bool,
+    /// The key of the host that is connected; `None` without encryption.
+    pub(crate) key: Option<u64>,
 }
 
 /// The use of a store, drawn for a world; `None` if it has none.
@@ -107,6 +111,7 @@ impl SimRemote {
             room: random.range(1, 12) as usize,
             latency_ns: random.pick(&[1, 1, 10]) * random.range(1, 2 * MILLISECOND),
             is_frozen: false,
+            key: None,
         }
     }
 
@@ -230,7 +235,7 @@ impl SimRemote {
                 if object.header.described != **expect {
                     return Err(RemoteError::Corrupt);
                 }
-                if random.chance(self.faults.sealed) {
+                if random.chance(self.faults.sealed) || object.key != self.key {
                     return Err(RemoteError::Cipher);
                 }
                 let mut sums = Vec::new();
@@ -260,7 +265,9 @@ impl SimRemote {
                     return Ok(RemoteDone::AlreadyThere);
                 }
                 if !random.chance(self.faults.lost) {
-                    self.objects.insert(*key, object(header, parts, arena));
+                    let of_host = self.key;
+                    let stored = object(header, parts, of_host, arena);
+                    self.objects.insert(*key, stored);
                 }
                 Ok(RemoteDone::Stored)
             }
@@ -275,7 +282,8 @@ impl SimRemote {
             } = &flight.request
                 && random.chance(500)
             {
-                self.objects.insert(*key, object(header, parts, arena));
+                let stored = object(header, parts, self.key, arena);
+                self.objects.insert(*key, stored);
             }
         }
     }
@@ -313,12 +321,13 @@ impl SimRemote {
     }
 }
 
-fn object(header: &[u8], parts: &[RemotePart], arena: &SimArena) -> Object {
+fn object(header: &[u8], parts: &[RemotePart], key: Option<u64>, arena: &SimArena) -> Object {
     let header = SegmentHeader::decode(header);
     let tokens = |part: &RemotePart| arena.at(part.arena_offset, u64::from(part.len)).to_vec();
     Object {
         header: header.expect("the engine writes headers"),
         payloads: parts.iter().map(tokens).collect(),
+        key,
     }
 }
 
@@ -368,6 +377,8 @@ impl World {
                 break;
             };
             self.note(|| format!("end {}: {:?}", brief(&request), ended.result));
+            let is_undecrypted = ended.result == Err(RemoteError::Cipher);
+            self.log.stats.remote_undecrypted += u64::from(is_undecrypted);
             self.engine.with(|engine| engine.complete_remote(ended));
         }
         let room = self.remote.as_ref().map_or(0, SimRemote::room);

@@ -10,6 +10,7 @@ use undercroft_core::session::TransferId;
 
 use crate::Stats;
 use crate::arena::SimArena;
+use crate::brief::brief;
 use crate::content::PrefixKey;
 use crate::device::SimDevice;
 use crate::disks::Disks;
@@ -193,6 +194,9 @@ impl World {
         self.disks.absent.clear();
         self.lose_some();
         self.tamper();
+        if let Some(remote) = &mut self.remote {
+            remote.key = self.settings.encrypted.then_some(self.disks.key);
+        }
         self.engine = SharedEngine::new(Engine::new(config));
         if self.settings.tells_depth {
             let depth = self.settings.depth;
@@ -590,48 +594,5 @@ impl World {
                 .for_each(|model| model.stored.clear());
         }
         Ok(())
-    }
-}
-
-fn brief(request: &IoRequest) -> String {
-    match request {
-        IoRequest::ReadPayload {
-            device,
-            file_offset,
-            arena_offset,
-            len,
-            ..
-        } => {
-            format!("read of {device}:{file_offset}+{len} to {arena_offset}")
-        }
-        IoRequest::WritePayload {
-            device,
-            file_offset,
-            arena_offset,
-            len,
-            ..
-        } => {
-            format!("write of {arena_offset}+{len} to {device}:{file_offset}")
-        }
-        IoRequest::Sealed(of) => {
-            let (reads, device, at, len) = (of.reads, of.device, of.file_offset, of.len);
-            let arena_offset = of.arena_offset;
-            format!("sealed, reads: {reads}, {device}:{at}+{len} and {arena_offset}")
-        }
-        IoRequest::Erase {
-            device,
-            file_offset,
-            len,
-            ..
-        } => format!("erasure of {device}:{file_offset}+{len}"),
-        IoRequest::WriteMeta {
-            device,
-            file,
-            file_offset,
-            sync,
-            ..
-        } => {
-            format!("write of {device}:{file:?} at {file_offset}, sync {sync}")
-        }
     }
 }

@@ -50,6 +50,8 @@ fn lives() {
     assert!(stats.moved_runs > 1000, "too few moved pages: {stats:?}");
     assert!(stats.exchanged > 1000, "too few exchanges: {stats:?}");
     assert!(stats.undecrypted > 300, "too few bad keys: {stats:?}");
+    let other_keys = stats.remote_undecrypted;
+    assert!(other_keys > 300, "too few other keys: {stats:?}");
     assert!(stats.gaps > 200, "too few gaps: {stats:?}");
     assert!(stats.filled_gaps > 0, "too few gaps: {stats:?}");
     assert!(stats.late > 500, "too few late directories: {stats:?}");

@@ -9,7 +9,7 @@ from undercroft.cli.doctor.check import Check
 
 _REMEDY = {
     "disk": "This disk is slower than the model computes: use a faster one, or several.",
-    "remote store": "This store is slower than the model computes: only a faster one, or a faster network, is of use.",
+    "remote store": "This store is slower than the model computes: use a faster store or network.",
 }
 
 

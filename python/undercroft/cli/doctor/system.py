@@ -212,7 +212,7 @@ def _store(found: dict[str, Any]) -> Check:
 def _refused_advice(path: str, error: str) -> str:
     if "belongs to uid" in error:
         # The root of a Kubernetes volume belongs to root, for example.
-        return f"undercroft does not start with it. A directory below, such as {path}/undercroft, is made by itself."
+        return f"undercroft does not start with it. Choose {path}/undercroft: it creates that directory."
     return "undercroft does not start with this directory."
 
 

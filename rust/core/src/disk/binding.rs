@@ -6,7 +6,7 @@ use crate::key::{BlockHash, NamespaceDigest};
 /// Begins the associated data of payloads on disk, so that no object elsewhere has the same.
 const PLACE: &[u8; 4] = b"disk";
 /// Bytes of the associated data.
-const BYTES: usize = 66;
+const BYTES: usize = 74;
 
 /// A payload in the slot of a store.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +25,9 @@ pub struct StoredPayload<'a> {
     pub group: u8,
     /// The payload's bytes.
     pub payload_bytes: u32,
+    /// The number of the write, which the record has, too. An earlier write of the payload to this slot may have had
+    /// other bytes, and come back when the device loses power.
+    pub write_id: u64,
 }
 
 impl StoredPayload<'_> {
@@ -36,6 +39,7 @@ impl StoredPayload<'_> {
         associated.extend_from_slice(&self.file_offset.to_le_bytes());
         associated.extend_from_slice(&self.instance.to_le_bytes());
         associated.extend_from_slice(&self.payload_bytes.to_le_bytes());
+        associated.extend_from_slice(&self.write_id.to_le_bytes());
         associated.push(self.group);
         // At most 32 bytes.
         associated.push(self.hash.as_bytes().len() as u8);
@@ -62,6 +66,7 @@ mod tests {
             hash: &hash,
             group: 6,
             payload_bytes: 7,
+            write_id: 8,
         };
         let (other_namespace, longer) = (
             NamespaceDigest([8; 32]),
@@ -91,6 +96,10 @@ mod tests {
             StoredPayload { group: 7, ..stored },
             StoredPayload {
                 payload_bytes: 8,
+                ..stored
+            },
+            StoredPayload {
+                write_id: 9,
                 ..stored
             },
         ];

@@ -2,7 +2,7 @@
 
 use crate::cipher::SEAL_BYTES;
 use crate::policy::{Policy, TierPolicies};
-use crate::slots::{Class, Owner, PAGE_BYTES_MAX, SLOT_ALIGN, Slots};
+use crate::slots::{Class, Owner, PAGE_BYTES_MAX, Place, SLOT_ALIGN, Slots};
 
 use super::format::{PLACEHOLDER, PLACEHOLDERS_SHARE, RECORDS_PER_BLOCK, Superblock};
 use super::health::HealthMonitor;
@@ -150,15 +150,9 @@ impl Disk {
         self.slots.reserve_cells(records);
     }
 
-    /// The owners, with their records, that have claimed bytes of a slot that is in use by the store on disk. `None`
-    /// if no such slot can exist.
-    pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
-        self.slots.rivals(class, offset)
-    }
-
     /// Takes a slot without rivals that, by its record on disk, is in use. Returns the number of its record from now on.
-    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> u32 {
-        let now = self.slots.claim(class, offset, record, owner);
+    pub(crate) fn claim(&mut self, place: Place, record: u32, owner: Owner) -> u32 {
+        let now = self.slots.claim(place, record, owner);
         if now != record {
             self.records.mark_dirty(now);
             self.records.mark_dirty(record);

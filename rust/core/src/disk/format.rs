@@ -232,7 +232,8 @@ pub struct Record {
     pub slot: u32,
     /// Bytes of the payload.
     pub payload_bytes: u32,
-    /// Checksum of the payload; 0 in an encrypted store.
+    /// Checksum of the payload; in an encrypted store the number of its write, see
+    /// [`StoredPayload::write_id`](super::binding::StoredPayload::write_id).
     pub checksum: u64,
     /// Hash blocks from the root.
     pub depth: u32,

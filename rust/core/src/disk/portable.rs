@@ -26,7 +26,7 @@ pub enum PortableError {
     #[error("{0}")]
     Io(#[from] io::Error),
     /// It is no such file.
-    #[error("it is no export of a namespace")]
+    #[error("it is not a file that undercroft export has written")]
     NotOurs,
     /// Its format has another version.
     #[error("its format has version {0}; this undercroft reads version {PORTABLE_VERSION}")]

@@ -3,11 +3,14 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::mpsc::{channel, sync_channel};
 
-use super::format::{BLOCK_BYTES, RECORD_BYTES};
+use super::format::{BLOCK_BYTES, RECORD_BYTES, Record};
 
 /// Bytes that are read at a time.
-const PIECE: usize = 256 * BLOCK_BYTES;
+const PIECE: usize = 64 * BLOCK_BYTES;
+/// Pieces that are decoded before their turn.
+const PIECES_AHEAD: usize = 2;
 /// Blocks that tell about how many records are in use.
 const SAMPLE: u64 = 64;
 
@@ -58,38 +61,88 @@ impl Table {
         used * blocks as usize / looked_at.max(1) as usize
     }
 
-    /// Calls `each` with one piece after the other: whole records, but for the end of a table that was cut off.
-    /// Returns how many bytes could not be read.
-    pub(crate) fn read(&self, mut each: impl FnMut(&[u8])) -> u64 {
+    /// Calls `each` with one piece after the other.
+    pub(crate) fn read(&self, mut each: impl FnMut(&Piece)) {
         match self {
             Self::Bytes(bytes) => {
-                each(bytes);
-                0
+                let mut piece = Piece::default();
+                piece.decode(bytes, 0);
+                each(&piece);
             }
             Self::File(file) => read_file(file, each),
         }
     }
 }
 
-fn read_file(file: &File, mut each: impl FnMut(&[u8])) -> u64 {
-    let Ok(len) = file.metadata().map(|metadata| metadata.len()) else {
-        return 0;
-    };
-    let mut piece = vec![0; PIECE];
-    let (mut at, mut unread) = (0, 0);
-    while at < len {
-        // At most a piece.
-        let wanted = (len - at).min(PIECE as u64) as usize;
-        match file.read_exact_at(&mut piece[..wanted], at) {
-            Ok(()) => each(&piece[..wanted]),
-            Err(_) => {
-                // Others may be readable. These keep their numbers.
-                piece[..wanted].fill(0);
-                each(&piece[..wanted]);
-                unread += wanted as u64;
+/// The records of a part of a table.
+#[derive(Debug, Default)]
+pub(crate) struct Piece {
+    /// Sound records, with their numbers.
+    pub(crate) records: Vec<(u32, Record)>,
+    /// Records that are damaged, or could not be read.
+    pub(crate) damaged: u64,
+}
+
+impl Piece {
+    /// Decodes whole records from number `first` on. The end of a table that was cut off may be a part of one.
+    fn decode(&mut self, bytes: &[u8], first: u32) {
+        for (index, bytes) in (first..).zip(bytes.chunks_exact(RECORD_BYTES)) {
+            match Record::decode(bytes) {
+                Some(record) => self.records.push((index, record)),
+                None => self.damaged += u64::from(!Record::is_blank(bytes)),
             }
         }
-        at += wanted as u64;
     }
-    unread
+}
+
+/// Reads and decodes in a thread of its own, beside `each`.
+fn read_file(file: &File, mut each: impl FnMut(&Piece)) {
+    std::thread::scope(|scope| {
+        let (to_caller, pieces) = sync_channel::<Piece>(PIECES_AHEAD);
+        let (to_reader, spare) = channel::<Piece>();
+        let reader = std::thread::Builder::new().name("undercroft-table".into());
+        let reader = reader.spawn_scoped(scope, move || {
+            let empty = || spare.try_recv().unwrap_or_default();
+            decode_file(file, empty, |piece| to_caller.send(piece).is_ok());
+        });
+        if reader.is_err() {
+            // One after the other.
+            let take = |piece| {
+                each(&piece);
+                true
+            };
+            decode_file(file, Piece::default, take);
+            return;
+        }
+        for mut piece in pieces {
+            each(&piece);
+            piece.records.clear();
+            piece.damaged = 0;
+            // The reader may have ended.
+            let _ = to_reader.send(piece);
+        }
+    });
+}
+
+/// Calls `take` with the pieces of a file, until it returns false; `empty` gives them.
+fn decode_file(file: &File, empty: impl Fn() -> Piece, mut take: impl FnMut(Piece) -> bool) {
+    let len = file.metadata().map_or(0, |metadata| metadata.len());
+    let mut bytes = vec![0; PIECE];
+    for at in (0..len).step_by(PIECE) {
+        // At most a piece.
+        let wanted = (len - at).min(PIECE as u64) as usize;
+        let mut piece = empty();
+        match file.read_exact_at(&mut bytes[..wanted], at) {
+            Ok(()) => {
+                let first = u32::try_from(at / RECORD_BYTES as u64);
+                let first = first.expect("a table has fewer than 2^32 records");
+                piece.decode(&bytes[..wanted], first);
+            }
+            // Others may be readable.
+            Err(_) => piece.damaged = (wanted / RECORD_BYTES) as u64,
+        }
+        if !take(piece) {
+            return;
+        }
+    }
 }

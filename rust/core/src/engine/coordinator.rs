@@ -79,13 +79,7 @@ impl Engine {
         Self {
             now_ns: 0,
             last_poll_ns: 0,
-            residency: Residency::new(
-                config.host_bytes,
-                config.policy,
-                config.seed,
-                config.event_ring,
-                config.departures,
-            ),
+            residency: Residency::new(&config),
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
             checksums: Checksums::default(),

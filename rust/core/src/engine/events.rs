@@ -24,15 +24,23 @@ pub(super) const EVENTS_MAX: usize = 512;
 #[derive(Debug)]
 pub(super) struct Feed {
     session: SessionId,
-    pub(super) ns: NsId,
-    /// Of the namespace in the remote store; `None` if it is private. A new life of the namespace keeps it.
-    digest: Option<NamespaceDigest>,
+    of: FeedOf,
     ring: VecDeque<BlockEvent>,
     /// Events were dropped, or the session has another namespace: all payloads are told anew.
     is_stale: bool,
     pub(super) replay: Replay,
     /// The number of the first block in the remote store that was not told; `u64::MAX` if all were.
     remote_next: u64,
+}
+
+/// The namespace that a feed tells of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FeedOf {
+    ns: NsId,
+    /// The life of the namespace: its index may meanwhile belong to another namespace.
+    instance: u64,
+    /// Of the namespace in the remote store; `None` if it is private. A new life of the namespace keeps it.
+    digest: Option<NamespaceDigest>,
 }
 
 /// How far a replay has come, in the order of the nodes' ids; a node's ancestors are told before it.
@@ -61,11 +69,10 @@ impl Replay {
 }
 
 impl Feed {
-    fn new(session: SessionId, ns: NsId, digest: Option<NamespaceDigest>) -> Self {
+    fn new(session: SessionId, of: FeedOf) -> Self {
         Self {
             session,
-            ns,
-            digest,
+            of,
             ring: VecDeque::new(),
             is_stale: false,
             replay: Replay::default(),
@@ -111,7 +118,7 @@ impl Feeds {
     /// Notes a change of a node, for those that have been told of the node.
     pub(super) fn note(&mut self, ns: NsId, id: NodeId, event: BlockEvent) {
         for feed in &mut self.feeds {
-            if feed.ns != ns || feed.is_stale || !feed.replay.has_told(id) {
+            if feed.of.ns != ns || feed.is_stale || !feed.replay.has_told(id) {
                 continue;
             }
             feed.push(event, self.capacity);
@@ -121,7 +128,7 @@ impl Feeds {
     /// Notes a change of a block in the remote store, for those that have been told of its number.
     pub(super) fn note_remote(&mut self, digest: &NamespaceDigest, number: u64, event: BlockEvent) {
         for feed in &mut self.feeds {
-            let is_of = feed.digest.as_ref() == Some(digest);
+            let is_of = feed.of.digest.as_ref() == Some(digest);
             if is_of && !feed.is_stale && number < feed.remote_next {
                 feed.push(event, self.capacity);
             }
@@ -132,23 +139,18 @@ impl Feeds {
         self.feeds.retain(|feed| feed.session != session);
     }
 
-    /// The feed of a session whose namespace is `ns`, and the next events of its ring. A session without a feed gets
+    /// The feed of a session whose namespace is `of`, and the next events of its ring. A session without a feed gets
     /// one. `restart` begins it anew, for a client that has forgotten the events.
-    fn take(
-        &mut self,
-        session: SessionId,
-        (ns, digest): (NsId, Option<NamespaceDigest>),
-        restart: bool,
-    ) -> (usize, BlockEvents) {
+    fn take(&mut self, session: SessionId, of: FeedOf, restart: bool) -> (usize, BlockEvents) {
         let known = self.feeds.iter().position(|feed| feed.session == session);
         let index = known.unwrap_or_else(|| {
-            self.feeds.push(Feed::new(session, ns, digest));
+            self.feeds.push(Feed::new(session, of));
             self.feeds.len() - 1
         });
         let feed = &mut self.feeds[index];
-        let cleared = !restart && (feed.is_stale || feed.ns != ns);
+        let cleared = !restart && (feed.is_stale || feed.of != of);
         if cleared || restart {
-            *feed = Feed::new(session, ns, digest);
+            *feed = Feed::new(session, of);
         }
         let count = feed.ring.len().min(EVENTS_MAX);
         let events = feed.ring.drain(..count).collect();
@@ -167,12 +169,10 @@ impl Engine {
     /// one entry tells them. The first call begins with the payloads that are there, and so does a call that asks for a
     /// `restart`.
     pub fn take_events(&mut self, session: SessionId, restart: bool) -> BlockEvents {
-        let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
+        let Some(of) = self.feed_of(session) else {
             return BlockEvents::default();
         };
-        let digest = *self.namespaces.digest(ns);
-        let digest = (!self.namespaces.is_private(ns)).then_some(digest);
-        let of = (ns, digest);
+        let ns = of.ns;
         let (index, mut taken) = self.residency.feeds.take(session, of, restart);
         let feed = &mut self.residency.feeds.feeds[index];
         // A node told by the replay may have the hash of one whose removal is in the ring.
@@ -197,9 +197,19 @@ impl Engine {
     pub fn has_events(&self, session: SessionId) -> bool {
         let mut feeds = self.residency.feeds.feeds.iter();
         let feed = feeds.find(|feed| feed.session == session);
-        let ns = self.sessions.get(session).map(|state| state.ns);
+        let of = self.feed_of(session);
         feed.is_none_or(|feed| {
-            !feed.ring.is_empty() || feed.is_stale || Some(feed.ns) != ns || !feed.is_told()
+            !feed.ring.is_empty() || feed.is_stale || Some(feed.of) != of || !feed.is_told()
+        })
+    }
+
+    fn feed_of(&self, session: SessionId) -> Option<FeedOf> {
+        let ns = self.sessions.get(session)?.ns;
+        let digest = *self.namespaces.digest(ns);
+        Some(FeedOf {
+            ns,
+            instance: self.namespaces.instance(ns),
+            digest: (!self.namespaces.is_private(ns)).then_some(digest),
         })
     }
 }

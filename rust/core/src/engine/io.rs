@@ -9,6 +9,9 @@ use super::operations::Purpose;
 use super::promotions::count_read;
 use super::writeback::table_write_ended;
 
+/// The cost of a placeholder record, in nodes that are removed.
+const PLACEHOLDER_STEPS: usize = 2;
+
 impl Engine {
     /// Whether [`Engine::next_io`] has something to do: IO to start on a device that takes it, or the rest of a
     /// removal; or [`Engine::next_checksums`].
@@ -35,6 +38,7 @@ impl Engine {
             || self.residency.has_searches()
             || self.residency.has_rest()
             || self.residency.has_resizing(self.now_ns)
+            || self.residency.has_placeholders()
             || self.writeback.has_rest()
             || self.has_passes()
             || self.has_hints()
@@ -51,7 +55,10 @@ impl Engine {
 
     /// Whether nothing is in flight and nothing is queued to be written or read.
     pub fn is_quiet(&self) -> bool {
-        self.operations.is_empty() && !self.promotions.has_reads() && !self.has_writes()
+        self.operations.is_empty()
+            && !self.promotions.has_reads()
+            && !self.has_writes()
+            && !self.residency.has_placeholders()
     }
 
     /// How many devices there are.
@@ -91,6 +98,8 @@ impl Engine {
             self.evict_unused();
         }
         self.continue_rest();
+        self.residency
+            .continue_placeholders(self.config.removals / PLACEHOLDER_STEPS + 1);
         self.residency.continue_searches(&mut self.counters);
         self.step_hints();
         self.operations.set_room(room.into());

@@ -2,15 +2,19 @@
 
 use std::collections::HashMap;
 
+use smallvec::SmallVec;
+
 use crate::disk::format::{
-    BLOCK_BYTES, NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, NamespaceUse, RECORD_BYTES,
-    RECORDS_PER_BLOCK, Record, namespace_offset,
+    NAMESPACE_BYTES, NAMESPACES_MAX, NamespaceEntry, NamespaceUse, Record, namespace_offset,
 };
 use crate::disk::{DeviceImage, Table};
 use crate::forest::{DeviceIndex, NsId};
 
 use super::coordinator::Engine;
 use super::residency::{Adoption, FoundRecord};
+
+/// Records that are looked at before the first of them is taken over.
+const RECORDS_AHEAD: usize = 32;
 
 /// The result of recovery.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,7 +60,9 @@ impl Engine {
         drop((images, adoption));
         recovery.blocks = self.residency.finish_adoption();
         recovery.dropped -= recovery.blocks;
-        self.finish_recovery(&mut recovery);
+        let lost = self.residency.remove_hidden();
+        recovery.blocks -= lost;
+        recovery.dropped += lost;
         let now_s = self.unix_s();
         self.residency.ages.finish_learning(now_s);
         let kept = self.residency.disk_blocks();
@@ -131,69 +137,55 @@ impl Engine {
         recovery: &mut Recovery,
     ) -> (u64, u64) {
         let mut taken = (0, 0);
-        let mut index = 0;
         // Most records have the namespace of the record before.
         let mut of_last: Option<(u64, Option<NsId>)> = None;
-        let mut block = Vec::with_capacity(RECORDS_PER_BLOCK);
-        let mut decode = |engine: &mut Self, index: u32, bytes: &[u8]| {
-            let Some(record) = Record::decode(bytes) else {
-                recovery.damaged += u64::from(!Record::is_blank(bytes));
-                return None;
-            };
-            let known = of_last.filter(|&(instance, _)| instance == record.instance);
-            let (_, ns) = known.unwrap_or_else(|| {
-                engine.namespaces.note_instance(record.instance);
-                let ns = engine.namespaces.of_instance(record.instance);
-                (record.instance, ns)
-            });
-            of_last = Some((record.instance, ns));
-            engine.writeback.advance_record_seq(record.seq);
-            engine.residency.advance_tick(record.last);
-            engine.residency.ages.learn(record.last, record.written_s);
-            let (used_s, now_s) = (u64::from(record.written_s), u64::from(engine.unix_s()));
-            engine.retention.note_found(record.last, used_s, now_s);
-            let Some(ns) = ns else {
-                recovery.dropped += 1;
-                return None;
-            };
-            engine.namespaces.note_use(ns, record.last);
-            Some(FoundRecord {
-                ns,
-                device,
-                index,
-                record,
-            })
-        };
-        let unread = table.read(|piece| {
-            for bytes in piece.chunks(BLOCK_BYTES) {
-                block.clear();
-                for bytes in bytes.chunks_exact(RECORD_BYTES) {
-                    block.extend(decode(self, index, bytes));
-                    index += 1;
+        table.read(|piece| {
+            recovery.damaged += piece.damaged;
+            for records in piece.records.chunks(RECORDS_AHEAD) {
+                let mut found = SmallVec::<[FoundRecord<'_>; RECORDS_AHEAD]>::new();
+                for (index, record) in records {
+                    let known = of_last.filter(|&(instance, _)| instance == record.instance);
+                    let (_, ns) = known.unwrap_or_else(|| (record.instance, self.life_of(record)));
+                    of_last = Some((record.instance, ns));
+                    self.learn(record);
+                    let Some(ns) = ns else {
+                        recovery.dropped += 1;
+                        continue;
+                    };
+                    self.namespaces.note_use(ns, record.last);
+                    let tag = self.residency.forest().tag(ns, &record.hash);
+                    // By the time of their turn, the processor has the places of all of these.
+                    self.residency.forest().prefetch(tag);
+                    found.push(FoundRecord {
+                        ns,
+                        device,
+                        index: *index,
+                        tag,
+                        record,
+                    });
                 }
-                // Apart from the decoding, so that the processor has several of these loads under way.
-                for found in &block {
-                    self.residency
-                        .forest()
-                        .prefetch(found.ns, &found.record.hash);
-                }
-                for found in &block {
+                for found in &found {
                     taken.0 += 1;
                     taken.1 += u64::from(self.residency.adopt(found, adoption));
                 }
             }
         });
-        recovery.damaged += unread / RECORD_BYTES as u64;
         taken
     }
 
-    /// Makes nodes visible whose chain is complete, and removes the others.
-    fn finish_recovery(&mut self, recovery: &mut Recovery) {
-        for ns in self.residency.forest().namespaces() {
-            let lost = self.residency.remove_hidden(ns);
-            recovery.blocks -= lost;
-            recovery.dropped += lost;
-        }
+    /// The namespace of a record, if its instance is known.
+    fn life_of(&mut self, record: &Record) -> Option<NsId> {
+        self.namespaces.note_instance(record.instance);
+        self.namespaces.of_instance(record.instance)
+    }
+
+    /// Notes the numbers and times that a record tells of, whatever its namespace.
+    fn learn(&mut self, record: &Record) {
+        self.writeback.advance_record_seq(record.seq);
+        self.residency.advance_tick(record.last);
+        self.residency.ages.learn(record.last, record.written_s);
+        let (used_s, now_s) = (u64::from(record.written_s), u64::from(self.unix_s()));
+        self.retention.note_found(record.last, used_s, now_s);
     }
 }
 

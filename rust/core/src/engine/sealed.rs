@@ -7,12 +7,21 @@ use crate::forest::NodeId;
 use crate::io::{IoRequest, SealedTransfer};
 use crate::slots::slot_offset;
 
+use super::config::EngineConfig;
 use super::parts::EngineParts;
 
+/// The number of a write that starts at `started_ns`: nanoseconds since 1970. A slot has one write at a time, so the
+/// numbers of its writes differ.
+pub(super) fn write_id(started_ns: u64, config: &EngineConfig) -> u64 {
+    let zero_ns = config.unix_at_zero_s.wrapping_mul(1_000_000_000);
+    zero_ns.wrapping_add(started_ns)
+}
+
 /// The transfer of a payload between its slots in the arena and on disk, if its directory's store is encrypted.
+/// `write_id` is the number of the write: of this one, or of the one whose bytes are read.
 pub(super) fn sealed_transfer(
     token: u64,
-    reads: bool,
+    (reads, write_id): (bool, u64),
     (id, group): (NodeId, u8),
     parts: &EngineParts<'_>,
 ) -> Option<IoRequest> {
@@ -28,6 +37,7 @@ pub(super) fn sealed_transfer(
         hash: &node.hash,
         group,
         payload_bytes: residency.payload_bytes(id, group),
+        write_id,
     };
     let slot_bytes = residency.disk_slot_bytes(id, group);
     Some(IoRequest::Sealed(Box::new(SealedTransfer {

@@ -1,22 +1,17 @@
 //! The index from hashes to nodes. It grows in steps: one table would move all nodes when it doubles, in
 //! one entry of the engine.
 
-use hashbrown::HashTable;
-
 use crate::key::{BlockHash, HASH_BYTES_MAX};
+use crate::prefetch::prefetch;
 use crate::work;
 
-use super::node::{NodeId, NsId};
+use super::node::{NONE, NodeId, NsId};
+use super::segment::{Segment, Tag};
 
-/// A segment with more nodes is split. A table of 1,024 buckets takes 896; the rest is for the
-/// marks that removals leave behind.
+/// A segment with more nodes is split.
 const SEGMENT_MAX: usize = 832;
-/// Nodes that a segment's table takes.
-const SEGMENT_CAPACITY: usize = 896;
-/// Bits of a hash that choose a segment, from this one on. Tables use the bits below and above.
-const SEGMENT_SHIFT: u32 = 16;
-/// Bits that choose a segment at most. Hashes that are equal in all of them share one.
-const BITS_MAX: u32 = 32;
+/// Bits of a tag that choose a segment at most, the lower ones. Tags that are equal in all of them share one.
+const BITS_MAX: u32 = 24;
 
 const WORDS: usize = HASH_BYTES_MAX / 8;
 
@@ -33,23 +28,7 @@ pub(super) struct HashIndex {
 
 /// The seed that makes positions unpredictable, even for clients that choose the hashes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Keys([u64; WORDS + 1]);
-
-#[derive(Debug)]
-struct Segment {
-    nodes: HashTable<NodeId>,
-    /// How many bits all of its hashes share.
-    bits: u32,
-}
-
-impl Segment {
-    fn new(bits: u32) -> Self {
-        Self {
-            nodes: HashTable::with_capacity(SEGMENT_CAPACITY),
-            bits,
-        }
-    }
-}
+struct Keys([u64; WORDS + 1]);
 
 /// The two halves of a product: each depends on every bit of both factors.
 fn fold(left: u64, right: u64) -> u64 {
@@ -59,8 +38,8 @@ fn fold(left: u64, right: u64) -> u64 {
 }
 
 impl Keys {
-    /// The hash of a node's key, over all of its bytes: a client may choose its block hashes.
-    pub(super) fn hash(&self, ns: NsId, hash: &BlockHash) -> u64 {
+    /// The tag of a node's key, by all of its bytes: a client may choose its block hashes.
+    fn tag(&self, ns: NsId, hash: &BlockHash) -> Tag {
         let mut words = [0; WORDS];
         for (word, bytes) in words.iter_mut().zip(hash.padded().chunks_exact(8)) {
             *word = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
@@ -69,7 +48,8 @@ impl Keys {
         let [ka, kb, kc, kd, ke] = self.0;
         let head = fold(a ^ ka, b ^ kb);
         let tail = fold(c ^ kc, d ^ kd);
-        fold(head ^ tail.rotate_left(32) ^ u64::from(ns), ke)
+        let mixed = fold(head ^ tail.rotate_left(32) ^ u64::from(ns), ke);
+        (mixed >> 32) as Tag
     }
 }
 
@@ -87,120 +67,141 @@ impl HashIndex {
         Self {
             directory: vec![0],
             bits: 0,
-            segments: vec![Segment::new(0)],
+            segments: vec![Segment::new(0, 0)],
             keys: Keys(keys),
         }
     }
 
-    /// Has segments for so many nodes, so that none is split meanwhile. For an index without nodes.
+    /// Has segments for so many nodes, so that few of them are split or grow meanwhile. For an index without nodes.
     pub(super) fn reserve(&mut self, nodes: usize) {
         assert_eq!(self.bits, 0, "an index with nodes grows by itself");
-        // Segments that get more than their share are split: fewer segments, and the table takes
-        // less.
         let segments = nodes.div_ceil(SEGMENT_MAX).next_power_of_two();
         self.bits = segments.ilog2().min(BITS_MAX);
         self.directory = (0..1 << self.bits).collect();
-        let new = || Segment::new(self.bits);
+        let share = nodes / self.directory.len();
+        // Some get more than their share.
+        let room = (share + share / 8).min(SEGMENT_MAX);
+        let new = || Segment::new(self.bits, room);
         self.segments = std::iter::repeat_with(new)
             .take(self.directory.len())
             .collect();
     }
 
-    /// Looks at the place of a hash, so that it is in the processor's caches when it is needed.
-    pub(super) fn prefetch(&self, hash: u64) {
-        std::hint::black_box(self.segment(hash).nodes.find(hash, |_| false));
+    /// A tag will be looked for soon.
+    pub(super) fn prefetch(&self, tag: Tag) {
+        prefetch(self.segment(tag).first(tag));
     }
 
     /// Bytes that it takes.
     pub(super) fn bytes(&self) -> u64 {
-        let tables = self.segments.iter().map(|of| of.nodes.allocation_size());
+        let tables: usize = self.segments.iter().map(Segment::bytes).sum();
         let segments = self.segments.capacity() * size_of::<Segment>();
         let directory = self.directory.capacity() * size_of::<u32>();
-        (tables.sum::<usize>() + segments + directory) as u64
+        (tables + segments + directory) as u64
     }
 
-    pub(super) fn keys(&self) -> Keys {
-        self.keys
+    /// See [`Keys::tag`].
+    pub(super) fn tag(&self, ns: NsId, hash: &BlockHash) -> Tag {
+        self.keys.tag(ns, hash)
     }
 
-    /// See [`Keys::hash`].
-    pub(super) fn hash(&self, ns: NsId, hash: &BlockHash) -> u64 {
-        self.keys.hash(ns, hash)
+    /// Index in `segments` of the segment of a tag.
+    fn at(&self, tag: Tag) -> usize {
+        let mask = (1 << self.bits) - 1;
+        self.directory[(tag & mask) as usize] as usize
     }
 
-    fn place(&self, hash: u64) -> usize {
-        let mask = (1u64 << self.bits) - 1;
-        // Below the length of the directory.
-        (hash >> SEGMENT_SHIFT & mask) as usize
+    fn segment(&self, tag: Tag) -> &Segment {
+        &self.segments[self.at(tag)]
     }
 
-    fn segment(&self, hash: u64) -> &Segment {
-        &self.segments[self.directory[self.place(hash)] as usize]
-    }
-
-    pub(super) fn find(&self, hash: u64, is_it: impl FnMut(&NodeId) -> bool) -> Option<NodeId> {
+    /// The node with this tag for which `is_it` holds.
+    pub(super) fn find(&self, tag: Tag, is_it: impl FnMut(NodeId) -> bool) -> Option<NodeId> {
         work::index();
-        self.segment(hash).nodes.find(hash, is_it).copied()
+        self.segment(tag).find(tag, is_it)
     }
 
-    /// Adds a node that is not there. `hash_of` tells the hashes of those that are.
-    pub(super) fn insert(&mut self, hash: u64, id: NodeId, hash_of: impl Fn(NodeId) -> u64) {
+    /// Adds a node that is not there.
+    pub(super) fn insert(&mut self, tag: Tag, id: NodeId) {
+        assert_ne!(id, NONE, "the last index means no node");
         work::index();
-        let mut at = self.directory[self.place(hash)] as usize;
-        while self.segments[at].nodes.len() >= SEGMENT_MAX && self.segments[at].bits < BITS_MAX {
-            self.split(at, hash, &hash_of);
-            at = self.directory[self.place(hash)] as usize;
+        let mut at = self.at(tag);
+        while self.segments[at].len() >= SEGMENT_MAX && self.segments[at].bits() < BITS_MAX {
+            self.split(at, tag);
+            at = self.at(tag);
         }
-        let segment = &mut self.segments[at];
-        if segment.nodes.len() == segment.nodes.capacity() && segment.bits < BITS_MAX {
-            // Full of marks of removals: a table would double.
-            let nodes = std::mem::replace(segment, Segment::new(segment.bits)).nodes;
-            for id in nodes {
-                work::index();
-                segment
-                    .nodes
-                    .insert_unique(hash_of(id), id, |&id| hash_of(id));
-            }
-        }
-        segment.nodes.insert_unique(hash, id, |&id| {
-            work::index();
-            hash_of(id)
-        });
+        self.segments[at].insert(tag, id);
     }
 
-    /// Splits the segment of `hash` in two, by its next bit.
-    fn split(&mut self, at: usize, hash: u64, hash_of: &impl Fn(NodeId) -> u64) {
-        let shared = self.segments[at].bits;
+    /// Splits the segment of `tag` in two, by its next bit.
+    fn split(&mut self, at: usize, tag: Tag) {
+        let shared = self.segments[at].bits();
         if shared == self.bits {
             self.directory.extend_from_within(..);
             self.bits += 1;
         }
         let new = u32::try_from(self.segments.len()).expect("there are fewer segments than nodes");
-        self.segments.push(Segment::new(shared + 1));
+        let other = self.segments[at].split();
+        self.segments.push(other);
         let step = 1 << shared;
-        let first = self.place(hash) % step;
+        let first = tag as usize % step;
         // Every other place of the segment, those with the next bit set.
         for place in (first + step..self.directory.len()).step_by(2 * step) {
             self.directory[place] = new;
         }
-        let nodes = std::mem::replace(&mut self.segments[at], Segment::new(shared + 1)).nodes;
-        for id in nodes {
-            work::index();
-            let hash = hash_of(id);
-            let at = self.directory[self.place(hash)] as usize;
-            self.segments[at]
-                .nodes
-                .insert_unique(hash, id, |&id| hash_of(id));
-        }
     }
 
     /// Removes a node. False if it is not there.
-    pub(super) fn remove(&mut self, hash: u64, id: NodeId) -> bool {
+    pub(super) fn remove(&mut self, tag: Tag, id: NodeId) -> bool {
         work::index();
-        let at = self.directory[self.place(hash)] as usize;
-        let found = self.segments[at]
-            .nodes
-            .find_entry(hash, |&found| found == id);
-        found.map(|entry| entry.remove()).is_ok()
+        let at = self.at(tag);
+        self.segments[at].remove(tag, id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// With few values of the tags' bits, many tags are equal, and those that are not lie close together.
+        #[test]
+        fn the_index_is_a_map_of_tags(
+            mask in prop::sample::select(vec![u32::MAX, 0xFFFF_0000, 0x0000_FFFF, 0xF000_000F, 0x8000_0000]),
+            reserved in prop::sample::select(vec![0usize, 500, 3000]),
+            steps in prop::collection::vec((any::<u32>(), 0u32..4, any::<usize>()), 1..4000),
+        ) {
+            let mut index = HashIndex::new(1);
+            index.reserve(reserved);
+            let mut model: HashMap<NodeId, Tag> = HashMap::new();
+            for (id, (tag, kind, pick)) in (0..).zip(steps) {
+                if kind > 0 {
+                    index.insert(tag & mask, id);
+                    model.insert(id, tag & mask);
+                } else if let Some((&gone, &tag)) = model.iter().nth(pick % model.len().max(1)) {
+                    prop_assert!(index.remove(tag, gone));
+                    prop_assert!(!index.remove(tag, gone));
+                    model.remove(&gone);
+                }
+            }
+            for (&id, &tag) in &model {
+                prop_assert_eq!(index.find(tag, |found| found == id), Some(id));
+            }
+            let tags: Vec<Tag> = model.values().copied().collect();
+            for tag in tags {
+                let mut found = Vec::new();
+                index.find(tag, |id| { found.push(id); false });
+                let mut expected: Vec<NodeId> = model.iter().filter(|(_, of)| **of == tag).map(|(id, _)| *id).collect();
+                found.sort_unstable();
+                expected.sort_unstable();
+                prop_assert_eq!(found, expected);
+            }
+        }
     }
 }

@@ -5,6 +5,7 @@ use crate::work;
 
 use super::hash_index::HashIndex;
 use super::node::{NONE, Node, NodeId, NsId, Reach, Tier};
+use super::segment::Tag;
 use super::slab::Slab;
 use super::view::{NodeMut, NodeRef, Side};
 use crate::pool::Pool;
@@ -16,6 +17,19 @@ struct Tree {
     first_root: NodeId,
     /// Detached ones included.
     nodes: u32,
+    /// Some of its nodes require a payload.
+    has_required: bool,
+}
+
+/// A node as a record on disk names it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FoundNode {
+    pub(crate) ns: NsId,
+    pub(crate) parent: NodeId,
+    pub(crate) depth: u32,
+    /// See [`Forest::tag`].
+    pub(crate) tag: Tag,
+    pub(crate) hash: BlockHash,
 }
 
 /// The nodes and their index.
@@ -46,14 +60,21 @@ impl Forest {
         }
     }
 
-    /// Adds a namespace; its index.
-    pub fn add_namespace(&mut self) -> NsId {
+    /// Adds a namespace; its index. `has_required` says whether some of its nodes will require a payload.
+    pub fn add_namespace(&mut self, has_required: bool) -> NsId {
         let ns = NsId::try_from(self.trees.len()).expect("the engine limits its namespaces");
         self.trees.push(Tree {
             first_root: NONE,
             nodes: 0,
+            has_required,
         });
         ns
+    }
+
+    /// Gives the index of a namespace without nodes to another.
+    pub(crate) fn replace_namespace(&mut self, ns: NsId, has_required: bool) {
+        assert!(!self.has_nodes(ns), "namespace {ns} has nodes");
+        self.trees[usize::from(ns)].has_required = has_required;
     }
 
     /// Indices of the namespaces.
@@ -77,9 +98,14 @@ impl Forest {
         self.index.reserve(nodes);
     }
 
-    /// A hash will be looked for soon.
-    pub(crate) fn prefetch(&self, ns: NsId, hash: &BlockHash) {
-        self.index.prefetch(self.index.hash(ns, hash));
+    /// A part of the hash of a node's key, by which the index finds the node.
+    pub(crate) fn tag(&self, ns: NsId, hash: &BlockHash) -> Tag {
+        self.index.tag(ns, hash)
+    }
+
+    /// A key with this tag will be looked for soon.
+    pub(crate) fn prefetch(&self, tag: Tag) {
+        self.index.prefetch(tag);
     }
 
     /// Bytes that nodes and index take.
@@ -121,7 +147,11 @@ impl Forest {
 
     /// The node of a hash, visible or not.
     pub fn find(&self, ns: NsId, hash: &BlockHash) -> Option<NodeId> {
-        self.index.find(self.index.hash(ns, hash), |&id| {
+        self.find_tagged(self.index.tag(ns, hash), ns, hash)
+    }
+
+    fn find_tagged(&self, tag: Tag, ns: NsId, hash: &BlockHash) -> Option<NodeId> {
+        self.index.find(tag, |id| {
             work::node();
             let node = &self.nodes[id as usize];
             node.ns == ns && node.hash == *hash
@@ -202,21 +232,39 @@ impl Forest {
             assert!(!above.is_detached(), "a node is added below a detached one");
             assert_eq!(above.ns, ns, "a node is added to another namespace");
         }
-        let depth = self.depth(parent) + 1;
-        self.insert_at(depth, ns, parent, hash, groups, required)
+        let id = self.next_id();
+        let mut node = Node::new(ns, parent, hash, self.depth(parent) + 1);
+        node.set_groups(groups, required);
+        self.put(id, node);
+        self.index.insert(self.index.tag(ns, &hash), id);
+        id
     }
 
-    /// Adds a node whose parent is not known yet, at its depth, among the roots. The hash must not be in the
-    /// index. [`Forest::set_parent`] tells the parent.
-    pub(crate) fn insert_without_parent(
+    /// The node of a hash, and whether it is new: without one, [`FoundNode`] is added, with one group or more, of which
+    /// some are `required`. A node whose parent is not known yet is added among the roots; [`Forest::set_parent`] tells
+    /// the parent.
+    pub(crate) fn find_or_insert(
         &mut self,
-        ns: NsId,
-        depth: u32,
-        hash: BlockHash,
+        found: &FoundNode,
         groups: usize,
         required: u32,
-    ) -> NodeId {
-        self.insert_at(depth, ns, NONE, hash, groups, required)
+    ) -> (NodeId, bool) {
+        let &FoundNode {
+            ns,
+            parent,
+            depth,
+            tag,
+            ref hash,
+        } = found;
+        if let Some(id) = self.find_tagged(tag, ns, hash) {
+            return (id, false);
+        }
+        let id = self.next_id();
+        let mut node = Node::new(ns, parent, *hash, depth);
+        node.set_groups(groups, required);
+        self.put(id, node);
+        self.index.insert(tag, id);
+        (id, true)
     }
 
     /// Puts a node below its parent that was added without.
@@ -231,39 +279,32 @@ impl Forest {
         self.link(id);
     }
 
-    fn insert_at(
-        &mut self,
-        depth: u32,
-        ns: NsId,
-        parent: NodeId,
-        hash: BlockHash,
-        groups: usize,
-        required: u32,
-    ) -> NodeId {
-        let mut node = Node::new(ns, parent, hash, depth);
-        node.set_groups(groups, required);
-        let id = self.free;
-        let id = if id == NONE {
-            let id = self.nodes.len();
-            assert!(id < NONE as usize, "the last index means no node");
+    /// The id of the next node that is added.
+    fn next_id(&self) -> NodeId {
+        match self.free {
+            NONE => {
+                let id = self.nodes.len();
+                assert!(id < NONE as usize, "the last index means no node");
+                id as NodeId
+            }
+            free => free,
+        }
+    }
+
+    /// Puts a node where [`Forest::next_id`] says, and among the children of its parent.
+    fn put(&mut self, id: NodeId, mut node: Node) {
+        let ns = node.ns;
+        if self.free == NONE {
             self.nodes.push(node);
-            id as NodeId
         } else {
             let before = self.node(id);
             node.epoch = before.epoch;
             self.free = before.links.next;
             self.nodes[id as usize] = node;
-            id
-        };
+        }
         self.live += 1;
         self.trees[usize::from(ns)].nodes += 1;
         self.link(id);
-        let (nodes, keys) = (&self.nodes, self.index.keys());
-        self.index.insert(keys.hash(ns, &hash), id, |other| {
-            let node = &nodes[other as usize];
-            keys.hash(node.ns, &node.hash)
-        });
-        id
     }
 
     fn head_mut(&mut self, id: NodeId) -> &mut NodeId {
@@ -294,8 +335,8 @@ impl Forest {
     pub fn unindex(&mut self, id: NodeId) {
         let node = self.node(id);
         assert!(!node.is_detached(), "node {id} left the index twice");
-        let hash = self.index.hash(node.ns, &node.hash);
-        let found = self.index.remove(hash, id);
+        let tag = self.index.tag(node.ns, &node.hash);
+        let found = self.index.remove(tag, id);
         assert!(found, "a node that is not detached is in the index");
         self.unlink(id);
         self.node_mut(id).set_reach(Reach::Detached);
@@ -401,9 +442,15 @@ impl Forest {
 
     /// Whether a node keeps its parent from being a leaf of `tier`: the node has a slot there, or it
     /// requires no payload and has a child that is active.
+    ///
+    /// In a namespace where no node requires a payload, chains have any number of nodes without one, and no payload
+    /// depends on another. There only nodes with a slot are active.
     pub fn is_active(&self, id: NodeId, tier: Tier) -> bool {
         let node = self.node(id);
-        node.slots(tier) > 0 || (node.required() == 0 && node.active_children(tier) > 0)
+        node.slots(tier) > 0
+            || node.required() == 0
+                && node.active_children(tier) > 0
+                && self.trees[usize::from(node.ns)].has_required
     }
 
     /// How many ids there are, of live nodes and free: all lie below.

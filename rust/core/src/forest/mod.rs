@@ -11,13 +11,16 @@ mod hash_index;
 mod index;
 mod node;
 mod payloads;
+mod segment;
 mod slab;
 mod view;
 
 pub use index::Forest;
+pub(crate) use index::FoundNode;
 pub use node::{
     DeviceIndex, DiskState, Evictability, HostState, NONE, Node, NodeId, NsId, Payload, Reach,
     TICK_MAX, Tier, Touch, Uses,
 };
 pub use payloads::Payloads;
+pub(crate) use segment::Tag;
 pub use view::{NodeMut, NodeRef};

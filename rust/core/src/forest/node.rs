@@ -89,7 +89,7 @@ pub struct Payload {
     pub host_slot: u32,
     /// Slot in the data file, while `disk` is `Writing` or `Present`.
     pub disk_slot: u32,
-    /// Checksum of the payload on disk, while `disk` is `Present`.
+    /// Checksum of the payload on disk, while `disk` is `Present`; the number of its write if the store is encrypted.
     pub checksum: u64,
 }
 

@@ -117,7 +117,7 @@ fn refusal(error: &io::Error) -> String {
         io::ErrorKind::PermissionDenied => {
             " (a container's seccomp profile, or the sysctl kernel.io_uring_disabled)"
         }
-        io::ErrorKind::Unsupported => " (the kernel has none, or is older than 5.11)",
+        io::ErrorKind::Unsupported => " (a container's seccomp profile, or a kernel before 5.11)",
         io::ErrorKind::OutOfMemory => " (RLIMIT_MEMLOCK is too low)",
         _ => "",
     };

@@ -12,7 +12,7 @@ use super::{IoCompletion, IoFault, device_depth};
 pub(super) struct Lane {
     /// Pieces that wait for room in the ring.
     pub(super) ready: VecDeque<(u16, u16)>,
-    /// Payload writes that wait for more of them, or for others to end.
+    /// Payload writes that wait for neighbours to join them, or for earlier writes to end.
     pub(super) batch: Batch,
     /// Its entries in the kernel.
     pub(super) entries: usize,

@@ -19,7 +19,7 @@ pub(super) fn next_class(hit_class: u8) -> u8 {
     hit_class.saturating_add(1).min(HIT_CLASSES - 1)
 }
 
-/// Index of a hit class. A record on disk may say more than there is.
+/// Index of a hit class. A record on disk may hold a number above the last class.
 pub(super) fn class_index(hit_class: u8) -> usize {
     usize::from(hit_class.min(HIT_CLASSES - 1))
 }

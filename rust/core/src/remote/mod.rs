@@ -88,7 +88,8 @@ pub enum RemoteDone {
 pub enum RemoteError {
     /// There is no such object.
     NotFound,
-    /// The object is not the expected one, or a part does not match its checksum. The store deletes it if it may.
+    /// The object is not the expected one, or a part does not match its checksum. The store deletes it if it may. An object
+    /// to be encrypted whose part in the arena does not match is not written.
     Corrupt,
     /// The object is whole, and no key decrypts it as the one that was asked for. The store keeps it.
     Cipher,

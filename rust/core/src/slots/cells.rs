@@ -36,14 +36,12 @@ impl Cells {
         let end = self.end();
         if let Some(missing) = count.checked_sub(end).filter(|&missing| missing > 0) {
             self.grow_to(count);
-            self.put(end..end + missing);
+            self.join(end..end + missing);
         }
     }
 
     fn grow_to(&mut self, end: u32) {
-        while self.end() < end {
-            self.cells.push(OwnerCell::FREE);
-        }
+        self.cells.grow(end as usize, OwnerCell::FREE);
     }
 
     fn enter(&mut self, run: Range<u32>) {
@@ -100,10 +98,15 @@ impl Cells {
     }
 
     /// Gives a run of cells back, whose slots are free.
-    pub(super) fn put(&mut self, mut run: Range<u32>) {
+    pub(super) fn put(&mut self, run: Range<u32>) {
         for cell in run.clone() {
             *self.get_mut(cell) = OwnerCell::FREE;
         }
+        self.join(run);
+    }
+
+    /// Enters a run of free cells, as one with the free runs that it touches.
+    fn join(&mut self, mut run: Range<u32>) {
         if let Some((&start, &length)) = self.free.range(..run.start).next_back()
             && start + length == run.start
         {

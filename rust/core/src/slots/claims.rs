@@ -1,6 +1,21 @@
 //! Recovery: slots that the table on disk says are in use, before any is given.
 
+use smallvec::SmallVec;
+
 use super::{Class, NO_PAGE, Owner, OwnerCell, Slots};
+
+/// Where a slot lies, by the record of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    class: Class,
+    /// First unit of the page that the slot is in, or would be.
+    unit: u32,
+    /// Index of the slot in that page.
+    slot: u32,
+}
+
+/// Owners and cells of the slots that a record claims for itself: mostly none.
+pub(crate) type Rivals = SmallVec<[(Owner, u32); 2]>;
 
 impl Slots {
     /// The table on disk has `records`: cells for slots that are claimed with them.
@@ -8,56 +23,65 @@ impl Slots {
         self.cells.reserve(records);
     }
 
-    /// The owners that have claimed bytes of a slot, or of its page for another class. `None` if no slot of `class`
-    /// is at `offset`, which comes from disk and may have any value.
-    pub(crate) fn rivals(&self, class: Class, offset: u64) -> Option<Vec<(Owner, u32)>> {
+    /// The place of the slot of `class` at `offset`, which comes from disk and may be anything; `None` if there is no
+    /// such slot.
+    pub(crate) fn place(&self, class: Class, offset: u64) -> Option<Place> {
         if offset >= self.extent() {
             return None;
         }
-        let (slot_bytes, units) = (self.slot_bytes(class), self.units(class));
-        let unit = self.unit_of(offset) / units * units;
-        let within = offset - u64::from(unit) * self.unit_bytes;
-        if !within.is_multiple_of(slot_bytes)
-            || within / slot_bytes >= self.slots_per_page(class) as u64
+        let state = &self.classes[usize::from(class)];
+        // A power of two.
+        let page_bytes = self.unit_bytes << state.order;
+        let within = offset & (page_bytes - 1);
+        let slot = within / state.slot_bytes;
+        let is_slot = slot * state.slot_bytes == within && within + state.slot_bytes <= page_bytes;
+        is_slot.then(|| Place {
+            class,
+            unit: self.unit_of(offset - within),
+            // At most the page size over the alignment.
+            slot: slot as u32,
+        })
+    }
+
+    /// Who has claimed the bytes of a slot, or of its page for another class, and with which cells.
+    pub(crate) fn rivals(&self, place: Place) -> Rivals {
+        if let Some(number) = self.page_at(place.unit)
+            && self.page(number).class == place.class
         {
-            return None;
-        }
-        if let Some(number) = self.page_at(unit)
-            && self.page(number).class == class
-        {
-            let cell = self.page(number).cell + self.slot_at(class, offset) as u32;
+            let cell = self.page(number).cell + place.slot;
             let owner = self.cells.owner(cell);
-            return Some(owner.map(|owner| (owner, cell)).into_iter().collect());
+            return owner.map(|owner| (owner, cell)).into_iter().collect();
         }
-        let pages = self.pages_of(self.run_at(offset, class)).into_iter();
-        let cells = pages.flat_map(|number| self.cells_of_page(number));
-        Some(
-            cells
-                .filter_map(|cell| Some((self.cells.owner(cell)?, cell)))
-                .collect(),
-        )
+        let run = self.run_at(u64::from(place.unit) * self.unit_bytes, place.class);
+        let cells = self.pages_of(run).into_iter();
+        let cells = cells.flat_map(|number| self.cells_of_page(number));
+        cells
+            .filter_map(|cell| Some((self.cells.owner(cell)?, cell)))
+            .collect()
     }
 
     /// Takes a slot without rivals (recovery); its cell, which is `record` unless that belongs to other slots.
-    pub(crate) fn claim(&mut self, class: Class, offset: u64, record: u32, owner: Owner) -> u32 {
-        let units = self.units(class);
-        let unit = self.unit_of(offset) / units * units;
-        let slot = self.slot_at(class, offset) as u32;
+    pub(crate) fn claim(&mut self, place: Place, record: u32, owner: Owner) -> u32 {
+        let Place { class, unit, slot } = place;
         let number = self.page_at(unit);
         let number =
             number.unwrap_or_else(|| self.give_page(unit, class, record.checked_sub(slot)));
-        assert_eq!(
-            self.page(number).class,
-            class,
-            "the slot at {offset} is claimed for another class"
-        );
-        let cell = self.page(number).cell + slot;
-        let before = self.cells.get_mut(cell).replace(owner);
-        assert!(before.is_none(), "the slot at {offset} is claimed twice");
         // The list of free slots is made by `finish_claims`.
-        self.page_mut(number).free -= 1;
-        self.classes[usize::from(class)].used += 1;
-        self.used_bytes += self.slot_bytes(class);
+        let page = self.page_mut(number);
+        page.free -= 1;
+        let (of_page, cell) = (page.class, page.cell + slot);
+        assert_eq!(
+            of_page, class,
+            "slot {slot} of unit {unit} is claimed for another class"
+        );
+        let before = self.cells.get_mut(cell).replace(owner);
+        assert!(
+            before.is_none(),
+            "slot {slot} of unit {unit} is claimed twice"
+        );
+        let state = &mut self.classes[usize::from(class)];
+        state.used += 1;
+        self.used_bytes += state.slot_bytes;
         cell
     }
 

@@ -29,13 +29,15 @@ fn claims_rebuild_the_same_state() {
     let mut slots = Slots::new(1 << 20, 256 << 10);
     let class = slots.class_for(8192).unwrap();
     slots.reserve_cells(40);
-    assert_eq!(slots.rivals(class, 8192), Some(Vec::new()));
-    assert_eq!(slots.claim(class, 8192, 5, OWNER), 5);
-    assert_eq!(slots.rivals(class, 8192), Some(vec![(OWNER, 5)]));
-    assert_eq!(slots.rivals(class, 4096), None);
-    assert_eq!(slots.rivals(class, 1 << 20), None);
+    let second = slots.place(class, 8192).unwrap();
+    assert!(slots.rivals(second).is_empty());
+    assert_eq!(slots.claim(second, 5, OWNER), 5);
+    assert_eq!(slots.rivals(second).as_slice(), [(OWNER, 5)]);
+    assert_eq!(slots.place(class, 4096), None);
+    assert_eq!(slots.place(class, 1 << 20), None);
     let other = slots.class_for(4096).unwrap();
-    assert_eq!(slots.rivals(other, 0), Some(vec![(OWNER, 5)]));
+    let first_of_other = slots.place(other, 0).unwrap();
+    assert_eq!(slots.rivals(first_of_other).as_slice(), [(OWNER, 5)]);
     slots.finish_claims();
     let mut seen: Vec<u64> = Vec::new();
     while let Some(offset) = slots.alloc(class, OWNER) {
@@ -46,18 +48,33 @@ fn claims_rebuild_the_same_state() {
 }
 
 #[test]
+fn a_record_names_a_slot_only_where_one_begins_and_ends() {
+    let mut slots = Slots::new(1 << 20, 256 << 10);
+    // Five slots, and a rest of 16 KiB.
+    let class = slots.class_for(48 << 10).unwrap();
+    for at in 0..(1u64 << 20) / SLOT_ALIGN {
+        let offset = at * SLOT_ALIGN;
+        let within = offset % (256 << 10);
+        let is_slot = within.is_multiple_of(48 << 10) && within < 5 * (48 << 10);
+        assert_eq!(slots.place(class, offset).is_some(), is_slot, "{offset}");
+    }
+}
+
+#[test]
 fn a_claim_that_is_taken_back_leaves_its_page_to_other_classes() {
     let mut slots = Slots::new(1 << 20, 256 << 10);
     let (small, large) = (
         slots.class_for(8192).unwrap(),
         slots.class_for(200 << 10).unwrap(),
     );
-    slots.claim(small, 8192, 1, OWNER);
-    slots.claim(small, 16384, 2, OWNER);
+    for (offset, record) in [(8192, 1), (16384, 2)] {
+        slots.claim(slots.place(small, offset).unwrap(), record, OWNER);
+    }
     slots.unclaim(small, 8192);
     slots.unclaim(small, 16384);
-    assert_eq!(slots.rivals(large, 0), Some(Vec::new()));
-    slots.claim(large, 0, 1, OWNER);
+    let first = slots.place(large, 0).unwrap();
+    assert!(slots.rivals(first).is_empty());
+    slots.claim(first, 1, OWNER);
     slots.finish_claims();
     assert_eq!((slots.used(small), slots.used(large)), (0, 1));
     let taken = (0..4).map_while(|_| slots.alloc(large, OWNER)).count();
@@ -71,10 +88,11 @@ fn a_page_whose_records_belong_to_others_gets_new_ones() {
     slots.reserve_cells(64);
     assert!(slots.take_cell_at(3, OWNER));
     assert!(!slots.take_cell_at(3, OWNER));
-    let moved = slots.claim(class, 8192, 4, OWNER);
+    let moved = slots.claim(slots.place(class, 8192).unwrap(), 4, OWNER);
     assert_ne!(moved, 4);
     // The slot is the page's second.
-    assert_eq!(slots.claim(class, 0, 3, OWNER), moved - 1);
+    let first = slots.place(class, 0).unwrap();
+    assert_eq!(slots.claim(first, 3, OWNER), moved - 1);
     assert_eq!(slots.owner_of_cell(3), Some(OWNER));
     slots.put_cell(3);
     assert_eq!(slots.owner_of_cell(3), None);

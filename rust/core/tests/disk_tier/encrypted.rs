@@ -233,6 +233,23 @@ fn a_record_that_names_another_payloads_slot_is_a_miss() {
     assert_eq!((found, failures), (4, (2, 0)));
 }
 
+/// After a loss of power a slot may hold the bytes of an earlier write of the same payload.
+#[test]
+fn bytes_of_another_write_of_the_slot_are_a_miss() {
+    let (found, failures) = changed(|store| {
+        let another = |table: &mut [u8]| {
+            let mut records = table.chunks_exact_mut(RECORD_BYTES);
+            let bytes = records.find(|bytes| Record::decode(bytes).is_some());
+            let bytes = bytes.expect("the table has records");
+            let record = Record::decode(bytes).unwrap();
+            let checksum = record.checksum + 1;
+            Record { checksum, ..record }.encode(bytes);
+        };
+        patch(&store.join("table"), 0, another, BLOCK_BYTES);
+    });
+    assert_eq!((found, failures), (5, (1, 0)));
+}
+
 #[test]
 fn damage_is_found_without_the_key() {
     let (_guard, store) = dir();

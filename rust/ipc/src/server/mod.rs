@@ -17,10 +17,9 @@ use undercroft_core::arena::Arena;
 use undercroft_core::driver::Driver;
 use undercroft_core::session::SessionToken;
 
-use crate::dialect::{self, Dialect};
 use crate::socket_dir::{self, SocketError};
 use crate::stats::StatsSource;
-use service::Service;
+use service::{Service, Terms};
 
 mod admission;
 mod leaving;
@@ -119,13 +118,13 @@ impl Server {
     /// # Errors
     /// If the socket cannot be made, or another server listens there.
     pub fn start(place: SocketLocation<'_>, served: Served) -> Result<Self, SocketError> {
-        Self::start_speaking(place, served, dialect::OLDER)
+        Self::start_on(place, served, Terms::USUAL)
     }
 
-    fn start_speaking(
+    fn start_on(
         place: SocketLocation<'_>,
         served: Served,
-        dialects: &'static [Dialect],
+        terms: Terms,
     ) -> Result<Self, SocketError> {
         let (listener, path) = match place {
             SocketLocation::In(dir) => {
@@ -156,7 +155,7 @@ impl Server {
         let of_hook = Arc::clone(&control);
         served.driver.on_progress(move || of_hook.wake());
         let of_service = Arc::clone(&control);
-        let mut service = Service::new(listener, path.clone(), served, of_service, dialects);
+        let mut service = Service::new(listener, path.clone(), served, of_service, terms);
         let of_thread = Arc::clone(&control);
         let thread = std::thread::Builder::new()
             .name("undercroft-server".into())

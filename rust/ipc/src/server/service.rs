@@ -21,7 +21,7 @@ use super::peer::{Filled, Peer, READ_BYTES, Role};
 use super::queue::FairQueue;
 use super::{Served, ServerControl};
 use crate::budget::Budget;
-use crate::dialect::Dialect;
+use crate::dialect::{self, Dialect};
 use crate::frame::{self, ATTACH_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES};
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::sessions::{ANSWERS_MAX, ServedSessions, Violation};
@@ -42,7 +42,7 @@ const SLICE: Duration = Duration::from_micros(100);
 /// A frame that is longer is carried out in steps.
 const LONG_FRAME: usize = 32 << 10;
 
-/// Longest silence of a connection without a session, and longest wait for the rest of a frame.
+/// See [`Terms::silence_max`].
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 
 /// Bytes of all connections' inboxes, and those that each may have.
@@ -64,6 +64,22 @@ slotmap::new_key_type! {
     pub(super) struct ConnectionId;
 }
 
+/// The terms on which connections are served.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Terms {
+    /// Older versions of the protocol that are spoken, too.
+    pub(super) dialects: &'static [Dialect],
+    /// Longest silence of a connection without a session, and longest wait for the rest of a frame.
+    pub(super) silence_max: Duration,
+}
+
+impl Terms {
+    pub(super) const USUAL: Self = Self {
+        dialects: dialect::OLDER,
+        silence_max: SILENCE_MAX,
+    };
+}
+
 pub(super) struct Service {
     sessions: ServedSessions,
     pub(super) listener: UnixListener,
@@ -77,7 +93,7 @@ pub(super) struct Service {
     /// The connections of sessions.
     clients: HashMap<SessionToken, ConnectionId>,
     pub(super) queue: FairQueue,
-    dialects: &'static [Dialect],
+    terms: Terms,
     inboxes: Budget,
     scratch: Vec<u8>,
     status: Report,
@@ -125,7 +141,7 @@ impl Service {
         path: PathBuf,
         served: Served,
         control: Arc<ServerControl>,
-        dialects: &'static [Dialect],
+        terms: Terms,
     ) -> Self {
         let now = Instant::now();
         let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
@@ -146,7 +162,7 @@ impl Service {
             leaving: LeavingWorkers::default(),
             clients: HashMap::new(),
             queue: FairQueue::default(),
-            dialects,
+            terms,
             inboxes: Budget::new(INBOX_LIMIT, INBOX_FLOOR),
             scratch: vec![0; READ_BYTES],
             status: Report::default(),
@@ -273,7 +289,7 @@ impl Service {
                     self.sessions.step(token, &mut peer.outbox)?;
                     self.served.driver.give_way();
                 }
-                _ => match peer.frame(self.dialects)? {
+                _ => match peer.frame(self.terms.dialects)? {
                     Some(len) => self.frame(id, len)?,
                     None if is_read => {
                         peer.shrink(&mut self.inboxes);
@@ -466,9 +482,10 @@ impl Service {
         self.end_workers();
         self.paused_until = self.paused_until.filter(|&until| now < until);
         let mut ended = Vec::new();
+        let silence_max = self.terms.silence_max;
         for (id, peer) in &self.connections {
-            let is_silent = now.saturating_duration_since(peer.since) > SILENCE_MAX;
-            if peer.role == Role::New && is_silent || peer.is_stuck(now, SILENCE_MAX) {
+            let is_silent = now.saturating_duration_since(peer.since) > silence_max;
+            if peer.role == Role::New && is_silent || peer.is_stuck(now, silence_max) {
                 ended.push(id);
             }
         }

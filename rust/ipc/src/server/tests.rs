@@ -1,4 +1,4 @@
-//! A server that speaks an older version of the protocol, too.
+//! A server that speaks an older version of the protocol, too, and one that waits less long.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -9,8 +9,10 @@ use undercroft_core::arena::Arena;
 use undercroft_core::driver::Driver;
 use undercroft_core::engine::{Engine, EngineConfig};
 use undercroft_core::io::{IoEngineChoice, open_io_engine};
-use undercroft_core::session::SessionToken;
+use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_core::session::{SessionToken, Tokens};
 
+use super::service::Terms;
 use super::{Served, Server, SocketLocation};
 use crate::dialect::Dialect;
 use crate::frame::{self, FrameKind, HEADER_BYTES, Header, VERSION};
@@ -28,6 +30,16 @@ static BEFORE: &[Dialect] = &[Dialect {
 }];
 
 fn serve(path: &std::path::Path, dialects: &'static [Dialect]) -> Server {
+    serve_on(
+        path,
+        Terms {
+            dialects,
+            ..Terms::USUAL
+        },
+    )
+}
+
+fn serve_on(path: &std::path::Path, terms: Terms) -> Server {
     let arena = Arc::new(Arena::create(1 << 20).unwrap());
     let pool = IoEngineChoice::ThreadPool;
     let (io, _) = open_io_engine(pool, 4, Arc::clone(&arena), Vec::new()).unwrap();
@@ -40,7 +52,7 @@ fn serve(path: &std::path::Path, dialects: &'static [Dialect]) -> Server {
         info: Box::new(|| serde_json::json!({})),
         stats: StatsSource::new(|| serde_json::json!({"of": "all"})),
     };
-    Server::start_speaking(SocketLocation::At(path), served, dialects).unwrap()
+    Server::start_on(SocketLocation::At(path), served, terms).unwrap()
 }
 
 /// A message as the version before has it.
@@ -121,4 +133,60 @@ fn a_version_mismatch_says_which_side_is_older() {
     let text = |version| frame::FrameError::Version(version).to_string();
     assert!(text(VERSION - 1).contains("the other process runs the older undercroft"));
     assert!(text(VERSION + 1).contains("this process runs the older undercroft"));
+}
+
+/// A message as this version has it.
+fn frame_of(message: &ClientMessage<'_>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    assert!(message.append_to(&mut bytes));
+    bytes
+}
+
+#[test]
+fn who_says_nothing_or_half_of_a_frame_is_left_and_a_session_that_is_idle_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("run/s.sock");
+    let terms = Terms {
+        silence_max: Duration::from_millis(50),
+        ..Terms::USUAL
+    };
+    let server = serve_on(&path, terms);
+    let register = frame_of(&ClientMessage::Register {
+        namespace: NamespaceSpec {
+            description: "{}".to_owned(),
+            hash_block_size: 16,
+            alignment_tokens: 16,
+            groups: vec![GroupSpec {
+                kind: GroupKind::Full,
+                block_tokens: 16,
+                payload_bytes: 4096,
+            }],
+        },
+        dropped_tokens: Tokens(0),
+        private: false,
+    });
+    let ping = frame_of(&ClientMessage::Ping);
+    let session = || {
+        let mut stream = connect(&path);
+        stream.write_all(&register).unwrap();
+        let (_, body) = hear(&mut stream);
+        let reply = ServerMessage::decode(&body).unwrap();
+        assert!(matches!(reply, ServerMessage::Registered { .. }));
+        stream
+    };
+    let (mut idle, mut broken) = (session(), session());
+    broken.write_all(&ping[..HEADER_BYTES]).unwrap();
+    let mut half = connect(&path);
+    half.write_all(&register[..register.len() / 2]).unwrap();
+    let mut silent = connect(&path);
+    for stream in [&mut silent, &mut half, &mut broken] {
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0, "closed");
+    }
+    assert_eq!(server.counters().malformed, 3);
+    idle.write_all(&ping).unwrap();
+    let (_, body) = hear(&mut idle);
+    assert!(matches!(
+        ServerMessage::decode(&body),
+        Ok(ServerMessage::Pong { .. })
+    ));
 }

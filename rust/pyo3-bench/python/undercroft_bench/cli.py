@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import queue
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from undercroft.cli import arguments, output, planning, vllm_http
 from undercroft.device.layout import SUPPORTED_LAYOUTS
@@ -127,9 +130,31 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         "--url", required=True, type=arguments.url, help="where vLLM listens, such as http://localhost:8000"
     )
     vllm_http.add_api_key(serve)
-    serve.add_argument("--prompts", type=_positive, default=8, metavar="N", help="number of prompts (%(default)s)")
     serve.add_argument(
-        "--prompt-tokens", type=_positive, default=4096, metavar="T", help="tokens of each prompt (%(default)s)"
+        "--prompts",
+        type=_positive,
+        metavar="N",
+        help="number of prompts (8), of conversations with --turns (8), or of requests of the trace (100)",
+    )
+    serve.add_argument(
+        "--prompt-tokens",
+        type=_positive,
+        default=4096,
+        metavar="T",
+        help="tokens of each prompt, or of the last one of a conversation (%(default)s)",
+    )
+    shared_prefixes = serve.add_mutually_exclusive_group()
+    shared_prefixes.add_argument(
+        "--turns",
+        type=arguments.whole(1, 1000),
+        metavar="N",
+        help="measure conversations of this many turns instead, the prompts of which grow; nothing is displaced",
+    )
+    shared_prefixes.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="measure the requests of a trace instead, in their order: one of the option record, or Mooncake's format",
     )
     serve.add_argument(
         "--max-tokens", type=_positive, default=8, metavar="T", help="length of each answer (%(default)s)"
@@ -248,7 +273,9 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
 def _remote(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft import _core
 
-    found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: None)
+    shows = not args.json and sys.stderr.isatty()
+    with tqdm(desc="sizes", total=len(args.sizes), leave=False, disable=not shows) as bar:
+        found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: bar.update())
     cases = [
         {
             "object": format_size(one["object_bytes"]),
@@ -274,7 +301,21 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     from undercroft_bench.vllm_client import VllmClient
 
     client = VllmClient(args.url, args.api_key)
-    result = serve.measure(client, serve.Plan(args.prompts, args.prompt_tokens, args.max_tokens, args.fill_tokens))
+    prompts = args.prompts or 8
+    if args.turns or args.trace:
+        if args.fill_tokens:
+            raise ConfigError("--fill-tokens: with --turns or --trace nothing displaces the device's blocks")
+        from undercroft.estimate import trace
+        from undercroft_bench import conversations
+
+        if args.trace:
+            requests, limit = trace.read(args.trace), args.prompts or 100
+        else:
+            requests, limit = conversations.of_turns(prompts, args.prompt_tokens, args.turns), prompts * args.turns
+        result = conversations.measure(client, requests, limit, args.max_tokens)
+    else:
+        plan = serve.Plan(prompts, args.prompt_tokens, args.max_tokens, args.fill_tokens)
+        result = serve.measure(client, plan)
     if not args.json:
         print("\n".join(serve.chart(result["cases"])) + "\n")
     return result | {"plan": planning.of_running()}

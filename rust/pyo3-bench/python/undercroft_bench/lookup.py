@@ -7,6 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from undercroft.cli.output import CommandError
+from undercroft.errors import ConfigError
+from undercroft.units import format_size
 
 if TYPE_CHECKING:
     from undercroft._core import SaveGrant, Session
@@ -36,7 +38,13 @@ def measure(keys: int, rounds: int) -> dict[str, Any]:
 
     hashes = block_hashes(keys)
     tokens = keys * TOKENS_PER_BLOCK
-    engine = _core.Engine({"host_memory": keys * PAYLOAD_BYTES * 2 + (64 << 20)})
+    memory = keys * PAYLOAD_BYTES * 2 + (64 << 20)
+    try:
+        engine = _core.Engine({"host_memory": memory})
+    except ConfigError as error:
+        raise ConfigError(
+            f"--keys {keys}: {format_size(memory)} of memory are needed; give fewer keys ({error})"
+        ) from None
     try:
         session = engine.register("undercroft bench lookup", GROUPS, TOKENS_PER_BLOCK)
         fill(session, hashes)

@@ -35,7 +35,7 @@ def measure(client: VllmClient, plan: Plan) -> dict[str, Any]:
     texts = random.Random()
     model = client.model()
     prompts = [text_of(client, model, plan.prompt_tokens, texts) for _ in range(plan.prompts)]
-    with _bar("warm up", 1) as bar:
+    with progress("warm up", 1) as bar:
         # Delays of a server's first requests alone are not part of "cold".
         client.complete(model, text_of(client, model, plan.prompt_tokens, texts), 2)
         bar.update()
@@ -43,7 +43,7 @@ def measure(client: VllmClient, plan: Plan) -> dict[str, Any]:
     device = _ask(client, model, prompts[-1:], plan, "from the device")
     filled = _forget(client, model, plan, texts)
     warm = _ask(client, model, prompts, plan, "warm")
-    rows = [_row("cold", cold), _row("device", device), _row("warm", warm)]
+    rows = [row("cold", cold), row("device", device), row("warm", warm)]
     medians = [row["ttft_p50_ms"] for row in rows]
     return {
         "model": model,
@@ -65,7 +65,7 @@ def text_of(client: VllmClient, model: str, tokens: int, texts: random.Random) -
 
 def _ask(client: VllmClient, model: str, prompts: list[str], plan: Plan, name: str) -> list[Answer]:
     answers = []
-    with _bar(name, len(prompts)) as bar:
+    with progress(name, len(prompts)) as bar:
         for prompt in prompts:
             answers.append(client.complete(model, prompt, plan.max_tokens))
             bar.update()
@@ -83,7 +83,7 @@ def _forget(client: VllmClient, model: str, plan: Plan, texts: random.Random) ->
             "(VLLM_SERVER_DEV_MODE=1); give --fill-tokens"
         )
     done = 0
-    with _bar("displacing the device's cache", wanted) as bar:
+    with progress("displacing the device's cache", wanted) as bar:
         while done < wanted:
             answer = client.complete(model, text_of(client, model, plan.prompt_tokens, texts), 1)
             done += answer.prompt_tokens
@@ -91,7 +91,8 @@ def _forget(client: VllmClient, model: str, plan: Plan, texts: random.Random) ->
     return done
 
 
-def _row(name: str, answers: list[Answer]) -> dict[str, Any]:
+def row(name: str, answers: list[Answer]) -> dict[str, Any]:
+    """Median and 90th percentile of the times, and the share of cached tokens."""
     times = sorted(1e3 * answer.ttft_s for answer in answers)
     cached = [answer.cached_tokens for answer in answers]
     known = [tokens for tokens in cached if tokens is not None]
@@ -111,6 +112,6 @@ def chart(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{name:<8}{median:>10.1f} ms  {bar}" for name, median, bar in bars]
 
 
-def _bar(name: str, total: int) -> tqdm[Any]:
+def progress(name: str, total: int) -> tqdm[Any]:
     """Progress, on a terminal."""
     return tqdm(desc=name, total=total, leave=False, disable=not sys.stderr.isatty())

@@ -38,14 +38,21 @@ class VllmClient:
 
     def model(self) -> str:
         """The name of the model that it serves, the first if there are adapters."""
-        models = self._json("/v1/models")["data"]
-        if not models:
-            raise CommandError(f"{self._url} serves no model")
-        return str(models[0]["id"])
+        return str(self._first_model()["id"])
+
+    def longest_request(self, max_tokens: int) -> int | None:
+        """Tokens of the longest prompt that leaves room for an answer of this length; None if the server does not
+        say."""
+        longest = self._first_model().get("max_model_len")
+        return None if longest is None else max(1, int(longest) - max_tokens)
 
     def count_tokens(self, model: str, text: str) -> int:
         """Tokens of a text in the model's own tokenizer."""
         return int(self._json("/tokenize", {"model": model, "prompt": text})["count"])
+
+    def token_ids(self, model: str, text: str) -> list[int]:
+        """The tokens themselves."""
+        return list(self._json("/tokenize", {"model": model, "prompt": text})["tokens"])
 
     def device_tokens(self) -> int | None:
         """Tokens that the device's own prefix cache holds; None if the server does not say."""
@@ -75,9 +82,15 @@ class VllmClient:
                 raise CommandError("the server refuses to empty the device's prefix cache: it serves other requests")
             time.sleep(0.1)
 
-    def complete(self, model: str, prompt: str, max_tokens: int) -> Answer:
-        """Send a completion request, and read its tokens as they come."""
-        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    def complete(self, model: str, prompt: str | list[int], max_tokens: int) -> Answer:
+        """Send a completion request with a text or token ids, and read its tokens as they come."""
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         start = time.perf_counter()
         first = None
@@ -91,6 +104,12 @@ class VllmClient:
             raise CommandError("/v1/completions: the answer held no tokens")
         details = usage.get("prompt_tokens_details") or {}
         return Answer(first, int(usage["prompt_tokens"]), details.get("cached_tokens"))
+
+    def _first_model(self) -> dict[str, Any]:
+        models: list[dict[str, Any]] = self._json("/v1/models")["data"]
+        if not models:
+            raise CommandError(f"{self._url} serves no model")
+        return models[0]
 
     def _json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         with self._open(path, body) as response:

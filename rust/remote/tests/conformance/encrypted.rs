@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use undercroft_cipher::{AesGcm, Keys};
 use undercroft_core::cipher::PayloadCipher;
-use undercroft_core::remote::{RemoteDone, RemoteError, SegmentHeader};
+use undercroft_core::remote::{RemoteDone, RemoteError, RemoteRequest, SegmentHeader};
 use undercroft_remote::{Body, Location, Objects, Options};
 
 use crate::rig::{Rig, Segment};
@@ -155,4 +155,25 @@ fn damage_is_corrupt_and_the_object_goes() {
         assert_eq!(got, Err(RemoteError::Corrupt), "change {index}");
         assert!(!is_there(&rig.objects, &segment));
     }
+}
+
+#[test]
+fn a_payload_that_has_changed_since_its_checksum_is_not_written() {
+    let place = tempfile::tempdir().unwrap();
+    let segment = Segment::new(1);
+    let mut rig = host(place.path(), &[1]);
+    let parts = rig.fill(&segment, 0);
+    let mut changed = segment.payloads[1].clone();
+    changed[77] ^= 1;
+    rig.arena.write(parts[1].arena_offset, &changed).unwrap();
+    let (key, header) = (segment.key, segment.header.encode());
+    let written = rig.run(|token| RemoteRequest::Put {
+        token,
+        key,
+        header,
+        parts,
+        if_absent: true,
+    });
+    assert_eq!(written, Err(RemoteError::Corrupt));
+    assert!(!is_there(&rig.objects, &segment));
 }

@@ -6,6 +6,7 @@ mod branches;
 mod crowd;
 mod pins;
 mod rig;
+mod states;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};
 use undercroft_core::engine::{ClearOrder, ClearWhat, ResizeOrder, SessionId};

@@ -358,3 +358,47 @@ fn a_question_for_less_than_a_block_asks_the_store_for_nothing() {
     reader.run(100, &mut objects, &mut random);
     assert_eq!((objects.probes, objects.gets), (0, 0));
 }
+
+#[test]
+fn a_prefetch_keeps_all_that_its_hit_needs() {
+    for kinds in [WINDOW, STATE] {
+        let hashes = chain(&[(1, 70)]);
+        let config = config(512, 8);
+        let mut objects = computed(&config, kinds, &hashes, &[70]);
+        let (mut reader, session) = host_of(config, kinds);
+        let mut random = Random(10);
+        let question = LookupRequest::new("r", &hashes).prefetch();
+        assert!(reader.look(session, &question).is_pending());
+        reader.run(200, &mut objects, &mut random);
+        // Others take all idle memory.
+        for prompt in 10..20 {
+            let other = chain(&[(prompt, 256)]);
+            assert_eq!(reader.save((session, "w"), &other, MODEL), 256);
+        }
+        let answer = reader.ask(session, "r", &hashes, &mut objects, &mut random);
+        assert_eq!(answer, (70 * BLOCK, 0), "{kinds:?}");
+        load(&mut reader, (session, "r"), kinds, &hashes, answer.0);
+        reader.check();
+    }
+}
+
+#[test]
+fn a_part_of_a_hit_is_not_kept() {
+    let hashes = chain(&[(1, 70)]);
+    let config = config(512, 8);
+    let mut objects = computed(&config, STATE, &hashes, &[70]);
+    let third = hex(&hashes[23]);
+    objects.by_name.retain(|name, _| !name.contains(&third));
+    let (mut reader, session) = host_of(config, STATE);
+    let mut random = Random(10);
+    let question = LookupRequest::new("r", &hashes).prefetch();
+    assert!(reader.look(session, &question).is_pending());
+    reader.run(200, &mut objects, &mut random);
+    assert!(objects.gets > 2 && reader.engine.gauges().host_blocks > 0);
+    // The request may still ask; all memory is free.
+    let other = chain(&[(2, 512)]);
+    assert_eq!(reader.save((session, "w"), &other, MODEL), 512);
+    let answer = reader.ask(session, "r", &hashes, &mut objects, &mut random);
+    assert_eq!(answer.0, 0);
+    reader.check();
+}

@@ -410,7 +410,11 @@ impl Life {
         }
         for _ in 0..4000 {
             self.turn(20 * MILLISECOND);
-            let is_active = |host: &Host| host.engine.has_remote_work() || !host.engine.is_quiet();
+            // Slots of a subtree that is being removed come back with its nodes.
+            let is_active = |host: &Host| {
+                let engine = &host.engine;
+                engine.has_remote_work() || engine.has_rest() || !engine.is_quiet()
+            };
             if !self.hosts.iter().any(is_active) {
                 break;
             }

@@ -42,8 +42,9 @@ impl Way {
     }
 }
 
-/// Whether to load by `more` rather than by `less`, of which it saves a part. `is_safe`: the guarantee would not end the
-/// wait if it took a little longer. `near_even` counts such decisions.
+/// Whether to take the way `more` instead of `less`: its gain must exceed that of `less` by a part of the time that
+/// `more` saves. `is_safe`: the guarantee would not end the wait if it took a little longer. `near_even` counts
+/// near-even decisions.
 pub(in crate::engine) fn start(
     more: Way,
     less: Way,

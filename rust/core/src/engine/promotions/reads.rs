@@ -287,7 +287,8 @@ pub(super) fn read_request(node: NodeId, group: u8, parts: &mut EngineParts<'_>)
         ahead: parts.rates.in_flight(device),
     };
     let token = parts.operations.start(read, device, parts.now_ns);
-    if let Some(request) = sealed_transfer(token, true, (node, group), parts) {
+    let written = parts.residency.node(node).payload(group).checksum;
+    if let Some(request) = sealed_transfer(token, (true, written), (node, group), parts) {
         return request;
     }
     let residency = &*parts.residency;

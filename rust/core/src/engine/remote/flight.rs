@@ -38,7 +38,7 @@ pub(super) struct Flight {
     pub(super) search: Search,
     /// When the round of probes was sent that is being answered.
     pub(super) asked_ns: Option<u64>,
-    /// Whether each object has come, or need not.
+    /// For each object: whether it has arrived, or is not needed.
     pub(super) here: Vec<bool>,
     /// How many objects, front to back, have come.
     pub(super) arrived: u32,

@@ -299,6 +299,11 @@ fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option
 
 /// Frees the slots of an object that could not be reserved in full, and the nodes that were made for it.
 fn undo(reserved: &Reserved, residency: &mut Residency) -> Option<Reserved> {
+    // The nodes of a long chain go in later entries. Until then a save may find them and go on below them.
+    let mut visible = Vec::new();
+    for &node in &reserved.bare {
+        residency.propagate_visible(node, &mut visible);
+    }
     if reserved.end != NONE {
         residency.reconcile(reserved.end);
     }

@@ -108,6 +108,8 @@ fn segment_of(spec: &NamespaceSpec, object_bytes: u64) -> Option<(u32, u64)> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::config::EngineConfig;
+    use super::super::super::coordinator::Engine;
     use super::*;
     use crate::namespace::GroupSpec;
 
@@ -146,6 +148,19 @@ mod tests {
             (GroupKind::Full, 48, 1 << 20),
         ];
         assert_eq!(segment_of(&spec(&groups), 16 << 20), Some((12, 16 << 20)));
+    }
+
+    #[test]
+    fn a_barred_namespace_is_not_in_the_store() {
+        let mut engine = Engine::new(EngineConfig::new(1 << 20));
+        let session = engine.open_session(spec(&[(GroupKind::Full, 16, 4096)]));
+        let session = engine.sessions.get(session.expect("a payload fits"));
+        let ns = session.expect("it is open").ns;
+        let (namespaces, residency) = (&engine.namespaces, &engine.residency);
+        let mut spaces = Spaces::new(1 << 20);
+        assert!(spaces.get(ns, namespaces, residency).is_some());
+        spaces.bar(namespaces.instance(ns));
+        assert_eq!(spaces.get(ns, namespaces, residency), None);
     }
 
     #[test]

@@ -126,7 +126,7 @@ impl Residency {
         if node.is_detached() {
             ensure!(found != Some(id), "node {id}: detached and in the index");
             ensure!(
-                !node.is_idle() || node.children() > 0,
+                !node.is_idle() || node.children() > 0 || self.removals.is_bare(id),
                 "node {id}: detached, in no use, not freed"
             );
         } else {
@@ -209,7 +209,7 @@ impl Residency {
                 payload.host == HostState::Empty && payload.disk == DiskState::Empty
             });
         ensure!(
-            !is_empty_leaf || self.is_being_removed(id),
+            !is_empty_leaf || self.is_being_removed(id) || self.removals.is_bare(id),
             "node {id}: an empty leaf"
         );
         Ok(())

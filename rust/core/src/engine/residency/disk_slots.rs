@@ -4,7 +4,6 @@ use crate::disk::Disk;
 use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, Tier};
 use crate::metrics::Counters;
 use crate::slots::Owner;
-use crate::work;
 
 use super::geometry::Region;
 use super::state::Residency;
@@ -184,19 +183,6 @@ impl Residency {
         if let Some(device) = self.choose_disk(id, now_ns) {
             let policy = &mut self.disk_mut(device).policies.leaves;
             policy.on_refuse(fingerprint, touch.hit_class, touch.last);
-        }
-    }
-
-    /// Gives placeholder records to the ancestors that may be without payloads, up to one that is not:
-    /// without them a restart could not find `id`.
-    pub(in crate::engine) fn add_placeholders(&mut self, id: NodeId, device: DeviceIndex) {
-        let mut at = self.node(id).parent();
-        while at != NONE
-            && self.node(at).required() == 0
-            && self.disk_mut(device).add_placeholder(at)
-        {
-            work::node();
-            at = self.node(at).parent();
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::work;
 use super::slots::Loss;
 use super::state::Residency;
 
-/// With so many waiting, no more nodes are removed.
+/// At this number of pending erasures, no further node is removed.
 const QUEUED_MAX: usize = 512;
 
 /// Payloads whose bytes are to be erased, or are being erased.

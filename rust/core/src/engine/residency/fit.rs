@@ -91,7 +91,7 @@ impl Residency {
 
     /// Adds a namespace.
     pub(in crate::engine) fn add_namespace(&mut self, geometry: Geometry) -> NsId {
-        let ns = self.forest.add_namespace();
+        let ns = self.forest.add_namespace(geometry.spec.has_full());
         assert_eq!(
             usize::from(ns),
             self.geometry.len(),
@@ -103,7 +103,7 @@ impl Residency {
 
     /// Gives the index of a namespace without nodes to another.
     pub(in crate::engine) fn replace_namespace(&mut self, ns: NsId, geometry: Geometry) {
-        assert!(!self.forest.has_nodes(ns), "namespace {ns} has nodes");
+        self.forest.replace_namespace(ns, geometry.spec.has_full());
         // Its last nodes may have gone before their turn came.
         self.forget_removal(ns);
         self.geometry[usize::from(ns)] = geometry;

@@ -3,10 +3,12 @@
 //! Every change of a payload's state happens in these modules. `slots` holds the changes, `reach` their
 //! consequences for lookups, `eviction` those for the policies. `runs` moves pages between size
 //! classes, `unused` evicts by age. `leases` keeps payloads in place, `hits` lists the payloads of a hit,
-//! `admission` adds blocks, `disk_slots` chooses directories. `sweep` removes what an operator clears by age, and
-//! `erasures` has bytes on disk erased. `resizing` follows the sizes that an operator sets.
+//! `admission` adds blocks, `recovery` and `adopted` take those of a store over, `disk_slots` chooses
+//! directories. `sweep` removes what an operator clears by age, and `erasures` has bytes on disk erased.
+//! `resizing` follows the sizes that an operator sets.
 
 mod admission;
+mod adopted;
 mod announce;
 mod asker;
 #[cfg(feature = "check")]
@@ -21,6 +23,7 @@ mod hits;
 mod host_checksums;
 mod leases;
 mod pinned;
+mod placeholders;
 mod reach;
 mod recovery;
 mod removal;

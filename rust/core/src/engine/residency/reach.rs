@@ -29,7 +29,7 @@ impl Residency {
     }
 
     /// How far a lookup would reach a node now. A visible node stays visible while its payloads move.
-    fn reach(&self, id: NodeId) -> Reach {
+    pub(super) fn reach(&self, id: NodeId) -> Reach {
         let node = self.node(id);
         let above = self
             .parent(id)
@@ -156,38 +156,44 @@ impl Residency {
     }
 
     /// Re-establishes the invariants after a node lost a payload, a child, a lease or an operation. The
-    /// node may leave the index with its subtree, or be freed.
-    pub(in crate::engine) fn reconcile(&mut self, mut id: NodeId) {
-        loop {
-            work::node();
-            let node = self.node(id);
-            if node.is_detached() {
-                match self.free_detached(id) {
-                    Some(parent) => {
-                        id = parent;
-                        continue;
-                    }
-                    None => return,
-                }
+    /// node may leave the index with its subtree, or be freed. So may those above it: of a long chain some go in later
+    /// entries.
+    pub(in crate::engine) fn reconcile(&mut self, id: NodeId) {
+        let mut at = id;
+        for _ in 0..self.chain_steps {
+            match self.reconcile_one(at) {
+                Some(above) => at = above,
+                None => return,
             }
-            let is_lost = !node.is_gap() && self.lacks_payload(id);
-            let node = self.node(id);
-            let is_empty_leaf = node.children() == 0
+        }
+        self.reconcile_later(at);
+    }
+
+    /// As [`Residency::reconcile`], for one node; its parent if that has to be reconciled next.
+    pub(super) fn reconcile_one(&mut self, id: NodeId) -> Option<NodeId> {
+        work::node();
+        if self.node(id).is_detached() {
+            return self.free_detached(id);
+        }
+        if !self.is_to_go(id) {
+            self.refresh(id);
+            return None;
+        }
+        // A parent that is left may have become a leaf.
+        self.unlink_subtree(id)
+    }
+
+    /// Whether a node of the index has nothing left that keeps it there.
+    pub(super) fn is_to_go(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        let is_lost = !node.is_gap() && self.lacks_payload(id);
+        is_lost
+            || node.children() == 0
                 && node.is_idle()
                 && node.has_no_slots()
                 && node
                     .payloads()
-                    .all(|payload| payload.disk == DiskState::Empty);
-            if !is_lost && !is_empty_leaf {
-                self.refresh(id);
-                return;
-            }
-            // A parent that is left may have become a leaf.
-            match self.unlink_subtree(id) {
-                Some(parent) => id = parent,
-                None => return,
-            }
-        }
+                    .all(|payload| payload.disk == DiskState::Empty)
     }
 
     /// Group of a required payload of a node that is in no tier.

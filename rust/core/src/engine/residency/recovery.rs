@@ -1,11 +1,13 @@
 //! Taking over the records that a directory holds. No payload is read.
 
+use smallvec::SmallVec;
+
 use crate::disk::format::{PLACEHOLDER, RECORD_BYTES, Record};
 use crate::disk::{DeviceImage, Disk};
-use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier, Touch};
+use crate::forest::{DeviceIndex, DiskState, FoundNode, NONE, NodeId, NsId, Tag, Tier, Touch};
 use crate::key::BlockHash;
 use crate::policy::{HIT_CLASSES, PolicyKind};
-use crate::slots::{Class, Owner, slot_offset};
+use crate::slots::{Owner, Place, slot_offset};
 
 use super::geometry::Region;
 use super::runs::RunSearch;
@@ -13,12 +15,13 @@ use super::state::{Residency, new_policy};
 
 /// A sound record of a namespace that is known.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::engine) struct FoundRecord {
+pub(in crate::engine) struct FoundRecord<'a> {
     pub(in crate::engine) ns: NsId,
     pub(in crate::engine) device: DeviceIndex,
     /// Index of the record in its table.
     pub(in crate::engine) index: u32,
-    pub(in crate::engine) record: Record,
+    pub(in crate::engine) tag: Tag,
+    pub(in crate::engine) record: &'a Record,
 }
 
 /// State of a takeover of records: known cells and the last node.
@@ -102,7 +105,7 @@ impl Residency {
     /// whether it is a placeholder's.
     pub(in crate::engine) fn adopt(
         &mut self,
-        found: &FoundRecord,
+        found: &FoundRecord<'_>,
         adoption: &mut Adoption,
     ) -> bool {
         if found.record.group == PLACEHOLDER {
@@ -112,9 +115,10 @@ impl Residency {
         false
     }
 
-    /// The slot that a record describes, if it makes sense. It may lie beyond the capacity of today.
-    fn slot_of(&self, found: &FoundRecord) -> Option<(Class, u64)> {
-        let record = &found.record;
+    /// The place of the slot that a record describes, if the record makes sense. The slot may lie beyond the capacity of
+    /// today.
+    fn place_of(&self, found: &FoundRecord<'_>) -> Option<Place> {
+        let record = found.record;
         let group = usize::from(record.group);
         let spec = self.spec(found.ns);
         if spec.groups.get(group)?.payload_bytes != record.payload_bytes
@@ -124,27 +128,36 @@ impl Residency {
             return None;
         }
         let class = self.class_on_disk(found.ns, found.device, group)?;
-        Some((class, slot_offset(record.slot)))
+        let slots = self.disks[found.device.index()].slots();
+        slots.place(class, slot_offset(record.slot))
     }
 
-    /// The node of a record, if its place in the tree makes sense; made if it is new. Its parent may come later.
-    fn node_of(&mut self, found: &FoundRecord, adoption: &mut Adoption) -> Option<NodeId> {
-        let (ns, record) = (found.ns, &found.record);
+    /// The node of a record, if its place in the tree makes sense, and whether it is new. Its parent may come later.
+    fn node_of(
+        &mut self,
+        found: &FoundRecord<'_>,
+        adoption: &mut Adoption,
+    ) -> Option<(NodeId, bool)> {
+        let (ns, record) = (found.ns, found.record);
         let above = record.depth.checked_sub(1)?;
         let parent = match &record.parent {
             None => NONE,
             Some(hash) => match adoption.last.filter(|last| last.is(ns, hash)) {
                 Some(last) => last.node,
+                None if above == 0 => return None,
                 None => {
-                    let found = self.forest.find(ns, hash);
-                    found.or_else(|| self.make_parent(ns, above, *hash))?
+                    let tag = self.forest.tag(ns, hash);
+                    self.find_or_insert(ns, NONE, above, *hash, tag).0
                 }
             },
         };
         if self.forest.depth(parent) != above {
             return None;
         }
-        let id = self.node_below(found, parent)?;
+        let (id, is_new) = self.find_or_insert(ns, parent, record.depth, record.hash, found.tag);
+        if !is_new && !self.is_below(id, parent, record.depth) {
+            return None;
+        }
         adoption.last = Some(LastNode {
             ns,
             hash: record.hash,
@@ -157,74 +170,60 @@ impl Residency {
                 hit_class: record.hit_class.min(HIT_CLASSES - 1),
             });
         }
-        Some(id)
+        Some((id, is_new))
     }
 
-    /// A node that a record names as its parent, made if it is not known yet.
-    fn make_parent(&mut self, ns: NsId, depth: u32, hash: BlockHash) -> Option<NodeId> {
-        if depth == 0 {
-            return None;
-        }
+    fn find_or_insert(
+        &mut self,
+        ns: NsId,
+        parent: NodeId,
+        depth: u32,
+        hash: BlockHash,
+        tag: Tag,
+    ) -> (NodeId, bool) {
         let spec = self.spec(ns);
         let (groups, required) = (spec.groups.len(), spec.required(depth));
-        let forest = &mut self.forest;
-        Some(forest.insert_without_parent(ns, depth, hash, groups, required))
+        let found = FoundNode {
+            ns,
+            parent,
+            depth,
+            tag,
+            hash,
+        };
+        self.forest.find_or_insert(&found, groups, required)
     }
 
-    fn node_below(&mut self, found: &FoundRecord, parent: NodeId) -> Option<NodeId> {
-        let (ns, record) = (found.ns, &found.record);
-        let Some(id) = self.forest.find(ns, &record.hash) else {
-            let spec = self.spec(ns);
-            let (groups, required) = (spec.groups.len(), spec.required(record.depth));
-            let forest = &mut self.forest;
-            return Some(forest.insert(ns, parent, record.hash, groups, required));
-        };
+    /// Whether a node that was there may be what a record says: it gets its parent if that was not known.
+    fn is_below(&mut self, id: NodeId, parent: NodeId, depth: u32) -> bool {
         let node = self.node(id);
-        if node.depth != record.depth {
-            return None;
+        if node.depth != depth {
+            return false;
         }
         if node.parent() == NONE && parent != NONE {
             self.forest.set_parent(id, parent);
         }
-        (self.node(id).parent() == parent).then_some(id)
+        self.node(id).parent() == parent
     }
 
-    fn adopt_payload(&mut self, found: &FoundRecord, adoption: &mut Adoption) -> Option<()> {
-        let (device, record) = (found.device, &found.record);
-        let (class, offset) = self.slot_of(found)?;
-        let rivals = self.disks[device.index()].rivals(class, offset)?;
+    fn adopt_payload(&mut self, found: &FoundRecord<'_>, adoption: &mut Adoption) -> Option<()> {
+        let (device, record) = (found.device, found.record);
+        let place = self.place_of(found)?;
+        let rivals = self.disks[device.index()].slots().rivals(place);
         let is_later = |cell: u32| adoption.seq(device, cell) >= record.seq;
         if rivals.iter().any(|&(_, cell)| is_later(cell)) {
             return None;
         }
-        let id = self.node_of(found, adoption)?;
-        // Drops an older copy of the same payload, and payloads that claim the same bytes.
+        let (id, is_new) = self.node_of(found, adoption)?;
         let group = record.group;
-        let mut older: Vec<Owner> = Vec::new();
-        let node = self.node(id);
-        if node.slots(Tier::Disk) > 0 {
-            let is_old = |at: &u8| node.device != device || *at == group;
-            for at in node.groups().filter(is_old) {
-                if node.payload(at).disk == DiskState::Present {
-                    let cell = self.cell_of(id, at);
-                    if adoption.seq(node.device, cell) >= record.seq {
-                        return None;
-                    }
-                    older.push(Owner {
-                        node: id,
-                        group: at,
-                    });
-                }
-            }
+        if !is_new {
+            self.lose_older(id, found, adoption)?;
         }
-        older.extend(rivals.into_iter().map(|(owner, _)| owner));
-        for owner in older {
+        // Payloads that claim the same bytes are older.
+        for (owner, _) in rivals {
             self.lose_claim(owner);
         }
         let owner = Owner { node: id, group };
-        let cell = self
-            .disk_mut(device)
-            .claim(class, offset, found.index, owner);
+        let cell = self.disk_mut(device).claim(place, found.index, owner);
         adoption.set_seq(device, cell, record.seq);
         let mut node = self.forest.node_mut(id);
         node.device = device;
@@ -235,6 +234,35 @@ impl Residency {
         });
         let slots = node.slots(Tier::Disk) + 1;
         node.set_slots(Tier::Disk, slots);
+        Some(())
+    }
+
+    /// Drops an older copy of a record's payload, and payloads of its node in another directory. `None` if one of them is
+    /// later than the record.
+    fn lose_older(
+        &mut self,
+        id: NodeId,
+        found: &FoundRecord<'_>,
+        adoption: &Adoption,
+    ) -> Option<()> {
+        let node = self.node(id);
+        if node.slots(Tier::Disk) == 0 {
+            return Some(());
+        }
+        let is_old = |at: &u8| node.device != found.device || *at == found.record.group;
+        let there = node.groups().filter(is_old);
+        let there: SmallVec<[u8; 4]> = there
+            .filter(|&at| node.payload(at).disk == DiskState::Present)
+            .collect();
+        let device = node.device;
+        for &at in &there {
+            if adoption.seq(device, self.cell_of(id, at)) >= found.record.seq {
+                return None;
+            }
+        }
+        for group in there {
+            self.lose_claim(Owner { node: id, group });
+        }
         Some(())
     }
 
@@ -264,100 +292,16 @@ impl Residency {
     }
 
     /// Takes over the record of a node that may be without payloads.
-    fn adopt_placeholder(&mut self, found: &FoundRecord, adoption: &mut Adoption) -> bool {
+    fn adopt_placeholder(&mut self, found: &FoundRecord<'_>, adoption: &mut Adoption) -> bool {
         let depth = found.record.depth;
         if depth == 0 || self.spec(found.ns).required(depth) != 0 {
             return false;
         }
         let id = self.node_of(found, adoption);
-        id.is_some_and(|id| {
+        id.is_some_and(|(id, _)| {
             self.disk_mut(found.device)
                 .claim_placeholder(id, found.index)
         })
-    }
-
-    /// All records are taken over: tells the policies, and the nodes above. Returns how many payloads there are.
-    pub(in crate::engine) fn finish_adoption(&mut self) -> u64 {
-        self.disks.iter_mut().for_each(Disk::finish_claims);
-        for id in 0..self.forest.ids_given() as NodeId {
-            let node = self.node(id);
-            if node.slots(Tier::Disk) == 0 {
-                continue;
-            }
-            let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
-            let policy = &mut self.disk_mut(node.device).policies.leaves;
-            policy.on_insert(fingerprint, touch.hit_class, touch.last);
-            self.count_active(id);
-        }
-        self.disk_blocks()
-    }
-
-    /// Counts an active node at its parent, and at those above that become active by it.
-    fn count_active(&mut self, id: NodeId) {
-        let mut child = id;
-        while let Some(parent) = self.parent(child) {
-            let was_active = self.forest.is_active(parent, Tier::Disk);
-            let mut node = self.forest.node_mut(parent);
-            node.change_active_children(Tier::Disk, |count| *count += 1);
-            if was_active == self.forest.is_active(parent, Tier::Disk) {
-                return;
-            }
-            child = parent;
-        }
-    }
-
-    /// Makes the nodes of a namespace visible whose chain is complete, removes the others, and renews the
-    /// placeholders. Returns how many payloads were lost.
-    pub(in crate::engine) fn remove_hidden(&mut self, ns: NsId) -> u64 {
-        self.allow_rest(usize::MAX);
-        let before = self.disk_blocks();
-        let mut stack: Vec<NodeId> = self.forest.roots(ns).collect();
-        let mut visible = Vec::new();
-        // Others have no known parent.
-        for &root in &stack {
-            if self.node(root).depth == 1 {
-                self.propagate_visible(root, &mut visible);
-                visible.clear();
-            }
-        }
-        drop(visible);
-        let mut order = Vec::new();
-        while let Some(id) = stack.pop() {
-            if !self.node(id).is_visible() {
-                self.remove_subtree(id);
-                continue;
-            }
-            if self.may_change(id) {
-                order.push((id, self.node(id).epoch));
-            }
-            stack.extend(self.forest.children(id));
-        }
-        self.finish_removals();
-        let lost = before - self.disk_blocks();
-        // Children first: a placeholder without children goes, and its parent may be one.
-        for (id, epoch) in order.into_iter().rev() {
-            if !self.forest.is_live(id, epoch) {
-                continue;
-            }
-            let node = self.node(id);
-            if node.slots(Tier::Disk) > 0 {
-                // Placeholders that were lost are written anew.
-                self.add_placeholders(id, node.device);
-            }
-            self.reconcile(id);
-        }
-        self.finish_removals();
-        lost
-    }
-
-    /// Whether a node that was found may go, or be evicted, or lacks a placeholder above: few do.
-    fn may_change(&self, id: NodeId) -> bool {
-        let node = self.node(id);
-        let above = self.parent(id).map(|parent| self.node(parent).required());
-        node.groups().len() > 1
-            || node.required() == 0
-            || node.active_children(Tier::Disk) == 0
-            || above == Some(0)
     }
 
     pub(in crate::engine) fn disk_blocks(&self) -> u64 {

@@ -21,6 +21,8 @@ pub(super) struct Removals {
     namespaces: VecDeque<NsId>,
     /// Roots of subtrees, with their epochs.
     subtrees: VecDeque<(NodeId, u32)>,
+    /// Nodes that are to be reconciled, with their epochs: nodes below them have gone.
+    bare: VecDeque<(NodeId, u32)>,
     /// Directories that were given up, and the first node that was not looked at yet.
     devices: VecDeque<(DeviceIndex, NodeId)>,
     /// A node on the way to the next leaf that goes, and its epoch.
@@ -29,7 +31,16 @@ pub(super) struct Removals {
 
 impl Removals {
     fn is_empty(&self) -> bool {
-        self.namespaces.is_empty() && self.subtrees.is_empty() && self.devices.is_empty()
+        self.namespaces.is_empty()
+            && self.subtrees.is_empty()
+            && self.bare.is_empty()
+            && self.devices.is_empty()
+    }
+
+    /// Whether a node is to be reconciled.
+    #[cfg(feature = "check")]
+    pub(super) fn is_bare(&self, id: NodeId) -> bool {
+        self.bare.iter().any(|&(bare, _)| bare == id)
     }
 }
 
@@ -62,8 +73,13 @@ impl Residency {
 
     /// A step of a removal. False if there is nothing to remove.
     fn remove_one(&mut self) -> bool {
-        // Each lost payload of a directory may begin the removal of a subtree: few are open at once.
-        if let Some(&(root, epoch)) = self.removals.subtrees.front() {
+        // Each lost payload of a directory may begin the removal of a subtree, or leave a bare chain: few are open at once.
+        if let Some((id, epoch)) = self.removals.bare.pop_front() {
+            let is_live = self.forest.is_live(id, epoch);
+            if let Some(above) = is_live.then(|| self.reconcile_one(id)).flatten() {
+                self.reconcile_later(above);
+            }
+        } else if let Some(&(root, epoch)) = self.removals.subtrees.front() {
             if self.forest.is_live(root, epoch)
                 && self.remove_leaf_below(self.forest.first_child(root), root)
             {
@@ -122,6 +138,18 @@ impl Residency {
             None => {}
         }
         true
+    }
+
+    /// A node is reconciled in a later entry, if it is to go. The policies learn at once that it stays.
+    pub(super) fn reconcile_later(&mut self, id: NodeId) {
+        if !self.node(id).is_detached() {
+            self.refresh(id);
+            if !self.is_to_go(id) {
+                return;
+            }
+        }
+        let epoch = self.node(id).epoch;
+        self.removals.bare.push_front((id, epoch));
     }
 
     /// Takes a node out of the index: no lookup finds it any more, and no policy knows it.

@@ -94,7 +94,7 @@ impl Residency {
             losses.unit = unit;
             return (1 + count, (of == class).then_some(false));
         };
-        // It may have gone since the page was looked at; another one in its place is noted.
+        // The payload may have left since the page was read. A payload that took its place is noted by itself.
         if !self.forest.is_live(owner.node, epoch)
             || !self
                 .node(owner.node)

@@ -35,7 +35,7 @@ pub(super) struct RunSearch {
     next: u64,
     /// Slots of the tier that had been freed when no run was worth it.
     in_vain: Option<u64>,
-    /// Searches in vain, one after the other.
+    /// Consecutive searches that found nothing.
     vain: usize,
     /// Nodes that the present entry may still look at.
     pub(super) visits: u32,

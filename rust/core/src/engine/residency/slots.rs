@@ -45,6 +45,10 @@ impl Residency {
         self.withdraw(id);
         self.note_use(id);
         self.note_slot(Region::Host, class, offset);
+        // The record of an encrypted payload has no checksum.
+        let disk = self.disks().get(self.node(id).device.index());
+        let has_sum = state == HostState::Reading
+            && disk.is_some_and(|disk| disk.encrypted_store().is_none());
         let mut node = self.forest.node_mut(id);
         let checksum = node.change_payload(group, |payload| {
             assert_eq!(
@@ -55,7 +59,7 @@ impl Residency {
             payload.host = state;
             payload.host_slot = slot_number(offset);
             // A read from disk yields the checksum of its record, or fails.
-            (state == HostState::Reading).then_some(payload.checksum)
+            has_sum.then_some(payload.checksum)
         });
         node.change_uses(|uses| uses.busy += 1);
         self.set_host_checksum(id, group, checksum);

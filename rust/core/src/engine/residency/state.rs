@@ -9,11 +9,13 @@ use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
 use super::super::ages::Ages;
+use super::super::config::EngineConfig;
 use super::super::departures::Departures;
 use super::super::events::Feeds;
 use super::erasures::Erasures;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
+use super::placeholders::Placeholders;
 use super::removal::Removals;
 use super::resizing::Resizing;
 use super::rest::Rest;
@@ -24,6 +26,10 @@ use super::sweep::ClearTotals;
 const BLOCK_BYTES_LOG2: u32 = 16;
 /// Blocks that a policy reckons with at least.
 const POLICY_BLOCKS_MIN: u64 = 64;
+
+/// An entry may end the use of several payloads, each with a chain above it: so the nodes of one chain are that part of
+/// those that an entry removes.
+const CHAIN_STEPS: usize = 8;
 
 /// Which payload is in which tier.
 ///
@@ -56,6 +62,9 @@ pub(in crate::engine) struct Residency {
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
     pub(super) removals: Removals,
+    /// Nodes of one chain without payloads that an entry adds records for, or removes; the others wait for later entries.
+    pub(super) chain_steps: usize,
+    pub(super) placeholders: Placeholders,
     pub(super) rest: Rest,
     /// A node in the host chain may not know that it is.
     pub(super) is_rise_cut: bool,
@@ -82,32 +91,30 @@ pub(in crate::engine) struct Residency {
 }
 
 impl Residency {
-    pub(in crate::engine) fn new(
-        host_bytes: u64,
-        policy: PolicyKind,
-        seed: u64,
-        event_ring: usize,
-        departures: usize,
-    ) -> Self {
+    pub(in crate::engine) fn new(config: &EngineConfig) -> Self {
+        let host_bytes = config.host_bytes;
+        let policy = new_policy(config.policy, host_bytes, config.seed);
         Self {
-            forest: Forest::new(seed),
+            forest: Forest::new(config.seed),
             host: Slots::new(host_bytes, page_bytes_for(host_bytes)),
             host_checksums: HostChecksums::default(),
-            host_policies: TierPolicies::new(new_policy(policy, host_bytes, seed)),
+            host_policies: TierPolicies::new(policy),
             disks: Vec::new(),
             geometry: Vec::new(),
             tick: 0,
             freed: [0, 0],
             queued_bytes: 0,
             removals: Removals::default(),
+            chain_steps: (config.removals / CHAIN_STEPS).max(1),
+            placeholders: Placeholders::default(),
             rest: Rest::new(),
             is_rise_cut: false,
             searches: vec![RunSearch::default()],
             moves: Moves::default(),
             resizing: Vec::new(),
             disk_gaps: false,
-            feeds: Feeds::new(event_ring),
-            departures: Departures::new(departures),
+            feeds: Feeds::new(config.event_ring),
+            departures: Departures::new(config.departures),
             ages: Ages::default(),
             erasures: Erasures::default(),
             bared: None,

@@ -10,7 +10,7 @@ use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
 use super::super::promotions::slot_len;
 use super::super::residency::DiskRefusal;
-use super::super::sealed::sealed_transfer;
+use super::super::sealed::{sealed_transfer, write_id};
 use super::queue::{QueuedWrite, WriteBack};
 use super::refusals::WriteRefusal;
 
@@ -142,7 +142,8 @@ impl WriteBack {
                 let disk = residency.disk_mut(device);
                 disk.health.write_succeeded(now_ns);
                 // The record of an encrypted payload says nothing about the plain bytes.
-                let kept = disk.encrypted_store().map_or(checksum, |_| 0);
+                let number = write_id(started_ns, parts.config);
+                let kept = disk.encrypted_store().map_or(checksum, |_| number);
                 residency.write_succeeded(id, group, kept);
             }
             Err(fault) => {
@@ -187,7 +188,8 @@ fn write_request(
     let residency = &mut *parts.residency;
     residency.write_started(id, group, device, offset);
     residency.add_placeholders(id, device);
-    if let Some(request) = sealed_transfer(token, false, (id, group), parts) {
+    let number = write_id(parts.now_ns, parts.config);
+    if let Some(request) = sealed_transfer(token, (false, number), (id, group), parts) {
         return request;
     }
     let residency = &*parts.residency;
