@@ -85,9 +85,9 @@ wheel-aarch64: | cargo  ## Build the wheel of undercroft for aarch64, manylinux_
 	@$(AARCH64) maturin build --release --out dist $(AARCH64_TARGET) --zig --compatibility manylinux_2_28
 
 .PHONY: test-aarch64
-test-aarch64: | cargo  ## The core's Rust tests, and those of the ciphers, on an emulated aarch64 (1.5 GB once, ten minutes)
+test-aarch64: | cargo  ## Rust tests of the core, the ciphers and remote directories on an emulated aarch64 (1.5 GB once, ten minutes)
 	CARGO_PROFILE_TEST_DEBUG=0 CARGO_PROFILE_DEV_DEBUG=0 $(AARCH64) \
-	  cargo nextest run -p undercroft-core -p undercroft-cipher $(AARCH64_TARGET) -E '$(AARCH64_TESTS)'
+	  cargo nextest run -p undercroft-core -p undercroft-cipher -p undercroft-remote $(AARCH64_TARGET) -E '$(AARCH64_TESTS)'
 
 .PHONY: run
 run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm from disk after a restart

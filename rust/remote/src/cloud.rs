@@ -25,6 +25,7 @@ use crate::receiver::Receiver;
 use client::{CLOCK, CLOCK_WORDS, ROLES, client, credentials, reach};
 
 mod client;
+mod endpoint;
 mod profile;
 
 /// Calls at a time: gets of 16 MiB fill a fast network, and a slow one takes no more.
@@ -365,12 +366,15 @@ fn is_closed_connection(error: &object_store::Error) -> bool {
     matches!(http_kind(error), Some(Request | Interrupted))
 }
 
+/// What stands before the status in an error of the crate.
+const STATUS_WORDS: &str = "non-2xx status code: ";
+
 /// The status of a response that is no success. The crate tells it in words only.
 fn status(error: &object_store::Error) -> Option<u16> {
-    const WORDS: &str = "non-2xx status code: ";
     causes(error).find_map(|cause| {
         let text = cause.to_string();
-        let digits = text.get(text.find(WORDS)? + WORDS.len()..)?.get(..3)?;
+        let digits = text.get(text.find(STATUS_WORDS)? + STATUS_WORDS.len()..)?;
+        let digits = digits.get(..3)?;
         digits.parse().ok()
     })
 }
@@ -402,10 +406,22 @@ fn store_error(error: object_store::Error) -> StoreError {
     StoreError::new(kind, detail())
 }
 
-/// The last words of a chain of causes, on one line.
+/// The last words of a chain of causes, on one line: of an answer in XML its code and message.
 fn detail_of(error: &(dyn std::error::Error + 'static)) -> String {
     let text = error.to_string();
-    let words: Vec<&str> = text.split_whitespace().collect();
+    let text = text.strip_prefix("Server returned ").unwrap_or(&text);
+    let text = text.strip_prefix(STATUS_WORDS).unwrap_or(text);
+    let of = |name: &str| {
+        let (_, rest) = text.split_once(&format!("<{name}>"))?;
+        Some(rest.split_once("</")?.0).filter(|value| !value.is_empty())
+    };
+    let said = [of("Code"), of("Message")].into_iter().flatten();
+    let said = said.collect::<Vec<_>>().join(": ");
+    let shown = match said.as_str() {
+        "" => text,
+        said => &format!("{}{said}", text.split('<').next().unwrap_or_default()),
+    };
+    let words: Vec<&str> = shown.split_whitespace().collect();
     let mut line = words.join(" ");
     if let Some((end, _)) = line.char_indices().nth(300) {
         line.truncate(end);

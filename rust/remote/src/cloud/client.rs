@@ -73,6 +73,9 @@ pub(super) fn client(
         let remedy = credentials(location.scheme);
         location.refused(format_args!("{error}; {remedy}"))
     };
+    let check = |address, allowed| {
+        super::endpoint::check(address, allowed).map_err(|error| location.refused(error))
+    };
     match location.scheme {
         Scheme::Gs => {
             let mut builder = GoogleCloudStorageBuilder::from_env()
@@ -81,6 +84,14 @@ pub(super) fn client(
             for (key, value) in options {
                 builder = builder.with_config(GoogleConfigKey::Client(key), value);
             }
+            let allowed = GoogleConfigKey::Client(ClientConfigKey::AllowHttp);
+            check(
+                (
+                    "GOOGLE_BASE_URL",
+                    builder.get_config_value(&GoogleConfigKey::BaseUrl),
+                ),
+                ("GOOGLE_ALLOW_HTTP", builder.get_config_value(&allowed)),
+            )?;
             let store = builder.build();
             let store = store.map_err(advice)?;
             Ok(("gs", Arc::new(store)))
@@ -92,6 +103,14 @@ pub(super) fn client(
             for (key, value) in options {
                 builder = builder.with_config(AzureConfigKey::Client(key), value);
             }
+            let allowed = AzureConfigKey::Client(ClientConfigKey::AllowHttp);
+            check(
+                (
+                    "AZURE_STORAGE_ENDPOINT",
+                    builder.get_config_value(&AzureConfigKey::Endpoint),
+                ),
+                ("AZURE_ALLOW_HTTP", builder.get_config_value(&allowed)),
+            )?;
             let store = builder.build();
             let store = store.map_err(advice)?;
             Ok(("az", Arc::new(store)))
@@ -103,6 +122,16 @@ pub(super) fn client(
                 .with_retry(no_retry);
             for (key, value) in options {
                 builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
+            }
+            let allowed = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
+            for (variable, key) in [
+                ("AWS_ENDPOINT_URL", AmazonS3ConfigKey::Endpoint),
+                ("AWS_ENDPOINT_URL_S3", AmazonS3ConfigKey::S3Endpoint),
+            ] {
+                check(
+                    (variable, builder.get_config_value(&key)),
+                    ("AWS_ALLOW_HTTP", builder.get_config_value(&allowed)),
+                )?;
             }
             let store = builder.build();
             let store = store.map_err(advice)?;

@@ -4,7 +4,11 @@ use std::process::Command;
 
 /// Runs a test of this program with variables of the environment, which a test cannot set for itself.
 pub(crate) fn child(test: &str, url: &str, variables: &[(&str, &str)]) {
-    let output = Command::new(std::env::current_exe().unwrap())
+    // The command that runs a binary for another processor, if this one runs by it.
+    let runner = std::env::var("UNDERCROFT_TEST_RUNNER").unwrap_or_default();
+    let output = Command::new("env")
+        .args(runner.split_whitespace())
+        .arg(std::env::current_exe().unwrap())
         .args(["--exact", test, "--ignored", "--nocapture"])
         .env("UNDERCROFT_TEST_URL", url)
         .envs(variables.iter().copied())

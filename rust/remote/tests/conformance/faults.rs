@@ -180,8 +180,8 @@ mod s3 {
     }
 
     /// The time of this machine is wrong.
-    const SKEWED: &str = "HTTP/1.1 403 x\r\ncontent-length: 55\r\nconnection: close\r\n\r\n\
-        <Error><Code>RequestTimeTooSkewed</Code><x></x></Error>";
+    const SKEWED: &str = "HTTP/1.1 403 x\r\ncontent-length: 72\r\nconnection: close\r\n\r\n\
+        <Error><Code>RequestTimeTooSkewed</Code><Message>late</Message></Error>\n";
 
     /// An object whose body ends early.
     const CUT: &str = "HTTP/1.1 206 x\r\ncontent-length: 320480\r\ncontent-range: bytes 0-320479/323584\r\n\
@@ -296,6 +296,34 @@ mod s3 {
         );
     }
 
+    #[test]
+    fn an_address_that_is_none_is_refused_with_its_variable() {
+        for (address, words) in [
+            (
+                "127.0.0.1:80",
+                "AWS_ENDPOINT_URL is \"127.0.0.1:80\": not an address",
+            ),
+            ("http://127.0.0.1:80", "AWS_ALLOW_HTTP=true"),
+        ] {
+            let variables = [("AWS_ENDPOINT_URL", address), ("AWS_ALLOW_HTTP", "false")];
+            let of_child = format!("s3://bucket/prefix {words}");
+            child("faults::s3::refused_with", &of_child, &variables);
+        }
+    }
+
+    /// Run by the test above.
+    #[test]
+    #[ignore = "a part of another test"]
+    fn refused_with() {
+        let of_parent = url_of_parent();
+        let (url, words) = of_parent.split_once(' ').unwrap();
+        let refused = Rig::new(url, Box::new(())).err().unwrap();
+        assert!(
+            refused.contains(words) && refused.contains(url),
+            "{refused}"
+        );
+    }
+
     /// Run by the test above.
     #[test]
     #[ignore = "a part of another test"]
@@ -342,6 +370,7 @@ mod s3 {
         proxy.set(Fault::Answer(SKEWED));
         let skewed = rig.objects.greet().unwrap_err();
         assert!(skewed.advice().contains("clock by NTP"), "{skewed}");
+        assert_eq!(skewed.detail, "403 Forbidden: RequestTimeTooSkewed: late");
         proxy.set(Fault::Answer(answer!("404")));
         assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
         assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));

@@ -1,0 +1,85 @@
+//! The address of a store, where the environment names one. The client accepts any text, and panics at its first request.
+
+/// What is as good as "true" for the client.
+const TRUE: [&str; 5] = ["1", "true", "on", "yes", "y"];
+
+/// Looks at the address that a variable has. `allowing` is the variable that allows HTTP, `allowed` its value.
+///
+/// # Errors
+/// Names the variable, its value and what is allowed.
+pub(super) fn check(
+    (variable, address): (&str, Option<String>),
+    (allowing, allowed): (&str, Option<String>),
+) -> Result<(), String> {
+    let Some(address) = address else {
+        return Ok(());
+    };
+    let is_allowed = allowed.is_some_and(|value| TRUE.contains(&&*value.to_ascii_lowercase()));
+    let (scheme, rest) = address.split_once("://").unwrap_or(("", &address));
+    let host = rest.split('/').next().unwrap_or_default();
+    let port = host.rsplit_once(':').map_or("0", |(_, port)| port);
+    let is_host = !host.is_empty() && !host.contains(|of: char| of.is_whitespace() || of == '@');
+    let is_port = host.ends_with(']') || port.parse::<u16>().is_ok();
+    if !["http", "https"].contains(&scheme) || !is_host || !is_port {
+        return Err(format!(
+            "{variable} is {address:?}: not an address. Allowed: https://host or https://host:port, and http:// with \
+             {allowing}=true"
+        ));
+    }
+    if scheme == "http" && !is_allowed {
+        return Err(format!(
+            "{variable} is {address:?}: http:// is not encrypted. Use https://, or set {allowing}=true in a network that \
+             you trust"
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checked(address: &str, allowed: Option<&str>) -> Result<(), String> {
+        let allowed = allowed.map(str::to_owned);
+        check(("ENDPOINT", Some(address.to_owned())), ("ALLOW", allowed))
+    }
+
+    #[test]
+    fn an_address_has_a_scheme_and_a_host() {
+        for good in [
+            "https://host",
+            "https://host:8000/path",
+            "https://[::1]:80",
+            "https://[::1]",
+        ] {
+            assert_eq!(checked(good, None), Ok(()), "{good}");
+        }
+        assert_eq!(check(("ENDPOINT", None), ("ALLOW", None)), Ok(()));
+        for bad in [
+            "host",
+            "127.0.0.1:80",
+            "",
+            "https://",
+            "https:///x",
+            "ftp://host",
+            "https://a b",
+            "https://h:x",
+            "https://u:p@h",
+        ] {
+            let text = checked(bad, Some("true")).unwrap_err();
+            let words = format!("ENDPOINT is {bad:?}: not an address");
+            assert!(text.starts_with(&words), "{text}");
+        }
+    }
+
+    #[test]
+    fn http_has_to_be_allowed() {
+        for allowed in ["true", "1", "YES"] {
+            assert_eq!(checked("http://host:80", Some(allowed)), Ok(()));
+        }
+        for not in [None, Some("false"), Some("")] {
+            let text = checked("http://host:80", not).unwrap_err();
+            assert!(text.contains("ALLOW=true"), "{text}");
+        }
+    }
+}
