@@ -8,6 +8,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use undercroft_remote::Body;
+
 use crate::child::{child, url_of_parent};
 use crate::rig::Rig;
 
@@ -154,14 +156,26 @@ fn respond(request: &Request, objects: &Objects) -> Answer {
                 ..answer(if is_azure { 201 } else { 200 }, "")
             }
         }
-        ("DELETE", name) => match objects.remove(name) {
-            Some(_) => answer(204, ""),
-            None => answer(404, "<Error><Code>NoSuchKey</Code></Error>"),
-        },
+        ("DELETE", name) => answer(removed(name, &mut objects), ""),
         (_, name) => match objects.get(name) {
             Some((bytes, modified)) => get(request, bytes, *modified),
             None => answer(404, "<Error><Code>NoSuchKey</Code></Error>"),
         },
+    }
+}
+
+/// The status of a removal. An object of this name stays at the first one, as if another process removed it at once.
+fn removed(name: &str, objects: &mut BTreeMap<String, (Vec<u8>, SystemTime)>) -> u16 {
+    match objects.get_mut(name) {
+        Some((_, modified)) if name.ends_with("/fails-once") && *modified != UNIX_EPOCH => {
+            *modified = UNIX_EPOCH;
+            500
+        }
+        Some(_) => {
+            objects.remove(name);
+            204
+        }
+        None => 404,
     }
 }
 
@@ -248,12 +262,9 @@ fn remove_many(request: &Request, objects: &mut BTreeMap<String, (Vec<u8>, Syste
             id = value;
         } else if let Some(target) = line.strip_prefix("DELETE ") {
             let path = target.split(' ').next().unwrap();
-            let status = match objects.remove(&name(path)) {
-                Some(_) => "202 Accepted",
-                None => "404 The specified blob does not exist.",
-            };
+            let status = removed(&name(path), objects);
             body += &format!(
-                "--b\r\nContent-Type: application/http\r\nContent-ID: {id}\r\n\r\nHTTP/1.1 {status}\r\nx: y\r\n\r\n"
+                "--b\r\nContent-Type: application/http\r\nContent-ID: {id}\r\n\r\nHTTP/1.1 {status} x\r\nx: y\r\n\r\n"
             );
         }
     }
@@ -330,4 +341,11 @@ fn every_case() {
         let url = format!("{}/{name}", url_of_parent());
         case(Rig::new(&url, Box::new(())).unwrap());
     }
+    let rig = Rig::new(&url_of_parent(), Box::new(())).unwrap();
+    let paths = ["1/a".to_owned(), "1/fails-once".to_owned()];
+    for path in &paths {
+        (rig.objects.put(path, &Body::bytes(b"x"), true)).unwrap();
+    }
+    rig.objects.delete(&paths).unwrap();
+    assert_eq!(rig.objects.probe(&paths), Ok(0), "removed at last");
 }
