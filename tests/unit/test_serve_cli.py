@@ -180,8 +180,12 @@ def test_status_asks_where_the_server_listens(monkeypatch: pytest.MonkeyPatch, t
         raise errors.ServerError("nobody")
 
     monkeypatch.setattr(_core, "server_status", answer)
+    listens = Path(serve.default_socket())
+    listens.parent.mkdir(parents=True)
+    listens.touch()
     assert main.main(["status"]) == 1
-    assert asked == [serve.default_socket()]
+    # The gauges of a connector of another test may ask, too.
+    assert str(listens) in asked
 
 
 def test_the_service_manager_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -278,7 +282,7 @@ def test_refused_and_malformed_are_shown_when_there_are_some(
     readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     readings += [STATUS, later(refused=2, malformed=1)]
-    main.main(["status"])
+    main.main(["status", "--socket", "/x"])
     assert "2 connections refused, 1 ended by a malformed frame" in capsys.readouterr().out
 
 
@@ -286,7 +290,7 @@ def test_status_as_json_is_one_object_with_totals_and_rates(
     readings: list[dict | Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     readings += [STATUS, later()]
-    assert main.main(["status", "--json"]) == 0
+    assert main.main(["status", "--socket", "/x", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     rates = shown.pop("rates")
     assert shown == later()
