@@ -118,11 +118,12 @@ case $$others$$alone in 00|05|50) ;; *) echo "error: pytest ended with $$others 
 endef
 
 .PHONY: test-remote
-test-remote: | cargo  ## The contract of remote stores: a directory, Redis, Ceph's S3 gateway, Mooncake (130 MB once, 10 minutes)
+test-remote: build | cargo  ## Remote stores, with vLLM too: a directory, Redis, Ceph's S3 gateway, Mooncake (130 MB once, 15 minutes)
 	tools/remote_servers sh -ec ' \
 	  cargo test -p undercroft-remote -- left_out; \
-  cargo test -p undercroft-remote --features s3,redis; \
-	  cargo test -p undercroft-host --features remote-s3,remote-redis -- remote_tier'
+	  cargo test -p undercroft-remote --features s3,redis; \
+	  cargo test -p undercroft-host --features remote-s3,remote-redis -- remote_tier; \
+	  $(BIN)/python -m pytest -q tests/vllm/test_remote_hosts.py'
 
 .PHONY: test-vllm-033
 test-vllm-033: build  ## Engine tests on vLLM 0.33 (its Python files over the CPU build of 0.32; 340 MB once)

@@ -14,6 +14,7 @@ import pytest
 from bad_network import redis_server
 from connector_engine import core
 from hybrid_engine import MODELS, Model, ask
+from mooncake_store import mooncake_store
 from real_engine import Engine, prompt
 from remote_objects import blocks_of, repeat_block
 from test_remote import options, until
@@ -24,17 +25,20 @@ pytestmark = pytest.mark.vllm
 FAMILIES = {"llama": ("float32", 128, -1), **MODELS}
 PROMPTS = {"llama": (4, 6), "gemma2": (3, 5), "qwen3_next": (3, 5)}
 """Blocks of two prompts. Those of full attention are whole segments."""
-STORES = ["file", "redis", "s3"]
+STORES = ["file", "redis", "s3", "mooncake"]
 
 
 @contextlib.contextmanager
-def store(kind: str, tmp_path: Path) -> Iterator[str]:
+def store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty store."""
     if kind == "file":
         yield f"file://{tmp_path}/remote"
     elif kind == "redis":
         with redis_server() as port:
             yield f"redis://127.0.0.1:{port}/0"
+    elif kind == "mooncake":
+        with mooncake_store(monkeypatch) as url:
+            yield url
     elif bucket := os.environ.get("UNDERCROFT_TEST_S3"):
         yield f"{bucket}/{secrets.token_hex(8)}"
     else:
@@ -72,9 +76,9 @@ def model_of(request: pytest.FixtureRequest, name: str) -> Model:
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_host_hits_what_another_has_computed(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str, kind: str
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    with store(kind, tmp_path) as url:
+    with store(kind, tmp_path, monkeypatch) as url:
         hosts = Hosts(model_of(request, name), tmp_path, url)
         model = hosts.model
         shorter, longest = (model.ids(blocks) for blocks in PROMPTS[name])
@@ -105,9 +109,9 @@ def test_a_host_hits_what_another_has_computed(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_without_its_windows_or_states_a_prompt_is_computed(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    with store("file", tmp_path) as url:
+    with store("file", tmp_path, monkeypatch) as url:
         hosts = Hosts(model_of(request, name), tmp_path, url)
         model = hosts.model
         with hosts.start() as first:
@@ -122,9 +126,11 @@ def test_without_its_windows_or_states_a_prompt_is_computed(
             assert (answer.cached, model.same(answer, cold)) == (0, True)
 
 
-def test_blocks_at_wrong_positions_change_the_answer(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_blocks_at_wrong_positions_change_the_answer(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The counter-check: equal tokens show that each block of the store comes to its place."""
-    with store("file", tmp_path) as url:
+    with store("file", tmp_path, monkeypatch) as url:
         hosts = Hosts(model_of(request, "llama"), tmp_path, url)
         model = hosts.model
         with hosts.start() as first:
