@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use crate::running::random;
 
-/// Directory of the sockets: `$XDG_RUNTIME_DIR/undercroft`, else `undercroft-<uid>` in the directory for temporary files.
+/// Directory of the sockets: `$XDG_RUNTIME_DIR/undercroft`, else `undercroft-<uid>` in the directory for temporary
+/// files.
 /// If another user has taken this name: another private directory beside it, with the same name each time.
 pub fn default_socket_dir() -> PathBuf {
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
