@@ -22,8 +22,8 @@
 //! - memory and space that are freed to the system hold no payload, and a tier has the size that an operator set once
 //!   nothing is in use any more;
 //! - an engine that drains begins no save and no promotion, and completes the drain;
-//! - the objects of a remote store outlive their engine, and may be late, lost, changed or exchanged: they are used only
-//!   if they are the requested objects; no operation of the store lasts longer than the engine;
+//! - the objects of a remote store outlive their engine, and may be late, lost, changed or exchanged: they are used
+//!   only if they are the requested objects; no operation of the store lasts longer than the engine;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
