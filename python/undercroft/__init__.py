@@ -13,7 +13,7 @@ __all__ = ["ConfigError", "UndercroftConfig", "__version__"]
 
 
 def __getattr__(name: str) -> str:
-    """``__version__``, which is looked up when it is asked for."""
+    """``__version__``, which is looked up at its first use."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import metadata

@@ -29,7 +29,7 @@ class _Group(Protocol):
 
     @property
     def window_tokens(self) -> int:
-        """Width of the window or chunk; means nothing for the other kinds."""
+        """Tokens of the window or chunk; ignored for other kinds."""
 
 class _Offer(Protocol):
     """Blocks of a group, which is not of full attention, that the device holds."""
@@ -54,28 +54,28 @@ def resolve(
     max_tokens: int,
     num_computed_tokens: int = 0,
 ) -> int:
-    """Where a hit may end, in tokens: for tests and tools.
+    """The boundary at which a hit ends, in tokens, for tests and tools.
 
     ``groups``, ``hash_block_size``, ``alignment_tokens``: as for `Engine.register`. ``present``: per group and block,
-    whether its payload can be had. ``max_tokens``: the deepest boundary of use. ``num_computed_tokens``: those that the
-    device has. Raises ConfigError.
+    whether its payload is cached. ``max_tokens``: the deepest boundary that can be used. ``num_computed_tokens``:
+    tokens that the device holds. Raises ConfigError.
     """
 
 @final
 class ArenaAddress:
-    """Where workers get the arena."""
+    """The address from which workers get the arena."""
 
     @property
     def socket(self) -> str:
-        """The engine's socket; empty before there was a session with a server."""
+        """The engine's socket; empty before the first session with a server."""
 
     @property
     def arena_id(self) -> int:
-        """Differs from arena to arena."""
+        """Id of the arena. Each arena has another id."""
 
     @property
     def session(self) -> int:
-        """The session to name there; 0 for the engine of this process."""
+        """The token of the session with which workers attach; 0 for the engine of this process."""
 
 @final
 class Lookup:
@@ -83,7 +83,7 @@ class Lookup:
 
     @property
     def pending(self) -> bool:
-        """Payloads are being read from disk, or a server's reply is on its way: ask again."""
+        """Whether payloads are being read from disk or a server's reply is due. The caller asks again later."""
 
     @property
     def tokens(self) -> int:
@@ -95,7 +95,7 @@ class Lookup:
 
 @final
 class Extent:
-    """Blocks of one group and where each lies in the arena."""
+    """Blocks of one group, with the arena offset of each."""
 
     @property
     def group(self) -> int:
@@ -111,11 +111,11 @@ class Extent:
 
 @final
 class Load:
-    """A load that has begun: its payloads stay where they are until `Session.end_transfer`."""
+    """A load that has begun: its payloads stay in their slots until `Session.end_transfer`."""
 
     @property
     def transfer_id(self) -> int:
-        """Names it to `Session.end_transfer`."""
+        """Id of the load for `Session.end_transfer`."""
 
     @property
     def session(self) -> int:
@@ -123,7 +123,7 @@ class Load:
 
     @property
     def extents(self) -> list[Extent]:
-        """Where to copy from."""
+        """The slots to copy from."""
 
     @property
     def host_tokens(self) -> int:
@@ -135,15 +135,15 @@ class Load:
 
 @final
 class SaveGrant:
-    """Slots for a save, or that they come later."""
+    """The grant of slots for a save, which may be pending."""
 
     @property
     def transfer_id(self) -> int:
-        """Names the save to `Session.end_transfer`, and its grant if that is pending."""
+        """Id of the save for `Session.end_transfer`, and of its pending grant."""
 
     @property
     def pending(self) -> bool:
-        """The grant with the same `transfer_id` comes from `Session.poll_saves`; the other fields mean nothing yet."""
+        """Whether `Session.poll_saves` returns the grant with this `transfer_id` later; other fields are unused."""
 
     @property
     def session(self) -> int:
@@ -151,19 +151,18 @@ class SaveGrant:
 
     @property
     def extents(self) -> list[Extent]:
-        """Where to copy to. Empty, unless pending: there is nothing to copy, and the save has ended."""
+        """The slots to fill. Empty and not pending: there is nothing to copy, and the save has ended."""
 
     @property
     def refused(self) -> bool:
-        """Blocks were left out because memory was full: the save may be retried."""
+        """Whether blocks were left out because memory was full. Such a save may be retried."""
 
 @final
 class Engine:
-    """An engine that sessions can be opened on: of this process, of the one that has its directories open, or of a
-    server."""
+    """An engine that opens sessions: of this process, of the process that has its directories open, or of a server."""
 
     def __new__(cls, options: dict[str, Any]) -> Engine:
-        """Open it. ``options``, all but the sizes by the names of `undercroft.config`, and each may be left out:
+        """Open the engine. ``options`` have the names of `undercroft.config`, except for sizes. Each may be left out:
 
         ``server`` ("unix:///path"), ``server_timeout_ms``, ``lookup_spin_us``, ``host_memory`` (bytes), ``disks`` (list
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``pin_memory``
@@ -173,9 +172,9 @@ class Engine:
         ``remote_write``,
         ``remote_write_rate`` (bytes per second), ``remote_ttl`` (seconds), ``verify_host``, ``inject_faults`` (see
         `limit_reads`),
-        ``socket_dir``; ``socket`` (the socket's path, instead of one in ``socket_dir``), and ``share`` (if a
-        directory is in use by another engine of this user, use that one, and take the directories over when it ends).
-        With ``server`` the engine's own options mean nothing.
+        ``socket_dir``, ``socket`` (the socket's path, instead of a path in ``socket_dir``), and ``share`` (if a
+        directory is in use by another engine of this user, use that engine, and take the directories over when it
+        ends). With ``server`` the engine's own options have no effect.
 
         Raises ConfigError, StoreError.
         """
@@ -190,7 +189,7 @@ class Engine:
 
     @property
     def arena(self) -> ArenaAddress:
-        """Where workers get the arena, now."""
+        """The address from which workers get the arena now."""
 
     def register(
         self,
@@ -200,7 +199,7 @@ class Engine:
         alignment_tokens: int | None = None,
         dropped_tokens: int = 0,
     ) -> Session:
-        """A session for one namespace. An engine of another process takes one, which is opened when its server answers.
+        """Open a session for one namespace. An engine of another process accepts one, opened when its server answers.
 
         ``description``: canonical JSON of all that must be equal for bytes to be interchangeable; its SHA-256 is the
         namespace. ``hash_block_size``: tokens per block hash. ``alignment_tokens``: every hit is a multiple of this
@@ -213,18 +212,18 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges since the start, as one flat dict of numbers (keys in `undercroft.connector.stats`).
 
-        A server's are about a second old, and empty before there was a session.
+        A server's numbers are about a second old, and empty before the first session.
         """
 
     def info(self) -> dict[str, Any]:
-        """The engine's options, and its disks as they were found; empty before there was a session with a server.
+        """The engine's options, and the findings on its disks; empty before the first session with a server.
 
         Keys: host_memory, huge_pages, io_engine, io_fallback, registered_buffers, disks (list of path, capacity,
         o_direct, blocks_recovered, health, fault), blocks_recovered, records_dropped, records_damaged, namespaces.
         """
 
     def status(self) -> dict[str, Any]:
-        """As `server_status` of the engine's own server. Raises ServerError."""
+        """The result of `server_status` for the engine's own server. Raises ServerError."""
 
     def connection(self) -> tuple[str, str]:
         """Whether the engine can be used ("up", "late", "down" or "refused"), and why not."""
@@ -232,21 +231,21 @@ class Engine:
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until no block is in flight or waits to be written, at most ``timeout_s`` seconds (GIL released).
 
-        Returns whether that is so. The engine of another process is not waited for.
+        Returns whether this state is reached. Does not wait for the engine of another process.
         """
 
     def limit_reads(self, bytes_per_s: float | None = None) -> bool:
-        """For benchmarks: let reads from the disks end at a rate, not at all if that is 0, or as they come.
+        """For benchmarks: let reads from the disks end at a rate. With 0 they never end. None removes the limit.
 
-        False unless the engine is this process's and was opened with ``inject_faults``.
+        False unless the engine is in this process and was opened with ``inject_faults``.
         """
 
     def close(self) -> None:
-        """End the session with a server; finish writes under way (bounded), stop the threads and release the
-        directories of an engine of this process. Idempotent."""
+        """End the session with a server. For an engine of this process: finish writes in flight (bounded), stop the
+        threads and release the directories. Idempotent."""
 
 def operate(socket: str, operation: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
-    """Have the engine at ``socket`` carry out an operation, and return its answer. Raises ServerError.
+    """Let the engine at ``socket`` carry out an operation, and return the answer. Raises ServerError.
 
     ``{"explain": {"request": PREFIX, "misses": bool, "before": int | None}}``: ``lookups``, the latest first, and
     ``before``, with which to ask for more. ``{"clear": {"what": "all" | {"namespace": DIGITS} | {"older_than":
@@ -265,14 +264,14 @@ def server_status(socket: str, timeout_s: float = 5.0) -> dict[str, Any]:
     """
 
 def default_server_socket() -> str:
-    """Where `undercroft serve` listens, and `undercroft status` asks, unless told otherwise."""
+    """The default socket of `undercroft serve` and `undercroft status`."""
 
 @final
 class Session:
     """One vLLM scheduler's use of one namespace.
 
-    Calls take microseconds and never wait for IO, but for those with a timeout. Each may be repeated, and none fails:
-    without an engine there are misses.
+    Calls take microseconds and never wait for IO, except calls with a timeout. Each call may be repeated. No call
+    fails: without an engine there are misses.
     """
 
     @property
@@ -290,15 +289,15 @@ class Session:
         planned: bool = False,
         queued_tokens: int = 0,
     ) -> Lookup:
-        """How much of a prompt is cached. Starts to promote the payloads that are on disk only.
+        """Look up a prompt. Starts to promote the payloads that are on disk only.
 
         ``num_computed_tokens``: tokens that the device itself already holds; their blocks are not fetched.
-        ``max_tokens``: the deepest boundary of use. ``min_tokens``: the least: where no hit can end there or beyond,
-        nothing is promoted, and `Lookup.shared_tokens` is where the deepest hit would end. ``wait_ms``: (base, per
-        1,000 tokens) after which the answer is the hit in host memory; without it ``planned`` loads the tokens that
-        take less time to load than to compute, else all are waited for. ``queued_tokens``: tokens of requests that
-        came before and are not computed. The payloads of a hit stay in the arena until the request's next lookup, its
-        load, or its end.
+        ``max_tokens``: the deepest boundary that can be used. ``min_tokens``: the least boundary that can be used. If
+        no hit can end there or beyond, nothing is promoted, and `Lookup.shared_tokens` is the end of the deepest hit.
+        ``wait_ms``: (base, per 1,000 tokens), after which the answer is the hit in host memory. Without it, ``planned``
+        loads only tokens that take less time to load than to compute; without both, the lookup waits for all.
+        ``queued_tokens``: tokens of earlier requests that are not computed. The payloads of a hit stay in the arena
+        until the request's next lookup, its load, or its end.
         """
 
     def prefetch(
@@ -312,29 +311,28 @@ class Session:
         planned: bool = False,
         queued_tokens: int = 0,
     ) -> int:
-        """As `lookup`, but the scheduler does not wait for the answer yet: reads for others go before its reads.
+        """Like `lookup`, but the scheduler does not wait yet: reads of demanded lookups precede its reads.
 
-        Returns the tokens of the prompt whose chain is in the index, as `Lookup.shared_tokens`; 0 as long as a server
-        has not answered.
+        Returns the shared tokens, like `Lookup.shared_tokens`; 0 while a server has not answered.
         """
 
     def wait(self, request_id: str, timeout_s: float) -> bool:
         """Wait until a lookup is no longer pending, woken by its answer, at most ``timeout_s`` seconds (GIL released).
 
-        Returns whether it is; the answer is that of the next `lookup`.
+        Returns whether it is answered. The next `lookup` returns the answer.
         """
 
     def rest(self, request_id: str) -> tuple[str, int | None] | None:
-        """Why the last answer of a request has no more tokens: a name of `undercroft.reasons.REASONS`, and how many
-        seconds before the missing block was evicted or lost. None before there was an answer."""
+        """The reason why the last answer of a request has no more tokens: a name of `undercroft.reasons.REASONS`, and
+        the seconds since the missing block was evicted or lost. None before the first answer."""
 
     def end_lookup(self, request_id: str) -> None:
-        """The request's lookup is not needed any more: it was admitted without a load, or given up."""
+        """End the request's lookup: the request was admitted without a load, or the lookup was given up."""
 
     def begin_load(self, request_id: str, num_computed_tokens: int, num_external_tokens: int) -> Load | None:
         """Begin the load of the tokens after ``num_computed_tokens``, up to a boundary that the last hit covers.
 
-        None if no hit covers it: the caller reports the load as failed.
+        None if no hit covers these tokens: the caller reports the load as failed.
         """
 
     def begin_save(
@@ -342,7 +340,7 @@ class Session:
     ) -> SaveGrant | None:
         """Ask for slots for the full blocks of the first ``num_tokens`` tokens that are not cached yet.
 
-        None if no server can be asked. ``offers`` are added to blocks that are cached already, too.
+        None if no server can be asked. ``offers`` may belong to hash blocks that are cached already.
         """
 
     def hint(
@@ -354,10 +352,11 @@ class Session:
         ttl_s: float = 300.0,
         name: str = "",
     ) -> tuple[str, int, str]:
-        """Tell of a prompt's future use: ``verb`` is "prefetch", "pin", "demote" or "release".
+        """Give a hint about a prompt's future use. ``verb``: "prefetch", "pin", "demote" or "release".
 
-        Returns "accepted", "clipped", "rejected" or "pending", the tokens that it holds for, and for a rejected hint
-        the reason. Finish the request, by which a server knows the hashes. Raises ValueError for another verb.
+        Returns "accepted", "clipped", "rejected" or "pending", the number of tokens to which the hint applies, and for
+        a rejected hint the reason. Finish the request afterwards: it holds hashes in a server. Raises ValueError for
+        another verb.
         """
 
     def take_events(
@@ -365,29 +364,29 @@ class Session:
     ) -> tuple[bool, list[tuple[bool, str, int, bytes, bytes | None]], bool] | None:
         """The changes in the tiers since the last call; None if there is no change.
 
-        ``restart``: the caller has forgotten all earlier changes; every block in the tiers is reported again.
+        ``restart``: the caller has forgotten all earlier changes, so every block in the tiers is reported again.
 
-        Returns whether all earlier changes are void, the changes (stored, tier, group, hash, hash before; the
-        tiers are "host", "disk" and "remote"), and whether more changes can be taken at once.
+        Returns whether all earlier changes are void, the changes (stored, tier, group, hash, parent's
+        hash; the tiers are "host", "disk" and "remote"), and whether more changes can be taken at once.
         """
 
     def poll_saves(self) -> list[SaveGrant]:
-        """The grants of pending saves that have come since the last call."""
+        """The grants of pending saves that have arrived since the last call."""
 
     def end_transfer(self, transfer_id: int, ok: bool) -> None:
         """All ranks have ended the copies of a load or a save, or no rank will copy.
 
-        After a load that failed the request's lookups are misses; a save that failed is dropped.
+        After a failed load the request's lookups are misses. A failed save is dropped.
         """
 
     def finish_request(self, request_id: str) -> None:
-        """The request has finished or was aborted. Loads and saves under way go on."""
+        """The request has finished or was aborted. Its loads and saves go on."""
 
     def report_steps(self, steps: Sequence[tuple[int, int, int, float]]) -> None:
         """Steps that the vLLM has run, for the planner: prompt tokens, the sum of their positions, decodes, seconds."""
 
     def reset(self, timeout_s: float = 10.0) -> bool:
-        """Drop everything of this namespace, durably. False if that could not be made durable in time."""
+        """Drop everything of this namespace. Returns False if the reset is not durable in time."""
 
     def close(self) -> None:
         """End the session: its lookups, leases, loads and saves. Idempotent."""
@@ -400,13 +399,13 @@ class Arena:
     def attach(socket_path: str, session: int) -> Arena:
         """Get the descriptor from the engine's socket (same uid only) and map it. Raises ServerError.
 
-        ``session``: that of `ArenaAddress`.
+        ``session``: the token in `ArenaAddress`.
         """
 
     def let_go(self) -> None:
-        """Tell the engine that this process copies no more from or to the arena, and never will.
+        """Tell the engine that this process will not copy from or to the arena any more.
 
-        Without it the engine keeps the slots of pending copies until the process is gone.
+        Without this call the engine keeps the slots of pending copies until the process ends.
         """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How many tokens a tier holds, for people and metrics."""
+"""The number of tokens that a tier holds, for people and metrics."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 INDEX_BYTES_PER_NODE = 112
-"""Memory of the index for each hash block, at most: `undercroft bench recover` measures it."""
+"""Most bytes of the index for each hash block; `undercroft bench recover` measures them."""
 INDEX_BYTES_PER_GROUP = 24
-"""More for each group where there are several."""
+"""Further bytes for each group of a model with several groups."""
 BOUNDARY_TOKENS = 8192
-"""Tokens from one place where a hit may end to the next, where nothing else is known: the default of
+"""Tokens between two boundaries where a hit may end, if no interval is configured. Equals the default of
 ``state_interval_tokens``."""
 
 
@@ -19,11 +19,11 @@ class Group(Protocol):
 
     @property
     def kind(self) -> str:
-        """The engine's word for the needs of a hit."""
+        """The blocks that a hit needs, in the engine's words."""
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of one block; 0 if it is neither saved nor loaded."""
+        """Tokens of one block; 0 if the group is neither saved nor loaded."""
 
     @property
     def payload_bytes(self) -> int:
@@ -31,11 +31,11 @@ class Group(Protocol):
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of its window or chunk; 0 where there is none."""
+        """Tokens of the group's window or chunk; 0 if it has neither."""
 
 
 def boundary_blocks(group: Group) -> int:
-    """Blocks of a group that one more possible end of a hit takes; for chunks, the maximum. 0 for full attention."""
+    """Blocks of a group that each boundary of hits needs (for chunks: needs at most). 0 for full attention."""
     if group.kind == "state":
         return 1
     if group.kind == "sliding_window":
@@ -50,12 +50,12 @@ def token_bytes(groups: Sequence[Group]) -> float:
 
 
 def boundary_bytes(groups: Sequence[Group]) -> int:
-    """Bytes of windows and states that one more place where a hit may end needs."""
+    """Bytes of windows and states that each boundary of hits needs."""
     return sum(boundary_blocks(group) * group.payload_bytes for group in groups if group.block_tokens)
 
 
 def tokens_in(capacity: int, groups: Sequence[Group], interval: int = BOUNDARY_TOKENS) -> int:
-    """Tokens of prompts that a tier of ``capacity`` bytes holds, with a place where a hit may end every ``interval``
+    """Tokens of prompts that a tier of ``capacity`` bytes holds, with a boundary of hits every ``interval`` tokens
     (0: every `BOUNDARY_TOKENS`).
 
     Counts the bytes that slots and pages leave unused. 0 if a block fits no slot.
@@ -76,14 +76,14 @@ def tokens_in(capacity: int, groups: Sequence[Group], interval: int = BOUNDARY_T
 
 
 def _kept(group: Group, interval: int) -> float:
-    """Blocks of a window, chunk or state that are kept in ``interval`` tokens: never more than all."""
+    """Blocks of a group with windows, chunks or states that are kept in each ``interval`` tokens."""
     if group.kind == "chunked_local" and interval % group.window_tokens == 0:
         return 0.0
     return min(boundary_blocks(group), interval / group.block_tokens)
 
 
 def index_bytes(tokens: int, groups: Sequence[Group]) -> int:
-    """Memory of the index of so many tokens, whose blocks are in any tier."""
+    """Bytes of the index for ``tokens`` tokens whose blocks are in any tier."""
     block = max(group.block_tokens for group in groups)
     several = INDEX_BYTES_PER_GROUP * len(groups) if len(groups) > 1 else 0
     return tokens // block * (INDEX_BYTES_PER_NODE + several)

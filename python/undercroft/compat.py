@@ -79,7 +79,7 @@ _KINDS = {
     "ChunkedLocalAttentionSpec": "chunked_local",
     "MambaSpec": "state",
 }
-"""The blocks that a hit needs of each spec. By exact class, since an unknown subclass may need others."""
+"""The blocks of a group that a hit needs, by the exact class of its spec: an unknown subclass may need others."""
 
 
 def vllm_release() -> str:
@@ -95,22 +95,22 @@ def _known_fields(event: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def block_stored(**fields: Any) -> BlockStored:
-    """The event with those of the fields that this vLLM has."""
+    """The event, without the fields that this vLLM does not have."""
     return BlockStored(**_known_fields(BlockStored, fields))
 
 
 def block_removed(**fields: Any) -> BlockRemoved:
-    """As `block_stored`."""
+    """The event, without the fields that this vLLM does not have."""
     return BlockRemoved(**_known_fields(BlockRemoved, fields))
 
 
 def event_hash(block_hash: bytes) -> Any:
-    """A block hash as events have it."""
+    """A block hash in the form that events have."""
     return kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
 
 
 def event_hasher() -> Callable[[bytes], Any]:
-    """`event_hash`, without asking vLLM's environment for each block."""
+    """A faster `event_hash` that reads vLLM's environment only now, not for each block."""
     probe = bytes(range(32))
     if event_hash(probe) == probe:
         return lambda block_hash: block_hash
@@ -138,7 +138,7 @@ def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tupl
 
 
 def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int:
-    """Tokens of a request's prompt that the device's own prefix cache holds now. Their last use stays as it was."""
+    """Tokens of a request's prompt in the device's own prefix cache now. Does not change their time of last use."""
     if not kv_cache_manager.enable_caching:
         return 0
     hit = kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
@@ -146,17 +146,17 @@ def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int
 
 
 def provisional_tokens(kv_cache_manager: KVCacheManager) -> int:
-    """How many of a request's last computed tokens vLLM does not cache: draft layers may compute their KV again.
+    """Number of a request's last computed tokens that vLLM does not cache: draft layers may compute their KV again.
 
-    Drafting with several modules does that (multi-module MTP). 0 in a vLLM that knows none of it.
+    Drafting with several modules (multi-module MTP) computes KV again. 0 in a vLLM without such drafting.
     """
     return int(getattr(getattr(kv_cache_manager, "coordinator", None), "num_reprefillable_tokens", 0))
 
 
 def hash_seed(algorithm: str) -> str | None:
-    """The seed of block hashes; None where each process draws its own.
+    """The seed of block hashes; None if each process draws its own seed.
 
-    vLLM resolves it in the same way, but only after it has made the scheduler's connector.
+    vLLM determines the seed by the same rule, but only after it has made the scheduler's connector.
     """
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
@@ -167,14 +167,14 @@ def hash_seed(algorithm: str) -> str | None:
 
 
 def hash_lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """Tokens after a block that its hash covers too (some speculative decoders, 0.33)."""
+    """Number of tokens after a block that its hash also covers (some speculative decoders in 0.33)."""
     return getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0
 
 
 def drops_last_block(vllm_config: VllmConfig) -> bool:
-    """Whether hits leave out the last block, since a draft layer's KV there depends on the token after it.
+    """Whether hits leave out the last block, because a draft layer's KV there depends on the token after the block.
 
-    vLLM flags the draft's groups where it can tell which they are, and takes all for it where it cannot.
+    vLLM flags the KV cache groups of the draft. If it cannot tell them from the others, it treats all groups so.
     """
     speculative = vllm_config.speculative_config
     if speculative is None:
@@ -184,7 +184,7 @@ def drops_last_block(vllm_config: VllmConfig) -> bool:
 
 
 def layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
-    """The specs of a group's layers: one for all, or one for each (the workers' configuration)."""
+    """The specs of a group's layers: one spec for all, or in the workers' configuration one for each layer."""
     inner = getattr(spec, "kv_cache_specs", None)
     if inner is None:
         yield spec
@@ -193,7 +193,7 @@ def layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
 
 
 def group_kind(spec: KVCacheSpec) -> str | None:
-    """The engine's word for the needs of a hit from a group with this spec; None for a spec that is not known."""
+    """The blocks that a hit needs of a group with this spec, in the engine's words; None for an unknown spec."""
     if not getattr(spec, "prefix_cacheable", True):
         return "ignored"
     kinds = {_KINDS.get(type(inner).__name__) for inner in layer_specs(spec)}
@@ -201,10 +201,10 @@ def group_kind(spec: KVCacheSpec) -> str | None:
 
 
 def group_window(spec: KVCacheSpec) -> int:
-    """Window or chunk of a group in tokens; 0 where there is none."""
+    """Tokens of a group's window or chunk; 0 if it has neither."""
     first = next(layer_specs(spec))
     if isinstance(first, kv_cache_interface.SlidingWindowSpec):
-        # Blocks below the window that vLLM keeps all the same must be filled by a load, too.
+        # vLLM also keeps some blocks before the window. A load must fill these blocks as well.
         return int(first.sliding_window) + int(getattr(first, "extra_retained_tokens", 0))
     if isinstance(first, kv_cache_interface.ChunkedLocalAttentionSpec):
         return int(first.attention_chunk_size)
@@ -212,17 +212,17 @@ def group_window(spec: KVCacheSpec) -> int:
 
 
 def keeps_states(spec: KVCacheSpec) -> bool:
-    """Whether a group of states keeps some of them at block boundaries, where a hit can end."""
+    """Whether a group of states keeps states at block boundaries, where a hit can end."""
     return all(inner.mamba_cache_mode == "align" for inner in layer_specs(spec))
 
 
 def hashes_adapters() -> bool:
-    """Whether block hashes have the part about LoRA adapters that `vllm_patches.tell_adapters_apart` adds to."""
+    """Whether block hashes have the part about LoRA adapters to which `vllm_patches.tell_adapters_apart` adds."""
     return hasattr(kv_cache_utils, "_gen_lora_extra_hash_keys")
 
 
 def caps_external_hits() -> bool:
-    """Whether vLLM shortens hits to the content of its store of routed experts; before 0.33 such a hit ends the
+    """Whether vLLM shortens hits to the content of its store of routed experts. Before 0.33 a longer hit ends vLLM's
     engine."""
     try:
         from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
@@ -232,14 +232,14 @@ def caps_external_hits() -> bool:
 
 
 def is_rocm() -> bool:
-    """Whether vLLM runs on AMD GPUs, whose device type is called cuda as well."""
+    """Whether vLLM runs on AMD GPUs: their device type has the name cuda, like that of NVIDIA GPUs."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_rocm())
 
 
 def hosts(parallel_config: Any) -> int:
-    """Machines that the workers of one scheduler run on, as far as vLLM knows when it makes the connectors."""
+    """Number of machines with workers of one scheduler, as far as vLLM knows it when it makes the connectors."""
     spread = int(getattr(parallel_config, "nnodes_within_dp", getattr(parallel_config, "nnodes", 1)))
     group = getattr(parallel_config, "placement_group", None)
     if group is None:

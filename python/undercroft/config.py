@@ -47,20 +47,20 @@ EXTRA_CONFIG = "kv_connector_extra_config"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: how people are told about it, and how its value is read. A field of `UndercroftConfig` carries it."""
+    """One option: its description for people and its value's parser. It annotates a field of `UndercroftConfig`."""
 
     type: str
     default: Any
-    """The default, as a user would write it."""
+    """The default in the form in which a user would write it."""
     allowed: str
     help: str
     parse: Callable[[Any], Any]
-    """From a JSON value to the field of `UndercroftConfig`; raises ValueError with the reason."""
+    """Makes the field of `UndercroftConfig` from a JSON value. Raises ValueError with the reason."""
     from_text: Callable[[str], Any]
-    """From an environment variable's text to the JSON value; raises ValueError with the reason."""
+    """Makes the JSON value from an environment variable's text. Raises ValueError with the reason."""
     scope: str = "connector"
-    """Who takes it: "engine" (the engine, also of `undercroft serve`, whose flag it is), "session" (the way of a vLLM
-    to its engine) or "connector" (Python alone)."""
+    """The part that uses the option: "engine" (the engine; also a flag of `undercroft serve`), "session" (a vLLM's
+    connection to its engine) or "connector" (Python alone)."""
     name: str = ""
     """Name of the field."""
 
@@ -80,7 +80,7 @@ _SHARE_FORMAT = f"{SIZE_FORMAT}, or a percentage"
 
 @dataclass(frozen=True, slots=True)
 class UndercroftConfig:
-    """The options, each with the type of its checked value and how it is read."""
+    """The options, each with the type of its checked value and its `Option`."""
 
     # fmt: off
     host_memory: Annotated[Amount, Option(
@@ -319,7 +319,7 @@ class UndercroftConfig:
     ) -> UndercroftConfig:
         """Read all options; ``environ`` defaults to the process environment. Raises ConfigError.
 
-        ``flags``: the values are texts, or lists of texts, of a command's flags, and are called so in messages.
+        ``flags``: the values are texts, or lists of texts, from a command's flags. Messages then name the flags.
         """
         environ = os.environ if environ is None else environ
         known = [option.name for option in OPTIONS]
@@ -376,7 +376,7 @@ OPTIONS = tuple(
 def unknown_environment(environ: Mapping[str, str] | None = None) -> list[str]:
     """Messages about variables that look like options but are none.
 
-    They are no errors: orchestrators inject variables named after services (UNDERCROFT_SERVICE_HOST).
+    Such variables are no errors: orchestrators set variables named after services (UNDERCROFT_SERVICE_HOST).
     """
     environ = os.environ if environ is None else environ
     known = [option.env for option in OPTIONS]
@@ -416,11 +416,11 @@ _FOREIGN = {
     "chunk_size": "is not needed here: the blocks are those of vLLM",
     "kv_load_failure_policy": "is a field of the KV transfer config; undercroft sets it to recompute",
 }
-"""Names that other connectors have for an option here, without a prefix such as ``lmcache.mp.``."""
+"""Other connectors' names of undercroft's options, without a prefix such as ``lmcache.mp.``."""
 
 
 def _hint(key: str, known: list[str]) -> str:
-    """A hint after an unknown name: the option for it, if another connector calls it so, or one with a similar name."""
+    """A hint about an unknown name: undercroft's option if another connector uses the name, else a similar name."""
     plain = key.rpartition(".")[2].lower().replace("-", "_").strip("_")
     if plain in known and plain != key:
         return f" (it is {plain!r} here)"

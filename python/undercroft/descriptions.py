@@ -1,4 +1,4 @@
-"""Descriptions of namespaces, for people: their subjects, and the differences of two of them. See docs/identity.md."""
+"""Shows descriptions of namespaces, and the differences between two, to people. See docs/identity.md."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from undercroft.connector.releases import FORMAT, RELEASES, Schemes
 
 _SHOWN_MAX = 60
-"""Characters of a value that a difference shows."""
+"""Most characters of a value that a difference shows."""
 _FILES_MAX = 3
-"""Files that a difference of weights names."""
+"""Most files that a difference of weights names."""
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """A description as an object; empty if it is none."""
+    """A description as an object; empty if the text is no description."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -51,9 +51,9 @@ def summary(description: dict[str, Any]) -> tuple[str, str, str, str, str]:
 
 
 def found_now(description: dict[str, Any], release: str | None, weights: frozenset[str] | None) -> str:
-    """Whether a vLLM of ``release`` finds a namespace if its settings are the same: "yes", "no: why", or "?".
+    """Whether a vLLM of ``release`` with equal settings finds a namespace: "yes", "no: why", or "?".
 
-    ``weights``: sampled digests of a model's weights, one of which is to match; None if no model is to be compared.
+    ``weights``: sampled digests of a model's weights, one of which must match; None to compare no model.
     """
     hashing = _object(description.get("hash"))
     if not hashing or release is None:
@@ -68,12 +68,12 @@ def found_now(description: dict[str, Any], release: str | None, weights: frozens
     theirs = _of_model(description, "weights")
     if weights is None or theirs in weights:
         return "yes"
-    # Vouched for, known by name, or hashed in full: no sampled digest to compare.
+    # There is no sampled digest to compare if the weights have a model_id, a name only, or a full digest.
     return "no: weights" if isinstance(theirs, str) and ":" not in theirs else "?"
 
 
 FilesOf = Callable[[str, str], list[str]]
-"""Names of the files in which two models differ, by the digests of their weights; empty if that is not known."""
+"""Names of the files in which two models differ, given the digests of their weights; empty if they are unknown."""
 
 
 def _unknown(_one: str, _other: str) -> list[str]:
@@ -81,9 +81,9 @@ def _unknown(_one: str, _other: str) -> list[str]:
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any], files_of: FilesOf = _unknown) -> list[str]:
-    """One text for each field in which two descriptions differ, with the values of both.
+    """One text for each field in which two descriptions differ, with both values.
 
-    The text about weights names the files that differ, as far as ``files_of`` knows them.
+    The text about weights names the differing files that ``files_of`` returns.
     """
     left, right = _flat(theirs), _flat(ours)
     texts = []
@@ -102,9 +102,10 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], files_of: FilesOf 
 
 
 def why_not_reused(ours: str, held: Iterable[str], files_of: FilesOf = _unknown) -> str | None:
-    """Why a directory that holds the same model does not serve it: the differences to the nearest other identity.
+    """The reason why a directory with blocks of a model has no hits for it: the differences to the nearest description.
 
-    The same model has the same weights, or the same configuration. None if there is none, or it is found.
+    A description of the same model has the same weights or the same configuration. None if the directory holds no
+    such description, or holds ``ours``.
     """
     mine = parsed(ours)
     nearest: list[str] | None = None

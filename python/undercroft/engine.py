@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def open_engine(config: UndercroftConfig, socket: str | None = None, ranks: int = 1) -> Engine:
-    """The server's engine if one is configured, else one in this process, or that of the owner of the directories.
+    """The server's engine if a server is configured. Else an engine in this process, or the engine of the process that
+    has the directories open.
 
-    With ``socket`` the engine is this process's own in any case, and listens there. ``ranks``: data-parallel ranks of
+    With ``socket`` the engine is always in this process, and listens at this socket. ``ranks``: data-parallel ranks of
     this vLLM on this machine. Raises ConfigError or StoreError.
     """
     from undercroft import _core
@@ -26,11 +27,11 @@ def open_engine(config: UndercroftConfig, socket: str | None = None, ranks: int 
 
 
 def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: int = 1) -> dict[str, Any]:
-    """The options as `_core.Engine` takes them: by their names, but sizes in bytes. Raises ConfigError."""
+    """The options for `_core.Engine`, by name, with sizes in bytes. Raises ConfigError."""
     scopes = ("engine", "session") if socket is None else ("engine",)
     given = {option.name: getattr(config, option.name) for option in OPTIONS if option.scope in scopes}
     for name in ("host_memory", "promotion_memory", "pin_memory", "disk_path", "disk_capacity"):
-        # They become bytes below; of a server's engine, the server's own options tell the sizes.
+        # These sizes are converted to bytes below. The sizes of a server's engine are the server's options.
         del given[name]
     if given.get("server"):
         return given
@@ -45,14 +46,14 @@ def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: i
 
 
 def disks(config: UndercroftConfig) -> list[dict[str, Any]]:
-    """The directories as `_core.Engine` takes them: a share is taken of the directory's filesystem."""
+    """The directories for `_core.Engine`. A share is a share of the directory's filesystem."""
     amount = config.disk_capacity
     capacity = {"share": amount.share} if amount.size is None else amount.size
     return [{"path": path, "capacity": capacity} for path in config.disk_path]
 
 
 def io_engine(info: dict[str, Any]) -> str:
-    """The IO engine that reads and writes the disks; empty without a disk tier. ``info`` is that of the engine."""
+    """The IO engine that reads and writes the disks; empty without a disk tier. ``info``: of `_core.Engine.info`."""
     return str(info.get("io_engine", "")) if info.get("disks") else ""
 
 
@@ -63,10 +64,10 @@ def start_line(
     tokens_in: Callable[[int], int] | None = None,
     index_bytes: Callable[[int], int] | None = None,
 ) -> str:
-    """One line on configuration and findings; ``info`` is that of `_core.Engine.info`.
+    """One line on configuration and findings. ``info``: the result of `_core.Engine.info`.
 
-    ``where``: whose engine it is, if it is not this process's. ``tokens_in``: the tokens of the model that a tier of so
-    many bytes holds. ``index_bytes``: the memory of the index of so many tokens.
+    ``where``: the process that has the engine, if it is another. ``tokens_in``: returns the tokens of the model that a
+    tier with a capacity in bytes holds. ``index_bytes``: returns the bytes of the index for a number of tokens.
     """
     if not info:
         return f"undercroft: {where} does not answer yet; vLLM serves without it until then; namespace {namespace[:12]}"

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 
 class UndercroftError(Exception):
-    """Base of all of them."""
+    """Base of all errors here."""
 
 
 class ConfigError(UndercroftError):
-    """An option's value is not possible, here or anywhere: the operator changes it."""
+    """An option's value is not possible, on this machine or on any. The operator must change it."""
 
 
 class StoreError(UndercroftError):
-    """A directory of the disk tier is foreign, damaged, of another format version, full, or in use: the operator looks
-    at it."""
+    """A directory of the disk tier is foreign, damaged, of another format version, full, or in use. The operator must
+    look at the directory."""
 
 
 class ServerError(UndercroftError):

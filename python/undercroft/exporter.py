@@ -1,4 +1,4 @@
-"""A shared server's metrics over HTTP, in Prometheus' form: the names of `undercroft.metrics`."""
+"""A shared server's metrics over HTTP in Prometheus' format. `undercroft.metrics` has their names."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 # Most connections at a time; Prometheus opens one.
 CONNECTIONS_MAX = 16
-# How long a peer may take for one read or write, and for all of its request.
+# Longest time of one read or write of a peer, and of its whole request.
 REQUEST_TIMEOUT_S = 5.0
 CONNECTION_TIMEOUT_S = 10.0
 
 
 class EngineCollector(Collector):
-    """Reads the engine when it is scraped."""
+    """Reads the engine at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics that this process counts; vLLM's processes count the others."""
+        """The metrics that this process counts. vLLM's processes count the other metrics."""
         status = self._engine.status()
-        # The statistics in the status do not count a missing file: the engine's own do.
+        # Only the engine's own statistics count a missing file. The statistics in the status do not.
         values = self._engine.stats() | {f"server_{name}": value for name, value in status["server"].items()}
         for metric in (*METRICS, *SERVER_METRICS):
             sources = {key: labels for key, labels in metric.sources.items() if key in values}
@@ -62,13 +62,13 @@ class EngineCollector(Collector):
 
 
 class _Handler(MetricsHandler):
-    """Answers one request of a connection, whose parts may take seconds."""
+    """Answers the one request of a connection."""
 
     timeout = REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:  # noqa: N802
-        """Answer in the text format, whatever is accepted: in OpenMetrics, prometheus_client 0.26 writes "vllm_" for
-        "vllm:", and no rule or dashboard finds the series."""
+        """Answer in the text format, even if the client accepts OpenMetrics. There prometheus_client 0.26 writes
+        "vllm_" for "vllm:", and no rule or dashboard finds the series."""
         del self.headers["Accept"]
         super().do_GET()
 
@@ -77,8 +77,8 @@ class _Handler(MetricsHandler):
 
 
 class _MetricsServer(ThreadingMixIn, HTTPServer):
-    """Few connections at a time, each for seconds: a client of the port must not take the process's descriptors or
-    threads, which vLLM's connections need. A further connection ends the oldest."""
+    """Allows few connections at a time, each for some seconds. So a client of the port cannot take the descriptors and
+    threads that vLLM's connections need. A further connection ends the oldest."""
 
     daemon_threads = True
     block_on_close = False
@@ -101,7 +101,7 @@ class _MetricsServer(ThreadingMixIn, HTTPServer):
         return True
 
     def shutdown_request(self, request: Any) -> None:
-        """The request was answered, or will not be."""
+        """Forget a connection whose request was answered or has failed."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
@@ -123,14 +123,14 @@ class _MetricsServer(ThreadingMixIn, HTTPServer):
             logger.warning("undercroft: the metrics cannot be read (%s: %s)", kind, error)
 
     def _end(self, request: socket.socket) -> None:
-        """Shut a connection down; its thread sees the end, and closes it."""
+        """Shut a connection down. Its thread then reads the end of the stream, and closes the connection."""
         del self._open[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
 
 def start(host: str, port: int, engine: Engine) -> int:
-    """Serve the engine's metrics on threads of their own, and return the port (another one if ``port`` is 0).
+    """Serve the engine's metrics on threads of their own. Returns the port, which the system chooses if ``port`` is 0.
 
     Raises OSError if the address is not available.
     """

@@ -1,6 +1,6 @@
 """Hints of a request about its prompt's future use: their form, in ``kv_transfer_params`` and as vLLM's ``kv_hints``.
 
-Nothing here knows an engine: the frontend checks hints by it, and the scheduler's half carries them out.
+This module uses no engine. The frontend checks hints with it, and the scheduler's half carries the hints out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 NAME = "kv_hints"
 """Key of the hints in ``kv_transfer_params``, and vLLM's field of a request."""
 COMPUTE = "compute"
-"""Key beside the hints: false for a request that is there for its hints alone."""
+"""Key beside the hints: false for a request with hints and nothing to compute."""
 DEFAULT_TTL_S = 300.0
 TTL_MAX_S = 86_400.0
 PIN_NAME_MAX = 64
 VERBS = {"prefetch": "prefetch", "pin": "pin", "retain": "pin", "demote": "demote", "release": "release"}
 """Verbs that a hint may have, and the engine's verb for each."""
 VERSIONS = frozenset({"1", "1.0"})
-"""Versions of vLLM's typed actions that are understood."""
+"""Versions of vLLM's typed actions that this module understands."""
 _ORDER = ("prefetch", "pin", "demote", "release")
 _FIELDS = {
     "prefetch": {"tokens", "hashes"},
@@ -32,7 +32,7 @@ HASHES_ALLOWED = f"a list of up to {HASHES_MAX} block hashes, each of 1 to 32 by
 
 
 class InvalidHintError(ValueError):
-    """A hint that cannot be used. The message names it, its value and the allowed values."""
+    """A hint that cannot be used. The message names the hint, its value and the allowed values."""
 
     def __init__(self, where: str, value: Any, allowed: str) -> None:
         super().__init__(f"{where} = {value!r}: allowed is {allowed}.")
@@ -45,14 +45,14 @@ class Hint:
 
     verb: str
     key: str
-    """Key of the answer: the verb as the client has written it, or the id of vLLM's action."""
+    """Key of the answer: the verb in the client's spelling, or the id of vLLM's action."""
     tokens: int | None = None
-    """The hint concerns these first tokens; None: all."""
+    """The hint concerns only this number of first tokens; None: all tokens."""
     ttl_s: float = DEFAULT_TTL_S
     name: str = ""
     """Name of a pin."""
     hashes: tuple[bytes, ...] | None = None
-    """The hint concerns the chain of these blocks, instead of the request's own."""
+    """The hint concerns the chain of these blocks; None: the request's own chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Hints:
 
     hints: tuple[Hint, ...] = ()
     computes: bool = True
-    """Whether the request is computed, too."""
+    """Whether the request is computed: false for a request with hints alone."""
     unknown: int = 0
     """Hints of unknown kinds, which are ignored."""
 
@@ -91,7 +91,7 @@ def of_request(kv_transfer_params: Any, kv_hints: Any = None) -> Hints:
 
 
 def _each(given: Any, kv_hints: Any) -> Iterable[tuple[str, Any, str, bool]]:
-    """Verb (with the key of its answer after a colon), value, where it stands, and whether it is known."""
+    """For each hint: verb (with the key of its answer after a colon), value, place, and whether the verb is known."""
     if given is not None:
         where = f"kv_transfer_params.{NAME}"
         _checked(given, where, lambda one: isinstance(one, Mapping), f"an object with {_words(VERBS)} or {COMPUTE}")
@@ -131,7 +131,7 @@ def _parse(key: str, value: Any, where: str) -> tuple[Hint, bool]:
 
 
 def parse_hashes(given: Any) -> tuple[bytes, ...] | None:
-    """The hashes that a list of text means; None if it means none."""
+    """The hashes in a list of texts; None if the value is no such list."""
     if not isinstance(given, (list, tuple)) or not 0 < len(given) <= HASHES_MAX:
         return None
     try:
@@ -147,7 +147,7 @@ def _utf8(text: str) -> bytes:
 
 
 def _is_number(value: Any, kinds: Any) -> bool:
-    # A boolean is an int to Python, but a mistake here.
+    # In Python a boolean is an int. Here it is a mistake.
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 

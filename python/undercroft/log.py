@@ -1,7 +1,7 @@
 """The package's loggers, all at or below ``vllm.undercroft``, so that vLLM's logging configuration applies to them.
 
-vLLM's ``init_logger`` returns the same logger. It is not called here, because importing vLLM takes seconds and
-``undercroft serve`` does without it.
+vLLM's ``init_logger`` returns the same logger. This module does not call it, because an import of vLLM takes seconds
+and ``undercroft serve`` needs no vLLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The metrics: their names, kinds and labels, and the statistics from which their values come.
 
-The names begin with ``vllm:undercroft_``: vLLM drops metrics of its own prefix when an engine is made anew in the same
-process, and any other prefix would then be registered twice. Counters get the suffix ``_total`` when they are exposed.
+The names begin with ``vllm:undercroft_``: when an engine is made anew in the same process, vLLM drops the metrics with
+its own prefix. Metrics with any other prefix would then be registered twice.
+
+Counters get the suffix ``_total`` when they are exposed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ BUILD_HELP = "The version of undercroft, as a label; always 1."
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: where its values come from in the data of `UndercroftStats`."""
+    """One metric, and the keys of its values in the data of `UndercroftStats`."""
 
     name: str
     kind: str

@@ -1,8 +1,8 @@
 """The client of a Mooncake store, in a process of its own: ``python -m undercroft.mooncake_helper``.
 
 undercroft's core starts it for ``remote: "mooncake://..."`` and ends it if it hangs. Standard input is a Unix socket.
-The first line there has the settings, and the descriptor of the memory through which objects pass. Each further line is
-a request; its answer has the request's number. The end of the socket is the end of the process.
+Its first line has the settings, and the descriptor of the memory through which objects pass. Each further line is a
+request, and the request's answer has the same number. When the socket ends, the process ends.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 Request = dict[str, Any]
 
 CLIENT_MEMORY = 16 << 20
-"""Bytes that Mooncake's client takes for itself."""
+"""Bytes of memory that Mooncake's client allocates for itself."""
 BATCH = 8
-"""Objects of one call of the client."""
+"""Most objects in one call of the client."""
 CLOSE_LIMIT_S = 2.0
 ADMIN_LIMIT_S = 5.0
 CONNECT_LIMIT_S = 1.0
 
-# Of Mooncake's ErrorCode.
+# Values of Mooncake's ErrorCode.
 NO_SPACE = -200
 INVALID_PARAMETERS = -600
 NOT_READY = -703
@@ -48,7 +48,7 @@ WORDS = {
 
 
 class OperationError(Exception):
-    """An operation failed: the kind of failure, and words for the operator."""
+    """An operation failed: the kind of failure, and a text for the operator."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -56,13 +56,13 @@ class OperationError(Exception):
 
 
 def error_of(code: int) -> OperationError:
-    """The error that a code of Mooncake means."""
+    """The error for a code of Mooncake."""
     kind, words = WORDS.get(code, ("unreachable", "an error"))
     return OperationError(kind, f"Mooncake: {words} (code {code})")
 
 
 class Helper:
-    """The client, and a thread for each kind of operation: one that hangs does not keep the others."""
+    """The client, and a thread for each kind of operation: an operation that hangs does not delay other kinds."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -99,7 +99,7 @@ class Helper:
                 self._queues[request["op"]].put(request)
 
     def close(self) -> None:
-        """Leave the store, if that does not take long."""
+        """Disconnect from the store, unless this takes long."""
         if self._store is None:
             return
         closing = threading.Thread(target=self._store.close, daemon=True)
@@ -136,7 +136,7 @@ class Helper:
         self._store = store
 
     def _work(self, requests: queue.SimpleQueue[Request], work: Callable[[list[Request]], None]) -> None:
-        """A thread: carries out what has come, together."""
+        """The body of a thread: carries out all waiting requests of a kind together."""
         while True:
             batch = [requests.get()]
             while len(batch) < BATCH and not requests.empty():
@@ -160,7 +160,7 @@ class Helper:
         return {"values": found}
 
     def _remove_one(self, request: Request) -> dict[str, Any]:
-        # An object that was read has a lease for some seconds, which force overrides.
+        # After a read an object has a lease for some seconds. `True` (force) removes it all the same.
         for code in self._store.batch_remove(request["keys"], True):
             if code not in (0, NOT_FOUND):
                 raise error_of(code)
@@ -201,10 +201,10 @@ class Helper:
             ) from None
 
     def _get(self, batch: list[Request]) -> None:
-        """Objects, or their first bytes. By ranges, since these take half the CPU time of whole objects."""
+        """Read objects, or their first bytes. It reads ranges, which need half the CPU time of whole objects."""
         try:
             sizes = self._read(batch)
-        except Exception as error:  # As above.
+        except Exception as error:  # Whatever the client raises is a failure of these requests.
             for request in batch:
                 self._answer(request["id"], error="unreachable", detail=f"Mooncake: {error}")
             return
@@ -225,7 +225,7 @@ class Helper:
         return [of_object[0][0] for of_object in found]
 
     def _read_short(self, request: Request) -> int:
-        """An object that has fewer bytes than are wanted: its size, or a code."""
+        """Read an object that has fewer bytes than requested. Returns its size, or an error code."""
         size = int(self._store.get_size(request["key"]))
         if not 0 < size < request["bytes"]:
             return min(size, INVALID_PARAMETERS) if size < 0 else INVALID_PARAMETERS
@@ -238,7 +238,7 @@ class Helper:
 
 
 def own_address(master: str) -> str:
-    """This machine's address on the way to the master. The client itself would look for a master for minutes."""
+    """This machine's address on the route to the master. The client itself would try for minutes to reach a master."""
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S) as connection:
@@ -252,7 +252,7 @@ def main() -> None:
     connection = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    # Each line of Mooncake's log is written to the core, which keeps the last one for messages.
+    # The core gets each line of Mooncake's log, and keeps the last line for messages.
     for name, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)
     helper = Helper(connection)

@@ -1,6 +1,6 @@
-"""How the value of an option is read: from JSON, and from the text of an environment variable.
+"""Parsers of options' values: from JSON, and from the text of an environment variable.
 
-Each function raises ValueError with the reason; the caller adds the option's name and the values it allows.
+Each function raises ValueError with the reason. The caller adds the option's name and its allowed values.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from undercroft.units import Amount, parse_amount, parse_duration, parse_size
 
 @dataclass(frozen=True, slots=True)
 class PromotionWait:
-    """How long a lookup waits for blocks that are on disk only.
+    """The limit of a lookup's wait for blocks that are on disk only.
 
-    ``planned``: while loading takes less time than computing, by measurement. Otherwise ``base_ms`` plus
-    ``per_1k_tokens_ms`` for each 1,000 tokens of the lookup; with ``base_ms`` None, until all are in host memory.
+    ``planned``: the lookup waits while loading takes less time than computing, by measurement. Otherwise it waits for
+    ``base_ms`` plus ``per_1k_tokens_ms`` for each 1,000 tokens of the lookup. If ``base_ms`` is None, it waits until
+    all blocks are in host memory.
     """
 
     base_ms: float | None = None
@@ -67,7 +68,7 @@ def number(low: float, high: float) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{type(value).__name__} instead of a number")
-        # Comparing first: a huge integer has no float.
+        # The comparison comes first: a huge integer has no float.
         if not low <= value <= high:
             raise ValueError("out of range")
         return float(value)
@@ -76,7 +77,7 @@ def number(low: float, high: float) -> Callable[[Any], float]:
 
 
 def or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A parser that also takes null, else ``parse``."""
+    """A parser that accepts null, and otherwise calls ``parse``."""
     return lambda value: None if value is None else parse(value)
 
 
@@ -95,7 +96,7 @@ def plain_text(value: Any) -> str:
 
 
 def directory(value: Any) -> str:
-    """An absolute path, since other processes read it; an empty one stays empty."""
+    """An absolute path, since other processes use it. An empty path stays empty."""
     text = plain_text(value)
     return str(Path(text).expanduser().absolute()) if text else ""
 
@@ -136,7 +137,7 @@ def duration(least: int) -> Callable[[Any], int]:
 
 
 SHADOWS_MAX = 4
-"""Sizes of the option ``shadow``: each has labels of metrics of its own."""
+"""Most sizes of the option ``shadow``: each size has series of its own in the metrics."""
 
 
 def sizes(value: Any) -> tuple[int, ...]:
@@ -156,7 +157,7 @@ def text_sizes(text: str) -> Any:
 
 
 def paths(value: Any) -> tuple[str, ...]:
-    """Directories: absolute, each once."""
+    """Absolute directories without repetition."""
     paths = (value,) if isinstance(value, str) else value
     if not isinstance(paths, (list, tuple)):
         raise ValueError(f"{type(value).__name__} instead of a path or a list of paths")
@@ -204,7 +205,7 @@ def promotion_wait(value: Any) -> PromotionWait:
 
 
 def text_bool(text: str) -> bool:
-    """True or false, as people write them in the environment."""
+    """True or false in the spellings that people use in the environment."""
     lowered = text.strip().lower()
     if lowered in ("1", "true", "yes", "on"):
         return True

@@ -1,7 +1,7 @@
 """The entry point of vLLM's plugin system: registers the connector's name and applies the patches for every process.
 
-vLLM calls `register` in each of its processes, sometimes more than once, also where undercroft is not configured. It
-raises nothing, since an exception would end vLLM.
+vLLM calls `register` in each of its processes, sometimes more than once, even if undercroft is not configured.
+`register` raises nothing, since an exception would end vLLM.
 """
 
 from __future__ import annotations

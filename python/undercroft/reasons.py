@@ -1,4 +1,4 @@
-"""Why tokens of a prompt were not loaded, in words: the reasons that the engine and the connector give."""
+"""Texts for the reasons why tokens of a prompt were not loaded, as the engine and the connector report them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ REASONS: dict[str, str] = {
 """Name of a reason -> its meaning. The names are those of `undercroft_core::explain::Reason`."""
 
 MISSES = tuple(name for name in REASONS if name != "complete")
-"""Reasons for which a request finds nothing: labels of the metric ``misses``."""
+"""Reasons of misses: the values of the label of the metric ``misses``."""
 
 _WITH_AGE = ("evicted_host", "evicted_disk", "lost")
 
 
 def sentence(reason: str, ago_s: float | None = None) -> str:
-    """A reason in words, with how long ago a block went, if that is known."""
+    """The text for a reason. ``ago_s``: seconds since the missing block was lost, if they are known."""
     text = REASONS.get(reason, reason)
     if ago_s is None or reason not in _WITH_AGE:
         return text

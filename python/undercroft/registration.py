@@ -1,4 +1,4 @@
-"""The connector's name in vLLM: how it is registered, and how an object is recognised as undercroft's connector."""
+"""Registers the connector's name with vLLM, and recognises undercroft's connectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def register_name() -> None:
 
 
 def ours_in(connector: Any) -> list[Any]:
-    """Undercroft's connectors: the given one, or those inside it if it is a MultiConnector."""
+    """Undercroft's connectors: ``connector`` itself, or undercroft's children of a MultiConnector."""
     if getattr(connector, "is_undercroft", False):
         return [connector]
     return [one for child in getattr(connector, "_connectors", ()) for one in ours_in(child)]
@@ -32,8 +32,8 @@ def ours_in(connector: Any) -> list[Any]:
 def check_options(kv_transfer_config: Any, local: bool) -> None:
     """Check undercroft's options in vLLM's configuration, alone or inside MultiConnector.
 
-    Raises ConfigError, or StoreError for a directory that the engine would refuse. ``local``: whether the engine is to
-    run on this machine, so that its memory and its directories are looked at. Nothing is changed.
+    Raises ConfigError, or StoreError for a directory that the engine would refuse. ``local``: whether the engine will
+    run on this machine. Then its memory and its directories are checked. Changes nothing.
     """
 
     def read(name: str) -> Any:

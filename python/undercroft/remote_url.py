@@ -1,4 +1,4 @@
-"""URLs of remote stores: the first look at them, before the core reads them. Secrets in values, which are not shown."""
+"""Checks URLs of remote stores before the core reads them, and removes credentials from values for messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ REMOTE_FORMAT = (
     '"file:///directory", "s3://bucket/prefix", "gs://bucket/prefix", "az://container/prefix", "redis://host:6379/0", '
     '"rediss://host:6379/0" or "mooncake://host:50051/prefix"'
 )
-"""The input of `check_remote`, for messages."""
+"""The URLs that `check_remote` accepts, for messages."""
 
 _T = TypeVar("_T")
 
 
 def check_remote(value: object) -> str:
-    """The URL, or an empty text for no store. Raises ValueError with the reason, without a password."""
+    """The URL, or an empty text for no store. Raises ValueError; its text has the reason and never a password."""
     if not isinstance(value, str):
         raise ValueError(f"{type(value).__name__} instead of a URL")
     if not value:
@@ -33,7 +33,7 @@ def check_remote(value: object) -> str:
         if not rest.startswith("/") or not rest.strip("/"):
             raise ValueError("no absolute path of a directory")
         return value
-    # The core reads the parameters of Mooncake; other stores have none.
+    # Only URLs of Mooncake have parameters. The core reads them.
     rest, _, parameters = rest.partition("?") if scheme == "mooncake" else (rest, "", "")
     host = rest.partition("/")[0]
     if "@" in host or "@" in parameters:
@@ -49,7 +49,7 @@ def check_remote(value: object) -> str:
 
 
 def without_credentials(value: _T) -> _T | str:
-    """The value for a message: nothing of a key is shown, and of a URL nothing before an @."""
+    """The value for a message: without any part of a key, and without the part of a URL before an @."""
     if not isinstance(value, str) or value.startswith("file:"):
         return value
     if is_key(value):

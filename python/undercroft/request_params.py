@@ -22,7 +22,7 @@ _OPTIONS = {option.name: option for option in OPTIONS if option.name in NAMES}
 
 
 class InvalidParameterError(ValueError):
-    """A parameter that cannot be used. The message names it, its value and the allowed ones."""
+    """A parameter that cannot be used. The message names the parameter, its value and the allowed values."""
 
     def __init__(self, name: str, value: Any, reason: str) -> None:
         allowed = "true or false" if name == EXPLAIN else _OPTIONS[name].allowed
@@ -32,29 +32,29 @@ class InvalidParameterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LookupParams:
-    """How one request's lookup is done."""
+    """The options of one request's lookup."""
 
     blocking: bool
-    """Wait for the disk in the scheduler, instead of being asked again."""
+    """Whether the lookup waits for the disk in the scheduler. If not, its answer is "later" meanwhile."""
     timeout_s: float
     """Longest wait of a blocking lookup."""
     wait_ms: tuple[float, float] | None
-    """Longest wait for the disk: a base and an addition for every 1,000 tokens; None: no limit of time."""
+    """Longest wait for the disk in milliseconds: a base, and an addition for every 1,000 tokens. None: no limit."""
     planned: bool = False
-    """Without a limit of time: load prefixes that take less time to load than to compute, and wait no longer."""
+    """Whether to wait only while loading takes less time than computing. Applies if ``wait_ms`` is None."""
 
     def at_once(self) -> LookupParams:
-        """The same without any wait: the hit ends with the part in host memory."""
+        """These options without any wait: the hit then ends with the part in host memory."""
         return replace(self, blocking=False, wait_ms=(0.0, 0.0))
 
 
 def is_brought(kv_transfer_params: Any) -> bool:
-    """Whether a prefill instance holds the request's blocks, which a P/D connector brings; it clears the parameter."""
+    """Whether a P/D connector will bring the request's blocks from a prefill instance. Then it clears the parameter."""
     return bool(kv_transfer_params and kv_transfer_params.get("do_remote_prefill"))
 
 
 def check(kv_transfer_params: Any) -> None:
-    """Raise InvalidParameterError if a parameter of undercroft has an impossible value; others are not looked at."""
+    """Raise InvalidParameterError if a parameter of undercroft has an impossible value. Ignores other parameters."""
     _given(kv_transfer_params)
     if isinstance(kv_transfer_params, Mapping):
         value = kv_transfer_params.get(EXPLAIN)
@@ -63,12 +63,12 @@ def check(kv_transfer_params: Any) -> None:
 
 
 def wants_explanation(kv_transfer_params: Any) -> bool:
-    """Whether the response is to say how the request was loaded."""
+    """Whether the response must have an explanation."""
     return isinstance(kv_transfer_params, Mapping) and kv_transfer_params.get(EXPLAIN) is True
 
 
 def of_request(kv_transfer_params: Any, config: UndercroftConfig) -> LookupParams:
-    """The request's own values, else those of the configuration. Raises InvalidParameterError."""
+    """The request's own values, and the configuration's values for the rest. Raises InvalidParameterError."""
     given = _given(kv_transfer_params)
     wait: PromotionWait = given.get("promotion_wait", config.promotion_wait)
     return LookupParams(

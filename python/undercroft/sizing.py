@@ -23,8 +23,8 @@ class Sizes:
 def resolve_sizes(config: UndercroftConfig, ranks: int = 1) -> Sizes:
     """The engine's sizes on this machine. Raises ConfigError for a size that is impossible here.
 
-    ``ranks``: data-parallel ranks on this machine. With a disk they use one engine, and otherwise have one each, of an
-    equal part of the memory.
+    ``ranks``: data-parallel ranks on this machine. With a disk all ranks use one engine. Without a disk each rank has
+    an engine with an equal part of the memory.
     """
     from undercroft import _core
 

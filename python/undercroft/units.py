@@ -20,18 +20,18 @@ _UNITS = {
 }
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*", re.ASCII)
 SIZE_FORMAT = "bytes as a number, or with a unit (KiB, MiB, GiB, TiB, KB, MB, GB, TB)"
-"""The input of `parse_size`, for messages."""
+"""The forms that `parse_size` accepts, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Either a number of bytes or a share (0 to 1) of a total that is only known on the machine."""
+    """Either a number of bytes, or a share (0 to 1) of a total that depends on the machine."""
 
     size: int | None = None
     share: float | None = None
 
     def of(self, total: int) -> int:
-        """The amount in bytes, where a share is taken of ``total`` bytes."""
+        """The amount in bytes. A share is a share of ``total`` bytes."""
         if self.size is not None:
             return self.size
         return int(total * (self.share or 0.0))
@@ -41,7 +41,7 @@ class Amount:
 
 
 def parse_size(value: object) -> int:
-    """Bytes of ``value``, a whole number or text with an optional unit. Raises ValueError with the reason."""
+    """The bytes in ``value``, a whole number or text with an optional unit. Raises ValueError with the reason."""
     amount = parse_amount(value)
     if amount.size is None:
         raise ValueError("a percentage is not possible here")
@@ -73,11 +73,11 @@ def parse_amount(value: object) -> Amount:
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 DURATION_FORMAT = "seconds as a number, or with a unit (s, m, h, d)"
-"""The input of `parse_duration`, for messages."""
+"""The forms that `parse_duration` accepts, for messages."""
 
 
 def parse_duration(value: object) -> int:
-    """Seconds of ``value``, a whole number or text such as "3d". Raises ValueError with the reason."""
+    """The seconds in ``value``, a whole number or text such as "3d". Raises ValueError with the reason."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{type(value).__name__} is not a duration")
     if isinstance(value, str):

@@ -57,7 +57,7 @@ def seconds(text: str) -> float:
 
 
 def url(text: str) -> str:
-    """The address of a vLLM, without its "/v1" and slashes at the end."""
+    """The address of a vLLM, without "/v1" and slashes at its end."""
     try:
         parts = urllib.parse.urlsplit(text)
         possible = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -69,7 +69,7 @@ def url(text: str) -> str:
 
 
 def add_engine(parser: argparse.ArgumentParser, path: Callable[[str], str]) -> None:
-    """The arguments that say which running engine is meant."""
+    """Add the arguments that select a running engine."""
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--socket", type=path, metavar="PATH", help="socket of the engine (default: the only engine of this user)"
@@ -78,7 +78,7 @@ def add_engine(parser: argparse.ArgumentParser, path: Callable[[str], str]) -> N
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say how vLLM keeps a model's KV cache."""
+    """Add the arguments about vLLM's KV cache of a model."""
     types = ("auto", *DTYPE_BYTES)
     parser.add_argument(
         "--tensor-parallel-size", type=whole(1, 1024), default=1, metavar="N", help="as given to vLLM (%(default)s)"

@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the effect of the configuration. Raises ConfigError where vLLM would refuse to start."""
+    """Print the effect of the configuration. Raises ConfigError if vLLM would not start with it."""
     extra = {} if args.env else read_extra_config(args.config)
     config = UndercroftConfig.parse(extra)
     found = report(config, extra)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_extra_config(text: str) -> dict[str, Any]:
-    """The options, of one of the forms that the command takes. Raises ConfigError."""
+    """The options from a text, in any form that the command accepts. Raises ConfigError."""
     if text.startswith("@"):
         try:
             text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def report(config: UndercroftConfig, extra: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not left to their default, as they were written."""
+    """The options that were set, in the form in which they were written."""
     given = {}
     for option in OPTIONS:
         if option.name in extra:

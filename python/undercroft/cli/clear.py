@@ -54,7 +54,7 @@ def _digits(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Clear, wait, and print the blocks that have gone."""
+    """Clear, wait, and print the number of removed blocks."""
     socket = engines.socket_of(args)
     what, named = _what(args)
     if not args.yes and sys.stdin.isatty():
@@ -73,17 +73,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _what(args: argparse.Namespace) -> tuple[Any, str]:
-    """The engine's words for the blocks, and those for people."""
+    """The selection of the blocks: for the engine, and as a text for people."""
     if args.namespace is not None:
         return {"namespace": args.namespace}, f"all blocks of namespace {args.namespace}"
     if args.older_than is not None:
-        # The engine counts in 32 bits: more than a century.
+        # The engine counts seconds in 32 bits, which is more than a century.
         return {"older_than": min(args.older_than, 2**32 - 1)}, f"blocks unused for {output.age_text(args.older_than)}"
     return "all", "all blocks"
 
 
 def _is_over(said: dict[str, Any], order: int) -> bool:
-    # The engine begins the order of another operator only after this one.
+    # The engine begins another operator's order only after it has ended this order.
     return said["order"] != order or not said["removing"]
 
 

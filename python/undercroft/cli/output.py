@@ -12,11 +12,11 @@ from undercroft.errors import UndercroftError
 
 
 class CommandError(UndercroftError):
-    """A command cannot give its result; the message says why."""
+    """A command has no result. The message has the reason."""
 
 
 def coloured(text: str, colour: str) -> str:
-    """The text in one of the terminal's colours, unless it goes elsewhere or NO_COLOR is set (no-color.org)."""
+    """The text in one of the terminal's colours; plain if stdout is no terminal or NO_COLOR is set (no-color.org)."""
     return f"\033[{colour}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
@@ -26,7 +26,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def print_fields(fields: Mapping[str, Any]) -> None:
-    """Names and values in two columns; lists and mappings are left out, absent values are a dash."""
+    """Names and values in two columns. Lists and mappings are left out. An absent value is a dash."""
     shown = {name: text(value) for name, value in fields.items() if not isinstance(value, list | dict)}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
@@ -42,7 +42,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def text(value: Any) -> str:
-    """A value for people: four significant digits of a small fraction, three decimals else, a dash for None."""
+    """A value for people: a small fraction with four significant digits, others with three decimals; None is a dash."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -58,7 +58,7 @@ def count(number: int, noun: str) -> str:
 
 
 def age_text(seconds: float | None) -> str:
-    """A span of time in its largest sensible unit."""
+    """A number of seconds in the largest sensible unit."""
     if seconds is None:
         return "-"
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):

@@ -1,7 +1,7 @@
 """Shared parts of ``undercroft pin`` and ``undercroft unpin``: hints about a list of prompts, or of block hashes.
 
-The hints go to a vLLM over HTTP, which knows the tokens of a prompt, or with block hashes to an engine's own socket.
-Nothing is computed.
+Hints about prompts are sent over HTTP to a vLLM, which computes the tokens and block hashes of a prompt. Hints about
+block hashes are sent to an engine's own socket. No KV is computed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DESCRIPTION = (
 )
 
 Give = Callable[[Any], dict[str, Any]]
-"""Gives the hint about a line; the answer."""
+"""Sends the hint about a line, and returns the answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, file: str | None = None) -> None:
-    """The prompts, and who is told. ``file``: how many files, as argparse has it."""
+    """Add the arguments for the prompts and the recipient. ``file``: ``nargs`` of the file's argument."""
     prompts.add_file(parser, file)
     place = parser.add_mutually_exclusive_group()
     vllm_http.add_arguments(parser, place)
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser, file: str | None = None) -> N
 
 
 def run(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> int:
-    """Give the hint ``verb`` with ``fields`` for each line of the file. 1 if it holds for none of a line's blocks."""
+    """Send the hint ``verb`` with ``fields`` for each line of the file. Returns 1 if a hint applies to no block."""
     to_engine = args.socket is not None or args.disk_path is not None
     if to_engine and args.file is not None and not args.hashes:
         raise ConfigError("an engine does not know the tokens of a prompt; give --hashes and block hashes, or --url")
@@ -83,7 +83,7 @@ def _to_vllm(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> Giv
     def give(line: Any) -> dict[str, Any]:
         named = fields
         if line is None or args.hashes:
-            # The request needs a prompt; any will do.
+            # The request needs a prompt, whose text has no effect.
             line, named = {"prompt": "."}, fields if line is None else fields | {"hashes": line}
         params = {hints.NAME: {verb: named, hints.COMPUTE: False}}
         found = vllm.complete(model, line, {"kv_transfer_params": params})

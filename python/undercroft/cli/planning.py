@@ -1,4 +1,4 @@
-"""The planner's estimates, as a person reads them: from how many tokens on a tier is worth its wait."""
+"""The planner's estimates for people: the least number of tokens whose load from a tier saves time."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from undercroft.units import format_size
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 _SLACK = 0.9
-"""A load must take less than this part of the time of computing, as in the planner."""
+"""A load must take less than this part of the time of computing. The planner has the same constant."""
 
 
 def of_remote(stats: dict[str, Any]) -> dict[str, Any]:
-    """The same, with the remote store in the place of the disk."""
+    """The statistics with the values of the remote store in place of the disk's."""
     names = ("bytes_per_s", "latency_seconds")
     return stats | {f"plan_disk_{name}": stats.get(f"plan_remote_{name}", 0) for name in names}
 
 
 def compute_s(stats: dict[str, Any], tokens: int) -> float:
-    """Seconds that computing a prompt takes. The time of a token grows with its position."""
+    """Seconds of computing a prompt. The time of a token grows with its position."""
     first: float = 1.0 / stats["plan_prefill_tokens_per_s"]
     later: float = 1.0 / max(1, stats["plan_prefill_tokens_per_s_32k"])
     return tokens * first + (later - first) / 32768 * tokens * tokens / 2
 
 
 def load_s(stats: dict[str, Any], tokens: int) -> float:
-    """Seconds that reading a prompt from an idle disk, and copying it to the device, takes."""
+    """Seconds of reading a prompt from an idle disk and copying it to the device."""
     size = tokens * stats["plan_bytes_per_token"]
     copy: float = size / stats["plan_copy_bytes_per_s"] if stats["plan_copy_bytes_per_s"] else 0.0
     latency: float = stats["plan_disk_latency_seconds"] + stats["plan_copy_latency_seconds"]
@@ -34,18 +34,18 @@ def load_s(stats: dict[str, Any], tokens: int) -> float:
 
 
 def is_known(stats: dict[str, Any]) -> bool:
-    """Whether steps and reads enough were measured."""
+    """Whether enough steps and reads were measured."""
     needed = ("plan_disk_bytes_per_s", "plan_prefill_tokens_per_s", "plan_bytes_per_token")
     return all(stats.get(name) for name in needed)
 
 
 def loaded_lengths(stats: dict[str, Any]) -> list[int]:
-    """The lengths of prompts that are read from an idle disk."""
+    """The lengths of prompts that the planner reads from an idle disk."""
     return [tokens for tokens in LENGTHS if load_s(stats, tokens) < _SLACK * compute_s(stats, tokens)]
 
 
 def sentence(stats: dict[str, Any], tier: str = "disk") -> str:
-    """One sentence about the disk, or about the remote store; empty before enough was measured."""
+    """One sentence about the disk or the remote store; empty before enough was measured."""
     if not is_known(stats):
         return ""
     even = 8192 * stats["plan_bytes_per_token"] / compute_s(stats, 8192)
@@ -73,8 +73,8 @@ HEADER = ("tokens", "computing", "loading", "equal at", "decision")
 
 
 def table(stats: dict[str, Any]) -> list[tuple[str, ...]]:
-    """By the length of a prompt: the times of computing and of loading, the rate of the disk at which both are equal,
-    and the decision if nothing else is read."""
+    """For each length of a prompt: the times of computing and of loading, the rate of the disk at which these times are
+    equal, and the decision if nothing else is read."""
     loaded = loaded_lengths(stats)
     return [
         (
@@ -89,7 +89,7 @@ def table(stats: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def of_running(disk_bytes_per_s: float | None = None) -> list[dict[str, str]]:
-    """The table of the first engine of this user that has measured enough, with its own disk or one of this rate."""
+    """The table of this user's first engine with enough measurements, for its own disk or a disk of the given rate."""
     other = {} if disk_bytes_per_s is None else {"plan_disk_bytes_per_s": disk_bytes_per_s}
     for engine in engines.all_of_user():
         stats = engine["stats"] | other

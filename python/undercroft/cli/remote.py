@@ -43,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove, and print the outcome."""
+    """Remove the objects, and print the result."""
     from undercroft import _core
 
     if args.max_bytes is None and args.max_age is None:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             engines.operate(socket, {"resize": order})
         except output.CommandError as error:
-            # The engine names the option, the operator gave the flag.
+            # The engine's message names the option. The operator used the flag.
             flag = re.sub("^(host|disk)_", r"--\1-", str(error))
             raise ConfigError(flag) from None
     resized, over = waiting.until(socket, {"resized": {}}, _is_over, _line, args.timeout if order else 0.0)
@@ -65,17 +65,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_space(socket: str, capacity: int) -> None:
-    """Refuse a size for which a filesystem has no room: the files have given theirs back. Raises ConfigError."""
+    """Refuse a size for which a filesystem has no room: smaller files have released their space. Raises ConfigError."""
     for disk in engines.ask(socket)["info"].get("disks", ()):
         try:
             place = Path(disk["path"])
             files = [(place / name).stat() for name in ("data", "table", "super")]
             system = os.statvfs(place)
         except OSError:
-            # The engine knows of it, and says so in its status.
+            # The engine detects this failure as well, and its status shows it.
             continue
         missing = capacity - sum(file.st_blocks * 512 for file in files)
-        # The filesystem keeps as much as at a start.
+        # The same reserve of the filesystem stays free as at a start.
         free = system.f_bavail * system.f_frsize - min(system.f_blocks * system.f_frsize // 20, 4 << 30)
         if missing > 0 and missing > free:
             raise ConfigError(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from undercroft._core import Engine
 
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.scope == "engine")
-"""The options that are flags of the command; each vLLM sets the others itself."""
-# How often the engine's health is checked.
+"""The options that are flags of the command. Each vLLM sets the other options itself."""
+# Seconds between two checks of the engine's health.
 HEALTH_INTERVAL_S = 1.0
 
 
@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     for message in unknown_environment():
         logger.warning(message)
@@ -104,7 +104,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _check_socket(path: Path) -> None:
-    """The socket replaces that of a dead server, but nothing else. Raises ConfigError."""
+    """Raise ConfigError if the path is in use: the socket may only replace the socket of a server that has ended."""
     if path.exists() and not path.is_socket():
         raise ConfigError(f"--socket {path}: there is something that is no socket; choose another path")
     directory = path.parent
@@ -116,10 +116,10 @@ def _check_socket(path: Path) -> None:
 
 
 def _stop_on_signal() -> threading.Event:
-    """An event that the first SIGTERM or SIGINT sets; the second ends the process at once.
+    """An event that the first SIGTERM or SIGINT sets. The second signal ends the process at once.
 
-    A thread waits for them, so that they count while the engine opens or closes, and also where this process is
-    number 1 of a container, for which signals have no default.
+    A thread waits for the signals, so that they have an effect while the engine opens or closes. They have an effect
+    even if this process has the number 1 in a container, for which signals have no default action.
     """
     stop = threading.Event()
     reader, writer = os.pipe()
@@ -138,18 +138,18 @@ def _stop_on_signal() -> threading.Event:
 
 
 def _raise_descriptor_limit() -> None:
-    """Each vLLM and each of its workers takes a descriptor; service managers begin at 1,024."""
+    """Raise the limit: each vLLM and each worker needs a descriptor. Service managers set a limit of 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        # Refused where the hard limit is above the kernel's.
+        # The kernel refuses this if the hard limit is above its own limit.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _watch(engine: Engine, stop: threading.Event) -> None:
-    """Until the end, say in the log when a disk stops or starts to work.
+    """Log when a disk stops or starts to work, until ``stop`` is set.
 
-    Raises CommandError if the engine or its server has failed: to start anew is all that helps.
+    Raises CommandError if the engine or its server has failed: only a restart helps then.
     """
     health, remote, namespaces = DiskHealth(engine), RemoteHealth(engine), NamespaceHealth()
     while not stop.wait(HEALTH_INTERVAL_S):
@@ -165,13 +165,13 @@ def _watch(engine: Engine, stop: threading.Event) -> None:
 
 
 def notify(state: str) -> None:
-    """Tell systemd, if it asked to be told (sd_notify)."""
+    """Send ``state`` to systemd if it has set a socket for this (sd_notify)."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
         try:
-            # A leading @ stands for the zero byte of an abstract address.
+            # In an abstract address, @ replaces the leading zero byte.
             notify.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
         except OSError as error:
             logger.warning("undercroft: cannot send %s to NOTIFY_SOCKET %s: %s", state, address, error.strerror)

@@ -16,7 +16,7 @@ from undercroft.units import format_size
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as vLLM would keep its KV cache."""
+    """A model, and vLLM's KV cache of it."""
 
     model_type: str
     dtype: str
@@ -67,7 +67,7 @@ def read_model(name: str, args: argparse.Namespace) -> Model:
 
 
 def report(model: Model, host: list[int], disk: list[int]) -> dict[str, Any]:
-    """The sizes as one object. Raises ConfigError where a block fits no slot."""
+    """The sizes as one object. Raises ConfigError if a block fits no slot."""
     return {
         "model_type": model.model_type,
         "dtype": model.dtype,

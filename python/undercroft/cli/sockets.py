@@ -15,5 +15,5 @@ def default_socket() -> str:
 
 
 def absolute_path(path: str) -> str:
-    """A path as given on the command line, from the root on; also in the form that vLLM takes, ``unix://PATH``."""
+    """The absolute path for a path on the command line, which may have vLLM's form ``unix://PATH``."""
     return str(Path(path.removeprefix("unix://")).expanduser().absolute())

@@ -14,10 +14,10 @@ from undercroft.errors import UndercroftError
 from undercroft.metrics import METRICS
 from undercroft.units import format_size
 
-# Between the two readings from which rates come.
+# Seconds between the two readings from which rates are computed.
 INTERVAL_S = 1.0
 COUNTERS = frozenset(key for metric in METRICS if metric.kind == "counter" for key in metric.sources)
-# Counters that an operator should know of when they are not 0.
+# Counters that an operator should see if they are not 0.
 TROUBLES = (
     "checksum_failures",
     "host_checksum_failures",
@@ -41,7 +41,7 @@ _SESSION = {
     "saves": "saves",
     "request memory": "request_bytes",
 }
-"""Column of a session -> its field: totals since it was opened, then those under way."""
+"""Column of a session -> its field: totals since the session was opened, then pending numbers."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         if len(found) > 1 and args.watch is None:
             _list(found, as_json=args.json)
             return 0
-        # An engine that is not there yet can be watched: a server that restarts, for instance.
+        # With --watch the engine may start later, for example a server that restarts.
         socket = default_socket() if args.watch is not None and not found else engines.only_one(found)
     if args.watch is not None:
         return _watch(socket, args.watch, as_json=args.json)
@@ -107,21 +107,21 @@ def _list(found: list[dict[str, Any]], *, as_json: bool) -> None:
 
 
 def with_rates(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
-    """The status with ``rates``: how much each counter grew per second since ``before``.
+    """The status with ``rates``: each counter's increase per second since ``before``.
 
-    None where there is no earlier reading of the same server.
+    The rates are None if there is no earlier reading of the same server.
     """
     if before is None or before["pid"] != now["pid"] or now["uptime_s"] <= before["uptime_s"]:
         return now | {"rates": None}
     seconds = now["uptime_s"] - before["uptime_s"]
     old, new = (reading["stats"] | {"lookups": _answered(reading)} for reading in (before, now))
     counters = [name for name in new if name in COUNTERS or name == "lookups"]
-    # A session that has ended takes its lookups with it.
+    # The lookups of a session that has ended are no longer counted.
     return now | {"rates": {name: max(0, new[name] - old[name]) / seconds for name in counters}}
 
 
 def _answered(status: dict[str, Any]) -> int:
-    """Requests of the open sessions whose lookup was answered. The server counts none of an embedded engine."""
+    """Requests of the open sessions whose lookup was answered. For an embedded engine the server counts none."""
     return sum(int(session["answered"]) for session in status["sessions"])
 
 
@@ -189,7 +189,7 @@ def _disk(disk: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _quantile(latency: dict[str, Any] | None, direction: str, part: float) -> str:
-    """The limit that this part of a disk's reads or writes kept to since the start."""
+    """The latency limit within which this part of a disk's reads or writes ended since the start."""
     counts = latency[direction]["at_most"] if latency else [0]
     if latency is None or not counts[-1]:
         return "-"
@@ -200,8 +200,8 @@ def _quantile(latency: dict[str, Any] | None, direction: str, part: float) -> st
 
 
 def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:
-    """Print the status again and again. An engine that has ended is waited for, since it may be restarting; the
-    error is printed once."""
+    """Print the status repeatedly. If the engine ends, print the error once and wait for an engine at the same socket:
+    it may restart."""
     before, said = None, ""
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The vLLM that a command sends prompts to, over HTTP."""
+"""The vLLM to which a command sends prompts over HTTP."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from undercroft.cli.output import CommandError
 
 _TIMEOUT_S = 60.0
 _OF_LONGER_ANSWERS = frozenset({"max_completion_tokens", "min_tokens", "n", "best_of", "stream_options"})
-"""Fields of a request that do not go with an answer of one token."""
+"""Fields of a request that conflict with an answer of one token."""
 
 
 class RefusedError(CommandError):
-    """vLLM has refused a request; it may take another one."""
+    """vLLM has refused a request. It may accept the next request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """A vLLM. Each method raises CommandError if none answers."""
+    """A vLLM at an address. Each method raises CommandError if no vLLM answers."""
 
     url: str
     api_key: str | None
 
     def first_model(self) -> str:
-        """The first model that it serves."""
+        """The first model that the vLLM serves."""
         models = self._ask("/v1/models", None, _TIMEOUT_S).get("data") or []
         if not models:
             raise CommandError(f"{self.url}: it serves no model")
@@ -41,14 +41,14 @@ class Vllm:
     def complete(
         self, model: str, line: Any, fields: dict[str, Any], timeout_s: float | None = _TIMEOUT_S
     ) -> dict[str, Any]:
-        """Its answer of one token to a prompt, with further ``fields`` of the request."""
+        """Send a prompt with further ``fields`` of the request. Returns the answer, which has one token."""
         given: dict[str, Any] = line if isinstance(line, dict) else {"prompt": line}
         request = {name: value for name, value in given.items() if name not in _OF_LONGER_ANSWERS}
         path = "/v1/chat/completions" if "messages" in request else "/v1/completions"
         return self._ask(path, {"model": model, **request, "max_tokens": 1, "stream": False, **fields}, timeout_s)
 
     def _ask(self, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> dict[str, Any]:
-        """The JSON object that it answers with."""
+        """Send a request. Returns the JSON object of the answer."""
         content = None if body is None else json.dumps(body).encode()
         place = self.url + path
         try:
@@ -69,7 +69,7 @@ class Vllm:
 
 
 def add_arguments(parser: argparse.ArgumentParser, place: argparse._ActionsContainer | None = None) -> None:
-    """The arguments that name a vLLM and its model. ``place``: the group of the address, where it excludes others."""
+    """Add the arguments that name a vLLM and its model. ``place``: the group for the address's argument."""
     (place or parser).add_argument(
         "--url", type=arguments.url, default="http://localhost:8000", help="address of vLLM (%(default)s)"
     )
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser, place: argparse._ActionsConta
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
-    """The key that a vLLM started with --api-key asks for."""
+    """Add the argument with the key that a vLLM with --api-key requires."""
     parser.add_argument("--api-key", metavar="KEY", help="as vLLM was given it (default: $OPENAI_API_KEY)")
 
 

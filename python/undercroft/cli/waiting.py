@@ -40,7 +40,7 @@ def until(
 
 
 def until_interrupted(work: Callable[[], Result]) -> Result:
-    """The result of work that runs long outside Python. An interrupt ends the process at once, without it."""
+    """The result of work that runs long outside Python. An interrupt ends the process at once, without a result."""
     found: queue.SimpleQueue[Result | BaseException] = queue.SimpleQueue()
 
     def run() -> None:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _complete_all(vllm: vllm_http.Vllm, model: str, lines: list[Any], parallel: int) -> Iterator[dict[str, Any]]:
-    """The result of each line, in the order in which vLLM has computed them. Raises CommandError."""
+    """The result of each line, in the order of vLLM's answers. Raises CommandError."""
     waiting: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
     results: SimpleQueue[dict[str, Any] | CommandError] = SimpleQueue()
     for each in enumerate(lines, 1):
@@ -80,7 +80,7 @@ def _complete_all(vllm: vllm_http.Vllm, model: str, lines: list[Any], parallel: 
 
     for _ in range(min(parallel, len(lines))):
         waiting.put(None)
-        # Daemons: an interrupt ends the process, and with it the connections, by which vLLM sees that no client waits.
+        # Daemon threads: an interrupt ends the process. Its connections end, so vLLM stops computing for them.
         threading.Thread(target=work, daemon=True).start()
     for _ in lines:
         result = results.get()
@@ -91,7 +91,7 @@ def _complete_all(vllm: vllm_http.Vllm, model: str, lines: list[Any], parallel: 
 
 def _complete(vllm: vllm_http.Vllm, model: str, number: int, line: Any) -> dict[str, Any] | CommandError:
     try:
-        # A prompt may wait behind others for long.
+        # A prompt may wait for a long time behind others.
         usage = vllm.complete(model, line, {}, timeout_s=None).get("usage") or {}
     except vllm_http.RefusedError as error:
         return {"line": number, "error": str(error)}

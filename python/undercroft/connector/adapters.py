@@ -1,6 +1,7 @@
-"""Keys for the weights of LoRA adapters: vLLM's block hashes hold only names and paths, which other weights may get.
+"""Keys for the weights of LoRA adapters: vLLM's block hashes hold only the adapters' names and paths.
 
-vLLM's own cache ends with the process, so names are enough for it. Ours survives restarts and is shared.
+Other weights may get the same name and path. Names are enough for vLLM's own cache, which ends with the process.
+undercroft's cache survives restarts and is shared.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from undercroft.connector.weights import SAMPLED, Digests, weights_digest
 
 _CONFIG = "adapter_config.json"
 _LOOK_AGAIN_S = 1.0
-"""Seconds for which a key is used. Requests come by the thousand, and the files may lie on a slow network."""
+"""Seconds for which a key is used without a look at the files: these may lie on a slow network file system."""
 
 
 class Adapters:
-    """A key for the weights of each adapter, which goes into the hashes of its requests' blocks.
+    """A key for the weights of each adapter. The key goes into the block hashes of the adapter's requests.
 
     The key is the same in every process that has the same files there. Where an adapter's files cannot be seen, or
     have changed since this process saw them first, the weights that a worker has loaded are unknown: this process
-    shares such a key with no other.
+    shares the adapter's key with no other process.
     """
 
     def __init__(self) -> None:
@@ -34,14 +35,14 @@ class Adapters:
         self._seen: dict[tuple[str, str], str] = {}
         self._private: dict[tuple[str, str, str], str] = {}
         self._recent: dict[tuple[str, str], tuple[float, str]] = {}
-        """The last key of each adapter, and until when requests take it without a look at the files."""
+        """The last key of each adapter, and the time until which requests use it without a look at the files."""
 
     def look_again(self) -> None:
-        """Look at the files with the next request: a new engine in this process reads them anew."""
+        """Look at the files again at the next request: a new engine in this process reads the adapters anew."""
         self._recent.clear()
 
     def of_request(self, request: Any) -> str:
-        """The key of a request's adapter, to be asked for once: the files may change while the request runs.
+        """The key of a request's adapter. Call this once per request: the files may change while the request runs.
 
         Looks at the files at most once a second for each adapter.
         """
@@ -53,19 +54,19 @@ class Adapters:
         """The key of a `LoRARequest`, from its files as they are now. Call it before the weights are loaded."""
         named = (adapter.lora_name, adapter.lora_path)
         found = self._key(named)
-        # From the end of the look, which a slow file system can make long.
+        # The second begins after the look at the files, which is slow on a slow file system.
         self._recent[named] = (time.monotonic() + _LOOK_AGAIN_S, found)
         return found
 
     def _key(self, named: tuple[str, str]) -> str:
         try:
             found = self._fingerprint(named[1])
-        except Exception:  # called where vLLM takes requests in: an adapter must not end the engine
+        except Exception:  # vLLM calls this for each new request: an error here must not end the engine
             found = ""
         if found and self._seen.setdefault(named, found) == found:
             return found
         if found:
-            # The key stays private, even if the old files come back: a worker may have loaded these meanwhile.
+            # The key stays private, even if the old files come back: a worker may have loaded the new files meanwhile.
             self._seen[named] = ""
         return self._private.setdefault((*named, found), secrets.token_hex(16))
 
@@ -79,7 +80,7 @@ class Adapters:
 
 
 def _directory(path: str) -> Path | None:
-    """Where vLLM finds the adapter (`vllm/lora/utils.py`), if it is on this machine."""
+    """The directory where vLLM finds the adapter (`vllm/lora/utils.py`); None if it is not on this machine."""
     local = Path(path).expanduser()
     if local.is_dir():
         return local

@@ -1,7 +1,7 @@
-"""How the workers learn of the engine before the first step: through a small file, while vLLM starts.
+"""A small file tells the workers of the engine before the first step, while vLLM starts.
 
-A step's metadata names the arena, but pinning it takes seconds, which the first requests should not meet. vLLM asks the
-workers for handshake metadata once the scheduler's half is there, and by then the file is, too.
+A step's metadata names the arena, but pinning the arena takes seconds. The first requests should not wait for these
+seconds. vLLM asks the workers for handshake metadata after it has made the scheduler's half, which writes the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Announced(NamedTuple):
-    """Where a worker gets the arena; see `undercroft._core.ArenaAddress`."""
+    """The address from which a worker gets the arena; see `undercroft._core.ArenaAddress`."""
 
     socket: str
     arena_id: int
@@ -27,7 +27,7 @@ class Announced(NamedTuple):
 
 
 class Announcement:
-    """The file of one vLLM, which both halves of its connector find by the id that vLLM gives the engine."""
+    """The file of one vLLM. Both halves of its connector find the file by the id that vLLM gives the engine."""
 
     def __init__(self, config: UndercroftConfig, engine_id: str) -> None:
         from undercroft import _core
@@ -37,7 +37,7 @@ class Announcement:
         self._path = directory / f"{name}.arena"
 
     def write(self, address: ArenaAddress) -> None:
-        """Tell the workers. Nothing is written while there is no engine to attach to. Raises OSError."""
+        """Write the address to the file. Writes nothing while there is no engine to attach to. Raises OSError."""
         if not address.socket:
             return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class Announcement:
             new.unlink(missing_ok=True)
 
     def read(self) -> Announced | None:
-        """The announcement of this user's scheduler; None if nothing."""
+        """The announcement of this user's scheduler; None if there is none."""
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:

@@ -1,4 +1,4 @@
-"""An engine's arena as a worker has it: mapped, pinned for the device, and held for one session."""
+"""An engine's arena in a worker: mapped, pinned for the device, and held for one session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AttachedArena:
-    """One mapping of an arena. Sessions begin and end, and the mapping stays as long as the arena is the same."""
+    """One mapping of an arena. The mapping stays while sessions begin and end, as long as the arena is the same."""
 
     def __init__(self, device: torch.device, mapping: Arena) -> None:
         self.mapping = mapping
@@ -31,21 +31,21 @@ class AttachedArena:
 
     @property
     def is_served(self) -> bool:
-        """Whether its engine still runs."""
+        """Whether the arena's engine still runs."""
         return self._held.is_served
 
     def hold_for(self, attachment: Arena) -> None:
-        """From now on the arena is held for the session of another attachment. The mapping stays."""
+        """From now on hold the arena for the session of another attachment. The mapping stays."""
         self._held = attachment
 
     def let_go(self) -> None:
-        """Tell the engine that the session's copies are over. The slots that the session keeps for them are reused."""
+        """Tell the engine that the session's copies are over. The engine reuses the slots of these copies."""
         self._held.let_go()
 
     def discard(self) -> threading.Thread:
-        """Unpin and unmap the arena, in a thread of its own: to unpin 64 GiB takes the driver seconds.
+        """Unpin and unmap the arena, in a thread of its own: the driver needs seconds to unpin 64 GiB.
 
-        No caller may use the arena any more. Returns the thread; a process may end before it does.
+        No caller may use the arena any more. Returns the thread; a process may end before the thread ends.
         """
         thread = threading.Thread(target=self._unpin, name="undercroft-unpin", daemon=True)
         thread.start()
@@ -57,7 +57,7 @@ class AttachedArena:
 
 
 class EarlyAttempt(AttachAttempt):
-    """Attaches the arena before any job needs it, and pins it from then on."""
+    """Attaches the arena before any job needs it, and then begins to pin it."""
 
     def __init__(self, attach: Callable[[str, int], Arena], device: torch.device, announced: Announced) -> None:
         self.announced = announced
@@ -77,7 +77,7 @@ class EarlyAttempt(AttachAttempt):
         super().__init__(attach_and_pin, announced.socket, announced.session)
 
     def take(self) -> AttachedArena | None:
-        """The arena, which the caller owns from now on; None if it is not attached. Afterwards none is attached."""
+        """Hand the arena over to the caller, who owns it from now on. None if the arena is not attached."""
         with self._lock:
             self._is_wanted = False
             attached, self._attached = self._attached, None

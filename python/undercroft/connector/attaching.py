@@ -1,4 +1,4 @@
-"""Attaching the arena without holding up the step that needs it."""
+"""Attaches the arena without delaying the step that needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from undercroft._core import Arena
 
 
 class AttachAttempt:
-    """One attempt to get the arena, on a thread of its own: with a frozen engine it takes seconds to fail."""
+    """One attempt to get the arena, on a thread of its own: an attempt at a frozen engine takes seconds to fail."""
 
     def __init__(self, attach: Callable[[str, int], Arena], socket: str, session: int) -> None:
         self._ended = threading.Event()

@@ -1,6 +1,6 @@
 """The class that vLLM loads. It hands each hook to the scheduler's or the worker's half and lets no error out.
 
-Errors at start are another matter: a configuration that cannot be served as asked refuses the start.
+Errors at the start are an exception: vLLM does not start with a configuration that undercroft cannot serve as asked.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._shadow: Shadow | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
-        """Whether it is inside a MultiConnector, whose answers `judge` is asked about."""
+        """Whether this connector is inside a MultiConnector, which calls `judge` with its answers."""
         config = UndercroftConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._announcement = Announcement(config, str(self._kv_transfer_config.engine_id))
         reason = why_unsupported(vllm_config, kv_cache_config)
@@ -130,7 +130,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         elif reason is None:
             from undercroft.connector.worker import ATTACH_TIMEOUT_S, WorkerConnector
 
-            # A server may be frozen or gone; an engine of vLLM's own runs as long as vLLM.
+            # A server may be frozen or may have ended; an engine in vLLM's process runs as long as vLLM.
             timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
             vllm_patches.end_copies_before_sleep(ours_in)
             self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s)
@@ -224,7 +224,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is lost is only a later miss."""
+        """False: a lost save is only a later miss."""
         return False
 
     @property
@@ -234,10 +234,10 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """A preference only: vLLM drops it, with a warning, where an attention backend cannot have it.
+        """The preferred layout. vLLM drops it, with a warning, where an attention backend does not support it.
 
-        By default none. Small pages are gathered on the device, so every layout copies fast, and the layout that
-        attention reads from is worth more than the cache's own ease.
+        By default there is no preference. Small pages are gathered on the device, so every layout copies fast. The
+        speed of attention, which reads the layout, matters more.
         """
         transfer = vllm_config.kv_transfer_config
         if transfer is None:
@@ -247,7 +247,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """The statistics that ``data`` stands for, in the frontend's process."""
+        """Make the statistics from ``data``, in the frontend's process."""
         return UndercroftStats(data=data or {})
 
     @classmethod
@@ -267,7 +267,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """The counters' growth since the last call; None if nothing was."""
+        """The counters' increase since the last call; None if there is none."""
         parts: list[dict[str, Any]] = []
         if self._engine_stats is not None and self._scheduler is not None:
             # vLLM asks at the end of each step.
@@ -277,7 +277,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             parts.append({"counters": counters})
         if self._shadow is not None:
             parts.append(self._shadow.collect())
-        # Last, since they are forgotten once taken.
+        # These counts come last: once taken, they are forgotten.
         stats = UndercroftStats.of(*parts, self._counts.collect())
         return None if stats.is_empty() else stats
 
@@ -326,9 +326,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._hints.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerConnector.get_num_new_matched_tokens`. A request below its threshold is told "later" and
-        rejected at the end of the step."""
-        # Guarded here: each step asks for each waiting request, and the wrapper would cost as much as the question.
+        """See `SchedulerConnector.get_num_new_matched_tokens`. The answer for a request below its
+        threshold is "later"; the scheduler rejects this request at the end of the step."""
+        # Errors are caught here: vLLM asks for each waiting request in each step, and a wrapper would double the cost.
         answer: tuple[int | None, bool] = 0, False
         unread_tokens = 0
         try:
@@ -355,7 +355,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
         ``unread_tokens``: see `SchedulerConnector.unread_tokens`.
         """
-        # Also without a cache (it is off, or failed): then only the tokens of the device and of other connectors count.
+        # Without a cache (off, or failed) only the tokens of the device and of other connectors count.
         gain, _ = answer
         assert self._threshold is not None and gain is not None
         try:
@@ -366,9 +366,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         return (None, False) if rejected else answer
 
     def enter_multi_connector(self) -> bool:
-        """Called by a MultiConnector before its first lookup: from now on `judge` is asked about its answers.
+        """A MultiConnector calls this before its first lookup: from now on it calls `judge` with its answers.
 
-        False if another one around it has called before.
+        False if an outer MultiConnector has called before.
         """
         if self._is_child:
             return False
@@ -379,13 +379,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(set)
     def own_loads(self, request_ids: Iterable[str]) -> set[str]:
-        """The requests among ``request_ids`` whose load is this connector's."""
+        """The requests among ``request_ids`` that this connector loads."""
         return set() if self._scheduler is None else self._scheduler.loading(request_ids)
 
     @_fail_open(list)
     def take_threshold_rejects(self) -> list[Rejection | HintsOnly]:
-        """Requests that the hit threshold has rejected since the last call, and those that were there for their hints
-        alone; the caller finishes them."""
+        """Requests that the hit threshold has rejected since the last call, and requests that had only hints to give.
+        The caller finishes them."""
         only = self._hints.collect()
         if self._threshold is None:
             return [*only]
@@ -446,14 +446,14 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, for a vLLM without the hybrid memory allocator."""
+        """Calls `request_finished_all_groups`, for a vLLM without the hybrid memory allocator."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @_fail_open(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are never kept from being freed: blocks that are being saved are pinned."""
+        """vLLM may free the request's blocks at once: the connector holds references on blocks that it saves."""
         answers: dict[str, Any] = {}
         with contextlib.ExitStack() as ending:
             # Last in, first out; each runs even if another one fails.
@@ -469,7 +469,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 ending.callback(self._recorder.finished, request)
             if self._threshold is not None:
                 ending.callback(self._threshold.discard, request.request_id)
-        # MultiConnector takes the parameters of one connector at most, and P/D connectors have some.
+        # MultiConnector accepts response parameters of one connector at most, and P/D connectors return some.
         return False, None if self._is_child else answers or None
 
     @_fail_open(tuple)
@@ -484,12 +484,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(bool)
     def has_pending_push_work(self) -> bool:
-        """As `SchedulerConnector.has_pending_push_work`; also while the engine has more to tell."""
+        """See `SchedulerConnector.has_pending_push_work`. True also while the engine has more events."""
         return self._events.more or (self._scheduler is not None and self._scheduler.has_pending_push_work())
 
     @_fail_open(bool)
     def reset_cache(self) -> bool:
-        """See `Resets.reset_cache`. An error means that it was not reset."""
+        """See `Resets.reset_cache`. After an error: False, the cache was not reset."""
         return self._resets is None or self._resets.reset_cache()
 
     @_fail_open(_nothing)
@@ -512,31 +512,31 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_fail_open(_nothing)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Called when every worker has been asked for its metadata, and so has read the announcement."""
+        """vLLM calls this after every worker has returned its metadata, and so has read the announcement."""
         self._announcement.withdraw()
 
     # The worker's half
 
     @_fail_open(_nothing)
     def get_handshake_metadata(self) -> None:
-        """Called once the scheduler's half is there, before the first step. There is nothing to hand over."""
+        """vLLM calls this before the first step, after it has made the scheduler's half. Returns nothing."""
         if self._worker is not None and (announced := self._announcement.read()) is not None:
             self._worker.attach_early(announced)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The device's memory. A layout that cannot be served refuses the start."""
+        """Take the device's KV caches. An error for a layout that cannot be copied ends vLLM's start."""
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
 
     @_fail_open(_nothing)
     def unregister_kv_caches(self) -> None:
-        """vLLM frees the device's memory (sleep)."""
+        """vLLM is about to free the device's memory (sleep)."""
         if self._worker is not None:
             self._worker.unregister_kv_caches()
 
     @_fail_open(_nothing)
     def restore_kv_caches(self) -> None:
-        """The device's memory is back, perhaps elsewhere (wake-up)."""
+        """vLLM has allocated the device's memory again, perhaps at other addresses (wake-up)."""
         if self._worker is not None:
             self._worker.restore_kv_caches()
 
@@ -552,7 +552,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and self.has_connector_metadata():
             self._worker.start_load_kv(self._get_connector_metadata())
 
-    # vLLM calls the next two for each layer: no wrapper.
+    # vLLM calls the next two methods for each layer, so they have no wrapper.
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only after its load has ended."""
@@ -580,7 +580,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _whose(engine: Engine, config: UndercroftConfig) -> str:
-    """The owner of the engine, if that is not this process; else empty."""
+    """The process that owns the engine, for the log; empty if this process owns it."""
     if config.server:
         return f"server {config.server}"
     if engine.is_shared:
@@ -588,5 +588,5 @@ def _whose(engine: Engine, config: UndercroftConfig) -> str:
     return ""
 
 
-# Also where vLLM found this file by kv_connector_module_path and was told not to load the plugin.
+# Needed where vLLM found this file by kv_connector_module_path and its configuration excludes the plugin.
 register_name()

@@ -1,11 +1,11 @@
 """Which settings of vLLM the bytes of a cached block depend on, field by field.
 
 vLLM's ``compute_hash()`` of a configuration is not used where it would do harm: it holds the model's path, so a copied
-model would be another one; it leaves out settings that change KV but not the compiled graph; and two digests do not
-show which setting differs. The tables say the same field by field, and more.
+model would be another model. It leaves out settings that change KV but not the compiled graph. Two digests do not
+show which setting differs. The tables here name each field.
 
-A field that is in no table (a newer vLLM has added it) goes into the description, so it costs a cold start at worst;
-a test names it then.
+A field that is in no table (a newer vLLM has added it) goes into the description: such a field costs a cold start at
+worst, and a test names it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Fields:
     """The treatment of each field of one of vLLM's configuration classes."""
 
     described: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that go into the description, each with the value that is left out. That value is fixed here: a default
-    that a later vLLM changes shows up as a difference, and a field that vLLM adds turns no cache cold while unused."""
+    """Fields that go into the description, each with its usual value, which is left out. The usual values are fixed
+    here: a later vLLM that changes a default makes a difference, and a field that it adds makes none while unused."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Fields that another part of the description holds, in effect: that part."""
+    """Fields whose effect another part of the description holds, each with the name of that part."""
     harmless: Mapping[str, str] = field(default_factory=dict)
-    """Fields that do not change a block's bytes beyond rounding, or that no hit can cross: why."""
+    """Fields that do not change a block's bytes beyond rounding, or that no hit can cross, each with the reason."""
 
 
 _ROUNDING = "how the work is split or which kernel computes the same formula: equal to rounding"

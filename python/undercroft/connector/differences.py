@@ -1,4 +1,4 @@
-"""The options of this vLLM that do not count, because it uses the engine of another process."""
+"""The options of this vLLM that have no effect, because this vLLM uses the engine of another process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MEMORY = ("host_memory", "promotion_memory", "pin_memory")
 
 
 def ignored_options(config: UndercroftConfig, info: dict[str, Any], ranks: int = 1) -> list[str]:
-    """Each option whose value is another than the engine's, with both; ``info`` is that of the engine.
+    """Each option whose value differs from the engine's, with both values. ``info``: the engine's information.
 
-    Sizes that are given as a percentage are not compared, since they depend on when they were taken.
+    Sizes that are given as a percentage are not compared: their bytes depend on the memory and disk space at the start.
     """
     if config.server:
-        # The engine's options are refused beside it.
+        # Beside the option `server` no option of the engine is allowed.
         return []
     theirs = info.get("options") or {}
     ours = engine_options(config, ranks=ranks)

@@ -1,8 +1,8 @@
-"""vLLM's KV events for host memory and disk: events of the tiers for routers.
+"""vLLM's KV events for the tiers: they tell routers which blocks are in host memory, on disk and in the remote store.
 
-The engine says which block hashes came to a tier or left it. Only the scheduler's requests know their tokens. So the
-tokens of blocks that recent requests had are remembered, and blocks that no request has asked for since the start
-(found on disk, or saved by another vLLM of the same server) are announced without tokens.
+The engine reports the block hashes that came to a tier or left it. Only the scheduler's requests have the tokens of the
+blocks. So this module remembers the tokens of recent requests' blocks. Blocks that no request has asked for since the
+start (found on disk, or saved by another vLLM of the same server) are announced without tokens.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from undercroft.connector.groups import Groups
 
 BLOCKS_REMEMBERED = 1 << 18
-"""Blocks whose tokens are remembered at most."""
+"""Most blocks whose tokens are remembered."""
 _FORGOTTEN = BLOCKS_REMEMBERED // 8
-"""Blocks that are forgotten at a time, the oldest first."""
+"""Blocks that are forgotten together, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The request that a block's tokens are known of."""
+    """The request from which a block's tokens are known."""
 
     tokens: array[int]
     """The request's tokens from `first` on."""
     first: int
-    """The engine's block that they begin with."""
+    """The engine's block with which `tokens` begin."""
     lora_id: int | None
     lora_name: str | None
     session_id: str | None
 
 
 _Change = tuple[bool, str, int, bytes, bytes | None]
-"""Stored or removed, tier ("host", "disk" or "remote"), the engine's group, the block's hash, and the one before."""
+"""Stored or removed, tier ("host", "disk" or "remote"), the engine's group, the block's hash, its parent's hash."""
 _Place = tuple[_Source | None, int]
-"""The request that a block's tokens are known of, and the engine's block in it."""
+"""The request from which a block's tokens are known, and the position of the block in the request."""
 _NOWHERE: _Place = (None, 0)
 
 
@@ -68,31 +68,32 @@ class Events:
         self._block_size = groups.engine_block_size
         self._groups = groups
         self._told: dict[int, _Group] = {}
-        """By the engine's group. A block of hashes may hold several blocks: only the last block's hash is known."""
+        """The groups with events, by the engine's group. A hash block may hold several blocks of a KV cache group. Only
+        the last of these has a known hash, so only its engine group has events."""
         for index, of_engine in enumerate(groups.engine_groups):
             if of_engine.block_tokens and of_engine.index == of_engine.per_block - 1:
                 spec = kv_cache_config.kv_cache_groups[of_engine.group].kv_cache_spec
                 self._told[index] = _Group(of_engine.group, *compat.event_spec(spec))
         self._sources: dict[bytes, _Place] = {}
         self._live: dict[str, tuple[Request, int]] = {}
-        """Requests that have not finished, and how many of the blocks of each are remembered."""
+        """Requests that have not finished, each with the number of its blocks that are remembered."""
         self.more = True
-        """Whether the engine has more to tell, so that vLLM should go on stepping."""
+        """Whether the engine has more events, so that vLLM must go on stepping."""
         self._restart = False
-        """Whether the engine is to tell everything again."""
+        """Whether the engine must report all blocks again."""
 
     def arrived(self, request: Request) -> None:
         """A request has arrived: the tokens of its blocks are known from now on."""
         self._live[request.request_id] = request, self._remember(request, 0)
 
     def finished(self, request: Request) -> None:
-        """A request has finished. The tokens of its blocks stay known until too many others are."""
+        """A request has finished. The tokens of its blocks stay known until too many newer blocks are."""
         live, remembered = self._live.pop(request.request_id, (None, 0))
         if live is request:
             self._remember(request, remembered)
 
     def _remember(self, request: Request, begin: int) -> int:
-        """Remember the tokens of a request's blocks (the engine's) from ``begin`` on; returns how many are known."""
+        """Remember the tokens of a request's engine blocks from ``begin`` on. Returns how many are remembered."""
         hashes = self._groups.hashes(request.block_hashes)
         end = len(hashes)
         if begin >= end:
@@ -112,20 +113,20 @@ class Events:
         return end
 
     def _remember_new(self) -> None:
-        """Requests grow by the tokens that they generate."""
+        """Remember the blocks that requests have generated meanwhile."""
         for request_id, (request, begin) in self._live.items():
             self._live[request_id] = request, self._remember(request, begin)
 
     def forgotten(self) -> None:
-        """vLLM has published that all blocks are cleared. Routers apply that to the tiers: report all blocks again.
+        """vLLM has published that all blocks are cleared. Routers then drop the tiers' blocks too: report them again.
 
-        vLLM publishes its own events of a step before those of the tiers.
+        In each step vLLM publishes its own events before the events of the tiers.
         """
         self._restart = self.more = True
 
     def take(self) -> list[Any]:
-        """The events since the last call, as vLLM publishes them."""
-        # vLLM must not step for events for ever, even if a call below fails.
+        """The events since the last call, in vLLM's classes."""
+        # Even if a call below fails each time, vLLM must not go on stepping for events.
         self.more = False
         restart, self._restart = self._restart, False
         taken = self._session.take_events(restart)
@@ -146,7 +147,7 @@ class Events:
         return events + run.end()
 
     def event(self, first: _Change, hashes: Sequence[bytes], at: _Place) -> Any:
-        """One event for a run of blocks that begins with ``first``, whose tokens are ``at``."""
+        """One event for a run of blocks. ``first``: the change of its first block. ``at``: where its tokens are."""
         stored, tier, engine_group, _, parent = first
         group = self._told[engine_group]
         place = {
@@ -178,7 +179,7 @@ class Events:
 
 
 class _Run:
-    """Changes that follow on one another and make one event: a chain that came, or blocks that left."""
+    """Successive changes that make one event: blocks of a chain that were stored, or blocks that were removed."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -187,11 +188,11 @@ class _Run:
         self._at: _Place = _NOWHERE
 
     def begin(self, change: _Change, at: _Place) -> None:
-        """Start with a change of a block whose tokens are ``at``."""
+        """Start with the change of a block. ``at``: where the block's tokens are."""
         self._first, self._hashes, self._at = change, [change[3]], at
 
     def takes(self, change: _Change, at: _Place) -> bool:
-        """Add a change to the run, if it continues the run. Returns whether it does."""
+        """Add a change to the run if the change continues the run. Returns whether it was added."""
         first = self._first
         if first is None or change[:3] != first[:3]:
             return False
@@ -209,7 +210,7 @@ class _Run:
 
 
 class NoEvents:
-    """The events where no router follows the tiers: none."""
+    """Stands for `Events` where vLLM publishes no events."""
 
     more = False
 

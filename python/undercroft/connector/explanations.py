@@ -1,7 +1,7 @@
-"""Why requests were loaded as they were: the option ``log_requests``, the request parameter ``explain``, and spans.
+"""Explains how much of a request was loaded: in the log (``log_requests``), in the response (``explain``), in spans.
 
-A request is explained when vLLM admits it, from the answer of its last lookup. A request whose explanation is not
-wanted costs a comparison.
+The explanation is made when vLLM admits the request, from the answer of its last lookup. For a request without
+explanation the cost is a comparison.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 
 SPAN = "undercroft.lookup"
 _TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-"""vLLM sets it for its processes where tracing is on."""
+"""vLLM sets this variable in its processes if tracing is on."""
 
 
 class Explanations:
     """Explains the requests of one scheduler."""
 
     def __init__(self, session: Session, log_requests: str, counts: Counts, is_served: bool = False) -> None:
-        """``log_requests``: the option. ``is_served``: another process has the engine, and may be away."""
+        """``log_requests``: the option. ``is_served``: the engine is in another process, which may not answer."""
         self._session = session
         self._log_requests = log_requests
         self._counts = counts
         self._is_served = is_served
         self._traces = bool(os.environ.get(_TRACES_ENDPOINT)) and compat.may_trace()
         self._asked: dict[str, tuple[int, float]] = {}
-        """Tokens that the device held when the scheduler asked, and when it asked first, by request."""
+        """By request: tokens on the device at the scheduler's last call, and the time of its first call."""
         self._admitted: dict[str, dict[str, Any] | None] = {}
         """The explanation for the response, by request; None if the request did not ask for it."""
 
     def asked(self, request: Request, device_tokens: int) -> None:
-        """The scheduler asks about a request, of which the device holds ``device_tokens``."""
+        """The scheduler asks about a request; the device holds ``device_tokens`` of its tokens."""
         if request.request_id in self._admitted or not self._is_wanted(request):
             return
         first = self._asked.get(request.request_id)
         self._asked[request.request_id] = (device_tokens, time.time() if first is None else first[1])
 
     def admitted(self, request: Request, loaded_tokens: int) -> None:
-        """The request got its blocks, and ``loaded_tokens`` are loaded. Call it before the lookup ends."""
+        """The request got its blocks, and a load of ``loaded_tokens`` begins. Call this before the lookup ends."""
         asked = self._asked.pop(request.request_id, None)
         if asked is None:
             return

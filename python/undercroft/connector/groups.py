@@ -1,4 +1,4 @@
-"""The model's KV cache groups as the engine sees them, and whether this model can be served."""
+"""The engine groups of a model's KV cache groups, and whether undercroft can serve the model."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 _Hash = TypeVar("_Hash", bound=bytes)
 
 ENGINE_GROUPS_MAX = 32
-"""Groups that the engine can tell apart."""
+"""Most engine groups of a namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """A group as the engine knows it: one block of a KV cache group (vLLM's) in every block of hashes."""
+    """An engine group: one block of one of vLLM's KV cache groups in every hash block."""
 
     group: int
     kind: str
     window: int
     block_tokens: int
-    """Tokens from one block to the next as the engine counts them; 0 if it is neither saved nor loaded."""
+    """Tokens from the begin of one of this group's blocks to the next; 0 if the group is neither saved nor loaded."""
     per_block: int = 1
     """Blocks of the KV cache group in ``block_tokens``."""
     index: int = 0
     """Place of this engine group's block among the ``per_block`` blocks."""
 
     def position(self, block: int) -> int:
-        """The position in the KV cache group's block table of the engine's block ``block``."""
+        """The position of the engine group's block ``block`` in the block table of the KV cache group."""
         return block * self.per_block + self.index
 
     def needed(self, boundary: int) -> range:
-        """The engine's blocks that a hit of ``boundary`` tokens needs, for groups that keep only some."""
+        """The blocks that a hit of ``boundary`` tokens needs; only for groups of which a hit needs some blocks."""
         end = boundary // self.block_tokens
         if self.kind == "sliding_window":
             return range(max(0, end - max(1, -(-(self.window - 1) // self.block_tokens))), end)
@@ -53,38 +53,39 @@ class GroupRegistration:
     """A group as `_core.Engine.register` takes it."""
 
     kind: str
-    """The needs of a hit: "full", "sliding_window", "chunked_local", "state" or "ignored"."""
+    """The blocks that a hit needs: "full", "sliding_window", "chunked_local", "state" or "ignored"."""
     block_tokens: int
-    """Tokens of one block; 0 if it is ignored."""
+    """Tokens of one block; 0 if the group is ignored."""
     payload_bytes: int
     """Bytes of one block, all ranks together."""
     window_tokens: int
-    """Tokens of its window or chunk; 0 where there is none."""
+    """Tokens of the group's window or chunk; 0 if it has neither."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Sizes in tokens that lookups, loads and saves go by."""
+    """The sizes, in tokens, that lookups, loads and saves use."""
 
     hash_block_size: int
     """Tokens per block hash of vLLM."""
     alignment: int
-    """Every hit is a multiple of this."""
+    """Every hit is a multiple of this number of tokens."""
     kinds: tuple[str, ...]
-    """Per group, the engine's word for the needs of a hit."""
+    """Per group, the blocks that a hit needs; see `GroupRegistration.kind`."""
     block_tokens: tuple[int, ...]
     """Per group, tokens in a block; 0 for a group that is neither saved nor loaded."""
     windows: tuple[int, ...]
-    """Per group, tokens of its window or chunk; 0 where there is none."""
+    """Per group, tokens of its window or chunk; 0 if it has neither."""
     dropped_tokens: int
-    """How far a hit must end before the end of the cached prefix: a draft layer's KV depends on the token after."""
+    """Tokens by which a hit must end before the cached prefix does: a draft layer's KV depends on the token after."""
     engine_block_size: int = field(init=False)
-    """Tokens per block hash that the engine is given, a multiple of ``hash_block_size``: a block of every group ends
-    with each, so that every node of the index has all that its chain needs to be found again after a restart."""
+    """Tokens of a hash block of the engine, a multiple of ``hash_block_size``. A block of every group ends with each
+    hash block, so every node of the index has all that a restart needs to find its chain again."""
     engine_groups: tuple[EngineGroup, ...] = field(init=False)
-    """The groups as the engine knows them."""
+    """The engine groups of all KV cache groups."""
     tail_step: int = field(init=False)
-    """Inside a block, hits may end at multiples of this; 0 where they may not, or vLLM offers no state there."""
+    """A hit may end inside a block at multiples of this number of tokens. 0 if no hit may, or if vLLM offers no state
+    there."""
 
     def __post_init__(self) -> None:
         size = math.lcm(self.hash_block_size, *(tokens for tokens in self.block_tokens if tokens))
@@ -98,7 +99,7 @@ class Groups:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
-        """From vLLM's configuration."""
+        """Make the sizes from vLLM's configuration."""
         hash_block_size, alignment = compat.block_sizes(vllm_config, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         kinds = tuple(compat.group_kind(group.kv_cache_spec) or "ignored" for group in groups)
@@ -108,7 +109,7 @@ class Groups:
         )
         drops = compat.drops_last_block(vllm_config) or any(group.is_eagle_group for group in groups)
         if drops:
-            # Whole blocks only: no tails beside a draft.
+            # A model with such a draft has no tails: its hits end with whole blocks.
             alignment = math.lcm(alignment, *(tokens for tokens in block_tokens if tokens))
         return cls(
             hash_block_size,
@@ -125,12 +126,12 @@ class Groups:
         return alike and finer and self.has_states and not self.dropped_tokens
 
     def _split(self, size: int) -> list[EngineGroup]:
-        """The engine's groups for nodes of ``size`` tokens; 0 leaves each group whole."""
+        """The engine groups for nodes of ``size`` tokens. With 0 each KV cache group is one engine group."""
         found = []
         for group, (kind, tokens, window) in enumerate(zip(self.kinds, self.block_tokens, self.windows, strict=True)):
             count = size // tokens if size and tokens else 1
             for index in range(count):
-                # A block that ends `before` tokens ahead of its node leaves the window that much earlier.
+                # A block that ends `before` tokens ahead of its node's end leaves the window `before` tokens earlier.
                 before = (count - 1 - index) * tokens
                 if before and (kind == "state" or (kind == "sliding_window" and before >= window - 1)):
                     continue
@@ -150,7 +151,7 @@ class Groups:
 
     @property
     def window_blocks(self) -> int:
-        """The most blocks of a load that brings every block of each window; 0 if a load may leave out any of them."""
+        """A load of at most this many blocks brings every block of each window. 0 if any load may leave out some."""
         if not set(self.kinds) <= {"full", "sliding_window", "ignored"}:
             return 0
         if not set(self.block_tokens) <= {0, self.engine_block_size}:
@@ -160,15 +161,15 @@ class Groups:
 
     @property
     def has_states(self) -> bool:
-        """Whether some group carries a state."""
+        """Whether some group holds states."""
         return "state" in self.kinds
 
     def align(self, tokens: int) -> int:
-        """``tokens`` rounded down to where a hit may end."""
+        """``tokens`` rounded down to a boundary at which a hit may end."""
         return tokens // self.alignment * self.alignment
 
     def hashes(self, block_hashes: list[_Hash]) -> list[_Hash]:
-        """The hashes of whole units; the list itself where each hash is a unit."""
+        """The hashes of the engine's hash blocks; the list itself if each of vLLM's hash blocks is one."""
         if self.engine_block_size == self.hash_block_size:
             return block_hashes
         step = self.engine_block_size // self.hash_block_size
@@ -188,7 +189,7 @@ class Groups:
 
 
 def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why the connector must stay off for this model and deployment, for people; None if it need not."""
+    """The reason, for people, why the connector must stay off for this model and deployment; None if there is none."""
     return (
         _why_not_deployed_so(vllm_config)
         or _why_prefixes_are_not_reusable(vllm_config, kv_cache_config)
@@ -226,7 +227,7 @@ def _why_device_is_unsupported(vllm_config: VllmConfig) -> str | None:
 
 
 def _why_prefixes_are_not_reusable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """vLLM's own word, where it says that a prefix's KV depends on later tokens, or cannot be told by its hash."""
+    """The reason if vLLM itself reports that a prefix's KV depends on later tokens, or that its hash is ambiguous."""
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in compat.layer_specs(group.kv_cache_spec)]
     if any(getattr(spec, "non_causal", False) for spec in specs):
         return "the model has non-causal attention: the KV of a prefix depends on the tokens after it"

@@ -20,9 +20,9 @@ _MEANING = {
 
 
 class DiskHealth:
-    """Logs each change of a directory's health once, and at start the notes about the opening of each.
+    """Logs each change of a directory's health once, and at the start the notes about the opening of each directory.
 
-    Asks the engine nothing afterwards while all are healthy.
+    After the start it asks the engine nothing while all directories are healthy.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -51,7 +51,7 @@ class DiskHealth:
 
 
 class RemoteHealth:
-    """Logs when the remote store cannot be used, and when it can again."""
+    """Logs when the remote store cannot be used, and when it can be used again."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -78,7 +78,7 @@ class RemoteHealth:
 
 
 class NamespaceHealth:
-    """Logs when namespaces are not entered in a directory. A reset leaves them out for a moment: that is not said."""
+    """Logs when namespaces have no entry in a directory. A reset removes the entry for a moment; this is no loss."""
 
     def __init__(self) -> None:
         self._said = 0
@@ -108,7 +108,7 @@ class ConnectionHealth:
         self._took_over = False
 
     def check(self) -> None:
-        """Look at the connection; called about once a second."""
+        """Check the connection; called about once a second."""
         state, why = self._engine.connection()
         lasting = state == self._last or state in ("up", "refused")
         self._last = state

@@ -1,7 +1,8 @@
-"""Hints: which of a request's hints the engine is given, when, and how the response answers them.
+"""Hints: passes a request's hints to the engine, and puts the answers to them into the response.
 
-A prefetch begins when the request arrives. The others concern all blocks that the request leaves in the cache, so they
-follow its last save. A request that is there for its hints alone ends before any of its tokens is computed.
+A prefetch begins when the request arrives. The other hints concern all blocks that the request leaves in the cache, so
+the engine gets them after the request's last save. A request with hints and nothing to compute ends before a step
+computes any of its tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from undercroft.hints import Hint, Hints
 
 MAX_ASKS = 256
-"""Times a scheduler may ask about a request that is not to be computed, before it is computed all the same."""
+"""A request with hints alone is computed all the same if the scheduler asks about it more often than this."""
 _SUFFIX = "\0hint"
-"""Makes a name of its own for the hints of a request: vLLM's request may have ended."""
+"""Makes the name of the engine's request for the hints: vLLM's request of the same name may have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class HintsOnly:
-    """A request that has given its hints, and that the scheduler ends."""
+    """A request with hints alone: the engine has the hints, and the scheduler ends the request."""
 
     request_id: str
     answers: dict[str, Any]
@@ -45,8 +46,8 @@ class HintsOnly:
 class RequestHints:
     """The hints of one scheduler's requests.
 
-    ``complete``: the engine's blocks of a request that are complete after so many computed tokens. ``may_end``: whether
-    vLLM can end a request that is there for its hints alone.
+    ``complete``: returns how many of the engine's blocks of a request are complete after a number of computed tokens.
+    ``may_end``: whether vLLM can end a request with hints and nothing to compute.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RequestHints:
         self._hints: dict[str, Hints] = {}
         """The hints of requests that are computed, by request."""
         self._only: dict[str, int] = {}
-        """Requests that are not computed, and how often the scheduler has asked for each."""
+        """Requests that are not computed, each with the number of times that the scheduler has asked about it."""
         self._ended: list[HintsOnly] = []
         self._answers: dict[str, dict[str, Any]] = {}
 
@@ -89,7 +90,7 @@ class RequestHints:
             self._answers[request.request_id] = self._give(request, early, request.num_tokens)
 
     def holds_back(self, request: Request) -> bool:
-        """Whether a request is not to be computed: the scheduler is told "later" until it ends the request."""
+        """Whether a request has hints alone: the scheduler gets the answer "later" until it ends the request."""
         asks = self._only.get(request.request_id)
         if asks is None:
             return False
@@ -100,12 +101,12 @@ class RequestHints:
         return True
 
     def collect(self) -> list[HintsOnly]:
-        """The requests that have given their hints since the last call. The caller ends them."""
+        """The requests with hints alone whose hints the engine got since the last call. The caller ends them."""
         ended, self._ended = self._ended, []
         return ended
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """A request has finished, and its last save has begun: returns the answers to its hints, for the response."""
+        """A request has finished, and its last save has begun. Returns the answers to its hints, for the response."""
         self._only.pop(request.request_id, None)
         answers = self._answers.pop(request.request_id, {})
         hints = self._hints.pop(request.request_id, None)
@@ -116,7 +117,7 @@ class RequestHints:
         return {forms.NAME: answers | self._give(request, late, saved)}
 
     def _give(self, request: Request, hints: tuple[Hint, ...], tokens: int) -> dict[str, Any]:
-        """Give hints about the first ``tokens`` tokens of a request; the answer to each by its key."""
+        """Pass hints about the first ``tokens`` tokens of a request to the engine. Returns the answers by key."""
         answers: dict[str, Any] = {}
         if not hints:
             return answers
@@ -142,7 +143,7 @@ class RequestHints:
 
 
 class NoHints:
-    """There is no engine that hints could be given to."""
+    """Stands for `RequestHints` where no engine takes hints."""
 
     def arrived(self, request: Request) -> None:
         """See `RequestHints.arrived`."""

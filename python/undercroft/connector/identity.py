@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from undercroft.connector.weights import Digests
 
 _SERVER_TIMEOUT_S = 1.0
-"""A server that does not answer by then is not asked for its namespaces."""
+"""Seconds for which the start waits for a server's answer about its namespaces."""
 
 
 def why_not_reused(description: str, config: UndercroftConfig, digests: Digests) -> str | None:
-    """The differences to the same model's cache on disk, if it is not found. Asked before the description is
-    registered: the directory holds it afterwards."""
+    """The differences between this description and that of the same model's cache on disk, if the cache is not reused.
+    Call this before the description is registered: registration writes the description to the directory."""
     from undercroft import _core
 
     held: list[str] = []
     for path in _directories(config):
-        # A directory that is new, or cannot be read: the engine reports the error.
+        # The directory is new, or cannot be read. The engine reports such an error.
         with contextlib.suppress(StoreError):
             held += _core.descriptions(path)
     return _why_not_reused(description, held, digests.differing_files)
 
 
 def _directories(config: UndercroftConfig) -> list[str]:
-    """The directories of this process's engine, or of the server's: a server is on the same host, of the same user."""
+    """The directories of this process's engine or of the server's engine: both run on this host, as this user."""
     if not config.server:
         return list(config.disk_path)
     from undercroft import _core
 
-    # A server that is not there yet, or late, does not stop vLLM's start.
+    # vLLM starts although a server has not started yet or answers late.
     with contextlib.suppress(ServerError):
         status = _core.server_status(config.server.removeprefix("unix://"), _SERVER_TIMEOUT_S)
         return [str(disk["path"]) for disk in status["info"].get("disks", ())]
@@ -45,7 +45,7 @@ def _directories(config: UndercroftConfig) -> list[str]:
 
 
 def warn_of_names(description: str) -> None:
-    """Warn of weights that nothing but a name tells apart."""
+    """Warn of weights that only a name identifies."""
     for name in known_by_name(description):
         logger.warning(
             "undercroft: the weights of %s lie where undercroft cannot read them, and no commit is known. Other "

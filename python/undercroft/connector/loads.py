@@ -1,4 +1,4 @@
-"""Loads: the copy that fills a request's new device blocks, checked against the blocks that vLLM expects filled."""
+"""Loads: plans the copy that fills a request's new device blocks, and checks that it fills all that vLLM expects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoadPlan:
 
     job: TransferJob
     transfers: tuple[int, ...]
-    """The engine's loads behind it: of whole blocks, of a tail, or both."""
+    """The engine's loads that this load consists of: whole blocks, a tail, or both."""
     host_tokens: int
     """Tokens that were found in host memory."""
     disk_tokens: int
@@ -39,10 +39,10 @@ def plan_load(
     tables: Sequence[Sequence[int]],
     groups: Groups,
 ) -> LoadPlan | None:
-    """Begin the load of ``num_external_tokens`` after ``num_computed_tokens``, paired with device blocks by position.
+    """Begin the load of ``num_external_tokens`` after ``num_computed_tokens``, and pair it with device blocks.
 
-    ``tables``: per group, the request's device blocks. None if a payload has gone, or if the plan would leave a block
-    unfilled that vLLM takes for filled.
+    ``tables``: per group, the request's device blocks. Returns None if a payload is no longer in memory, or if the plan
+    would not fill a block that vLLM expects to be filled.
     """
     end = num_computed_tokens + num_external_tokens
     size = groups.engine_block_size
@@ -62,7 +62,7 @@ def plan_load(
                 return None
             begun.append(load)
             extents += [(extent, extent.first_block + moved) for extent in load.extents]
-        # The loads belong to two sessions if the server was lost in between.
+        # The two loads belong to different sessions if the connection to the server was lost between them.
         one_session = len({load.session for load in begun}) == 1
         copies = _pair(extents, num_computed_tokens, end, tables, groups) if one_session else None
     finally:
@@ -71,7 +71,7 @@ def plan_load(
                 session.end_transfer(load.transfer_id, False)
     if copies is None:
         return None
-    # A tail is one block for the engine, of which the hit uses the tokens up to its end.
+    # For the engine a tail is one whole block. The hit uses only the block's tokens up to the tail's end.
     host, disk = begun[0].host_tokens, begun[0].disk_tokens
     if tail := end - max(whole, num_computed_tokens):
         if whole <= num_computed_tokens:
@@ -88,7 +88,7 @@ def _pair(
     tables: Sequence[Sequence[int]],
     groups: Groups,
 ) -> list[GroupCopy] | None:
-    """Pair payloads, each run with its first block, with the device blocks of the tokens in ``[begin, end)``."""
+    """Pair payloads with device blocks of the tokens in ``[begin, end)``. ``extents``: each with its first block."""
     runs = [(extent.group, first, np.frombuffer(extent.offsets, dtype="<i8")) for extent, first in extents]
     copies = []
     for group, tokens in enumerate(groups.block_tokens):

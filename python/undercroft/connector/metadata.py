@@ -1,7 +1,7 @@
-"""The messages between the scheduler's half of the connector and the workers' halves: one each way in a step.
+"""The messages between the scheduler's half of the connector and the workers' halves: one in each direction per step.
 
-Both are pickled once per step between vLLM's processes, so they hold plain numbers and numpy arrays only, and are
-empty when there is nothing to do.
+vLLM pickles both messages in every step. So they hold plain numbers and numpy arrays only, and are empty when there is
+nothing to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TransferJob:
     transfer_id: int
     request_id: str
     session: int
-    """Token of the session that the slots are kept for (0: the engine is the scheduler's own). For any other session
+    """Token of the session that holds the slots; 0 if the engine is in the scheduler's process. For any other session
     the slots may already hold other data."""
     groups: list[GroupCopy]
 
@@ -31,20 +31,20 @@ class UndercroftMetadata(KVConnectorMetadata):
     """Scheduler to workers, one per step."""
 
     arena_socket: str = ""
-    """Path of the engine's Unix socket, from which a worker gets the arena's descriptor. Always set."""
+    """Path of the engine's Unix socket. A worker gets the arena's descriptor from there. Always set."""
     arena_id: int = 0
-    """Changes when the arena is another one (server restarted); the worker then attaches anew."""
+    """The id of the arena. It changes when a restarted server has another arena; the worker then attaches anew."""
     arena_session: int = 0
-    """Token of the session that the worker attaches for; 0 where the engine is the scheduler's own."""
+    """Token of the session for which the worker attaches; 0 if the engine is in the scheduler's process."""
     loads: list[TransferJob] = field(default_factory=list)
     saves: list[TransferJob] = field(default_factory=list)
     failed_loads: list[str] = field(default_factory=list)
-    """Requests whose load cannot even begin: every worker reports them as received and failed."""
+    """Requests whose load cannot begin: every worker reports them as received and failed."""
 
 
 @dataclass(slots=True)
 class UndercroftWorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: how many ranks have ended each save, and which saves failed on any rank."""
+    """Workers to scheduler: the number of ranks that have ended each save, and the saves that failed on any rank."""
 
     saves_ended: dict[int, int] = field(default_factory=dict)
     saves_failed: set[int] = field(default_factory=set)

@@ -1,7 +1,8 @@
 """The namespace: a canonical description of everything that must be equal for cached bytes to be interchangeable.
 
-The engine keeps caches of different descriptions apart by their SHA-256. When in doubt a field is in: a needless one
-costs a cold start, a missing one serves another model's bytes. docs/identity.md explains each field.
+The engine keeps caches of different descriptions apart by their SHA-256. In doubt a field is part of the description: a
+needless field costs a cold start, while a missing field would serve another model's bytes. docs/identity.md explains
+each field.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _LENGTH_MAX = 24 << 10
-"""Characters of a description as the directory's table holds it: an entry has 32 KiB, also for the groups' sizes."""
+"""Most characters of a description in the directory's table: an entry of 32 KiB also holds the groups' sizes."""
 _OWN_SEED = secrets.token_hex(16)
-"""Stands for a seed that no other process has."""
+"""Replaces a random seed in the description: no other process has the same value."""
 _SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor")
-"""Load formats that read the same tensors from the same files, only in other ways."""
+"""Load formats that read the same tensors from the same files in different ways."""
 _POSITION_FREE_ROPE = {
     "default",
     "linear",
@@ -45,12 +46,12 @@ _POSITION_FREE_ROPE = {
 }
 """Rotary embeddings whose factors depend on the model's own configuration alone, not on max_model_len."""
 _READS_RUN_SETTINGS = ("Llama4",)
-"""How the names of architectures start whose attention vLLM tunes by max_model_len and by the generation config."""
+"""Beginnings of architectures' names: vLLM tunes their attention by max_model_len and by the generation config."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Naming:
-    """The operator's options about the identity: the options of these names."""
+    """The operator's options about the identity. Each field is the option of the same name."""
 
     salt: str = ""
     weights: str = SAMPLED
@@ -94,11 +95,11 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Na
 
 
 def _fitting(description: dict[str, Any]) -> str:
-    """The description as text. If it is too long for the directory's table, its longest parts become digests."""
+    """The description as text. If the text is too long for the directory's table, its longest parts become digests."""
     description = dict(description)
     while True:
         text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-        # There it is a JSON string: quotes and backslashes take two characters.
+        # The table holds the text as a JSON string, in which quotes and backslashes take two characters.
         if len(json.dumps(text)) <= _LENGTH_MAX:
             return text
         lengths = {name: len(json.dumps(value)) for name, value in description.items()}
@@ -108,7 +109,7 @@ def _fitting(description: dict[str, Any]) -> str:
 
 
 def known_by_name(description: str) -> list[str]:
-    """Models in a description whose weights only their name tells apart: no digest, no commit, no ``model_id``."""
+    """Models in a description whose weights only a name identifies: no digest, no commit, no ``model_id``."""
     found = []
     parts = json.loads(description)
     for model in (parts.get("model"), (parts.get("draft") or {}).get("model")):
@@ -119,7 +120,7 @@ def known_by_name(description: str) -> list[str]:
 
 
 def random_seed(vllm_config: VllmConfig) -> str | None:
-    """Why no other process finds the blocks of this one, if block hashes have a random seed; None if they have none."""
+    """The reason, for people, if block hashes have a random seed, so that no other process finds them; else None."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if compat.hash_seed(algorithm) is not None:
         return None
@@ -135,7 +136,7 @@ def _part(vllm_config: Any, name: str) -> Any:
 
 def _model(model_config: Any, load_config: Any, naming: Naming) -> dict[str, Any]:
     hf_config = model_config.hf_config
-    # vLLM sets it for Llama 4, only in the worker's process, from the field described as "generation".
+    # Only in the worker's process, vLLM sets this field for Llama 4, from the field that is described as "generation".
     set_by_vllm = ("attn_temperature_tuning",) if _is_tuned(hf_config) else ()
     values = _content(hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config), set_by_vllm)
     brings_code = "auto_map" in values and bool(getattr(model_config, "trust_remote_code", False))
@@ -159,7 +160,7 @@ def _model(model_config: Any, load_config: Any, naming: Naming) -> dict[str, Any
 
 
 def _content(values: Any, left_out: tuple[str, ...] = ()) -> Any:
-    """A model's configuration without where its file was found and who wrote it, and without ``left_out``."""
+    """A model's configuration without the place and the author of its file, and without ``left_out``."""
     if not isinstance(values, dict):
         return values
     left_out = ("_name_or_path", "transformers_version", "_commit_hash", *left_out)
@@ -167,8 +168,8 @@ def _content(values: Any, left_out: tuple[str, ...] = ()) -> Any:
 
 
 def _weights(model_config: Any, load_config: Any, naming: Naming, *, brings_code: bool) -> dict[str, Any]:
-    """The weights: the id that the operator vouches for, else their digest, else the names by which they are
-    fetched."""
+    """The identity of the weights: the id that the operator gives, else a digest, else the names by which vLLM
+    fetches the weights."""
     load_format = plain(getattr(load_config, "load_format", None))
     if load_format in _SAFETENSORS_FORMATS:
         load_format = "auto"
@@ -193,7 +194,7 @@ def _weights(model_config: Any, load_config: Any, naming: Naming, *, brings_code
 
 
 def reads_run_settings(hf_config: Any, hf_values: dict[str, Any]) -> bool:
-    """Whether KV may depend on max_model_len and the generation config, in code that vLLM brings."""
+    """Whether KV may depend on max_model_len and the generation config, in vLLM's own model code."""
     if not schemes.is_known_release():
         return True
     return _is_tuned(hf_config) or not set(_rope_types(hf_values)) <= _POSITION_FREE_ROPE
@@ -204,7 +205,7 @@ def _is_tuned(hf_config: Any) -> bool:
 
 
 def _rope_types(values: Any, inside: bool = False) -> list[str]:
-    """The kinds of rotary embeddings that a model's configuration, or one inside it, names."""
+    """The kinds of rotary embeddings that a model's configuration names, itself or in an inner configuration."""
     if not isinstance(values, dict):
         return []
     found = []
@@ -216,8 +217,7 @@ def _rope_types(values: Any, inside: bool = False) -> list[str]:
 
 
 def _lengths(model_config: Any) -> list[Any]:
-    # With -1 vLLM shortens max_model_len to the fitting length after it has loaded the model, which keeps the first
-    # one.
+    # With -1 vLLM shortens max_model_len after it has loaded the model. The loaded model keeps the first value.
     return [
         plain(getattr(model_config, name, None))
         for name in ("max_model_len", "original_max_model_len", "spec_target_max_model_len")
@@ -233,11 +233,11 @@ def _generation_config(model_config: Any) -> Any:
 
 
 def _draft(speculative_config: Any, naming: Naming) -> dict[str, Any] | None:
-    """The draft model's identity: its layers may lie in the same groups."""
+    """The draft model's identity. The draft's layers may be in the same KV cache groups as the model's."""
     if speculative_config is None:
         return None
     draft = getattr(speculative_config, "draft_model_config", None)
-    # The operator vouches for the target model only.
+    # The option model_id names the target model only.
     naming = dataclasses.replace(naming, model_id="")
     load_config = getattr(speculative_config, "draft_load_config", None)
     return {
@@ -263,7 +263,7 @@ def _hash(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, 
     return {
         "algorithm": algorithm,
         "scheme": schemes.hash_scheme(),
-        # A digest, since the seed of an algorithm that is not cryptographic is a secret and this is stored on disk.
+        # Only a digest is stored on disk: the seed of an algorithm that is not cryptographic is a secret.
         "seed": _digest(compat.hash_seed(algorithm) or _OWN_SEED),
         "block_tokens": compat.block_sizes(vllm_config, kv_cache_config)[0],
         "lookahead_tokens": compat.hash_lookahead_tokens(vllm_config),
@@ -274,7 +274,7 @@ def _hash(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, 
 def _group(group: Any) -> dict[str, Any]:
     specs: list[list[Any]] = []
     for spec in map(_spec, compat.layer_specs(group.kv_cache_spec)):
-        # A run of equal layers once: the description has to fit into the directory's table.
+        # Successive equal layers are described once: the description must fit into the directory's table.
         if specs and specs[-1][1] == spec:
             specs[-1][0] += 1
         else:
@@ -288,7 +288,7 @@ def _group(group: Any) -> dict[str, Any]:
 
 
 def _spec(spec: Any) -> dict[str, Any]:
-    # Every field counts, also those that this version of undercroft does not know; an unset field is left out.
+    # Every field that is set counts, even if this version of undercroft does not know the field.
     values = {field.name: plain(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
     values["class"] = type(spec).__name__
     values["page_bytes"] = getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)
@@ -300,7 +300,7 @@ def _has_states(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def _fields(name: str, config: Any) -> dict[str, Any]:
-    """The described fields of one of vLLM's configurations that do not have their usual value, and unknown fields."""
+    """Of one of vLLM's configurations: the described fields whose value is not the usual value, and unknown fields."""
     if config is None:
         return {}
     table = TABLES[name]

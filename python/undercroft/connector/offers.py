@@ -1,4 +1,4 @@
-"""Blocks of windows and states that the device holds now: a save takes them along."""
+"""Blocks of windows and states that the device holds now, and that a save may copy with the other blocks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryState:
-    """A state that vLLM holds in a device block (an entry of its ``boundary_state_offloads``)."""
+    """A state that vLLM holds in a device block: an entry of vLLM's ``boundary_state_offloads``."""
 
     group: int
     """Index of the KV cache group."""
     block_id: int
     boundary: int
-    """Tokens after which it is the state."""
+    """Number of tokens after which this is the model's state."""
 
 
 def window_offers(groups: Groups, tables: Sequence[Sequence[int]], boundaries: Iterable[int]) -> list[Offer]:
@@ -60,7 +60,7 @@ def window_offers(groups: Groups, tables: Sequence[Sequence[int]], boundaries: I
 
 
 def state_blocks(groups: Groups, states: Iterable[BoundaryState]) -> dict[tuple[int, int], int]:
-    """Device blocks of the states at the ends of blocks, by (engine's group, block)."""
+    """Device blocks of the states at the ends of blocks, by (engine group, block)."""
     found = {}
     for state in states:
         for index, of_engine in enumerate(groups.engine_groups):
@@ -71,7 +71,7 @@ def state_blocks(groups: Groups, states: Iterable[BoundaryState]) -> dict[tuple[
 
 
 def tail_states(groups: Groups, states: Iterable[BoundaryState]) -> dict[int, dict[int, int]]:
-    """Device blocks of the states inside a block where a hit may end, by boundary and KV cache group."""
+    """Device blocks of the states at boundaries inside a block, by boundary and KV cache group."""
     found: dict[int, dict[int, int]] = {}
     for state in states:
         inside = state.boundary % groups.engine_block_size

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it. Raises TypeError for an object that says nothing about itself."""
+    """``value`` in types that JSON has. Raises TypeError for an object whose content cannot be read."""
     if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, (float, Fraction)):

@@ -1,4 +1,4 @@
-"""Prometheus metrics, exported by vLLM's frontend beside its own."""
+"""Prometheus metrics of undercroft, which vLLM's frontend exports with its own metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 
 class UndercroftPromMetrics(KVConnectorPromMetrics):
     """The metrics of `METRICS`, for each engine that this frontend serves.
 
-    All series exist from the start: a rate or an alert does not see the first increase of a series that begins with it.
-    With several API servers that holds for counters and histograms, as for vLLM's own; a gauge begins with its first
-    value.
+    All series exist from the start: a rate or an alert would miss the increase that creates a series. With several API
+    servers only counters and histograms do, like vLLM's own; a gauge then begins with its first value.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
             return self._counter_cls(**common)
         if kind == "histogram":
             return self._histogram_cls(**common, buckets=_SECONDS)
-        # Each of several API servers learns of some of the steps. Like vLLM's own gauges, this shows the latest value.
+        # Each of several API servers gets the reports of some steps. Like vLLM's gauges, this shows the latest value.
         return self._gauge_cls(**common, multiprocess_mode="mostrecent")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -1,8 +1,8 @@
 """The option ``record``: a line for each request, for `undercroft estimate`.
 
-A line holds the time, numbers of tokens, and a number for each block: a hash of vLLM's block hash with a key that is
-drawn at start and kept nowhere, so that neither text nor block hashes can be found out from the file. The scheduler
-hands the request's list of hashes over; a thread does the rest.
+A line holds the time, numbers of tokens, and a number for each block. This number is a hash of vLLM's block hash with a
+random key, which is drawn at the start and never stored. So the file reveals neither text nor block hashes. The
+scheduler passes the request's list of hashes to a thread, which does the rest.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 FILE_BYTES_MAX = 1 << 30
 """A file grows by some kilobytes with each long prompt."""
 PENDING_MAX = 10_000
-"""Lines that wait to be written; more are left out."""
+"""Most lines that wait to be written; further lines are left out."""
 _NUMBER_BYTES = 6
 _HASHES_AT_ONCE = 128
-"""After these, about 0.1 ms, the interpreter switches to the scheduler's thread if that waits."""
+"""Hashes without a pause, about 0.1 ms. Then the interpreter switches to the scheduler's thread if it waits."""
 
 
 class Recorder:
     """Appends each lookup to a file. No method raises or waits, but for `close`."""
 
     def __init__(self, path: Path, groups: Groups) -> None:
-        """Raises nothing: a file that cannot be written is told in the log."""
+        """Raises nothing: an error at the opening of the file is logged."""
         self._groups = groups
         self._path = path
         self._key = os.urandom(32)
@@ -51,13 +51,13 @@ class Recorder:
         self._thread.start()
 
     def looked_up(self, request_id: str, cached: int) -> None:
-        """The last lookup found ``tokens`` that need not be computed."""
+        """The last lookup found ``cached`` tokens that need not be computed."""
         if request_id not in self._admitted:
             self._cached[request_id] = cached
 
     def admitted(self, request_id: str) -> None:
-        """The request runs with the tokens that were found. After a preemption it is looked up again, which does not
-        count."""
+        """The request runs with the tokens that were found. After a preemption it is looked up again; that lookup does
+        not count."""
         self._admitted.add(request_id)
 
     def finished(self, request: Request) -> None:
@@ -70,7 +70,7 @@ class Recorder:
             self._left_out += 1
             return
         prompt = request.num_prompt_tokens
-        # The last token has no KV.
+        # The last token has no KV yet.
         blocks = max(0, request.num_tokens - 1) // self._groups.hash_block_size
         self._pending.put(
             (

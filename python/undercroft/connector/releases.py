@@ -1,4 +1,4 @@
-"""The schemes that releases of vLLM stand for in the description, without an import of vLLM."""
+"""The schemes by which the description names releases of vLLM. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ FORMAT = 2
 
 
 class Schemes(NamedTuple):
-    """Numbers of our own: releases with the same number do the same."""
+    """undercroft's numbers of vLLM's schemes: releases with equal numbers have the same scheme."""
 
     block_hash: int | str
-    """The inputs of a block's hash, and their form. `tests/unit/test_schemes.py` has a sample of each."""
+    """The inputs of a block's hash, and their form. `tests/unit/test_schemes.py` has a sample of each scheme."""
     page: int | str
-    """How backends that pack nothing lay out a page of unquantized keys and values."""
+    """The layout of a page of unquantized keys and values, with attention backends that pack nothing."""
 
 
 RELEASES = {
@@ -22,7 +22,7 @@ RELEASES = {
     "0.32": Schemes(block_hash=1, page=2),
     "0.33": Schemes(block_hash=1, page=2),
 }
-"""Releases of vLLM that were read for this, and on which `tests/unit/test_schemes.py` ran."""
+"""The schemes of the releases of vLLM whose source was read and on which `tests/unit/test_schemes.py` ran."""
 
 
 def release_of(version: str) -> str:

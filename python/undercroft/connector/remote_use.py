@@ -1,4 +1,4 @@
-"""Models that the remote store does not serve, or does not serve in full."""
+"""Models whose hits never come from the remote store, or only in part."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from undercroft.connector.groups import GroupRegistration
 
 RUN_MAX = 64
-"""Hash blocks that a segment has at most (`rust/core/src/engine/remote/spaces.rs`)."""
+"""Most hash blocks of a segment (`rust/core/src/engine/remote/spaces.rs`)."""
 
 
 def why_limited(groups: Sequence[GroupRegistration], hash_block_tokens: int, dropped_tokens: int) -> str | None:
-    """Which hits of a model never come from a remote store, for people; None if all may."""
+    """The hits of a model that never come from a remote store, for people; None if every hit may."""
     used = [group for group in groups if group.kind != "ignored"]
     if all(group.kind != "full" for group in used):
         return "the remote store is not used: the model has no full attention, whose blocks every hit needs"

@@ -1,4 +1,4 @@
-"""The state that the scheduler's half keeps of each request."""
+"""The state of each request that the scheduler's half keeps."""
 
 from __future__ import annotations
 
@@ -19,53 +19,54 @@ class RequestState:
     request: Request
     lookup: LookupParams
     num_computed_tokens: int = 0
-    """Tokens the device itself held when the scheduler last asked."""
+    """Tokens on the device when the scheduler last asked."""
     queued_behind: int = 0
-    """Tokens of all prompts that came before (`Steps`)."""
+    """Tokens of all prompts that arrived before this request (`Steps`)."""
     uncomputed: int = 0
     """Tokens of the prompt that are neither computed nor loaded."""
     shared_tokens: int = 0
-    """Tokens of the prompt whose chain the last lookup found in the engine, whether a hit may end there or not."""
+    """Shared tokens of the prompt, as the last lookup found them: their chain is in the index, usable or not."""
     asked_at: float | None = None
-    """When the question that is still open was asked first (monotonic seconds); None when answered."""
+    """Time of the open question's first call (seconds of a monotonic clock); None if no question is open."""
     ran: bool = False
-    """Whether a step has run it since the scheduler asked. Only then are its ``num_computed_tokens`` really on the
-    device; before, a load (ours or another connector's) may still be in flight."""
+    """Whether a step has run the request since the scheduler asked. Before that step its ``num_computed_tokens`` may
+    not be on the device: a load of undercroft or of another connector may still be in flight."""
     limit: int = 0
-    """Deepest boundary of use to it, in tokens, when the question was opened."""
+    """Deepest boundary that a hit of the request could use, in tokens, when the question was first asked."""
     min_tokens: int = 0
-    """Tokens that must be cached for it to be served, by its hit threshold, when the question was opened."""
+    """Tokens that must be cached by the request's hit threshold, when the question was first asked."""
     unread_tokens: int = 0
-    """Tokens beyond those of the device that a load could have brought, where they are too few to be read."""
+    """Tokens that the tiers hold beyond the device's, and that were not read because too few are cached in all."""
     deferred: bool = False
     """Whether the open question was answered with "later" at least once."""
     timed_out: bool = False
-    """Whether the open question is of a blocking lookup that reached its limit."""
+    """Whether the open question is a blocking lookup that reached ``lookup_timeout_ms``."""
     load_wait_since: float | None = None
-    """When the open question first waited for another request's load (monotonic seconds); None if it did not."""
+    """Time at which the open question first waited for another request's load (seconds of a monotonic clock); None if
+    it has not waited."""
     counted_for: int = -1
-    """Preemptions the request had had when its answer was last counted: it is asked for again and again."""
+    """The request's number of preemptions when its answer was last counted: each preemption's answer counts once."""
     lookup_failed: bool = False
-    """A load failed or a lookup was given up: this request computes its prompt from now on."""
+    """Whether a load failed or a lookup was given up: from then on the request computes its prompt."""
     saved_hashes: int = 0
-    """The engine's blocks up to which saves have been asked for."""
+    """Number of the engine's blocks for which slots have been requested."""
     saved_tokens: int = 0
-    """Tokens up to which slots were granted, or were not needed."""
+    """Number of tokens whose blocks got slots, or needed none."""
     windows_kept: int = 0
-    """Tokens up to which the windows before boundaries have been offered."""
+    """Number of tokens up to which the windows before boundaries have been saved."""
     shared_boundary: int = 0
-    """Tokens of a prefix that others share, beyond the part that can be loaded; 0 if there is none."""
+    """End of a prefix that other prompts share, in tokens, if it is deeper than the hit; else 0."""
     partial_tails: list[BoundaryState] = field(default_factory=list)
-    """States that vLLM offered as the request ended."""
+    """States that vLLM offered when the request ended."""
     tails: list[int] = field(default_factory=list)
-    """Ends of the tails that are being looked up, the deepest first; a tail that was found is the only one left."""
+    """Ends of the tails with a lookup, the deepest first. After a hit, only the end of the tail that was found."""
     tails_asked: tuple[int, int] | None = None
-    """The whole boundary and the limit that they were looked up for."""
+    """The boundary of whole blocks and the limit for which `tails` were looked up."""
     save_refused: bool = False
-    """The last save left blocks out because memory was full: it is retried."""
+    """Whether the last save left blocks out because memory was full. Such a save is retried."""
     refusals: int = 0
-    """Saves in a row that left blocks out."""
+    """Successive saves that left blocks out."""
     retry_at: int = 0
-    """The step from which on the save is retried."""
+    """First step in which the save may be retried."""
     epoch: int = 0
-    """The cache reset after which the blocks on the device were computed."""
+    """Number of the last cache reset before the blocks on the device were computed."""

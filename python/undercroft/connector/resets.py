@@ -1,7 +1,7 @@
-"""The resets of vLLM that empty the tiers: those after which the weights may differ.
+"""Decides which resets of vLLM empty the tiers: the resets after which the weights may differ.
 
-vLLM updates weights through ``collective_rpc``. This function has other uses as well, so that a call is only a reason
-to drop more.
+vLLM updates weights through ``collective_rpc``, which has other uses too. So a call of it may make
+undercroft drop blocks without need, but never keep too many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Resets:
         """Whether the weights may have changed since the last reset."""
         self._ever_changed = False
         self._keep_once = False
-        """Whether the next reset is that of a sleep during which the weights stay."""
+        """Whether the next reset belongs to a sleep during which the weights stay."""
         self._kept = False
         """Whether a sleep kept the tiers, and no reset has dropped them since."""
         self._has_warned = False
@@ -40,7 +40,7 @@ class Resets:
         return self._scheduler.reset_cache()
 
     def prefix_cache_is_reset(self) -> None:
-        """vLLM resets its own prefix cache and does not ask for the connector's."""
+        """vLLM resets its own prefix cache without a reset of the connector."""
         if self._with_prefix_cache or self._may_have_changed:
             self._keep_once = False
             self.reset_cache()
@@ -61,6 +61,6 @@ class Resets:
         self._may_have_changed = self._ever_changed = True
         self._keep_once = False
         if is_paused and self._kept:
-            # The sleep's reset kept the tiers, and no other reset may follow.
+            # The sleep's reset kept the tiers, and perhaps no other reset follows.
             self.reset_cache()
             self._may_have_changed = True

@@ -1,4 +1,4 @@
-"""Saves: which blocks, from where on the device, and the references that keep them until all ranks have copied them."""
+"""Saves: selects the blocks and their device blocks, and holds references on these until all ranks have copied."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from undercroft.connector.offers import BoundaryState
 
 GRANT_TIMEOUT_S = 1.0
-"""Longest wait for the slots of a save, unless ``server_timeout_ms`` is longer. A server answers in a fraction of a
-millisecond, or has trouble."""
+"""Longest wait for the slots of a save, unless ``server_timeout_ms`` is longer. A healthy server answers in a fraction
+of a millisecond."""
 
 
 @dataclass(slots=True)
@@ -46,32 +46,32 @@ class _Pending:
     num_tokens: int
     tables: Sequence[Sequence[int]]
     states: Mapping[tuple[int, int], int]
-    """Device blocks of states, by (engine's group, block)."""
+    """Device blocks of states, by (engine group, block)."""
     deadline: float
-    """The save waits for its slots until then (monotonic seconds)."""
+    """End of the wait for slots (seconds of a monotonic clock)."""
     pinned: list[KVCacheBlock] | None = None
-    """Blocks that the save may take, while it waits for its slots."""
+    """Device blocks that the save may copy, referenced while it waits for its slots."""
     abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """How a request for slots ended."""
+    """The answer to a request for slots."""
 
     request_id: str
     num_tokens: int
     refused: bool
-    """Blocks were left out that may be asked for again."""
+    """Whether blocks were left out for which slots may be requested again."""
     job: TransferJob | None
-    """None if there is nothing to copy."""
+    """The copy of the blocks; None if there is nothing to copy."""
 
 
 class Saves:
     """The saves that workers have not acknowledged yet.
 
-    A save holds a reference on each of its source blocks in vLLM's block pool, so that neither a preemption nor a
-    finished request hands them to another request while they are being copied. An engine in this process grants slots
-    at once, a server a little later: until then all blocks that the save may take are held.
+    A save holds a reference on each of its source blocks in vLLM's block pool. So vLLM gives these blocks to no other
+    request while they are copied, even if their request is preempted or finishes. An engine in this process grants
+    slots at once. A server grants them later: until then the save holds references on all blocks that it may copy.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Saves:
         report: Callable[[str, Exception], None],
         server_timeout_s: float = 0.0,
     ) -> None:
-        """``report`` takes an error that was caught, and the hook it happened in."""
+        """``report`` takes the hook's name and the error that was caught there."""
         self._grant_timeout_s = max(GRANT_TIMEOUT_S, server_timeout_s)
         self._session = session
         self._groups = groups
@@ -96,7 +96,7 @@ class Saves:
         return len(self._saves) + len(self._pending)
 
     def bind(self, pool: BlockPool) -> None:
-        """The pool whose blocks are saved."""
+        """Take the pool whose blocks are saved."""
         self._pool = pool
 
     def begin(
@@ -111,9 +111,9 @@ class Saves:
     ) -> list[SaveResult]:
         """Ask for slots for the blocks of the first ``num_tokens`` tokens that are not cached.
 
-        Returns the saves that have ended or may be copied by now; the others come from `poll`.
+        Returns the results that are known now; `poll` returns the others.
 
-        ``tables``: per group, the request's device blocks by position. ``boundaries``: where the windows are kept.
+        ``tables``: per group, the request's device blocks by position. ``boundaries``: ends of windows to save.
         ``states``: states that the device holds. ``saved_tokens``: tokens that were saved before.
         """
         offers = window_offers(self._groups, tables, boundaries)
@@ -128,15 +128,15 @@ class Saves:
         tables: Sequence[Sequence[int]],
         states: Iterable[BoundaryState],
     ) -> list[SaveResult]:
-        """Ask for slots for the states that lie inside a block, each with that block of full attention.
+        """Ask for slots for tails: states at boundaries inside a block, each with that block of full attention.
 
-        A tail that is refused is not asked for again: vLLM offers it once.
+        A refused tail is not retried: vLLM offers its state once.
         """
         groups = self._groups
         results = []
         for end, of_end in tail_states(groups, states).items():
             at, name = end // groups.engine_block_size, tail_name(request_id, end)
-            # A chain of one block, its first.
+            # The tail is a chain of one block. Its block is number 0.
             here = [table[at : at + 1] for table in tables]
             states_here = {
                 (index, 0): of_end[of_engine.group]
@@ -166,14 +166,14 @@ class Saves:
         save = _Pending(request_id, num_tokens, tables, states, deadline)
         if not grant.pending:
             return [self._granted(save, grant)]
-        # The tables change, and their blocks go, before the slots come.
+        # Before the slots are granted, the tables change and vLLM may free their blocks.
         save.tables = [list(table) for table in tables]
         save.pinned = self._pin(self._candidates(save, offers, saved_tokens))
         self._pending[grant.transfer_id] = save
         return []
 
     def poll(self) -> list[SaveResult]:
-        """The pending saves that have ended, or may be copied, since the last call."""
+        """The results of pending saves since the last call."""
         results = []
         for grant in self._session.poll_saves():
             if (save := self._pending.pop(grant.transfer_id, None)) is not None:
@@ -185,7 +185,7 @@ class Saves:
         return results
 
     def _give_up(self, now: float) -> list[SaveResult]:
-        """A server that does not answer must not keep device blocks, nor vLLM stepping."""
+        """Drop the saves whose wait is over: a server that does not answer must not keep device blocks in use."""
         given_up = []
         for transfer_id in [transfer_id for transfer_id, save in self._pending.items() if now > save.deadline]:
             save = self._pending.pop(transfer_id)
@@ -204,22 +204,22 @@ class Saves:
                 if copies and self._is_held(copies, save):
                     self._saves[grant.transfer_id] = _Save(self._pin(_blocks(copies)))
                 else:
-                    # Refused in whole, or blocks are wanted that may be others by now: they are asked for again.
+                    # No block needs a copy, or the engine wants device blocks without a reference: these are retried.
                     refused = refused or bool(copies)
                     copies = []
         except Exception as error:
-            # One request's trouble must not lose the other requests' copies of this step.
+            # An error of one request must not lose the other requests' copies of this step.
             self._report("build_connector_meta", error)
             copies = []
         if grant.extents and not copies:
-            # Nothing will ever be copied into its slots.
+            # No worker will copy into these slots.
             self._session.end_transfer(grant.transfer_id, False)
         self._unpin(save)
         job = TransferJob(grant.transfer_id, save.request_id, grant.session, copies) if copies else None
         return SaveResult(save.request_id, save.num_tokens, refused, job)
 
     def _candidates(self, save: _Pending, offers: Iterable[Offer], saved_tokens: int) -> list[int]:
-        """Device blocks that the save may take."""
+        """Device blocks that the save may copy."""
         found = set(save.states.values())
         wanted = [(offer.group, block) for offer in offers for block in range(offer.first_block, offer.end_block)]
         for index, of_engine in enumerate(self._groups.engine_groups):
@@ -242,7 +242,8 @@ class Saves:
     def acknowledge(self, answer: UndercroftWorkerMetadata) -> list[tuple[int, bool]]:
         """Take the ranks' answers, and release the blocks of saves that all ranks have ended.
 
-        Returns these, each with whether it may become visible: not if any rank failed. The engine must be told.
+        Returns the ended saves, each with True if no rank failed: only then may its blocks become visible. The caller
+        must tell the engine.
         """
         ended = []
         for transfer_id in answer.saves_failed:
@@ -260,14 +261,14 @@ class Saves:
         return ended
 
     def invalidate(self, block_ids: set[int]) -> None:
-        """These device blocks do not hold the tokens that they were taken for: saves from them are dropped."""
+        """Drop the saves that copy these device blocks: the blocks do not hold the tokens that undercroft assumed."""
         for save in self._saves.values():
             save.failed |= any(block.block_id in block_ids for block in save.pinned)
         for pending in self._pending.values():
             pending.abandoned |= any(block.block_id in block_ids for block in pending.pinned or ())
 
     def abandon(self) -> None:
-        """Release all device blocks at once. Saves that are being copied from them are dropped when acknowledged."""
+        """Release all device blocks at once. Running saves are dropped when the workers acknowledge them."""
         for pending in self._pending.values():
             pending.abandoned = True
             self._unpin(pending)
@@ -276,7 +277,7 @@ class Saves:
             self._unpin(save)
 
     def blocks_to_free(self) -> bool:
-        """Whether an acknowledgement will return a block to the pool that has no other reference."""
+        """Whether a save holds the last reference on a block, so that its end will return the block to the pool."""
         held: list[_Save | _Pending] = [*self._saves.values(), *self._pending.values()]
         return any(block.ref_cnt == 1 for save in held for block in save.pinned or ())
 
@@ -290,7 +291,7 @@ class Saves:
     def _unpin(self, save: _Save | _Pending) -> None:
         pinned, save.pinned = save.pinned, []
         if self._pool is not None and pinned:
-            # The deepest block is the first to be reused, as when vLLM frees a request.
+            # Like vLLM when it frees a request: the deepest block is reused first.
             self._pool.free_blocks(reversed(pinned))
 
 
@@ -299,7 +300,7 @@ def _blocks(copies: Iterable[GroupCopy]) -> list[int]:
 
 
 def _by_group(copies: Iterable[GroupCopy]) -> list[GroupCopy]:
-    """One copy for each KV cache group, of those of the engine's groups."""
+    """Merge the copies of engine groups into one copy for each KV cache group."""
     found: dict[int, GroupCopy] = {}
     for copy in copies:
         if (first := found.get(copy.group)) is None:
@@ -321,13 +322,13 @@ def _group_copy(
     table, first = tables[of_engine.group], extent.first_block
     low, end = of_engine.position(first), of_engine.position(first + offsets.size - 1) + 1
     if of_engine.kind != "state" and offsets.size and end <= len(table) and offsets.min() >= 0:
-        # All blocks are wanted, as of most prompts that are new.
+        # The engine wants all blocks. That is the case with most new prompts.
         block_ids = np.array(table[low : end : of_engine.per_block], dtype=np.int64)
         if block_ids.min() > NULL_BLOCK:
             return GroupCopy(of_engine.group, block_ids, offsets)
     wanted = np.flatnonzero(offsets >= 0)
     if of_engine.kind == "state":
-        # The table of states is not in the order of positions.
+        # A table of states has another order than positions.
         block_ids = np.array([states[extent.group, first + at] for at in wanted.tolist()], dtype=np.int64)
     elif len(wanted) and of_engine.position(first + int(wanted[-1])) >= len(table):
         raise ValueError(
@@ -335,7 +336,7 @@ def _group_copy(
             f"{of_engine.group}, but the request has {len(table)} blocks"
         )
     elif len(wanted):
-        # Only the wanted part of a long table is read.
+        # Read only the part of a long table that the engine wants.
         low, high = (of_engine.position(first + int(wanted[at])) for at in (0, -1))
         block_ids = np.array(table[low : high + 1], dtype=np.int64)[of_engine.per_block * (wanted - wanted[0])]
     else:

@@ -1,7 +1,7 @@
 """The scheduler's half: looks prompts up in the engine, and tells the workers which blocks to copy.
 
-Every call here runs on the scheduler's thread, so nothing waits for IO: the engine answers from memory, and "later" is
-an answer.
+Every call here runs on the scheduler's thread and waits for no IO: the engine answers from memory. Where it needs IO
+first, its answer is "later".
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from undercroft.connector.stats import Counts
 
 LOOKUP_DEADLINE_S = 60.0
-"""A request that is told "later" for longer than this computes its prompt: no defect may starve it."""
+"""Longest time of the answer "later". Then the request computes its prompt, so that no defect can starve requests."""
 LOAD_WAIT_S = 10.0
-"""Longest wait of a request for another request's load of the same blocks; then it loads its own copy."""
+"""Longest wait of a request for another request's load of the same blocks. Then the request loads them itself."""
 _RETRY_STEPS = 8
-"""A refused save is asked for again after at most this many steps, and after twice as many each time that follows."""
+"""A refused save is retried after at most this many steps. Each further refusal doubles this number."""
 _DOUBLINGS = 5
-"""How often the number of steps is doubled."""
+"""Most doublings of the number of steps."""
 RESET_TIMEOUT_S = 1.0
-"""Longest wait until the disk or the server confirms a reset: vLLM stands still meanwhile."""
+"""Longest wait until the disk or the server confirms a reset. vLLM runs no step during this wait."""
 _WARN_AGAIN_S = 60.0
 
 
@@ -65,8 +65,8 @@ class SchedulerConnector:
     ) -> None:
         """Make the half of one scheduler.
 
-        ``arena`` tells where the workers attach, ``report`` takes an error that was caught and the hook it happened in.
-        ``needed_tokens`` tells how many tokens must be cached for a request to be served.
+        ``arena`` returns the address where the workers attach. ``report`` takes a hook's name and an error in it.
+        ``needed_tokens`` returns the number of tokens that a request's hit threshold needs in a cache.
         """
         self._needed_tokens = needed_tokens
         self._report = report
@@ -81,7 +81,7 @@ class SchedulerConnector:
         self._least = max(1, config.min_load_tokens or 0)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}
-        """Loads that the workers have not reported yet, by request; None for one that failed before it began."""
+        """Loads that the workers have not reported yet, by request. None: the load failed before it began."""
         self._single_flight = SingleFlight(
             any_part=not (groups.has_windows or groups.has_states), whole_blocks=groups.window_blocks
         )
@@ -89,35 +89,35 @@ class SchedulerConnector:
         """The content of the next step's metadata so far."""
         self._device_tokens: Callable[[Request], int] = lambda request: 0
         self.completes_local_hits = False
-        """Whether a local hit of full attention alone is welcome: the state at the loaded boundary completes it."""
+        """Whether vLLM may offer a local hit without states: a load then brings the state at its own boundary."""
         self.has_siblings = False
         """Whether other connectors may bring the tokens that a request needs."""
         self._provisional_tokens = 0
-        """The last tokens of a step, whose KV in draft layers the next step may compute again."""
+        """Number of a step's last tokens whose KV in draft layers the next step may compute again."""
         self._step = 0
         self._refused = 0
         self._epoch = 0
         self._counts = counts
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
-        """Called once, when vLLM has built its block pool."""
+        """vLLM calls this once, when it has built its block pool."""
         self._saves.bind(pool)
         vllm_patches.before_prefix_cache_reset(pool, self._saves.abandon)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Called once, when vLLM has built its own prefix cache."""
+        """vLLM calls this once, when it has built its own prefix cache."""
         self._provisional_tokens = compat.provisional_tokens(manager)
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
             self.completes_local_hits = vllm_patches.reconcile_local_hits(manager, self._completes)
             self._single_flight.any_part = self.completes_local_hits
         if self._config.disk_path or self._config.server:
-            # Blocks that the device holds are not read from disk; without a disk the question is not worth asking.
+            # A prefetch reads no blocks from disk that the device holds. Without a disk nothing needs their number.
             self._device_tokens = lambda request: compat.device_hit_tokens(manager, request)
 
     # Lookup
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived: start its lookup, and the reads from disk, before the scheduler comes to it."""
+        """A request has arrived: start its lookup, and the reads from disk, before the scheduler asks about it."""
         state = self._state(request)
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
@@ -136,15 +136,15 @@ class SchedulerConnector:
             if least > state.shared_tokens:
                 return
         if self._groups.tail_step:
-            # A server has not answered yet; its tails are looked up once it has.
+            # 0 shared tokens: a server may not have answered yet. The tails are then looked up after its answer.
             base = min(state.shared_tokens, limit)
             if base or not limit:
                 self._tails.begin(state, max(base, self._groups.align(local)))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens after ``num_computed_tokens`` can be loaded; None while the answer is pending.
+        """The number of tokens after ``num_computed_tokens`` that can be loaded; None while the answer is pending.
 
-        Asked again for the same request any number of times, so nothing irrevocable happens here.
+        vLLM may ask any number of times for the same request, so a call does nothing irrevocable.
         """
         state = self._state(request)
         state.num_computed_tokens = num_computed_tokens
@@ -181,7 +181,7 @@ class SchedulerConnector:
         return gain, gain > 0
 
     def unread_tokens(self, request: Request) -> int:
-        """Tokens that the last lookup of a request found beyond those of the device, and that it did not read."""
+        """Tokens that the last lookup of a request found beyond the device's tokens but did not read."""
         state = self._requests.get(request.request_id)
         return 0 if state is None else state.unread_tokens
 
@@ -189,7 +189,7 @@ class SchedulerConnector:
         """The request got its device blocks: load ``num_external_tokens`` into them, or nothing if that is 0."""
         request_id = request.request_id
         if num_external_tokens == 0:
-            # Admitted without us, or the load is done: neither the lookup nor its lease is needed.
+            # vLLM loads nothing from undercroft, or the load has ended: the lookup and its lease are not needed.
             if request_id not in self._loading:
                 self._session.end_lookup(request_id)
                 if (known := self._requests.get(request_id)) is not None:
@@ -224,7 +224,7 @@ class SchedulerConnector:
         return self._groups.loaded
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """The tokens of a load by the tier that held them."""
+        """The tokens of a load, by the tier that held them."""
         if compat.CacheHitSource is None or num_external_tokens == 0:
             return {}
         plan = self._loading.get(request.request_id)
@@ -236,10 +236,10 @@ class SchedulerConnector:
     # Steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
-        """The copies of the workers in this step: the loads begun in it, and the blocks that it fills."""
+        """The workers' copies in this step: loads that begin, and saves of blocks that the step fills."""
         self._step += 1
         self.steps.scheduled(scheduler_output.num_scheduled_tokens)
-        # Before the loads are taken out: vLLM waits for them, so they must reach the workers even if a call fails.
+        # If this call fails, the loads stay in `_metadata` for the next step: vLLM waits for them.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
         metadata.arena_socket, metadata.arena_id = arena.socket, arena.arena_id
@@ -263,7 +263,7 @@ class SchedulerConnector:
             states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self.complete_hashes(state.request, computed)
-            # The cost of asking again grows with the length of the request, even for one more block.
+            # Each request for slots costs time in proportion to the prompt's length, even for one more block.
             due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
             if not due and not states:
                 continue
@@ -274,11 +274,11 @@ class SchedulerConnector:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The workers' reports of a step."""
         if output.invalid_block_ids:
-            # Another connector's load into them failed in a step that we took them for computed in.
+            # Another connector's load into these blocks failed, and undercroft had counted them as computed.
             self._saves.invalidate(output.invalid_block_ids)
             for state in self._requests.values():
                 state.saved_hashes = state.saved_tokens = state.windows_kept = 0
-        # Each on its own: a result is reported here once, so an error of one must not lose the others.
+        # Each result is reported here only once, so an error at one result must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             if request_id in self._loading:
@@ -308,11 +308,11 @@ class SchedulerConnector:
         state = self._requests.pop(request_id, None)
         if state is not None:
             self.steps.gone(state)
-        # vLLM frees the blocks of a load whose request was aborted, and caches none of them.
+        # If the request was aborted during its load, vLLM frees the load's blocks and caches none of them.
         self._single_flight.end(request_id)
         try:
-            # The last blocks: with asynchronous scheduling their hashes appear after the step that filled them. A
-            # request aborted while it loads counts its tokens as computed although they are not there yet.
+            # Save the last blocks: with asynchronous scheduling their hashes appear after the step that filled them. A
+            # request that is aborted during its load counts tokens as computed that the device does not hold yet.
             if state is not None and state.epoch == self._epoch and state.ran:
                 num_hashes = self.complete_hashes(request, request.num_computed_tokens)
                 worth_it = num_hashes > state.saved_hashes or state.save_refused or self._groups.has_windows
@@ -342,14 +342,14 @@ class SchedulerConnector:
         return not (self._requests or self._saves or self._loading)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for saves will free device blocks, so that no request needs to be preempted for them."""
+        """Whether the end of a save will free device blocks, so that vLLM can wait instead of preempting a request."""
         return self._saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
         """Drop everything of this namespace. Blocks that the device holds now are not saved any more.
 
-        Returns True without a confirmation, too: from the request on, this vLLM's session shares with no other and
-        finds no earlier block, and vLLM would stay paused after False.
+        Returns True even without a confirmation: after False vLLM would stay paused. From this call on, this vLLM's
+        session shares with no other session and finds no earlier block.
         """
         self.forget_device()
         if not self._session.reset(RESET_TIMEOUT_S):
@@ -391,14 +391,14 @@ class SchedulerConnector:
                 try:
                     lookup = request_params.of_request(request.kv_transfer_params, self._config)
                 except request_params.InvalidParameterError as error:
-                    # The frontend refuses them; here the request is in the engine already.
+                    # The frontend refuses such requests. One that still reaches the scheduler uses the configuration.
                     self._report("on_new_request", error)
             state = self._requests[request.request_id] = RequestState(request, lookup, epoch=self._epoch)
             self.steps.arrived(state)
         return state
 
     def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
-        """Up to where the request's tokens can be loaded, or ``num_computed_tokens``; None while it is pending."""
+        """End of the tokens that can be loaded; ``num_computed_tokens`` if there are none; None while it is pending."""
         request, limit, lookup = state.request, state.limit, state.lookup
         answer = self._look_up(state, num_computed_tokens, limit)
         if answer.pending:
@@ -413,7 +413,7 @@ class SchedulerConnector:
             state.unread_tokens = max(0, min(answer.shared_tokens, limit) - num_computed_tokens)
             return num_computed_tokens
         self._note_shared_boundary(state, max(answer.tokens, num_computed_tokens), limit)
-        # The limit is of when it was asked first.
+        # The limit dates from the first call of this question. The request may have fewer tokens now.
         base = max(min(answer.tokens, limit, self._groups.align(request.num_tokens - 1)), num_computed_tokens)
         end = self._tails.find(state, base)
         if end is None and lookup.blocking:
@@ -434,13 +434,13 @@ class SchedulerConnector:
         return 0 if self.has_siblings else self._needed_tokens(request)
 
     def _least_boundary(self, min_tokens: int, num_computed_tokens: int) -> int:
-        """The least boundary at which a hit makes up ``min_tokens``; 0 if the device holds enough."""
-        # A tail may follow, which ends inside a block.
+        """The least boundary at which a hit has ``min_tokens``; 0 if the device holds enough."""
+        # A tail may follow the last whole block, and add less than a block.
         least = min_tokens - (self._groups.engine_block_size if self._groups.tail_step else 0)
         return least if least > num_computed_tokens else 0
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
-        """Wait for the answer. A promotion that does not end in time is given up: its part in memory is the hit."""
+        """Wait for the answer. After the timeout the hit is the part that is in host memory."""
         self._session.wait(state.request.request_id, state.lookup.timeout_s)
         state.deferred = True
         answer = self._look_up(state, num_computed_tokens, limit)
@@ -457,7 +457,7 @@ class SchedulerConnector:
         return self._look_up(state, num_computed_tokens, limit)
 
     def _waits_for_load(self, state: RequestState, begin: int, end: int) -> bool:
-        """Whether a hit of the tokens ``[begin, end)`` waits: another request loads the first of its blocks."""
+        """Whether a hit of the tokens ``[begin, end)`` must wait because another request loads its first block."""
         size = self._groups.engine_block_size
         hashes = self._groups.hashes(state.request.block_hashes)
         if not self._single_flight.fills(state.request.request_id, hashes, begin // size, end // size):
@@ -468,7 +468,7 @@ class SchedulerConnector:
         return now - state.load_wait_since < LOAD_WAIT_S
 
     def _outcome(self, state: RequestState, gain: int) -> str:
-        """The outcome that an answered lookup is counted under."""
+        """The outcome as which an answered lookup is counted."""
         if state.timed_out:
             return "timed_out"
         if gain:
@@ -489,7 +489,7 @@ class SchedulerConnector:
         self._metadata.failed_loads.append(state.request.request_id)
 
     def _completes(self, request: Request, local_tokens: int) -> bool:
-        """Whether something can be loaded above a local hit of full attention, whose states are not all there."""
+        """Whether a load can extend a local hit of full attention whose states are not all on the device."""
         try:
             state = self._state(request)
             limit = self._groups.align(request.num_tokens - 1)
@@ -503,23 +503,23 @@ class SchedulerConnector:
             return False
 
     def _note_shared_boundary(self, state: RequestState, hit: int, limit: int) -> None:
-        """Save the windows and states where other prompts share the prefix beyond the hit: they were missing there."""
+        """Note where a prefix ends that other prompts share beyond the hit: its windows and states must be saved."""
         if not (self._groups.has_windows or self._groups.has_states):
             return
         request = state.request
         shared = self._groups.align(min(state.shared_tokens, limit))
         state.shared_boundary = shared if shared > hit else 0
         if state.shared_boundary and self._groups.has_states:
-            # vLLM ends a step there, as for a prefix shared on the device, so that the state comes to exist.
+            # vLLM then ends a step at this boundary, so that its state exists and can be saved.
             vllm_patches.end_step_at(request, state.shared_boundary)
 
     def _kept_boundaries(self, state: RequestState, end: int, finished: bool) -> set[int]:
-        """Boundaries up to ``end`` tokens whose windows a later request can reach, and that were not kept before."""
+        """Boundaries up to ``end`` tokens where a later hit may end and whose windows have not been saved before."""
         if not self._groups.has_windows:
             return set()
         request, align = state.request, self._groups.align
         begin = state.windows_kept
-        # The same prompt again ends before its last token, a longer one may go on from there.
+        # A hit of an equal prompt ends before its last token. A hit of a longer prompt may end after it.
         ends = {align(request.num_prompt_tokens - 1), align(request.num_prompt_tokens)}
         ends |= {
             state.shared_boundary,
@@ -531,15 +531,15 @@ class SchedulerConnector:
         if interval := align(self._config.state_interval_tokens + self._groups.alignment - 1):
             ends.update(range((begin // interval + 1) * interval, end + 1, interval))
         if dropped := self._groups.dropped_tokens:
-            # A hit of a prefix that ends there ends this many tokens earlier.
+            # With a draft, a hit ends `dropped` tokens before its cached prefix does.
             ends |= {boundary - dropped for boundary in ends}
         kept = {boundary for boundary in ends if begin < boundary <= end}
         return kept | {align(end)} if finished and align(end) else kept
 
     def complete_hashes(self, request: Request, computed_tokens: int) -> int:
-        """Number of the engine's blocks whose tokens all have their KV on the device after ``computed_tokens``.
+        """Number of the engine's blocks that are complete on the device after ``computed_tokens``.
 
-        Drafts that were not accepted lie beyond ``num_tokens``; hashes that look ahead appear late.
+        Tokens of rejected drafts are beyond ``num_tokens``. Hashes that include later tokens appear late.
         """
         tokens: int = max(0, min(computed_tokens - self._provisional_tokens, request.num_tokens))
         if self._config.save == "prompt":
@@ -572,11 +572,11 @@ class SchedulerConnector:
                 results = self._saves.begin_tails(request.request_id, request.block_hashes, tables, states)
                 self._hand_over(results, metadata)
         except Exception as error:
-            # One request's trouble must not lose the other requests' copies of this step.
+            # An error of one request must not lose the other requests' copies of this step.
             self._report("build_connector_meta", error)
 
     def _hand_over(self, results: Iterable[SaveResult], metadata: UndercroftMetadata) -> None:
-        """Hand saves that have their slots to the workers."""
+        """Pass the saves that have their slots to the workers."""
         for result in results:
             if result.job is not None:
                 metadata.saves.append(result.job)
@@ -586,7 +586,7 @@ class SchedulerConnector:
             state.save_refused = result.refused
             if result.refused:
                 state.saved_tokens = 0
-                # When memory is short many saves are refused at once: they must not all be retried in one step.
+                # A full memory refuses many saves at once. Their retries are spread over several steps.
                 half = _RETRY_STEPS // 2 << min(state.refusals, _DOUBLINGS)
                 state.refusals += 1
                 self._refused += 1

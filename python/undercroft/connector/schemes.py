@@ -1,7 +1,8 @@
-"""The properties that versions of vLLM and Python, and a machine, stand for in the description: how hashes are made,
-how pages are laid out, which attention backend writes them.
+"""Properties of vLLM's version, Python's version and the machine, for the description: how hashes are made, how pages
+are laid out, which attention backend writes them.
 
-A version that changes none of them keeps the cache warm. An unknown version stands for itself.
+A version that changes none of these properties keeps the cache warm. For an unknown version the description holds the
+version itself.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 _PLAIN_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}
-"""Backends that write keys and values as they are, at the strides of the layout. Others pack them in kernels, which
-may change with any release."""
+"""Backends that write keys and values unchanged, at the strides of the layout. Other backends pack them in kernels,
+and any release may change these kernels."""
 _PLAIN_SPECS = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
 _PLAIN_DTYPES = {"torch.float32", "torch.float16", "torch.bfloat16"}
 _SAMPLE = (bytes(range(32)), (1, 200, 70_000, 5_000_000_000), (("lora", "name"), None, 0.5))
@@ -32,13 +33,13 @@ def is_known_release() -> bool:
 
 
 def hash_scheme() -> int | str:
-    """How this vLLM makes block hashes; its release if that is not known."""
+    """The number of this vLLM's block hashes; its release if the release is unknown."""
     release = compat.vllm_release()
     return RELEASES[release].block_hash if release in RELEASES else f"vllm {release}"
 
 
 def page_scheme(kv_cache_config: KVCacheConfig, backends: list[str]) -> int | str:
-    """How this vLLM lays out the model's pages; its release where kernels pack them, or it is not known."""
+    """The number of this vLLM's page layout; its release if kernels pack the pages or the release is unknown."""
     release = compat.vllm_release()
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in compat.layer_specs(group.kv_cache_spec)]
     are_plain = set(backends) <= _PLAIN_BACKENDS and all(map(_is_plain, specs))
@@ -52,16 +53,15 @@ def _is_plain(spec: Any) -> bool:
 
 
 def serialized_sample(algorithm: str) -> str:
-    """The start of the hash of a fixed value: stands for the output of Python's pickle, or of the CBOR library, for
-    one."""
+    """The start of the hash of a fixed value. It changes if Python's pickle or the CBOR library writes other bytes."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
     return str(get_hash_fn_by_name(algorithm)(_SAMPLE).hex()[:16])
 
 
 def attention_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
-    """Names of the backends that write the groups' pages, as this machine resolves them; on CPUs with the
-    instruction set that decides how a page is packed."""
+    """Names of the backends that write the groups' pages on this machine. On CPUs each name has the instruction set
+    that decides how a page is packed."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in compat.layer_specs(group.kv_cache_spec)]
@@ -69,7 +69,7 @@ def attention_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def _backend(vllm_config: VllmConfig, spec: Any) -> str:
-    """The backend for layers with this spec; as configured, and the machine, where vLLM cannot tell here."""
+    """The backend for layers with this spec. If vLLM cannot resolve it here: the configured backend and the machine."""
     try:
         name = _resolve(vllm_config, spec)
     except Exception as error:  # a platform's selector may raise anything
@@ -100,7 +100,7 @@ def _resolve(vllm_config: VllmConfig, spec: Any) -> str:
 
 
 def instruction_set(vllm_config: VllmConfig, spec: Any) -> str:
-    """The code that packs the pages of vLLM's attention on CPUs: "amx" pages are not "vec" pages."""
+    """The instruction set whose code packs the pages of vLLM's attention on CPUs: "amx" and "vec" pages differ."""
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -109,12 +109,12 @@ def instruction_set(vllm_config: VllmConfig, spec: Any) -> str:
                 vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
             )
         )
-    except (ImportError, TypeError):  # made otherwise by another vLLM
+    except (ImportError, TypeError):  # another version of vLLM has other functions
         return _machine()
 
 
 def _machine() -> str:
-    """The processor's kind and the extensions that pages may depend on."""
+    """The processor's kind, and its extensions on which pages may depend."""
     import platform
 
     import torch
@@ -125,7 +125,7 @@ def _machine() -> str:
 
 
 def _shuffles_pages() -> bool:
-    """Whether pages are in the shuffled layout of AMD's kernels."""
+    """Whether pages have the shuffled layout of AMD's kernels."""
     from vllm import envs
     from vllm.platforms import current_platform
 

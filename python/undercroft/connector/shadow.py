@@ -1,7 +1,7 @@
-"""The option ``shadow``: the hits that caches of other sizes would have had, found out while vLLM serves.
+"""The option ``shadow``: counts the hits that caches of other sizes would have had, while vLLM serves.
 
-Each size is an index without bytes, the same as that of `undercroft estimate`. The scheduler hands over the hashes of a
-request that has ended; a thread does the rest, so that nothing here can hold a request up or change an answer.
+For each size there is an index without bytes, like the index of `undercroft estimate`. The scheduler passes the hashes
+of a request that has ended to a thread, which does the rest. So nothing here can delay a request or change an answer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from undercroft.connector.groups import Groups
 
 PENDING_MAX = 10_000
-"""Requests that wait for the thread; more are left out."""
+"""Most requests that wait for the thread; further requests are left out."""
 _BLOCKS_MIN = 64
-"""An index has pages, each of which holds some blocks."""
+"""Least blocks of an index: the index has pages, and each page holds some blocks."""
 _HASHES_AT_ONCE = 256
-"""After these the interpreter switches to the scheduler's thread if that waits."""
+"""Hashes without a pause. Then the interpreter switches to the scheduler's thread if it waits."""
 
 
 class Shadow:
     """Indexes of the sizes in ``capacities``. No method raises or waits, but for `close`."""
 
     def __init__(self, capacities: Sequence[int], groups: Groups, tokens_in: Callable[[int], int]) -> None:
-        """``capacities``: bytes. ``tokens_in``: the tokens that a tier of so many bytes holds."""
+        """``capacities``: bytes. ``tokens_in``: returns the tokens that a tier with a capacity in bytes holds."""
         self._capacities = capacities
         self._groups = groups
         self._tokens_in = tokens_in
@@ -44,7 +44,7 @@ class Shadow:
     def finished(self, request: Request) -> None:
         """A request has ended; its block hashes do not change any more."""
         if self._thread.is_alive() and self._pending.qsize() < PENDING_MAX:
-            # The last token has no KV.
+            # The last token has no KV yet.
             blocks = max(0, request.num_tokens - 1) // self._groups.hash_block_size
             self._pending.put((request.num_prompt_tokens, request.block_hashes[:blocks]))
 
@@ -58,7 +58,7 @@ class Shadow:
         return {"counters": counters, "gauges": sizes}
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End, after the pending requests."""
+        """Process the pending requests, and end."""
         self._pending.put(None)
         self._thread.join(timeout_s)
 

@@ -1,8 +1,8 @@
-"""Single flight of loads onto the device.
+"""Single flight: two requests do not load the same blocks onto the device.
 
-vLLM shares the device blocks of requests with one prefix once their hashes are cached, and caches the hashes of a load
-when the load has ended. A request that hits in a tier before that gets device blocks, and a copy, of its own. So a
-request whose next missing block is being loaded by another request waits for that load, and hits on the device then.
+Requests with one prefix share device blocks once vLLM has cached their hashes. vLLM caches the hashes of a load when
+the load has ended. A request that hits in a tier before this end would get device blocks and a copy of its own. So a
+request waits while another request loads its next missing block, and then hits on the device.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class SingleFlight:
     """The loads in progress, by the blocks that they fill."""
 
     def __init__(self, *, any_part: bool, whole_blocks: int = 0) -> None:
-        """Know of no load yet.
+        """Begin without loads.
 
-        ``any_part``: whether each loaded block is a hit of the device by itself. Without it (windows, states) a device
-        hit ends only where a load ends, or at any block of a load of at most ``whole_blocks``.
+        ``any_part``: whether a device hit may end at any loaded block. With windows and states a device hit ends only
+        where a load ends, or at any block of a load of at most ``whole_blocks`` blocks.
         """
         self.any_part = any_part
         self._whole_blocks = whole_blocks
         self._loads: dict[str, _Load] = {}
         self._filled_by: dict[bytes, str] = {}
-        """The request whose load fills the block with that hash: the latest, where there are two."""
+        """By block hash: the request whose load fills the block, the latest of several."""
 
     def begin(self, request_id: str, hashes: Sequence[bytes], begin: int, end: int) -> None:
         """A request's load fills the blocks ``[begin, end)`` of the chain ``hashes``."""
@@ -56,7 +56,7 @@ class SingleFlight:
     def fills(self, request_id: str, hashes: Sequence[bytes], begin: int, end: int) -> bool:
         """Whether another request's load brings block ``begin`` to the device, for a hit that ends before ``end``.
 
-        ``hashes``: the chain of the request that asks.
+        ``hashes``: the chain of the request that may wait.
         """
         if begin >= end or (loader := self._filled_by.get(hashes[begin])) in (None, request_id):
             return False

@@ -169,13 +169,13 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "remote_put_queue_segments": ("gauge", "segments that wait to be written to the remote store"),
     "plan_bytes_per_token": ("gauge", "bytes of a token in the tiers, of the model that reported last"),
 }
-"""Keys of `_core.Engine.stats`: one flat dict of numbers. Seconds are floats, everything else whole numbers."""
+"""Keys of `_core.Engine.stats`, one flat dict of numbers. Seconds are floats; all other values are whole numbers."""
 
 SHADOW_KEYS = tuple(f"shadow_capacity_bytes_{number}" for number in SHADOWS)
 """Gauges of the option ``shadow``: the sizes."""
 
 CAPACITY_KEYS = ("host_capacity_tokens", "disk_capacity_tokens")
-"""Gauges that the connector computes: tokens of its model that a tier of the capacity in bytes holds."""
+"""Gauges that the connector computes: the tokens of its model that fit into a tier's capacity."""
 
 WORKER_KEYS: dict[str, str] = {
     "load_bytes": "bytes copied from the arena to the device",
@@ -185,7 +185,7 @@ WORKER_KEYS: dict[str, str] = {
     "save_seconds": "time from the start to the end of these copies, summed",
     "saves_done": "saves ended by a rank",
 }
-"""Counters that workers report, of each rank; they are summed over the ranks."""
+"""Counters of each rank, which workers report. They are summed over the ranks."""
 
 SCHEDULER_KEYS: dict[str, str] = {
     "lookups_host": "lookups whose hit was in host memory at once",
@@ -220,7 +220,8 @@ GAUGES = frozenset(
 _COUNTED = tuple(name for name in STATS_KEYS if name in COUNTERS)
 _GAUGED = tuple(name for name in STATS_KEYS if name in GAUGES)
 SAMPLES = ("lookup_seconds", "wait_seconds")
-"""Single observations, for histograms: from first question to answer, of all lookups and of those that waited."""
+"""Single observations for histograms: seconds from a lookup's first call to its answer, of all lookups, and of
+the lookups that waited."""
 
 
 @dataclass
@@ -228,7 +229,7 @@ class UndercroftStats(KVConnectorStats):
     """The statistics since the last report, in plain types that travel between processes.
 
     ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended),
-    ``io_engine`` (a name; empty or absent without a disk tier) and ``socket`` (that of the engine).
+    ``io_engine`` (a name; empty or absent without a disk tier) and ``socket`` (path of the engine's socket).
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -239,7 +240,7 @@ class UndercroftStats(KVConnectorStats):
 
     @classmethod
     def of(cls, *parts: dict[str, Any]) -> UndercroftStats:
-        """The data of several collections together. Most are empty in most steps."""
+        """Merge the data of several collections. Most collections are empty in most steps."""
         stats = cls()
         for data in parts:
             if data:
@@ -251,7 +252,7 @@ class UndercroftStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> UndercroftStats:
-        """This and ``other`` (another rank's, or a later interval's) together."""
+        """Merge ``other`` (another rank's or a later interval's statistics) into this."""
         mine, theirs = self.data, other.data
         counters = dict(mine.get("counters", {}))
         for name, value in theirs.get("counters", {}).items():
@@ -269,7 +270,7 @@ class UndercroftStats(KVConnectorStats):
         return UndercroftStats({name: value for name, value in data.items() if value})
 
     def reduce(self) -> dict[str, int | float]:
-        """The figures of one log line, those that an operator needs first."""
+        """The figures of one log line: the ones that an operator needs first."""
         counters, gauges = self.data.get("counters", {}), self.data.get("gauges", {})
         get = counters.get
         line: dict[str, int | float] = {
@@ -299,7 +300,7 @@ class UndercroftStats(KVConnectorStats):
 
 
 class Counts:
-    """Counts of one half of the connector, handed out as differences."""
+    """Counts of one half of the connector. `collect` returns the differences since its last call."""
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
@@ -313,7 +314,7 @@ class Counts:
     def lookup(self, seconds: float, outcome: str, waited: bool) -> None:
         """Count a lookup that was answered ``seconds`` after the scheduler's first call.
 
-        ``waited``: whether it waited for the disk.
+        ``waited``: whether the lookup waited for the disk.
         """
         self.add(f"lookups_{outcome}")
         self._samples.setdefault("lookup_seconds", []).append(seconds)
@@ -330,8 +331,8 @@ class Counts:
 class EngineStats:
     """The engine's counters as differences, read at most once in ``interval`` seconds.
 
-    ``tokens_in``: the tokens that a tier of so many bytes holds. ``idle_s``: seconds without a collection after which
-    the engine's health is checked.
+    ``tokens_in``: returns the tokens that a tier with a capacity in bytes holds. ``idle_s``: seconds without a
+    collection after which the engine's health is checked.
     """
 
     def __init__(
@@ -347,7 +348,7 @@ class EngineStats:
         self._interval = interval
         self._last: dict[str, float] = {}
         self._io_engine: tuple[bool, str] | None = None
-        """The name of the IO engine, and whether it is that of directories that were taken over."""
+        """Whether the directories were taken over when the name was read, and the name of the IO engine."""
         self._due = 0.0
         self._health = DiskHealth(engine)
         self._remote = RemoteHealth(engine)
@@ -360,7 +361,7 @@ class EngineStats:
     def collect(self, now: float, force: bool = False) -> dict[str, Any]:
         """The changes since the last reading, as the data of `UndercroftStats`; empty before the interval has passed.
 
-        ``now``: monotonic seconds. ``force``: read whatever the time.
+        ``now``: seconds of a monotonic clock. ``force``: read even before the interval has passed.
         """
         if now < self._due and not force:
             return {}
@@ -369,7 +370,7 @@ class EngineStats:
         self._check(stats)
         if not stats:
             return {}
-        # Often most are zero.
+        # Most differences are zero, and are left out.
         counters = {
             name: since
             for name in _COUNTED
@@ -399,13 +400,13 @@ class EngineStats:
 
     def _stats(self) -> dict[str, float]:
         if self._engine.is_shared and not self._engine.took_over:
-            # Another process counts for all that share its engine.
+            # The process that has the engine reports the counters of all its clients.
             return {}
-        # Nothing while the directories were taken over, and the engine has not answered yet.
+        # Empty after a takeover of the directories until the engine has answered.
         return self._engine.stats()
 
     def _check(self, stats: dict[str, float]) -> None:
-        # The scheduler does not wait while the other thread logs.
+        # The scheduler's thread does not wait for the thread that checks now.
         if not self._checking.acquire(blocking=False):
             return
         try:
@@ -418,7 +419,7 @@ class EngineStats:
             self._checking.release()
 
     def _watch(self, idle_s: float) -> None:
-        """Checks while vLLM is idle: vLLM collects statistics only in its steps."""
+        """Check the health while vLLM is idle: vLLM collects statistics only in its steps."""
         while not self._closed.wait(idle_s):
             try:
                 if time.monotonic() >= self._due + idle_s - self._interval:
@@ -428,5 +429,5 @@ class EngineStats:
 
 
 def _since(now: float, before: float) -> float:
-    """The increase since ``before``. A counter that went back has restarted at zero."""
+    """The increase since ``before``. A counter that is lower than before has restarted at zero."""
     return now - before if now >= before else now

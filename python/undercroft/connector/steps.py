@@ -1,4 +1,4 @@
-"""Reports to the planner about vLLM: the tokens and times of its steps, and the tokens that wait to be computed."""
+"""Reports vLLM's steps to the planner: their tokens, their times, and the tokens that wait to be computed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from undercroft.connector.request_state import RequestState
 
 _UNREPORTED = 16
-"""Steps without a prefill that are reported together, unless a lookup comes."""
+"""Number of steps without a prefill that are reported together. A lookup reports them earlier."""
 _IN_FLIGHT = 8
-"""Most steps that vLLM has scheduled and not ended. With more, vLLM does not report the ends as this class expects."""
+"""Most steps in flight. If there are more, vLLM does not report the ends of steps as this class expects."""
 
 
 class Steps:
@@ -24,17 +24,17 @@ class Steps:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._prefilling: dict[str, RequestState] = {}
-        """Requests with prompt tokens that are neither computed nor loaded."""
+        """Requests with prompt tokens that are neither computed nor loaded yet."""
         self._arrived = 0
         """Prompt tokens of all requests so far."""
         self._done = 0
         """Prompt tokens of all requests that are computed, loaded or not needed any more."""
         self._scheduled: deque[tuple[float, int, int, int]] = deque()
-        """Steps that have not ended: when they were scheduled, tokens, the sum of their positions, decodes."""
+        """Steps in flight: time of scheduling, prompt tokens, the sum of these tokens' positions, decodes."""
         self._ended_at = 0.0
         self._unreported: list[tuple[int, int, int, float]] = []
         self._running = 0
-        """Requests of the step that was scheduled last, less those that have finished."""
+        """Requests of the step that was scheduled last, without the requests that have finished since."""
         self._last_decodes = 0
         """Decodes of the step that ended last."""
 
@@ -48,7 +48,7 @@ class Steps:
         self._prefilling[request.request_id] = state
 
     def computed(self, state: RequestState, tokens: int) -> None:
-        """The device holds the first ``tokens`` tokens of a prompt, or will when the step has ended."""
+        """The device holds the first ``tokens`` tokens of a prompt, or will hold them at the end of the step."""
         left = max(0, state.request.num_tokens - tokens)
         if left < state.uncomputed:
             self._done += state.uncomputed - left
@@ -64,12 +64,12 @@ class Steps:
         self._prefilling.pop(state.request.request_id, None)
 
     def queued(self, state: RequestState) -> int:
-        """Prompt tokens of requests that came before one, which are not computed. The planner is about to be asked: it
-        learns of the steps so far."""
+        """Prompt tokens of earlier requests that are not computed yet. Reports the steps so far, since a question to
+        the planner follows."""
         if self._last_decodes and not self._running:
             self._unreported.append((0, 0, 0, 0.0))
             self._last_decodes = 0
-        # Asked for each waiting request in each step: no call without need.
+        # This runs for each waiting request in each step, so it makes no needless call.
         if self._unreported:
             self._report()
         queued = state.queued_behind - self._done
@@ -78,7 +78,7 @@ class Steps:
     # Times
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:
-        """A step was scheduled, with the number of tokens that it computes of each request."""
+        """A step was scheduled. ``tokens``: the number of tokens that the step computes, by request."""
         prefilled = positions = prefills = 0
         prefilling = self._prefilling
         for request_id in tokens if prefilling else ():
@@ -96,12 +96,12 @@ class Steps:
         self._scheduled.append((time.perf_counter(), prefilled, positions, len(tokens) - prefills))
 
     def ended(self) -> None:
-        """The step that was scheduled first of those under way has ended."""
+        """The oldest step in flight has ended."""
         if not self._scheduled:
             return
         scheduled_at, tokens, positions, decodes = self._scheduled.popleft()
         now = time.perf_counter()
-        # A step that was scheduled while another step ran began when that step ended.
+        # A step that is scheduled while an earlier step runs begins when the earlier step ends.
         began_at, self._ended_at = max(scheduled_at, self._ended_at), now
         if not tokens and not decodes:
             return

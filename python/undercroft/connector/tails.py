@@ -1,9 +1,9 @@
 """Hits that end inside a block.
 
-With ``prefix_match_unit`` finer than its blocks, vLLM also caches a prompt's end inside a block, and offers the state
-there. Such a tail is stored as a chain of its own, of one block: the state, and the block of full attention that the
-end lies in, keyed by the hash at the end, which no chain of whole blocks has. A hit may go on from the last whole block
-that is cached to the end of a tail in the block after it.
+If ``prefix_match_unit`` is smaller than a block, vLLM also caches a prompt's end inside a block, and offers the state
+at this end. undercroft stores such a tail as a chain of one block: the state, and the block of full attention in which
+the tail ends. The chain's key is the hash at the tail's end, which no chain of whole blocks has. A hit may extend from
+the last whole cached block to the end of a tail in the next block.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from undercroft.connector.request_state import RequestState
 
 _ENDS_MAX = 128
-"""Ends that are looked up for one request, the deepest first."""
+"""Most ends that are looked up for one request, the deepest first."""
 
 
 def tail_name(request_id: str, end: int) -> str:
-    """Name of the engine's request for the tail of a request that ends at ``end`` tokens."""
+    """Name of the engine's request for the tail of ``request_id`` that ends at ``end`` tokens."""
     return f"{request_id}\0{end}"
 
 
@@ -34,12 +34,12 @@ class Tails:
         self._groups = groups
 
     def limit(self, request: Request) -> int:
-        """Where the deepest tail of use to a request ends, in tokens; 0 where the model has none."""
+        """End of the deepest tail that a request can use, in tokens; 0 if the model has no tails."""
         step = self._groups.tail_step
         return (request.num_tokens - 1) // step * step if step else 0
 
     def begin(self, state: RequestState, base: int) -> None:
-        """Start the lookups of the tails in the block after ``base``, and the reads from disk. Idempotent."""
+        """Start the lookups of the tails in the block after ``base``, and their reads from disk. Idempotent."""
         asked = base, self.limit(state.request)
         if self._groups.tail_step and state.tails_asked != asked:
             self.drop(state)
@@ -47,7 +47,7 @@ class Tails:
             self._submit(state, *asked)
 
     def find(self, state: RequestState, base: int) -> int | None:
-        """Where the deepest tail in the block after ``base`` ends; ``base`` without one, None while it is pending.
+        """End of the deepest tail in the block after ``base``; ``base`` if there is no tail, None while it is pending.
 
         A tail that is found is leased until `drop`. A miss is cached.
         """
@@ -63,7 +63,7 @@ class Tails:
         return base
 
     def wait(self, state: RequestState, base: int) -> int:
-        """Find a hit as `find` does, but wait for the answer; ``base`` if it does not come in time."""
+        """Like `find`, but wait for the answer. Returns ``base`` if no answer comes in time."""
         self._session.wait(tail_name(state.request.request_id, state.tails[0]), state.lookup.timeout_s)
         end = self.find(state, base)
         if end is None:
@@ -72,7 +72,7 @@ class Tails:
         return end
 
     def drop(self, state: RequestState) -> None:
-        """End the lookups of a request's tails, and their leases. Idempotent."""
+        """End the lookups and leases of a request's tails. Idempotent."""
         for end in state.tails:
             self._session.finish_request(tail_name(state.request.request_id, end))
         state.tails = []
@@ -88,14 +88,14 @@ class Tails:
             self._session.prefetch(*self._question(state, end))
 
     def _keep(self, state: RequestState, asked: int, found: int) -> None:
-        """End the lookup at ``asked``; if a tail was ``found``, all lookups but its own."""
+        """End the lookup of the tail at ``asked``. If a tail was ``found``, end all other lookups."""
         for end in state.tails if found else [asked]:
             if end != found:
                 self._session.finish_request(tail_name(state.request.request_id, end))
         state.tails = [found] if found else state.tails[1:]
 
     def _question(self, state: RequestState, end: int) -> tuple[Any, ...]:
-        """The lookup of a tail."""
+        """The arguments of the session's lookup of a tail."""
         block_hash = state.request.block_hashes[end // self._groups.hash_block_size - 1]
         name = tail_name(state.request.request_id, end)
         lookup = state.lookup

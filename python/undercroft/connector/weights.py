@@ -1,8 +1,8 @@
-"""Digests of a model's weights by content: two copies of a model have the same one, wherever they are.
+"""Digests of a model's weights by content: all copies of a model have the same digest, wherever they are.
 
-By default a digest is sampled: it holds each file's name, size and header (all of a safetensors header, so each
-tensor's name, type, shape and place), pieces of its tensors, and its end. docs/identity.md names the changes that it
-can miss.
+By default a digest is sampled. It covers each file's name, size, header and end, and pieces of its tensors. Of a
+safetensors file it covers the whole header, and so each tensor's name, type, shape and place. docs/identity.md names
+the changes that a sampled digest can miss.
 Digests are kept in a small file, by path, size, times and inode, so that a restart reads no weights.
 """
 
@@ -27,35 +27,35 @@ _SMALL = 16 << 20
 """Files up to this size are hashed whole."""
 _PIECE = 4096
 _PIECES = 256
-"""Pieces sampled of a file."""
+"""Number of pieces that are sampled of a file."""
 _EDGE = 1 << 20
-"""Bytes hashed at both ends of a file without a safetensors header. A PyTorch file is a zip archive, whose end holds
-a CRC-32 of each tensor; a GGUF file starts with its metadata."""
+"""Bytes that are hashed at each end of a file without a safetensors header. A PyTorch file is a zip archive: its end
+holds a CRC-32 of each tensor. A GGUF file starts with its metadata."""
 _HEADER_MAX = 100 << 20
-"""vLLM's safetensors library refuses longer headers."""
+"""Most bytes of a safetensors header: vLLM's safetensors library refuses longer headers."""
 _THREADS = 8
 _KEPT_MAX = 4096
-"""Digests that a file of digests holds."""
+"""Most digests in a file of digests."""
 _MODELS_MAX = 64
-"""Models of which a file of digests remembers each file's digest, to say which one differs."""
+"""Most models in a file of digests for which it holds each file's digest, so that a log line can name differences."""
 
 
 @dataclass(slots=True)
 class Digests:
-    """Digests of files, remembered by path, size, times and inode, in a JSON file if ``path`` is one.
+    """Digests of files, remembered by path, size, times and inode; in a JSON file if ``path`` names one.
 
-    A change of a file that leaves all of them alone goes unnoticed; the inode's change time cannot be set by programs
-    such as ``cp -p`` and ``rsync -t``, which keep the modification time.
+    A change of a file that changes none of these goes unnoticed. Programs such as ``cp -p`` and ``rsync -t`` keep the
+    modification time, but cannot set the inode's change time.
     """
 
     path: Path | None = None
     _known: dict[str, list[Any]] = field(default_factory=dict)
     _models: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By the digest of a model's weights, the digest of each of its files by name."""
+    """By the digest of a model's weights: the digest of each of its files, by file name."""
     _changed: bool = False
 
     def of_files(self, files: Iterable[Path], how: str) -> dict[Path, str]:
-        """The digest of each file, ``how``: "sampled" or "full". Raises OSError for one that cannot be read."""
+        """The digest of each file. ``how``: "sampled" or "full". Raises OSError for a file that cannot be read."""
         self._load()
         found: dict[Path, str] = {}
         missing: list[tuple[Path, list[Any]]] = []
@@ -72,20 +72,20 @@ class Digests:
                 digests = list(pool.map(compute, [path for path, _ in missing]))
             for (path, key), digest in zip(missing, digests, strict=True):
                 found[path] = digest
-                # Last in, so that the oldest go first.
+                # The entry moves to the end: the entries at the start are dropped first.
                 self._known.pop(str(path), None)
                 self._known[str(path)] = [*key, digest]
             self._changed = True
         return found
 
     def note_model(self, digest: str, files: dict[str, str]) -> None:
-        """Remember of which files the weights with ``digest`` consist."""
+        """Remember the files of the weights with ``digest``."""
         if digest not in self._models:
             self._models[digest] = files
             self._changed = True
 
     def differing_files(self, one: str, other: str) -> list[str]:
-        """Names of the files in which two models differ, by their weights' digests; empty if that is not known."""
+        """Names of the files in which two models differ, given their weights' digests; empty if a model is unknown."""
         self._load()
         left, right = self._models.get(one), self._models.get(other)
         if left is None or right is None:
@@ -93,14 +93,14 @@ class Digests:
         return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 
     def save(self) -> None:
-        """Write the file, if a digest is new. Only after the disk tier is open: a new tier needs an empty directory."""
+        """Write the file if a digest is new. Call this after the disk tier is open, since it starts empty."""
         if self.path is None or not self._changed:
             return
         for path in list(self._known)[:-_KEPT_MAX]:
             del self._known[path]
         for digest in list(self._models)[:-_MODELS_MAX]:
             del self._models[digest]
-        # A directory that cannot be written costs time at the next start, nothing else.
+        # If the directory cannot be written, the next start only takes longer.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as new:
@@ -115,7 +115,7 @@ class Digests:
     def _load(self) -> None:
         if self.path is None or self._known:
             return
-        # Missing or damaged: all is read anew.
+        # If the file is missing or damaged, all digests are computed anew.
         with contextlib.suppress(OSError, ValueError):
             kept = json.loads(self.path.read_bytes())
             self._known = {path: entry for path, entry in _object(kept, "files").items() if _is_entry(entry)}
@@ -133,9 +133,9 @@ def _is_entry(entry: Any) -> bool:
 
 
 def digests_file(disk_paths: Sequence[str]) -> Path | None:
-    """Where digests are kept: in the first directory of the disk tier, or in the user's cache directory.
+    """The file of digests: in the first directory of the disk tier, or without disks in the user's cache directory.
 
-    None for a user without a home directory, as in containers with an arbitrary uid.
+    None without disks for a user without a home directory, as in containers with an arbitrary uid.
     """
     if disk_paths:
         return Path(disk_paths[0], "weights.json")
@@ -147,7 +147,7 @@ def digests_file(disk_paths: Sequence[str]) -> Path | None:
 
 
 def model_place(name: str, revision: str | None, download_dir: str | None = None) -> Path | None:
-    """The file or directory of a model, which vLLM may have fetched from Hugging Face; None if there is neither."""
+    """The local file or directory of a model, perhaps one fetched from Hugging Face; None if there is none."""
     path = Path(name)
     if path.exists():
         return path
@@ -168,13 +168,13 @@ def model_place(name: str, revision: str | None, download_dir: str | None = None
 
 def _from_modelscope() -> bool:
     """Whether vLLM fetches models from ModelScope."""
-    # The variable is read as vLLM reads it: vLLM may not be installed here.
+    # This reads the variable without vLLM, which may not be installed here, and by vLLM's rule.
     return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
 
 
 def _modelscope_place(name: str, revision: str | None, download_dir: str | None) -> Path | None:
     try:
-        # vLLM calls the same function, with a download.
+        # vLLM calls the same function and allows it to download.
         hub = importlib.import_module("modelscope.hub.snapshot_download")
         place = hub.snapshot_download(model_id=name, cache_dir=download_dir, local_files_only=True, revision=revision)
         return Path(place)
@@ -183,9 +183,9 @@ def _modelscope_place(name: str, revision: str | None, download_dir: str | None)
 
 
 def weights_digest(place: Path, digests: Digests, how: str, *, code: bool = False) -> str:
-    """One digest for all weights of the model at ``place``, a file or a directory; empty if they are not all there.
+    """One digest for all weights of the model at ``place``, a file or a directory; empty if a file is missing.
 
-    All files that can hold weights count, since the load format decides which of them vLLM loads. ``code``: include the
+    All files that can hold weights count, since the load format decides which files vLLM loads. ``code``: include the
     model's own Python files.
     """
     files = _weight_files(place)
@@ -197,14 +197,15 @@ def weights_digest(place: Path, digests: Digests, how: str, *, code: bool = Fals
     lines = [[name, found[path]] for name, path in sorted(files.items())]
     digest = hashlib.sha256(json.dumps([how, lines]).encode()).hexdigest()
     if how == FULL:
-        # Another digest of the same bytes: readers must not take it for a sampled one.
+        # The prefix marks a full digest: readers must not take it for a sampled digest.
         digest = f"{FULL}:{digest}"
     digests.note_model(digest, {name: found[path] for name, path in files.items()})
     return digest
 
 
 def _is_whole(files: dict[str, Path]) -> bool:
-    """Whether there are weights, with every shard that an index names: fine-tunes have equal indexes."""
+    """Whether there are weights, and all shards that an index names. Without this check, incomplete copies of two
+    fine-tunes with equal indexes could have equal digests."""
     indexes = [path for name, path in files.items() if name.endswith(".safetensors.index.json")]
     for path in indexes:
         try:
@@ -218,7 +219,7 @@ def _is_whole(files: dict[str, Path]) -> bool:
 
 def _weight_files(place: Path) -> dict[str, Path]:
     if place.is_file():
-        # The file's name is the path's last part, which does not depend on the content.
+        # The file's own name is left out, since it says nothing about the content.
         return {place.suffix: place}
     if not place.is_dir():
         return {}
@@ -267,7 +268,7 @@ def _read(file: BinaryIO, start: int, length: int) -> bytes:
 
 
 def _safetensors_header(file: BinaryIO, size: int) -> bytes:
-    """The length and the JSON text at the start of a safetensors file; empty if it is none."""
+    """The length and the JSON text at the start of a safetensors file; empty for any other file."""
     length = int.from_bytes(_read(file, 0, 8), "little")
     if length > min(_HEADER_MAX, size - 8):
         return b""
@@ -275,7 +276,7 @@ def _safetensors_header(file: BinaryIO, size: int) -> bytes:
 
 
 def _tensor_pieces(header: bytes, size: int) -> Iterator[tuple[int, int]]:
-    """A piece in the middle of each tensor, or of every n-th where there are many, and pieces all over the file."""
+    """A piece in the middle of each tensor (of every n-th if there are many), and pieces all over the file."""
     try:
         tensors = [entry["data_offsets"] for name, entry in json.loads(header[8:]).items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ATTACH_RETRY_S = 1.0
-"""Pause after a failed attempt to attach the arena; every failure doubles the pause, up to the next constant."""
+"""Pause after a failed attempt to attach the arena. Every failure doubles it, up to ATTACH_RETRY_MAX_S."""
 ATTACH_RETRY_MAX_S = 60.0
 
 
 ATTACH_TIMEOUT_S = 1.0
-"""How long a step waits for the arena of an engine of this host's vLLM."""
+"""Longest wait of a step for the arena of an engine in a vLLM process of this host."""
 
 
 class WorkerError(Exception):
@@ -48,7 +48,7 @@ class _AttachPendingError(WorkerError):
 
 
 class _Running(NamedTuple):
-    """A job that the copier has."""
+    """A job whose copies are queued."""
 
     job: TransferJob
     to_arena: bool
@@ -67,12 +67,12 @@ class WorkerConnector:
         clock: Callable[[], float] = time.monotonic,
         attach_timeout_s: float = ATTACH_TIMEOUT_S,
     ) -> None:
-        """``attach``: gets the arena from a socket for a session. ``clock``: seconds, for waiting between attempts.
+        """``attach``: gets the arena from a socket for a session. ``clock``: seconds, for the pauses between attempts.
 
-        ``attach_timeout_s``: how long a step waits for the arena; its jobs fail without it.
+        ``attach_timeout_s``: longest wait of a step for the arena. After that the step's jobs fail.
         """
         parallel = vllm_config.parallel_config
-        # Ranks in a row that hold the same KV have one shard together; there is only one pipeline stage.
+        # Neighbouring ranks with the same KV share one shard. There is only one pipeline stage.
         self._replicas = kv_replicas(kv_cache_config)
         self._shard, self._replica = divmod(parallel.rank % parallel.tensor_parallel_size, self._replicas)
         self._config = kv_cache_config
@@ -83,9 +83,9 @@ class WorkerConnector:
         self._copier: DeviceCopier | None = None
         self._attached: AttachedArena | None = None
         self._kept: AttachedArena | None = None
-        """The arena of a session that was lost, pinned still, in case that the next session has the same one."""
+        """The arena of a lost session, still pinned: the next session may have the same arena."""
         self._early: EarlyAttempt | None = None
-        """Attaches the arena before the first step; taken over by it."""
+        """The attempt to attach the arena before the first step, which takes over the result."""
         self._unpinning: list[threading.Thread] = []
         self._arena_key: tuple[str, int, int] | None = None
         self._attach_timeout_s = attach_timeout_s
@@ -101,12 +101,12 @@ class WorkerConnector:
         self._log_once = LogOnce()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Find the pages of the KV cache. Raises LayoutError if they cannot be copied; every job then fails."""
+        """Find the pages of the KV cache. Raises LayoutError if the pages cannot be copied; every job then fails."""
         self._kv_caches = dict(kv_caches)
         self._layout = device_layout(self._config, kv_caches)
 
     def attach_early(self, announced: Announced) -> None:
-        """Attach and pin the arena before the first step, in the background, if this device copies faster then."""
+        """Attach and pin the arena in the background before the first step, if this device uses pinned memory."""
         if self._layout is not None and uses_pinned(self._layout.device) and self._arena_key is None:
             self._early = EarlyAttempt(self._attach, self._layout.device, announced)
 
@@ -119,12 +119,12 @@ class WorkerConnector:
         self._layout = None
 
     def restore_kv_caches(self) -> None:
-        """The device memory is back. Raises LayoutError as `register_kv_caches` does."""
+        """vLLM has allocated the device memory again: find the pages. Raises LayoutError like `register_kv_caches`."""
         if self._layout is None and self._kv_caches:
             self._layout = device_layout(self._config, self._kv_caches)
 
     def handle_preemptions(self, metadata: UndercroftMetadata) -> None:
-        """Nothing: blocks that are being saved stay referenced, so no preemption lets others write them."""
+        """Does nothing: saves hold references on their blocks, so no other request writes these after a preemption."""
 
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
@@ -138,14 +138,14 @@ class WorkerConnector:
         self._start(metadata.loads, metadata, to_arena=False)
 
     def wait_for_save(self, metadata: UndercroftMetadata) -> None:
-        """Start the saves of this step, whose blocks its forward pass has computed or will, in stream order.
+        """Start the saves of this step. In stream order they follow the forward pass that computes their blocks.
 
         Raises nothing: a save that cannot start is acknowledged as failed.
         """
         self._start(metadata.saves, metadata, to_arena=True)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose loads have ended since the last call, and those of them that failed."""
+        """Requests whose loads have ended since the last call, and the requests among them whose loads failed."""
         self._collect()
         results = KVConnectorTransferResults(finished_recving=self._received, failed_recving=self._failed)
         self._received, self._failed = set(), set()
@@ -175,7 +175,7 @@ class WorkerConnector:
         self._layout = None
 
     def _start(self, jobs: Sequence[TransferJob], metadata: UndercroftMetadata, *, to_arena: bool) -> None:
-        """Start the jobs of a step and direction with one call of the copier, or report them as failed."""
+        """Start all jobs of one direction in a step with one call of the copier, or report them as failed."""
         if not jobs:
             return
         if to_arena and self._replicas > 1:
@@ -194,7 +194,7 @@ class WorkerConnector:
         try:
             self._submit(copier, current, to_arena=to_arena)
         except Exception:
-            # Nothing was queued. A job that cannot be copied fails alone.
+            # The call queued nothing. With a call for each job, only a job that cannot be copied fails.
             for job in current:
                 try:
                     self._submit(copier, [job], to_arena=to_arena)
@@ -209,7 +209,7 @@ class WorkerConnector:
             self._running[first + nth] = _Running(job, to_arena, size)
 
     def _fail(self, jobs: Sequence[TransferJob], error: Exception, *, to_arena: bool) -> None:
-        """End jobs of which no copy was queued; the engine must learn that they are over."""
+        """End jobs without a queued copy as failed: the engine must learn that they have ended."""
         self._report(error)
         for job in jobs:
             self._end(job, to_arena, ok=False)
@@ -217,7 +217,7 @@ class WorkerConnector:
     def _saved_here(self, jobs: Sequence[TransferJob]) -> list[TransferJob]:
         """The part of each save that this rank copies: ranks with the same KV take turns by block.
 
-        A save of which nothing is left has ended.
+        A save without a part for this rank ends at once.
         """
         mine = []
         for job in jobs:
@@ -230,7 +230,7 @@ class WorkerConnector:
         return mine
 
     def _current_copier(self, metadata: UndercroftMetadata) -> DeviceCopier:
-        """The copier for the arena that the metadata names; attached at its first use."""
+        """The copier for the arena that the metadata names. The first call attaches the arena."""
         if self._layout is None:
             raise WorkerError("the KV cache is not registered, or its layout was declined")
         key = _arena_key(metadata)
@@ -245,7 +245,7 @@ class WorkerConnector:
         return self._copier
 
     def _attached_copier(self, key: tuple[str, int, int], layout: DeviceLayout) -> DeviceCopier:
-        """Attach the arena, but not soon after a failure: a frozen engine must not cost a wait in every step."""
+        """Attach the arena, with a pause after a failure: a frozen engine must not delay every step."""
         if self._clock() < self._attach_after:
             raise WorkerError(f"the arena at {key[0]} cannot be attached now; undercroft tries again later")
         try:
@@ -262,9 +262,9 @@ class WorkerConnector:
             raise
 
     def _attach_now(self, key: tuple[str, int, int], layout: DeviceLayout) -> AttachedArena:
-        """The arena: the one that is mapped and pinned already, if it is the same; else the one attached now."""
+        """Attach the arena. If the lost session's arena is the same, its mapping and pinned memory are used again."""
         socket, arena_id, session = key
-        # A step waits once for each attempt.
+        # Only the first step of an attempt waits.
         timeout_s = self._attach_timeout_s if self._attempt is None else 0.0
         self._attempt = self._attempt or AttachAttempt(self._attach, socket, session)
         arena = self._attempt.arena(timeout_s)
@@ -280,7 +280,7 @@ class WorkerConnector:
         return kept
 
     def _leave_old_arena(self, metadata: UndercroftMetadata) -> None:
-        """End the copies of a session that is over; keep the memory only while the next session may have the same."""
+        """End the copies of a session that is over. Keep its mapping only if the next session may have its arena."""
         self._take_over_early()
         if self._kept is not None and self._kept.arena_id != metadata.arena_id:
             self._discard(self._kept)
@@ -289,12 +289,12 @@ class WorkerConnector:
         if attached is None or (_arena_key(metadata) == self._arena_key and attached.is_served):
             return
         if (metadata.arena_socket, metadata.arena_id) == (self._arena_key or ("", 0))[:2] and attached.is_served:
-            # A lost session ends once no worker copies for it. Its server may still run, with the same arena.
+            # A lost session ends when no worker copies for it any more. Its server may still run, with the same arena.
             self._end_copies()
             attached.let_go()
             self._attached, self._kept = None, attached
         else:
-            # The next engine may need the arena's memory.
+            # Another engine follows, which may need the memory of this arena.
             self._release_arena()
 
     def _release_arena(self) -> None:
@@ -309,7 +309,7 @@ class WorkerConnector:
         self._discard(kept)
 
     def _take_over_early(self) -> None:
-        """The arena that was attached before the first step is this worker's, as if a step had attached it."""
+        """Use the arena that was attached before the first step as if a step had attached it."""
         early, self._early = self._early, None
         if early is not None and (attached := early.take()) is not None:
             told = early.announced

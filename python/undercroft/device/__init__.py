@@ -1,3 +1,3 @@
-"""The device's side: the layout of vLLM's KV cache pages, and the copiers between them and the arena."""
+"""The device's side: the layout of vLLM's KV cache pages, and the copiers between these pages and the arena."""
 
 from __future__ import annotations

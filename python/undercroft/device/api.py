@@ -12,7 +12,7 @@ class Job(NamedTuple):
     """The load or save of one request."""
 
     ticket: int
-    """A number of the caller's choice."""
+    """A number that the caller chooses, and that `Ended` repeats."""
     groups: Sequence[GroupCopy]
 
 
@@ -22,28 +22,28 @@ class Ended(NamedTuple):
     ticket: int
     ok: bool
     seconds: float
-    """From the first byte copied to the last. Of jobs submitted together: the time that each one added."""
+    """Seconds from the first copied byte to the last. For jobs submitted together, the time that each job added."""
 
 
 class DeviceCopier(Protocol):
-    """Copies the shards of one rank, in the background. Used by one thread, the model runner's.
+    """Copies the shards of one rank in the background. Only the model runner's thread uses a copier.
 
-    A save reads the output of the device's work submitted so far: a copier with streams records an event of the compute
-    stream in `submit` and lets the save wait for it. A load writes only after that work too, since it may still zero or
-    read the destination. `submit` never waits itself.
+    A save reads the output of the work that the device has got so far. So a copier with streams records an event of the
+    compute stream in `submit`, and lets the save wait for this event. A load waits for the same event, since the work
+    may still zero or read the load's destination. `submit` itself never waits.
     """
 
     def submit(self, to_arena: bool, jobs: Sequence[Job]) -> list[int]:
-        """Queue all jobs of a step and direction at once, to be carried out in their order; the bytes of each.
+        """Queue all jobs of one direction in a step, in their order. Returns the bytes of each job.
 
-        Raises an exception, and queues nothing, if a block or a slot of any of them lies outside its range.
+        Raises an exception, and queues nothing, if a block or a slot of any job lies outside its range.
         """
 
     def poll(self) -> list[Ended]:
         """Jobs that have ended since the last call."""
 
     def drain(self) -> None:
-        """Wait until every job has ended; they are still returned by `poll`."""
+        """Wait until every job has ended. `poll` still returns these jobs."""
 
     def close(self) -> None:
         """Wait until every job has ended. No job may be submitted afterwards."""

@@ -1,7 +1,8 @@
 """The jobs of a copier on one lane.
 
-Three rules of order: jobs run after the event that `CopyStream.start` gets. A job has ended when an event recorded
-after its last copy has happened, not before. Copies queued before an error still run and are waited for.
+There are three rules of order. Jobs run after the event that `CopyStream.start` gets. A job has ended when an event
+that is recorded after its last copy has happened, not before. Copies that were queued before an error still run, and
+the job ends after them.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from undercroft.device.lane import Lane
 from undercroft.log import LogOnce
 
 Work = Callable[[Lane], Iterator[int]]
-"""Queues the copies of some jobs, and yields now and then how many of them, from the first, are queued in full."""
+"""Queues the copies of some jobs. Now and then it yields the number of leading jobs that are queued in full."""
 
 
 @dataclass(slots=True)
 class _Submitted:
     ticket: int
     began: Any = None
-    """Two events: the one that the jobs of its step waited for, and the end of the jobs before them."""
+    """Two events: the event for which the job's step waited, and the end of the earlier jobs."""
     end: Any = None
     ok: bool = True
     first: bool = False
-    """Whether it is the first that ends at its event: the time is counted once."""
+    """Whether this is the first of the jobs with the same end: their time is counted once."""
     queued: bool = False
-    """Set last: everything is queued, or never will be."""
+    """Set last: whether all copies of the job are queued, or the rest never will be."""
 
 
 class CopyStream:
@@ -80,11 +81,11 @@ class CopyStream:
             self._end(jobs[queued:], ready)
 
     def _end(self, jobs: Sequence[_Submitted], ready: Any) -> None:
-        """Everything of the jobs is queued, or never will be: one event tells when it has run."""
+        """Record one event for the end of jobs whose copies are all queued, or were queued up to an error."""
         try:
             end = self._lane.streams.record(self._lane.handle)
         except Exception as error:
-            # Nothing tells when the copies end, so wait here; if that fails too, the device runs nothing any more.
+            # Without an event, wait here for the copies. If this wait fails too, the device runs nothing any more.
             self._report(error)
             self._finish()
             end = None
@@ -111,17 +112,17 @@ class CopyStream:
                 return None
             seconds = self._seconds(job) if job.first else 0.0
         except Exception as error:
-            # An event answers with an error only when the device's context has failed, and with it all copies.
+            # An event raises an error only after the device's context has failed, which ends all copies.
             self._report(error)
             return Ended(job.ticket, False, 0.0)
         return Ended(job.ticket, job.ok, seconds)
 
     def _seconds(self, job: _Submitted) -> float:
-        """The lane was free for the job from the later of the two events on."""
+        """The seconds from the later of the job's two `began` events, when the lane was free, to its end."""
         return min(self._lane.streams.seconds(event, job.end) for event in job.began if event is not None)
 
     def _report(self, error: Exception) -> None:
         message = "undercroft: copying between device and host memory failed: %s"
-        # The numbers in a message (copies, the one that failed) differ each time; its other words do not.
+        # The numbers in a message (such as the number of a failed copy) differ each time. Its other words do not.
         kind = f"{type(error).__name__}: {re.sub('[0-9]+', '', str(error))}"
         self._log_once(logging.ERROR, kind, message, error, error=error)

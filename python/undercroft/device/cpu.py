@@ -31,7 +31,7 @@ class CpuCopier:
 
     @property
     def routine(self) -> str:
-        """How bytes are copied: the routine that was the fastest in a measurement of this processor."""
+        """Name of the routine that copies bytes: the fastest in a measurement on this processor."""
         return self._copier.routine
 
     def poll(self) -> list[Ended]:

@@ -1,9 +1,9 @@
 """Copies between a CUDA device and the arena, in the background of the model's own work.
 
-The model runner's thread records one event and hands the jobs of a step to a lane's thread, which queues everything
-else: for each chunk either one batch of copies straight between pages and slots, or, where pages are small, one kernel
-that gathers or scatters them and one batch of copies of whole shards. Jobs on memory that is not pinned have a lane of
-their own, since the driver blocks the thread that queues such copies.
+The model runner's thread records one event and passes the jobs of a step to a lane's thread, which queues all copies.
+For each chunk of large pages it queues one batch of direct copies between pages and slots. For each chunk of small
+pages it queues one kernel that gathers or scatters the pages, and one batch of copies of whole shards. Jobs on memory
+that is not pinned have a lane of their own, since the driver blocks the thread that queues such copies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, block
 from undercroft.device.pinning import chunk_bytes
 
 GATHER_BELOW = 128 << 10
-"""Pages smaller than this many bytes are gathered: a copy of its own costs the device as much time as the bus needs for
-some tens of KiB."""
+"""Pages smaller than this many bytes are gathered: each copy costs the device, beyond its bytes, the time in which the
+bus transfers some tens of KiB."""
 
 STRATEGIES = ("auto", "direct", "gather")
-"""How pages are copied: straight, through the staging buffer, or as their size suggests."""
+"""How pages are copied: by their size ("auto"), directly, or through the staging buffer ("gather")."""
 
 
 class Pinner(Protocol):
@@ -36,18 +36,18 @@ class Pinner(Protocol):
 
     @property
     def pinned_bytes(self) -> int:
-        """How much of the arena is pinned, counted from its start."""
+        """Number of bytes at the arena's start that are pinned."""
 
 
 class _Blocks(NamedTuple):
-    """The blocks of one group of some jobs, within the bounds of device and arena."""
+    """The blocks of one group in some jobs, checked against the bounds of device and arena."""
 
     layout: GroupLayout
     block_ids: np.ndarray
     offsets: np.ndarray
-    """Where this rank's shards lie in the arena."""
+    """Offsets of this rank's shards in the arena."""
     ends: list[int]
-    """For each job, how many of the blocks are its own or belong to jobs before it."""
+    """For each job, the number of blocks of this job and all jobs before it."""
 
 
 class CudaCopier:
@@ -65,8 +65,8 @@ class CudaCopier:
         pin_chunk: int | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``lanes``: this copier alone uses them until ``on_close`` is called. ``pinner``: pins the arena; None if all
-        of it is pinned already."""
+        """``lanes``: used by this copier alone until it calls ``on_close``. ``pinner``: pins the arena; None if all of
+        the arena is pinned already."""
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: not one of {', '.join(STRATEGIES)}")
         self._layout = layout
@@ -82,7 +82,7 @@ class CudaCopier:
         self._closed = False
 
     def submit(self, to_arena: bool, jobs: Sequence[Job]) -> list[int]:
-        """Queue jobs behind all that the calling thread has queued on the device so far; see `DeviceCopier`.
+        """Queue jobs behind all work that the calling thread has queued on the device so far; see `DeviceCopier`.
 
         After `close` it raises RuntimeError.
         """
@@ -101,7 +101,7 @@ class CudaCopier:
         return _bytes(blocks, len(jobs))
 
     def poll(self) -> list[Ended]:
-        """Jobs that have ended since the last call, those of one direction in their order."""
+        """Jobs that have ended since the last call. Jobs of one direction are in their order."""
         return [ended for stream in self._copy_streams() for ended in stream.poll()]
 
     def drain(self) -> None:
@@ -110,7 +110,7 @@ class CudaCopier:
             stream.drain()
 
     def close(self) -> None:
-        """End every job, and hand the lanes back. Idempotent."""
+        """Wait until every job has ended, and return the lanes. Idempotent."""
         if not self._closed:
             self.drain()
             self._closed = True
@@ -120,7 +120,7 @@ class CudaCopier:
         return (*self._pinned.values(), self._unpinned)
 
     def _merged(self, jobs: Sequence[Job]) -> list[_Blocks]:
-        """The blocks of all jobs, group after group. Raises ValueError if any lies out of range."""
+        """The blocks of all jobs, group after group. Raises ValueError if a block or a slot is out of range."""
         groups = sorted({copy.group for job in jobs for copy in job.groups})
         return [self._blocks(group, jobs) for group in groups]
 
@@ -172,7 +172,7 @@ class CudaCopier:
                     yield bisect_right(some.ends, queued)
 
     def _chunks(self, lane: Lane, to_arena: bool, blocks: _Blocks) -> Iterator[int]:
-        """Queue the blocks of a group, and yield after each chunk how many are queued."""
+        """Queue the blocks of a group. Yields the number of queued blocks after each chunk."""
         gather = self._gathers[blocks.layout.group]
         staging = None
         if gather is not None and gather.rows_per_block <= lane.row_numbers:
@@ -196,7 +196,7 @@ class CudaCopier:
         shard, width = blocks.layout.shard_bytes, gather.rows_per_block
         addresses = staging.data_ptr() + np.arange(len(staging), dtype=np.int64) * shard
         sizes = np.full(len(staging), shard, dtype=np.int64)
-        # The numbers of all rows go to the device in one copy, unless the job is larger than any prompt.
+        # The numbers of all rows are uploaded in one copy, unless the job is larger than any prompt.
         for first in range(0, blocks.block_ids.size, lane.row_numbers // width):
             some = blocks.block_ids[first : first + lane.row_numbers // width]
             numbers = lane.upload(gather.rows(some))
@@ -239,7 +239,7 @@ def _check_lengths(copy: GroupCopy) -> None:
 
 
 def join(addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Make one piece of those that follow each other on both sides."""
+    """Merge pieces that are adjacent both on the device and in the arena."""
     apart = (addresses[1:] != addresses[:-1] + sizes[:-1]) | (offsets[1:] != offsets[:-1] + sizes[:-1])
     first = np.concatenate([[0], np.flatnonzero(apart) + 1])
     if first.size == sizes.size:
@@ -266,7 +266,7 @@ def _moving(gather: Gather, to_arena: bool, rows: torch.Tensor, shards: torch.Te
 
 
 def _gather(group: GroupLayout, layout: DeviceLayout, strategy: str) -> Gather | None:
-    """How the pages of a group are gathered; None if they are copied straight."""
+    """The `Gather` of a group; None if its pages are copied directly."""
     if strategy == "direct" or group.sizes.size == 0:
         return None
     if strategy == "auto" and (group.sizes.size == 1 or int(group.sizes.max()) >= GATHER_BELOW):

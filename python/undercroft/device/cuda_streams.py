@@ -1,4 +1,4 @@
-"""`Streams` of a CUDA device through PyTorch, and the registration of host memory with it."""
+"""`Streams` of a CUDA device through PyTorch, and the registration of host memory with the device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from undercroft.device.memcpy import BatchedCopy, batched_copy
 from undercroft.device.pinning import ArenaPinner, Turns
 
 _REGISTER_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every context of the process, not only for the one that registers."""
+"""cudaHostRegisterPortable: pinned for every context of the process, not only for the context that registers."""
 
 
 class CudaStreams:
     """See `undercroft.device.streams.Streams`."""
 
     def __init__(self, device: torch.device, copy: BatchedCopy | None = None) -> None:
-        """``copy``: queues batches of copies; the best available if None. Raises RuntimeError if there is none."""
+        """``copy``: queues batches of copies; None: the best function available. Raises RuntimeError without one."""
         self._device = device
         self._copy = copy or batched_copy()
         self.copy_name = self._copy.name
@@ -30,7 +30,7 @@ class CudaStreams:
     def select(self) -> None:
         """See `Streams.select`."""
         torch.cuda.set_device(self._device)
-        # The model runner's thread may capture a graph while the thread makes buffers or waits for its stream.
+        # The model runner's thread may capture a graph while this thread makes buffers or waits for its stream.
         driver.allow_during_capture(driver.load())
 
     def compute(self) -> torch.cuda.Stream:
@@ -39,7 +39,7 @@ class CudaStreams:
 
     def create(self) -> torch.cuda.Stream:
         """See `Streams.create`."""
-        # No priority is lower than the default, which the model's stream has as well.
+        # The model's stream has the default priority. There is no lower priority for copies.
         return torch.cuda.Stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -66,7 +66,7 @@ class CudaStreams:
 
     def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
         """See `Streams.run`."""
-        # vLLM calls hooks with and without inference mode, and a tensor of one may not be written in the other.
+        # vLLM calls hooks with and without inference mode. A tensor made in one mode cannot be written in the other.
         with torch.inference_mode(), torch.cuda.stream(stream):
             work()
 
@@ -77,7 +77,7 @@ class CudaStreams:
 
     def buffer(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
         """See `Streams.buffer`."""
-        # Allocate on the stream itself: PyTorch may hand out memory that work queued on another stream still uses.
+        # Allocate on the stream itself: otherwise work on another stream may still use the memory.
         with torch.cuda.stream(stream):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 

@@ -1,4 +1,4 @@
-"""The CUDA driver beside PyTorch: questions and settings that PyTorch has no function for."""
+"""Calls of the CUDA driver for which PyTorch has no function."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ CAPTURE_MODE_RELAXED = 2
 
 
 def load() -> Any:
-    """The driver's library. Raises OSError where there is none."""
+    """The driver's library. Raises OSError if there is none."""
     return ctypes.CDLL(LIBRARY)
 
 
 def why_not_pinnable(driver: Any, device: int) -> str | None:
-    """Why copies of registered host memory would fail on this device, for people; None if they would not.
+    """The reason, for people, why copies of registered host memory would fail on this device; None if they work.
 
-    Copies name host addresses. Where the device knows registered memory by another address (WSL2), a batch of such
-    copies reads and writes addresses that are not mapped on the device.
+    Copies name host addresses. If the device has other addresses for registered memory (WSL2), a batch of such copies
+    reads and writes addresses that are not mapped on the device.
     """
     value = ctypes.c_int()
     code = driver.cuDeviceGetAttribute(
@@ -38,15 +38,15 @@ def why_not_pinnable(driver: Any, device: int) -> str | None:
 def allow_during_capture(driver: Any) -> None:
     """Let the calling thread register memory while another thread captures a CUDA graph.
 
-    Without this the driver refuses the call, and the capture may fail: vLLM captures in a mode that forbids the call
-    to all threads.
+    Without this setting the driver refuses to register, and the capture may fail: vLLM captures in a mode that forbids
+    it to all threads.
     """
     mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:
-    """Whether this is Linux under Windows, whose driver differs."""
+    """Whether this is Linux under Windows (WSL), which has another driver."""
     try:
         return "microsoft" in release.read_text(encoding="utf-8").lower()
     except OSError:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def make_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None = None) -> DeviceCopier:
-    """The copier for the device that the KV cache is on. ``pinner``: the result of `pin_arena` for it.
+    """The copier for the device that holds the KV cache. ``pinner``: the result of `pin_arena` for this device.
 
-    Raises ValueError if there is none for this kind of device, RuntimeError if the device's driver lacks a needed
+    Raises ValueError if there is no copier for this kind of device, RuntimeError if the device's driver lacks a needed
     function.
     """
     if layout.device.type == "cpu":
@@ -34,7 +34,7 @@ def uses_pinned(device: torch.device) -> bool:
 
 
 def pin_arena(device: torch.device, arena: Arena) -> ArenaPinner | None:
-    """Start to pin the arena for a device that copies faster then; None for any other."""
+    """Start to pin the arena for a device that copies faster from pinned memory; None for any other device."""
     if not uses_pinned(device):
         return None
     from undercroft.device.cuda_streams import pin

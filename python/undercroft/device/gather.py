@@ -1,10 +1,10 @@
-"""Pages scattered over device memory into one run of bytes for each block, and back, by PyTorch on the device.
+"""Gathers the pages of each block into one run of bytes, and scatters them again, by PyTorch on the device.
 
-Where a block is many small pages, one copy for each page would be all overhead. Gathered, a block is one copy.
+If a block has many small pages, the overhead of one copy for each page is large. A gathered block needs one copy.
 
-The memory of the KV cache is seen as one table of equal rows, and a page as one row of it or several. PyTorch then
-moves any number of pages in one kernel: a view with a dimension for the layers would span the whole cache, and PyTorch
-cuts such work into one kernel for every 2 GiB spanned.
+The memory of the KV cache is a table of equal rows here, and a page is one row or several rows of the table. PyTorch
+then moves any number of pages in one kernel. A view with a dimension for the layers would span the whole cache, and
+PyTorch would run one kernel for every 2 GiB of this span.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from undercroft.device.layout import GroupLayout
 
 _ELEMENTS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Bytes are moved in the widest elements that fit; their meaning does not matter here."""
+"""Types of the elements that are moved, by size in bytes: the widest that fits. Their meaning does not matter."""
 SMALLEST_ROW = 256
-"""Pages smaller than this are rows themselves; others are cut into rows of no fewer bytes, or not gathered."""
+"""Bytes. A page smaller than this is one row. Larger pages are cut into rows of at least this size; if this is not
+possible, they are not gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,16 @@ class Gather:
     table: torch.Tensor
     """Device memory as [row, element]."""
     first: np.ndarray
-    """For each row of a shard, its row of the table in block 0 (int64)."""
+    """For each row of a shard, the number of its row in the table for block 0 (int64)."""
     step: np.ndarray
-    """Rows of the table from one block to the next (int64)."""
+    """For each row of a shard, the rows of the table from one block to the next (int64)."""
 
     @classmethod
     def of(cls, layout: GroupLayout, tensors: Sequence[torch.Tensor]) -> Gather | None:
-        """For the pages of ``layout``, which lie in the storages of ``tensors``.
+        """Gather the pages of ``layout``, which lie in the storages of ``tensors``.
 
-        None if they do not fit one table: they lie in several storages, or at distances of no common measure.
+        None if one table cannot hold all pages: they lie in several storages, or their distances have no large enough
+        common divisor.
         """
         base = int(layout.addresses.min())
         storage = _storage(layout, tensors)
@@ -61,20 +63,20 @@ class Gather:
 
     @property
     def rows_per_block(self) -> int:
-        """Row numbers that one block takes."""
+        """Number of table rows in one block."""
         return int(self.first.size)
 
     def rows(self, block_ids: np.ndarray) -> np.ndarray:
-        """The numbers of the rows of the blocks, block after block, as `gather` and `scatter` take them."""
+        """The row numbers of the blocks, block after block, for `gather` and `scatter`."""
         rows: np.ndarray = block_ids[:, None] * self.step + self.first
         return rows.reshape(-1)
 
     def gather(self, rows: torch.Tensor, shards: torch.Tensor) -> None:
-        """Copy the rows (their numbers, on the device) into ``shards``, uint8 [block, byte of the shard]."""
+        """Copy rows into ``shards``, uint8 [block, byte of the shard]. ``rows``: row numbers on the device."""
         torch.index_select(self.table, 0, rows, out=self._like_table(shards))
 
     def scatter(self, rows: torch.Tensor, shards: torch.Tensor) -> None:
-        """Copy ``shards`` into the rows, each of which may occur once."""
+        """Copy ``shards`` into rows. ``rows``: row numbers on the device, each at most once."""
         self.table.index_copy_(0, rows, self._like_table(shards))
 
     def _like_table(self, shards: torch.Tensor) -> torch.Tensor:

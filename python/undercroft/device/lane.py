@@ -1,8 +1,8 @@
-"""The parts of a device that copies of one kind use: a stream, memory on the device, and a thread that queues work.
+"""Lanes: each has a stream, memory on the device, and a thread that queues work, for copies of one kind.
 
-Lanes are made once for a device and live as long as the process; a copier borrows them. PyTorch has only 32 streams for
-each device and hands them out again and again, the model's own among them, and memory stays with the stream that it was
-allocated for.
+Lanes are made once for a device and live as long as the process. A copier borrows lanes. PyTorch has only 32 streams
+for each device and returns them again and again, the model's stream too. Memory stays with the stream for which it
+was allocated.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from undercroft.log import logger
 STAGING_BYTES = 64 << 20
 """Device memory of the staging buffer of each direction."""
 UNPINNED_STAGING_BYTES = 16 << 20
-"""The same for copies of memory that is not pinned, which take longer anyway."""
+"""Device memory of the staging buffer for memory that is not pinned, whose copies are slow in any case."""
 ROW_NUMBERS = 1 << 20
-"""Row numbers (8 bytes each, in pinned memory and on the device) that may be on their way: more than a prompt of 128k
-tokens has, so that they are uploaded in one go."""
+"""Most row numbers in flight (8 bytes each, in pinned memory and on the device). A prompt of 128k tokens has fewer, so
+one copy uploads all of them."""
 
 
 class Lane:
-    """One stream and the buffers that only it uses. Its work is queued by its own thread only."""
+    """One stream, and the buffers that only this stream uses. Only the lane's own thread queues work on the stream."""
 
     def __init__(self, streams: Streams, staging_bytes: int, thread: Executor, row_numbers: int = ROW_NUMBERS) -> None:
-        """``thread``: one thread; `Streams.select` has been called on it."""
+        """``thread``: an executor with one thread, which has called `Streams.select`."""
         self.streams = streams
         self.handle = streams.create()
         self.staging_bytes = staging_bytes
@@ -43,9 +43,9 @@ class Lane:
         self._numbers_used = 0
 
     def staging(self, row_bytes: int) -> torch.Tensor | None:
-        """Device memory as rows of ``row_bytes``, at least one; used by this stream's work alone, in its order.
+        """Device memory as rows of ``row_bytes``, at least one row. Only this stream's work uses it, in stream order.
 
-        None if the device has no memory for it; it is asked once.
+        None if the device has not enough memory. A size that failed once is not tried again.
         """
         size = max(self.staging_bytes, row_bytes)
         if self._refused is not None and size >= self._refused:
@@ -66,9 +66,9 @@ class Lane:
         return self._staging[: rows * row_bytes].view(rows, row_bytes)
 
     def upload(self, numbers: np.ndarray) -> torch.Tensor:
-        """At most `row_numbers` int64 values on the device, valid until as many again have been uploaded."""
+        """Upload at most `row_numbers` int64 values. They are valid until `row_numbers` further values are uploaded."""
         if self._numbers_used + numbers.size > self.row_numbers:
-            # Copies may still read the numbers written before. This waits, on the lane's own thread, once in many jobs.
+            # Copies may still read the earlier numbers. The lane's own thread waits here, once in many jobs.
             self.streams.finish(self.handle)
             self._numbers_used = 0
         begin, end = self._numbers_used, self._numbers_used + numbers.size
@@ -81,7 +81,7 @@ class Lane:
         return there
 
     def finish(self) -> None:
-        """Wait until everything that was handed to the lane has run."""
+        """Wait until all work that the lane has got has run."""
         self.thread.submit(lambda: None).result()
         self.streams.finish(self.handle)
 
@@ -98,7 +98,7 @@ class Lanes(NamedTuple):
     save: Lane
     load: Lane
     unpinned: Lane
-    """Copies of memory that is not pinned, in both directions: the driver blocks the thread that queues them."""
+    """For copies of memory that is not pinned, in both directions: the driver blocks the thread that queues them."""
 
     @classmethod
     def make(
@@ -108,7 +108,7 @@ class Lanes(NamedTuple):
         row_numbers: int = ROW_NUMBERS,
         thread: Callable[[str], Executor] | None = None,
     ) -> Lanes:
-        """``thread``: makes an executor with one thread, given a name."""
+        """``thread``: makes an executor with one thread of the given name."""
         make = thread or (lambda name: ThreadPoolExecutor(1, thread_name_prefix=name, initializer=streams.select))
         sizes = (staging_bytes, staging_bytes, min(staging_bytes, UNPINNED_STAGING_BYTES))
         return cls(
@@ -123,11 +123,11 @@ _idle: dict[torch.device, list[Lanes]] = {}
 
 
 def borrow(device: torch.device, make: Callable[[], Lanes]) -> Lanes:
-    """Lanes of a device that no copier has; new ones only if there are none."""
+    """Lanes of a device that no copier uses. New lanes are made only if there are no such lanes."""
     idle = _idle.setdefault(device, [])
     return idle.pop() if idle else make()
 
 
 def give_back(device: torch.device, lanes: Lanes) -> None:
-    """Everything on the lanes has run. Another copier may have them."""
+    """Return lanes whose work has all run. Another copier may use them from now on."""
     _idle.setdefault(device, []).append(lanes)

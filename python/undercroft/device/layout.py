@@ -1,9 +1,9 @@
-"""Where the pages of the KV cache lie in device memory, and how one block's pages make up a shard.
+"""The places of the KV cache's pages in device memory, and the shard that one block's pages make up.
 
 vLLM places every layer in one backing allocation: block ``b`` of the ``l``-th layer of a ``KVCacheTensor`` begins at
 ``offset + l * layer_stride + b * block_stride``. A shard is one rank's part of a payload: the page of each layer of
-the group, in the group's layer order, without gaps. Its size follows from the specs alone, so that the scheduler, which
-sees no tensors, and every worker agree on it; the worker checks the specs against the tensors.
+the group, in the group's layer order, without gaps. Its size follows from the specs alone, so that the scheduler,
+which has no tensors, and every worker compute the same size. The worker checks the specs against the tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVCacheTensor
 
 SUPPORTED_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-"""Layouts in which the page of one layer and block is one run of bytes."""
+"""Layouts in which each page (one layer of one block) is one run of bytes."""
 
 NULL_BLOCK = 0
 """The device block that stands for "no block" in vLLM's block tables. No request's KV is ever in it."""
 
 
 class LayoutError(ValueError):
-    """The KV cache lies in a way that cannot be copied, or not as its configuration says."""
+    """The KV cache has a layout that cannot be copied, or a layout that differs from its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,18 @@ class GroupLayout:
     sizes: np.ndarray
     """Bytes of each run (int64)."""
     shard_offsets: np.ndarray
-    """Where each run lies in the shard (int64)."""
+    """Offset of each run in the shard (int64)."""
     shard_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayout:
-    """All groups of the KV cache that can be copied, by their index."""
+    """All groups of the KV cache that can be copied, by the group's index."""
 
     device: torch.device
     groups: dict[int, GroupLayout]
     tensors: tuple[torch.Tensor, ...] = ()
-    """References that keep the memory at the addresses."""
+    """The tensors at the addresses: these references keep their memory allocated."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class GroupCopy:
 
     ``block_ids[i]`` (int64) is the device block, ``offsets[i]`` (int64) the offset in bytes of its payload from the
     start of the arena. A payload holds all shards side by side: shard s begins at ``offset + s * shard_bytes``. Each
-    rank has a shard of its own, but ranks that hold the same KV (`kv_replicas`) have one together.
+    rank has a shard of its own, except that ranks with the same KV (`kv_replicas`) share one shard.
     """
 
     group: int
@@ -90,7 +90,7 @@ class Copies:
 
 
 def unsupported_reason(config: KVCacheConfig) -> str | None:
-    """Why the KV cache cannot be copied, or None. The configuration of scheduler and worker give the same answer."""
+    """The reason why the KV cache cannot be copied, or None. Scheduler and workers get the same answer."""
     layout = config.kv_cache_layout
     if layout is not None and layout not in SUPPORTED_LAYOUTS:
         return (
@@ -103,12 +103,12 @@ def unsupported_reason(config: KVCacheConfig) -> str | None:
 
 
 def copied_groups(config: KVCacheConfig) -> tuple[int, ...]:
-    """Indexes of the groups whose blocks can be found again by their hash."""
+    """Indexes of the groups whose blocks a hash finds again."""
     return tuple(config.prefix_cacheable_group_ids)
 
 
 def kv_replicas(config: KVCacheConfig) -> int:
-    """Tensor-parallel ranks in a row that hold the same KV in every layer, as vLLM reports it; 1: no two do."""
+    """Number of neighbouring tensor-parallel ranks with the same KV in every layer, as vLLM reports it; 1 if none."""
     return getattr(config, "kv_tp_replicas", 1)
 
 
@@ -123,7 +123,7 @@ def group_shard_bytes(config: KVCacheConfig, group: int) -> int:
 def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> DeviceLayout:
     """Find the pages of ``kv_caches``, the tensors that vLLM registers, one for each layer.
 
-    Raises LayoutError if the layout is not supported, or the tensors do not lie as ``config`` says.
+    Raises LayoutError if the layout is not supported, or the tensors' places differ from ``config``.
     """
     reason = unsupported_reason(config)
     if reason is not None:
@@ -136,9 +136,9 @@ def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) 
 
 
 def block_copies(layout: GroupLayout, block_ids: np.ndarray, payload_offsets: np.ndarray, rank: int) -> Copies:
-    """The pieces of the shards of ``rank`` of these blocks, whose payloads lie at ``payload_offsets`` in the arena.
+    """The pieces of these blocks' shards of ``rank``. ``payload_offsets``: the offsets of the payloads in the arena.
 
-    Raises ValueError as `check_blocks` does.
+    Raises the ValueErrors of `check_blocks`.
     """
     ids = np.asarray(block_ids, dtype=np.int64)
     starts = np.asarray(payload_offsets, dtype=np.int64) + rank * layout.shard_bytes
@@ -155,7 +155,7 @@ def block_copies(layout: GroupLayout, block_ids: np.ndarray, payload_offsets: np
 
 
 def check_blocks(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray) -> None:
-    """Raises ValueError if a block is not one that can hold a request's KV, or the arrays differ in length."""
+    """Raise ValueError if a block cannot hold a request's KV, or if the arrays differ in length."""
     if block_ids.ndim != 1 or block_ids.shape != slots.shape:
         raise ValueError(
             f"group {layout.group}: {block_ids.shape} block ids for {slots.shape} slots; both must be as long"
@@ -204,12 +204,12 @@ def _placement(config: KVCacheConfig, layer: str) -> tuple[KVCacheTensor, int]:
 def _page_bytes(config: KVCacheConfig, group: int) -> list[int]:
     """Bytes to copy of each layer's page, in the group's layer order.
 
-    The padding at a page's end holds nothing and is left out where the spec of the layer is known. It is not where a
-    group mixes specs (it then has several tensors): the scheduler's configuration keeps only the first of them.
+    The padding at a page's end holds nothing and is left out if the spec of the layer is known. The spec is unknown if
+    a group mixes specs, and so has several tensors: the scheduler's configuration keeps only the first spec.
     """
     names = config.kv_cache_groups[group].layer_names
     placements = [_placement(config, name)[0] for name in names]
-    # With the layers outermost a page ends where the next block begins; with the blocks outermost, the next layer.
+    # A page ends where the next block begins, or, if blocks are the outermost dimension, where the next layer begins.
     padded = [min(tensor.layer_stride, tensor.block_stride) for tensor in placements]
     if len({id(tensor) for tensor in placements}) > 1:
         return padded
@@ -222,7 +222,7 @@ def _page_bytes(config: KVCacheConfig, group: int) -> list[int]:
 
 
 def _content_bytes(spec: KVCacheSpec) -> int | None:
-    """Bytes of a page without padding, if the kind of spec tells them."""
+    """Bytes of a page without padding; None if the kind of spec does not have this number."""
     layers = getattr(spec, "kv_cache_specs", None)
     first = next(iter(layers.values())) if layers else spec
     for name in ("unpadded_page_size_bytes", "real_page_size_bytes"):
@@ -240,7 +240,7 @@ def _checked_address(
     page: int,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> int:
-    """Address of the layer's page in block 0, after comparing vLLM's figures with the tensor that it handed over."""
+    """Address of the layer's page in block 0, after a comparison of vLLM's configuration with the registered tensor."""
     view = kv_caches.get(name)
     if view is None:
         raise LayoutError(f"layer {name} is in the KV cache configuration, but was not registered")
@@ -259,7 +259,7 @@ def _checked_address(
 
 
 def _check_page(config: KVCacheConfig, name: str, tensor: KVCacheTensor, page: int, view: torch.Tensor) -> None:
-    """The view's dimensions inside one block must be a single run of bytes that ``page`` covers."""
+    """Raise LayoutError unless the view's dimensions inside one block are one run of bytes that ``page`` covers."""
     if view.ndim == 0 or view.shape[0] % config.num_blocks:
         raise LayoutError(f"layer {name} has shape {tuple(view.shape)}, which is not {config.num_blocks} blocks")
     kernel_blocks = view.shape[0] // config.num_blocks

@@ -1,8 +1,8 @@
-"""Batches of copies between host and device, thousands of copies in one call where possible.
+"""Batches of copies between host and device, thousands of copies in one call if possible.
 
-Best first: the driver's batched copy (12.8 and newer), the driver's single copy in a loop, vLLM's own operator. They
-take addresses, so any memory of the process will do. The operator comes last: with a driver older than 12.8 it drops
-the errors of single copies.
+The functions, the best first: the driver's batched copy (12.8 and newer), the driver's single copy in a loop, vLLM's
+own operator. All take addresses, so they copy any memory of the process. The operator comes last: with a driver older
+than 12.8 it drops the errors of single copies.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from undercroft.device import driver
 
 _BATCH_SINCE = 12080
-"""The driver interface (CUDA 12.8) whose `cuMemcpyBatchAsync` is asked for: its arguments are those used here."""
+"""Interface version (CUDA 12.8) of the driver's `cuMemcpyBatchAsync`: it has the arguments that this file uses."""
 _ACCESS_IN_STREAM_ORDER = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read when the stream comes to it, not earlier."""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a copy reads its source when the stream reaches the copy, not earlier."""
 
 MAX_COPIES = 4096
-"""Most copies of one call. A driver has crashed on a batch of 51,828, and a call costs next to nothing."""
+"""Most copies of one call. A driver has crashed on a batch of 51,828 copies. A call costs little."""
 _PREFER_OVERLAP = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, a hint."""
 
 
 class BatchedCopy(Protocol):
-    """Queues copies on the current PyTorch stream, whose handle is ``stream``. The arrays are free afterwards."""
+    """Queues copies on the current PyTorch stream, whose handle is ``stream``. The caller may then reuse the arrays."""
 
     name: str
 
@@ -63,7 +63,7 @@ class VllmCopy:
         for begin in range(0, sizes.size, MAX_COPIES):
             part = slice(begin, begin + MAX_COPIES)
             arrays = (torch.from_numpy(np.array(array[part])) for array in (sources, destinations, sizes))
-            # False: sources are read in stream order, as a save's must be.
+            # False: sources are read in stream order, as saves need.
             self._operator(*arrays, False)
 
 
@@ -112,7 +112,7 @@ class DriverLoop:
 
 
 def batched_copy() -> BatchedCopy:
-    """The best that this process has. Raises RuntimeError if there is none."""
+    """The best function that this process has. Raises RuntimeError if it has none."""
     try:
         return driver_copy(driver.load())
     except OSError as error:
@@ -126,7 +126,7 @@ def batched_copy() -> BatchedCopy:
 
 
 def driver_copy(library: Any) -> BatchedCopy:
-    """The best of the CUDA driver, a loaded ``libcuda``."""
+    """The best function of the CUDA driver. ``library``: a loaded ``libcuda``."""
     batch = _entry_point(library, b"cuMemcpyBatchAsync", _BATCH_SINCE)
     if batch is not None:
         prototype = ctypes.CFUNCTYPE(
@@ -145,7 +145,7 @@ def driver_copy(library: Any) -> BatchedCopy:
 
 
 def _entry_point(library: Any, name: bytes, version: int) -> int | None:
-    """Address of a driver function as of an interface version; None if the driver is older."""
+    """Address of a driver function in an interface version; None if the driver is older."""
     try:
         find = library.cuGetProcAddress_v2
     except AttributeError:

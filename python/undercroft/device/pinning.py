@@ -1,7 +1,7 @@
 """Registers the arena as pinned memory of this process, in the background: the device then copies at full speed.
 
-Every process that maps the arena registers for itself. Registering is slow (it pins every page), so it runs in chunks
-on a thread of its own; until a chunk is registered, its blocks are copied unpinned.
+Every process that maps the arena registers it for itself. Registration is slow, since it pins every page. So it runs in
+chunks on a thread of its own. Until a chunk is registered, its blocks are copied from and to unpinned memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator
 from undercroft.log import logger
 
 PIN_CHUNK = 32 << 20
-"""Fewest bytes registered at once, a power of two. The process's launches may wait for a whole registration: some
-milliseconds. A copy must not cross from one registration into the next."""
+"""Least bytes of one registration, a power of two. The process's kernel launches may wait some milliseconds for a
+whole registration. A copy must not extend over two registrations."""
 MAX_CHUNKS = 4096
-"""Most registrations of one arena. Eight processes then keep well below 65,536, where drivers have failed."""
+"""Most registrations of one arena. Eight processes then have far fewer than 65,536, at which drivers have failed."""
 TURN_PAUSE_S = 0.001
-"""Pause before the next attempt to have the turn, while another process registers."""
+"""Pause between two attempts to get the turn while another process registers."""
 
 
 def chunk_bytes(size: int) -> int:
-    """Bytes registered at once of an arena of ``size`` bytes."""
+    """Bytes of one registration for an arena of ``size`` bytes."""
     chunk = PIN_CHUNK
     while chunk * MAX_CHUNKS < size:
         chunk *= 2
@@ -36,23 +36,23 @@ def chunk_bytes(size: int) -> int:
 class Turns:
     """Lets one process at a time register its mapping of a file.
 
-    The driver pins pages under locks of the whole machine. A process that waits for them holds its own locks, which its
-    launches need as well, so the ranks wait for each other here instead.
+    The driver pins pages under locks of the whole machine. A process that waits for such a lock holds its own locks,
+    which its kernel launches need. So the ranks wait for each other here, without these locks.
     """
 
     def __init__(self, descriptor: int | None) -> None:
-        """``descriptor``: of the file, which every process may have been given by the same open; None: no others."""
+        """``descriptor``: the file's. All processes may have descriptors of one open. None: no other process maps."""
         self._file: int | None = None
         if descriptor is not None:
-            # A lock belongs to an open: each process needs its own.
+            # A lock belongs to an open of the file, so each process needs an open of its own.
             with contextlib.suppress(OSError):
                 self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._is_shared = descriptor is not None
 
     def claim(self, stop: threading.Event) -> str | None:
-        """Tell the engine, until `close`, that a part of the file is pinned: it gives none of it back to the system.
+        """Lock the file until `close`: the engine then frees no part of its memory to the system.
 
-        A device would go on to copy from and to the old pages. Returns the reason why that cannot be told.
+        A device would otherwise go on to copy from and to the old pages. Returns the reason if the lock fails.
         """
         if self._file is None:
             return "the arena cannot be opened again" if self._is_shared else None
@@ -62,7 +62,7 @@ class Turns:
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
                 return None
             except (BlockingIOError, PermissionError):
-                # The engine is giving a part back just now.
+                # The engine holds the lock while it frees a part.
                 if stop.wait(TURN_PAUSE_S):
                     return "the pinner was closed"
             except OSError as error:
@@ -70,7 +70,7 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, stop: threading.Event) -> Iterator[bool]:
-        """Wait for the turn and keep it for the body. False, and no turn, if ``stop`` is set before."""
+        """Wait for the turn, and hold it for the body. Yields False if ``stop`` is set: the body has no turn then."""
         while not stop.is_set() and not self._take():
             stop.wait(TURN_PAUSE_S)
         try:
@@ -111,8 +111,8 @@ class ArenaPinner:
     ) -> None:
         """``register(address, size)`` and ``unregister(address)`` return None, or the driver's refusal.
 
-        ``populate(offset, size)`` puts memory behind a part of the region, and raises OSError when there is none.
-        ``turns``: closed with the pinner. ``chunk``: `chunk_bytes` of the region if None.
+        ``populate(offset, size)`` allocates the memory of a part of the region, and raises OSError if there is none.
+        ``turns``: the pinner closes it. ``chunk``: bytes of one registration; None: `chunk_bytes` of the region.
         """
         self._address = address
         self._size = size
@@ -124,17 +124,17 @@ class ArenaPinner:
         self._stop = threading.Event()
         self._pinned = 0
         self._settled = threading.Event()
-        # A process that ends without closing must not wait for this thread: the driver unregisters everything itself.
+        # Daemon: a process that ends without `close` must not wait for this thread. The driver then unregisters all.
         self._thread = threading.Thread(target=self._run, name="undercroft-pin", daemon=True)
         self._thread.start()
 
     @property
     def pinned_bytes(self) -> int:
-        """How much of the region is registered, counted from its start. It only grows."""
+        """Number of bytes at the region's start that are registered. It only grows until `close`."""
         return self._pinned
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait, at most ``timeout`` seconds, until nothing more will be registered; whether that is so."""
+        """Wait at most ``timeout`` seconds for the end of registration. Returns whether it has ended."""
         return self._settled.wait(timeout)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class ArenaPinner:
         self._thread.join()
 
     def _run(self) -> None:
-        # One thread registers and unregisters: the driver keeps the last error per thread, and no other sees it.
+        # One thread registers and unregisters: the driver keeps the last error of each thread, unseen by others.
         registered: list[int] = []
         refusal = self._turns.claim(self._stop)
         if refusal is not None and not self._stop.is_set():
@@ -158,7 +158,8 @@ class ArenaPinner:
                 break
             registered.append(self._address + begin)
             self._pinned = begin + size
-            # The driver holds a lock while it registers, which the model's launches need: each gets half the time.
+            # The driver holds a lock during registration, which the model's launches need. This pause leaves them half
+            # of the time.
             self._stop.wait(took)
         self._settled.set()
         self._stop.wait()
@@ -169,13 +170,13 @@ class ArenaPinner:
         self._turns.close()
 
     def _pin(self, begin: int, size: int) -> tuple[float | None, str | None]:
-        """Seconds that registering took, None if the pinner was closed before; and why the part is not pinned."""
+        """Register a part. Returns the seconds (None if the pinner was closed before), and the reason if it failed."""
         with self._turns.turn(self._stop) as has_turn:
             if not has_turn:
                 return None, None
             if self._populate is not None:
-                # Without this the driver faults the pages in, in its lock, and they stay small: the kernel does not
-                # collapse pinned pages.
+                # Otherwise the driver would allocate the pages under its lock. They would stay small pages, since the
+                # kernel does not collapse pinned pages.
                 try:
                     self._populate(begin, size)
                 except OSError as error:
@@ -196,7 +197,7 @@ class ArenaPinner:
 
 
 def _refusal(call: Callable[..., str | None], *args: int) -> str | None:
-    """The driver's refusal, or the error that was raised: a caller that closes the pinner waits for the answer."""
+    """The driver's refusal, or the text of an exception: the pinner's thread must not end before `close`."""
     try:
         return call(*args)
     except Exception as error:

@@ -1,7 +1,7 @@
 """The operations of a device that the CUDA copier uses: streams of work, events between them, and copies of bytes.
 
-All ordering goes through here, so that tests can put a device in its place that runs queued work in any order that the
-recorded events allow.
+All ordering uses these operations. So tests can use another device, which runs queued work in any order that the events
+allow.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Streams(Protocol):
     """Name of the function that queues batches of copies, for people."""
 
     def select(self) -> None:
-        """Make the device that of the calling thread. A thread that has not done so uses the first one."""
+        """Select this device for the calling thread. A thread that selects none uses the first device."""
 
     def compute(self) -> Any:
-        """The stream that the calling thread's own work, the model's, is queued on."""
+        """The stream of the calling thread's own work, which is the model's."""
 
     def create(self) -> Any:
         """A new stream for copies."""
@@ -43,7 +43,7 @@ class Streams(Protocol):
         """Whether the event has happened. Does not wait."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """The time between two events that have happened."""
+        """Seconds between two events that have happened."""
 
     def finish(self, stream: Any) -> None:
         """Wait until everything queued on ``stream`` has run."""
@@ -58,4 +58,4 @@ class Streams(Protocol):
         """``size`` bytes (uint8) of device memory for the use of ``stream`` alone."""
 
     def pinned(self, size: int) -> torch.Tensor:
-        """``size`` bytes (uint8) of host memory that the device copies from while the caller goes on."""
+        """``size`` bytes (uint8) of pinned host memory, from which the device copies asynchronously."""

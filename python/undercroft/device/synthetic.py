@@ -1,4 +1,4 @@
-"""KV caches as vLLM would place them, without needing vLLM: for benchmarks and tests of the copiers."""
+"""KV caches with vLLM's layouts but without vLLM, for benchmarks and tests of the copiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SyntheticCache(NamedTuple):
     pages: tuple[torch.Tensor, ...]
     """For each layer, the bytes (int8) of its pages: [block, byte]."""
     config: Any
-    """Stands in for vLLM's ``KVCacheConfig``."""
+    """An object with the attributes of vLLM's ``KVCacheConfig``."""
     views: dict[str, torch.Tensor]
     """The caches that vLLM registers with a connector."""
 

@@ -1,1 +1,1 @@
-"""The savings of a cache of some size: traces, and their replay on the engine without payloads."""
+"""Estimates the savings of a cache of a given size: traces, and their replay on the engine without payloads."""

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from undercroft.estimate.trace import Trace
 
 _ENGINE_BLOCKS_MIN = 64
-"""An engine's memory has pages, each of which holds some blocks."""
+"""Least blocks of an engine's memory: the memory has pages, and each page holds some blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Prompt tokens that a cache would have had, and the bytes that it would have written."""
+    """Prompt tokens that a cache would have had, and tokens that it would have written."""
 
     tokens: int
     """Tokens of all prompts."""
     host_tokens: int
-    """Found in host memory."""
+    """Tokens found in host memory."""
     disk_tokens: int
-    """Found on disk only."""
+    """Tokens found on disk only."""
     disk_write_tokens: int
 
     @property
@@ -40,7 +40,7 @@ class Tiers:
 
 
 def replay(trace: Trace, tiers: Tiers, progress: Callable[[int], object] | None = None) -> Outcome:
-    """Serve the requests one after the other, as an engine of this size would have."""
+    """Serve the requests one after the other, with an engine of this size."""
     from undercroft import _core
 
     size = trace.block_tokens

@@ -1,10 +1,10 @@
 """Traces of prefix blocks, as Mooncake publishes them and the option ``record`` writes: one JSON object a line for each
 request.
 
-``timestamp``: milliseconds; ``input_length``: tokens of the prompt; ``hash_ids``: a number for each block, which stands
-for the block's content and all before it. A recorded trace begins with a line that has ``block_tokens``, and its
-``hash_ids`` are those of all full blocks, generated ones included. Without that line blocks have 512 tokens, and
-``hash_ids`` are those of the prompt, the last of which may not be full.
+``timestamp``: milliseconds; ``input_length``: tokens of the prompt; ``hash_ids``: a number for each block, which is the
+same only for blocks with equal content and equal tokens before them. A recorded trace begins with a line that has
+``block_tokens``, and its ``hash_ids`` are the numbers of all full blocks, of generated tokens too. Without this line
+blocks have 512 tokens, and ``hash_ids`` are the numbers of the prompt's blocks, the last of which may not be full.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Request:
     tokens: int
     """Tokens of the prompt."""
     prompt_blocks: int
-    """Leading blocks that the prompt is looked up for: never its last token."""
+    """Number of leading blocks that a lookup of the prompt covers. A lookup never covers the prompt's last token."""
     blocks: list[int]
     """Numbers of the full blocks."""
     cached: int | None
-    """Tokens of the prompt that were not computed, where the trace says so."""
+    """Tokens of the prompt that were not computed; None if the trace does not have this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +51,24 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """Seconds from the first request to the last."""
         return self.requests[-1].time_s - self.requests[0].time_s if self.requests else 0.0
 
     @property
     def unique_blocks(self) -> int:
-        """Different blocks of all requests."""
+        """Number of different blocks in all requests."""
         return len({block for request in self.requests for block in request.blocks})
 
     @property
     def cached_percent(self) -> float | None:
-        """Prompt tokens that were not computed when the trace was recorded; None if it does not say."""
+        """Percent of the prompt tokens that were not computed at the recording; None if the trace does not have it."""
         if not self.requests or any(request.cached is None for request in self.requests):
             return None
         return 100 * sum(request.cached or 0 for request in self.requests) / max(1, self.tokens)
 
 
 def read(path: Path, block_tokens: int | None = None) -> Trace:
-    """The trace in a file; ``block_tokens`` is for files that do not say. Raises ConfigError."""
+    """The trace in a file. ``block_tokens``: for files without this number. Raises ConfigError."""
     requests: list[Request] = []
     found: int | None = None
     for number, line in _lines(path):
@@ -104,7 +104,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _header(value: dict[str, Any], before: int | None, where: str) -> int:
-    """The tokens of a block. A file that several starts of vLLM wrote has a header of each."""
+    """The tokens of a block. A file from several starts of vLLM has a header for each start."""
     if value[FORMAT] != VERSION:
         raise ConfigError(f"{where}: a trace of version {value[FORMAT]!r}; this undercroft reads version {VERSION}")
     tokens = value["block_tokens"]

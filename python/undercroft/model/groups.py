@@ -1,4 +1,4 @@
-"""The KV cache groups that vLLM makes of a model's layers, as far as sizes go."""
+"""The sizes of the KV cache groups that vLLM makes of a model's layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """A KV cache group: the engine's view of it (`undercroft.connector.groups.GroupRegistration`), and more."""
+    """A KV cache group: the fields of `undercroft.connector.groups.GroupRegistration`, and more."""
 
     kind: str
     block_tokens: int
@@ -26,8 +26,8 @@ class KVGroup:
 def groups_of(layers: Sequence[Layer], block_tokens: int, ranks: int = 1) -> list[KVGroup]:
     """The groups in vLLM's order. All have blocks of the same number of tokens.
 
-    Groups have as many layers as the kind with the fewest layers, or as that with the most if it has less than half as
-    many again (vLLM's ``_get_kv_cache_groups_uniform_page_size``).
+    A group has as many layers as the kind of layers with the fewest. If the kind with the most layers has less than
+    half as many again, a group has as many layers as this kind (vLLM's ``_get_kv_cache_groups_uniform_page_size``).
     """
     block = _block_tokens(layers, block_tokens, ranks)
     kinds: dict[Layer, int] = {}
@@ -46,7 +46,8 @@ def groups_of(layers: Sequence[Layer], block_tokens: int, ranks: int = 1) -> lis
 
 
 def _block_tokens(layers: Sequence[Layer], block_tokens: int, ranks: int) -> int:
-    """Beside states, vLLM enlarges blocks until a page of attention is as large as a state."""
+    """Tokens of a block. For a model with states, vLLM enlarges blocks until an attention page is as large as a state
+    page."""
     state = max((layer.state_bytes for layer in layers), default=0) // ranks
     token = max((layer.token_bytes for layer in layers), default=0) // ranks
     if not state or not token:

@@ -1,4 +1,4 @@
-"""Which layers of a model keep which KV cache, from its ``config.json``."""
+"""The KV cache of each layer of a model, from the model's ``config.json``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KINDS = {
     "chunked_attention": "chunked_local",
     "linear_attention": "state",
 }
-"""Words of ``layer_types``, and the engine's."""
+"""The words of ``layer_types``, each with the engine's word."""
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2, "olmo3": 4, "exaone4": 4}
-"""Model types without ``layer_types`` in older files: each so-manieth layer has full attention, the others a window."""
+"""Model types whose older files lack ``layer_types``, with n: each n-th layer has full attention, others a window."""
 _ALL_WINDOWS = ("mistral", "mixtral", "phi3", "starcoder2")
-"""Model types whose ``sliding_window`` holds for each layer."""
+"""Model types whose ``sliding_window`` applies to each layer."""
 _NOT_KNOWN = {
     "index_topk": "a sparse attention index",
     "num_kv_shared_layers": "layers that share a KV cache",
@@ -35,17 +35,17 @@ _NOT_KNOWN = {
     "conv_L_cache": "short convolutions",
     "compress_ratios": "compressed attention",
 }
-"""Keys of models whose KV cache cannot be told here, if their value is not empty."""
+"""Keys whose value is not empty only in models whose KV cache this module cannot compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Bytes that one layer keeps, all ranks together; equal layers are in one group."""
+    """The KV cache of one layer, all ranks together. Equal layers are in one group."""
 
     kind: str
     """The engine's word: "full", "sliding_window", "chunked_local" or "state"."""
     window: int
-    """Tokens of the window or chunk; 0 where there is none."""
+    """Tokens of the window or chunk; 0 if there is neither."""
     token_bytes: int
     """Bytes of one token's keys and values; 0 for a state."""
     state_bytes: int
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Types of the kept values, by the names in `DTYPE_BYTES`; "auto": as the model's configuration says."""
+    """Types of the stored values, by the names in `DTYPE_BYTES`; "auto": the type in the model's configuration."""
 
     dtype: str = "auto"
     kv_cache: str = "auto"
@@ -84,7 +84,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def layers_of(config: Mapping[str, Any], precision: Precision, ranks: int = 1) -> list[Layer]:
-    """The layers in their order; ``ranks``: the size of tensor parallelism. Raises ConfigError for other models."""
+    """The layers in order. ``ranks``: the size of tensor parallelism. Raises ConfigError for an unsupported model."""
     for key, meaning in _NOT_KNOWN.items():
         if config.get(key):
             raise ConfigError(
@@ -103,7 +103,7 @@ def layers_of(config: Mapping[str, Any], precision: Precision, ranks: int = 1) -
 
 
 def model_dtype(config: Mapping[str, Any], precision: Precision) -> str:
-    """The type that vLLM computes in: that of the weights, but half of it for float32."""
+    """The type in which vLLM computes: the weights' type, but a type of half the size for float32."""
     if precision.dtype != "auto":
         return precision.dtype
     named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -111,7 +111,7 @@ def model_dtype(config: Mapping[str, Any], precision: Precision) -> str:
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
-    """The first of the names that the configuration has, a positive whole number. Raises ConfigError."""
+    """The value of the first of the names in the configuration, a positive whole number. Raises ConfigError."""
     for name in names:
         value = config.get(name)
         if value is None:
@@ -124,14 +124,14 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 def _token_bytes(config: Mapping[str, Any], element: int, ranks: int) -> int:
     if config.get("kv_lora_rank"):
-        # Latent attention: each rank keeps the same.
+        # With latent attention, every rank stores the same values.
         return (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")) * element * ranks
     heads = _number(config, "num_key_value_heads", "num_attention_heads")
     if config.get("head_dim") is not None:
         size = _number(config, "head_dim")
     else:
         size = _number(config, "hidden_size") // _number(config, "num_attention_heads")
-    # With fewer heads than ranks each rank has one.
+    # If there are fewer heads than ranks, each rank has one head.
     return 2 * max(1, heads // ranks) * ranks * size * element
 
 

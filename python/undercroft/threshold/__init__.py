@@ -1,8 +1,8 @@
-"""The hit threshold: requests of which too little is cached are rejected, so that a router can send them elsewhere.
+"""The hit threshold: rejects requests with too few cached tokens, so that a router can send them to another instance.
 
 `undercroft.vllm_patches` lets vLLM reject requests. The scheduler's connector makes a `HitThreshold` with
 `for_connector`, asks `HitThreshold.check` when a lookup's answer is final, and offers `HitThreshold.collect` as
-``take_threshold_rejects``, by which the patched scheduler finds it.
+``take_threshold_rejects``, which the patched scheduler calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = [
 
 
 class ThresholdUnavailableError(RuntimeError):
-    """A threshold is configured, but this vLLM cannot be changed so that it rejects requests."""
+    """A threshold is configured, but undercroft cannot patch this vLLM to reject requests."""
 
 
 def for_connector(global_threshold: float, problem: str | None) -> HitThreshold:
-    """The threshold for a scheduler's connector; ``global_threshold`` in [0, 1] is for requests that carry none.
+    """The threshold for a scheduler's connector; ``global_threshold`` in [0, 1] is for requests without one.
 
-    ``problem``: why this vLLM cannot reject requests, None if it can. With a problem this raises
-    ThresholdUnavailableError if a threshold is configured, and otherwise logs that requests' thresholds are ignored.
+    ``problem``: the reason why this vLLM cannot reject requests; None if it can. With a problem this raises
+    ThresholdUnavailableError if a threshold is configured. Otherwise it logs that requests' thresholds are ignored.
     """
     if problem is not None:
         if global_threshold > 0:

@@ -10,24 +10,25 @@ ALLOWED = "a number from 0 (never reject) to 1"
 
 
 class InvalidThresholdError(ValueError):
-    """A threshold that cannot be used. The message names the parameter, its value and the allowed ones."""
+    """A threshold that cannot be used. The message names the parameter, its value and the allowed values."""
 
 
 def parse(value: Any, where: str = NAME) -> float:
-    """The threshold that ``value`` means; ``where`` names the parameter in the message of InvalidThresholdError."""
-    # A boolean is an int to Python, but a mistake here.
+    """The threshold in ``value``. ``where``: the parameter's name in the message of InvalidThresholdError."""
+    # In Python a boolean is an int. Here it is a mistake.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidThresholdError(f"{where} = {value!r}: {type(value).__name__} instead of {ALLOWED}")
-    if not 0 <= value <= 1:  # NaN is not either.
+    if not 0 <= value <= 1:  # NaN is in no range.
         raise InvalidThresholdError(f"{where} = {value!r}: out of range, must be {ALLOWED}")
     return float(value)
 
 
 def of_request(extra_args: Mapping[str, Any] | None, kv_transfer_params: Any = None) -> float | None:
-    """The threshold of one request, None if it carries none.
+    """The threshold of one request; None if it has none.
 
-    ``extra_args`` (where the HTTP field ends too) goes before ``kv_transfer_params``; by default the latter is the
-    entry of that name in ``extra_args``. Both are validated, a None counts as absent. Raises InvalidThresholdError.
+    A threshold in ``extra_args``, to which the HTTP field is copied, takes precedence over ``kv_transfer_params``. If
+    ``kv_transfer_params`` is not given, it is the entry of this name in ``extra_args``. Both are validated. A threshold
+    of None counts as absent. Raises InvalidThresholdError.
     """
     chosen = None
     if extra_args:

@@ -15,8 +15,8 @@ logger = log.logger.getChild("threshold")
 Source = Literal["request", "global"]
 
 MAX_ASKS = 256
-"""Times a scheduler may ask about a request that was rejected. vLLM ends the request within a few steps. A scheduler
-that never does would starve the request, so the threshold is then switched off."""
+"""Most calls for a rejected request. vLLM ends the request within a few steps. A scheduler that never ends it would
+starve the request, so after this many calls the threshold is switched off."""
 
 
 class Request(Protocol):
@@ -24,7 +24,7 @@ class Request(Protocol):
 
     request_id: str
     num_tokens: int
-    """Prompt, and for a request that resumes after preemption the tokens generated so far."""
+    """Tokens of the prompt, and of a request that resumes after a preemption also the generated tokens."""
     sampling_params: Any
     kv_transfer_params: dict[str, Any] | None
     resumable: bool
@@ -33,7 +33,7 @@ class Request(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A request that is rejected, and the token counts behind the decision."""
+    """A rejected request, and the token counts of the decision."""
 
     request_id: str
     threshold: float
@@ -47,13 +47,13 @@ class Rejection:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the required tokens that is cached."""
+        """The cached share of the required tokens."""
         return min(self.local_tokens + self.external_tokens, self.required_tokens) / self.required_tokens
 
     def response_params(self) -> dict[str, Any]:
         """The ``kv_transfer_params`` of the response.
 
-        Nested, so that a router that hands these on to another instance does not hand on the threshold.
+        The values are nested, so that a router that passes them on to another instance does not pass on a threshold.
         """
         return {
             "cache_threshold": {
@@ -67,7 +67,7 @@ class Rejection:
         }
 
     def __str__(self) -> str:
-        # Rounded down, in whole numbers: a rate just below its threshold must not read as equal to it.
+        # Rounded down, in whole numbers: a rate just below the threshold must not look equal to the threshold.
         cached = min(self.local_tokens + self.external_tokens, self.required_tokens)
         percent = cached * 100 // self.required_tokens
         return (
@@ -79,8 +79,8 @@ class Rejection:
 class HitThreshold:
     """The scheduler connector's half: decides, and keeps the rejected requests until the scheduler collects them.
 
-    Belongs to the scheduler's thread. ``unavailable`` is why vLLM cannot reject requests, None if it can. With a
-    reason, nothing is rejected.
+    Only the scheduler's thread uses it. ``unavailable``: the reason why vLLM cannot reject requests; None if it can.
+    With a reason, no request is rejected.
     """
 
     def __init__(self, global_threshold: float, unavailable: str | None = None) -> None:
@@ -90,14 +90,14 @@ class HitThreshold:
         self._pending: dict[str, Rejection] = {}
         self._asks: dict[str, int] = {}
         self.rejections: dict[Source, int] = {"request": 0, "global": 0}
-        """Rejected requests since the start, by where their threshold came from."""
+        """Rejected requests since the start, by the source of their threshold."""
 
     def check(self, request: Request, local_tokens: int, external_tokens: int) -> bool:
         """Whether the request is rejected; the connector then answers ``(None, False)``.
 
-        The connector asks with every final answer of a lookup, misses included. ``local_tokens`` are in the device's
-        prefix cache, ``external_tokens`` those beyond them that the connector offers. The connector may ask again for
-        the same request before `collect`: the last answer holds.
+        The connector asks with every final answer of a lookup, even a miss. ``local_tokens``: tokens in the device's
+        prefix cache. ``external_tokens``: further tokens that the connector offers. The connector may ask again for the
+        same request before `collect`: the last answer holds.
         """
         threshold, source = self._threshold_of(request)
         if threshold <= 0:
@@ -121,7 +121,7 @@ class HitThreshold:
         return True
 
     def needed_tokens(self, request: Request) -> int:
-        """The least number of cached tokens with which `check` does not reject the request; 0 if it never does."""
+        """The least number of cached tokens with which `check` accepts the request; 0 if `check` never rejects it."""
         threshold, _ = self._threshold_of(request)
         required = request.num_tokens
         if threshold <= 0 or required == 0:
@@ -142,13 +142,13 @@ class HitThreshold:
         return collected
 
     def discard(self, request_id: str) -> None:
-        """Forget a request that is finished, aborted or admitted; unknown ones are ignored."""
+        """Forget a request that is finished, aborted or admitted. An unknown request is ignored."""
         if self._pending:
             self._pending.pop(request_id, None)
             self._asks.pop(request_id, None)
 
     def _threshold_of(self, request: Request) -> tuple[float, Source]:
-        """The threshold that holds for a request, and where it comes from; 0 if none does."""
+        """The threshold of a request, and the threshold's source; 0 if there is none."""
         sampling = request.sampling_params
         if sampling is None:  # Pooling: nothing is decoded.
             return 0.0, "global"
@@ -166,7 +166,7 @@ class HitThreshold:
         try:
             return params.of_request(request.sampling_params.extra_args, request.kv_transfer_params)
         except params.InvalidThresholdError as error:
-            # The frontend refuses these; one that came by another way must not stop the engine.
+            # The frontend refuses such values. A request that did not pass the frontend must not stop the engine.
             self._log_ignored(f"request {request.request_id}: {error}")
             return None
 

@@ -7,11 +7,11 @@ from typing import Any
 
 
 class UnknownInternalsError(Exception):
-    """vLLM lacks something that a patch uses, or has it in another form."""
+    """vLLM lacks a name that a patch uses, or the name has another form."""
 
 
 def takes(owner: Any, name: str, *parameters: str) -> None:
-    """``owner`` has a function ``name`` with these parameters."""
+    """Check that ``owner`` has a function ``name`` with these parameters."""
     function = getattr(owner, name, None)
     needs(function is not None, f"{owner.__name__} has no {name}")
     known = inspect.signature(function).parameters if function is not None else {}
@@ -20,14 +20,14 @@ def takes(owner: Any, name: str, *parameters: str) -> None:
 
 
 def sets(owner: Any, *attributes: str) -> None:
-    """The constructor of ``owner`` uses these attributes."""
+    """Check that the constructor of ``owner`` uses these attributes."""
     constructor: Any = inspect.unwrap(owner.__init__)
     for attribute in attributes:
         needs(attribute in constructor.__code__.co_names, f"{owner.__name__} sets no {attribute}")
 
 
 def has(owner: Any, *fields: str) -> None:
-    """``owner`` has these fields or attributes."""
+    """Check that ``owner`` has these fields or attributes."""
     known = getattr(owner, "__struct_fields__", None) or getattr(owner, "__annotations__", {})
     for field in fields:
         needs(field in known or hasattr(owner, field), f"{owner.__name__} has no {field}")

@@ -1,4 +1,4 @@
-"""The patch by which mistakes in undercroft's options end the start before the model is loaded."""
+"""The patch that ends vLLM's start before the model is loaded if undercroft's options have a mistake."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MODULE = "vllm.engine.arg_utils"
 
 
 def check_configuration(check: Callable[[Any, bool], None]) -> bool:
-    """Call ``check(kv_transfer_config, local)`` before vLLM makes a configuration; for every process, once.
+    """Call ``check(kv_transfer_config, local)`` before vLLM makes a configuration. Patches each process once.
 
-    ``local``: whether this machine runs engines. An `UndercroftError` ends the start, any other error is logged. In
-    processes that do not use `EngineArgs`, such as workers, nothing is imported and nothing changes.
+    ``local``: whether this machine runs engines. An `UndercroftError` ends the start; any other error is logged. In
+    processes without `EngineArgs`, such as workers, this imports nothing and changes nothing.
     """
     return _MODULE in sys.modules and _wrap(check)
 

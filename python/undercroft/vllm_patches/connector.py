@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _ADAPTER = "_undercroft_adapter"
-"""Attribute of a request: the key of its adapter's weights, the same for all of its blocks."""
+"""Attribute of a request: the key of its adapter's weights. All blocks of the request use this one key."""
 
 
 @guarded(LOAD_FAILURE_POLICY)
 def recompute_failed_loads(kv_transfer_config: KVTransferConfig) -> None:
-    """Set the policy for failed loads; vLLM reads it after the connector's constructor."""
+    """Set the policy for failed loads. vLLM reads the policy after the connector's constructor."""
     if kv_transfer_config.kv_load_failure_policy != "recompute":
         kv_transfer_config.kv_load_failure_policy = "recompute"
         logger.info('undercroft: set kv_load_failure_policy to "recompute": a failed load counts as a miss.')
@@ -41,7 +41,7 @@ def recompute_failed_loads(kv_transfer_config: KVTransferConfig) -> None:
 def tell_adapters_apart(of_request: Callable[[Request], str], before_loading: Callable[[Any], Any]) -> None:
     """Add ``of_request``, a key of the adapter's weights, to the block hashes of requests with a LoRA adapter.
 
-    ``before_loading`` is called with each adapter (`LoRARequest`) that is loaded before a request asks for it.
+    ``before_loading``: called with each adapter (`LoRARequest`) that vLLM loads before a request needs the adapter.
     """
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
@@ -83,16 +83,16 @@ def tell_adapters_apart(of_request: Callable[[Request], str], before_loading: Ca
 
 @guarded(LOCAL_HITS)
 def reconcile_local_hits(kv_cache_manager: KVCacheManager, usable: Callable[[Request, int], bool]) -> None:
-    """Ask ``usable(request, tokens)`` before vLLM takes full attention's local hit for one that we complete.
+    """Call ``usable(request, tokens)`` before vLLM offers a local hit of full attention that undercroft must complete.
 
-    vLLM asks for an external hit above that only, and where there is none it does not ask again for one above the
-    boundary that all groups hold. ``usable`` raises nothing.
+    vLLM then asks only for an external hit above this local hit. If there is none, vLLM does not ask again for an
+    external hit above the boundary that all groups hold. ``usable`` raises nothing.
     """
     needs(hasattr(kv_cache_manager, "get_computed_blocks"), "KVCacheManager has no get_computed_blocks")
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_computed_blocks_for_connector(request: Any, *limits: Any, **named_limits: Any) -> Any:
-            # 0.33 passes the longest hit that is allowed.
+            # vLLM 0.33 also passes the longest allowed hit.
             hit = original(request, *limits, **named_limits)
             try:
                 *_, tokens, _, diverged = hit
@@ -117,7 +117,7 @@ def before_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None])
         def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
             try:
                 action()
-            except Exception as error:  # The reset is then refused, as without the patch.
+            except Exception as error:  # vLLM then refuses the reset, as without the patch.
                 failed(PREFIX_CACHE_RESET, error)
             return original(*args, **kwargs)
 
@@ -147,6 +147,6 @@ def after_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) 
 
 @guarded(SHARED_PREFIX)
 def end_step_at(request: Request, boundary: int) -> None:
-    """Let vLLM end a step of the request after ``boundary`` tokens, unless it ends one at a boundary of its own."""
+    """Let vLLM end a step of the request after ``boundary`` tokens, unless vLLM has set a boundary itself."""
     if request.shared_prefix_boundary == 0:
         request.shared_prefix_boundary = boundary

@@ -1,4 +1,4 @@
-"""The patch that tells the data-parallel ranks of a vLLM how many of them are on this machine."""
+"""The patch that tells the data-parallel ranks of a vLLM the number of ranks on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANKS = "_undercroft_ranks"
 
 @guarded(RANKS)
 def count_ranks() -> None:
-    """Note the number of ranks in each configuration that is made: vLLM takes it out for ranks that are independent."""
+    """Note the number of ranks in each configuration: vLLM removes it from configurations of independent ranks."""
     from vllm.engine.arg_utils import EngineArgs
 
     takes(EngineArgs, "create_engine_config")
@@ -28,7 +28,7 @@ def count_ranks() -> None:
                 parallel = config.parallel_config
                 if parallel.data_parallel_size_local > 1:
                     vars(parallel)[_RANKS] = parallel.data_parallel_size_local
-            except Exception as error:  # The ranks then do as if each were alone.
+            except Exception as error:  # Each rank then assumes that it is alone.
                 failed(RANKS, error)
             return config
 
@@ -38,6 +38,6 @@ def count_ranks() -> None:
 
 
 def ranks_of(vllm_config: VllmConfig) -> int:
-    """Number of data-parallel ranks of this vLLM on this machine; 1 where each was started by itself."""
+    """Number of data-parallel ranks of this vLLM on this machine; 1 if each rank was started by itself."""
     parallel = vllm_config.parallel_config
     return max(getattr(parallel, _RANKS, 1), getattr(parallel, "data_parallel_size_local", 1))

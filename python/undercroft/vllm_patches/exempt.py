@@ -1,7 +1,7 @@
-"""The requests that the hit threshold leaves alone: those whose answer cannot say that they were rejected.
+"""Requests that the hit threshold never rejects, because their answers cannot report a rejection.
 
-Only the endpoints of `ENDPOINTS` in vLLM's HTTP server report a finish reason of the engine as it is. A beam search
-asks for one token at a time, and fails on a request that brings none.
+In vLLM's HTTP server, only the endpoints of `ENDPOINTS` report the engine's finish reason unchanged. A beam search
+sends a request for each token, and fails if a request returns no token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENDPOINTS = (
     "/inference/v1/generate",
     "/invocations",
 )
-"""The endpoints whose answers report the finish reason. ``/invocations`` hands requests to the first two."""
+"""The endpoints whose answers report the finish reason. ``/invocations`` passes requests to the first two."""
 
 SCHEMA = {
     "title": "Cache Hit Threshold",
@@ -68,7 +68,7 @@ class ExemptEndpoints:
 
 @guarded(THRESHOLD_ENDPOINTS)
 def exempt_requests() -> None:
-    """Exempt beam searches, and the other endpoints of an HTTP server that is loaded in this process."""
+    """Exempt beam searches, and, if this process has loaded the HTTP server, the requests to other endpoints."""
     from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -88,7 +88,7 @@ def exempt_requests() -> None:
 
 
 def wrap_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose requests are exempt."""
+    """Wrap a function so that its requests are exempt."""
 
     def exempting(*args: Any, **kwargs: Any) -> Any:
         with _exempting():
@@ -98,7 +98,7 @@ def wrap_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_generator(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    """An asynchronous generator whose own requests are exempt; requests of the code that iterates are not."""
+    """Wrap an asynchronous generator so that its own requests are exempt. Requests of the iterating code are not."""
 
     async def exempting(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         generator: Any = original(*args, **kwargs)
@@ -143,7 +143,7 @@ def _documented(original: Callable[[], dict[str, Any]]) -> Callable[[], dict[str
 
 
 def _know_parameter(*protocols: Any) -> None:
-    """Keep vLLM from saying in its debug log that it ignores the parameter."""
+    """Declare the parameter, so that vLLM's debug log does not report it as ignored."""
     for protocol in protocols:
         needs(hasattr(protocol, "field_names"), f"{protocol.__name__} has no field_names")
         known = protocol.__dict__.get("field_names")

@@ -18,13 +18,13 @@ _log_once = LogOnce()
 
 
 class Frontend:
-    """Whether any engine of this process's frontend uses undercroft. HTTP requests are read differently only then."""
+    """Whether any engine of this process's frontend uses undercroft. HTTP requests are parsed differently only then."""
 
     active = False
 
 
 class EmptyDelta(list[int]):
-    """No tokens, but true: vLLM's streams drop chunks without tokens, and with them the finish reason."""
+    """A true empty list of tokens: vLLM's streams drop a chunk, with its finish reason, if its tokens are false."""
 
     def __bool__(self) -> bool:
         return True
@@ -33,13 +33,13 @@ class EmptyDelta(list[int]):
 def wrap_input_processor_init(
     original: Callable[..., None], uses_undercroft: Callable[[Any], bool], exempt_requests: Callable[[], bool]
 ) -> Any:
-    """``InputProcessor.__init__`` that notes whether its engine uses undercroft; it calls ``exempt_requests`` then."""
+    """``InputProcessor.__init__`` that notes whether its engine uses undercroft, and then calls ``exempt_requests``."""
 
     def init(processor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(processor, vllm_config, *args, **kwargs)
         try:
             ours = uses_undercroft(vllm_config.kv_transfer_config)
-        except Exception as error:  # A connector that cannot be looked up is not undercroft's.
+        except Exception as error:  # A connector whose class cannot be found is not undercroft's.
             failed(HIT_THRESHOLD, error)
             ours = False
         processor.__dict__[_OURS] = ours
@@ -55,7 +55,7 @@ def wrap_process_inputs(
 ) -> Callable[..., Any]:
     """``InputProcessor.process_inputs`` that refuses invalid parameters of every kind of request.
 
-    A request that ``is_exempt`` has the threshold 0, whatever it asks for.
+    A request that ``is_exempt`` gets the threshold 0, even if it has another threshold.
     """
 
     def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def wrap_to_sampling_params(
 ) -> Callable[..., Any]:
     """``to_sampling_params`` of an HTTP request that understands the field ``cache_hit_threshold``.
 
-    Values are checked here, before a stream begins: later an error would be an event in a stream of status 200.
+    Values are checked here, before a stream begins. In a stream an error would be an event after the status 200.
     """
 
     def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +101,8 @@ def wrap_to_sampling_params(
 def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> Callable[..., Any]:
     """``OutputProcessor.process_outputs`` that gives rejected requests their finish reason.
 
-    vLLM's statistics leave them out: they would count as requests with a prefill and a time to first token.
-    `HitThreshold.rejections` counts them. vLLM counts a request that was running before as aborted.
+    vLLM's statistics leave out rejected requests: vLLM would count a prefill and a time to first token for each.
+    `HitThreshold.rejections` counts them. If a rejected request was running before, vLLM counts it as aborted.
     """
 
     def process_outputs(
@@ -141,7 +141,7 @@ def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> 
 
 
 def make_rejected_state(request_state: Any) -> type:
-    """Subclass of vLLM's RequestState whose last output says why it has no more tokens."""
+    """Make a subclass of vLLM's RequestState whose last output has the reason of the rejection."""
 
     class RejectedRequestState(request_state):
         """State of a request that the cache hit threshold rejected."""
@@ -157,7 +157,7 @@ def make_rejected_state(request_state: Any) -> type:
 
 
 def _checked(extra_args: dict[str, Any], validation_error: Callable[..., Exception]) -> float | None:
-    """The threshold of a request, None if it has none."""
+    """The threshold of a request; None if it has none. Raises vLLM's error for an invalid parameter."""
     try:
         request_params.check(extra_args.get("kv_transfer_params"))
         _check_hints(extra_args.get("kv_transfer_params"), None, validation_error)
@@ -176,7 +176,7 @@ def _check_hints(kv_transfer_params: Any, kv_hints: Any, validation_error: Calla
 
 
 def _computed(extra_args: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a request that is computed in any case: its answer cannot say that it was not."""
+    """The arguments of a request that is always computed, because its answer cannot report that it was not."""
     params = extra_args.get("kv_transfer_params")
     if not isinstance(params, dict):
         return extra_args

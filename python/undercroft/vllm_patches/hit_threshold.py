@@ -1,4 +1,4 @@
-"""The patch by which vLLM rejects requests of which too little is cached; see `HIT_THRESHOLD`."""
+"""The patch that makes vLLM reject requests with too few cached tokens; see `HIT_THRESHOLD`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from undercroft.vllm_patches.table import HIT_THRESHOLD, guarded, replace
 
 @guarded(HIT_THRESHOLD)
 def reject_requests() -> None:
-    """Let the scheduler end rejected requests and the frontend report them; for every process, once.
+    """Let the scheduler end rejected requests and the frontend report them. Patches each process once.
 
-    Nothing changes for a vLLM whose connector has no ``take_threshold_rejects``, alone or inside MultiConnector.
+    Nothing changes for a vLLM without a connector (or child of MultiConnector) that has ``take_threshold_rejects``.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -1,4 +1,4 @@
-"""The patches for undercroft as a child of MultiConnector, beside other connectors that load and fail by themselves."""
+"""The patches for undercroft as a child of MultiConnector, whose other children have their own loads and failures."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from undercroft.vllm_patches.table import MULTI_CONNECTOR_HITS, MULTI_CONNECTOR_
 _JUDGE = "_undercroft_judge"
 
 Answer = tuple[int | None, bool]
-"""The tokens that a connector can load: tokens (None: not known yet), and whether it does so asynchronously."""
+"""The number of tokens that a connector can load (None: not known yet), and whether it loads asynchronously."""
 
 
 @guarded(MULTI_CONNECTOR_POLICY)
 def recompute_own_failed_loads(ours_in: Callable[[Any], Iterable[Any]]) -> None:
-    """Let schedulers recompute blocks that undercroft failed to load; failed loads of others keep the configured
-    policy.
+    """Let schedulers recompute blocks that undercroft failed to load. The configured policy applies to failed loads of
+    other connectors.
 
-    ``ours_in`` finds undercroft's connectors in the scheduler's; each tells which of some failed loads are its own.
+    ``ours_in`` finds undercroft's connectors in the scheduler's connector. Each returns which failed loads are its own.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -32,7 +32,7 @@ def recompute_own_failed_loads(ours_in: Callable[[Any], Iterable[Any]]) -> None:
             try:
                 if not self.recompute_kv_load_failures:
                     own = own.union(*(one.own_loads(failed_req_ids) for one in ours_in(self.connector)))
-            except Exception as error:  # The failed loads are then treated as the others'.
+            except Exception as error:  # The configured policy then applies to all failed loads.
                 failed(MULTI_CONNECTOR_POLICY, error)
             if not own:
                 return original(self, failed_req_ids)
@@ -50,7 +50,7 @@ def recompute_own_failed_loads(ours_in: Callable[[Any], Iterable[Any]]) -> None:
 
 @guarded(MULTI_CONNECTOR_HITS)
 def judge_all_hits(ours_in: Callable[[Any], Iterable[Any]]) -> None:
-    """Let undercroft's hit threshold judge MultiConnector's answer, not that of undercroft alone.
+    """Let undercroft's hit threshold judge MultiConnector's answer, not the answer of undercroft alone.
 
     ``ours_in`` finds undercroft's connectors in a MultiConnector. The first of them judges.
     """
@@ -73,10 +73,10 @@ def judge_all_hits(ours_in: Callable[[Any], Iterable[Any]]) -> None:
 
 
 def _find_judge(connector: Any, ours_in: Callable[[Any], Iterable[Any]]) -> Callable[[Any, int, Answer], Answer] | None:
-    """``judge`` of the first connector of undercroft, unless a MultiConnector around this one has it already."""
+    """``judge`` of the first connector of undercroft, unless an outer MultiConnector uses it already."""
     try:
         judges = [one.judge for one in ours_in(connector) if one.enter_multi_connector()]
-    except Exception as error:  # Each child then judges for itself.
+    except Exception as error:  # Each child then judges its own answer.
         failed(MULTI_CONNECTOR_HITS, error)
         return None
     return judges[0] if judges else None

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 STOP_REASON = "cache_threshold"
-"""Marks a rejected request between engine and frontend. The engine itself only gives token ids as stop reasons, and the
-frontend alone finds the stop strings of users."""
+"""Marks a rejected request between engine and frontend. vLLM's engine itself sets only token ids as stop reasons. The
+stop strings of users are found in the frontend only, so they cannot be mistaken for this mark."""
 
 HINT_REASON = "kv_hint"
-"""Marks a request in the same way that was there for its hints alone."""
+"""Marks a request with hints and nothing to compute, in the same way."""
 REASONS = frozenset({STOP_REASON, HINT_REASON})
 
 _TAKE = "_undercroft_take_threshold_rejects"
@@ -21,8 +21,9 @@ def wrap_update_from_output(
 ) -> Callable[..., dict[int, Any]]:
     """``Scheduler.update_from_output`` that first ends rejected requests and adds their outputs to the step's.
 
-    They end as aborted (``aborted``: the RequestStatus), since nothing of them was computed: no connector may use
-    their blocks as a result. Before the original, so that its bookkeeping of finished requests covers them.
+    Rejected requests end as aborted (``aborted``: the RequestStatus), since no token of them was computed: no connector
+    may use their blocks as a result. They end before the original runs, so that its bookkeeping of finished requests
+    includes them.
     """
 
     def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
@@ -58,7 +59,7 @@ def wrap_update_from_output(
 
 
 def find_take(connector: Any) -> Callable[[], list[Any]] | None:
-    """``take_threshold_rejects`` of this connector, or of one inside it (MultiConnector); None if there is none."""
+    """``take_threshold_rejects`` of this connector or, in a MultiConnector, of a child; None if there is none."""
     if connector is None:
         return None
     take: Callable[[], list[Any]] | None = getattr(connector, "take_threshold_rejects", None)

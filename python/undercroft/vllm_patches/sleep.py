@@ -1,4 +1,4 @@
-"""The patch that ends copies before vLLM takes the device's memory away."""
+"""The patch that ends copies before vLLM frees the device's memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from undercroft.vllm_patches.table import WORKER_SLEEP, failed, guarded, replace
 
 @guarded(WORKER_SLEEP)
 def end_copies_before_sleep(ours_in: Callable[[Any], Iterable[Any]]) -> None:
-    """Call each of undercroft's connectors (``ours_in`` a worker's) before sleep and after wake-up.
+    """Call each of undercroft's connectors before sleep and after wake-up. ``ours_in`` finds them in a worker's.
 
-    A vLLM that calls connectors itself stays as it is.
+    A vLLM that itself calls connectors then is not changed.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 

@@ -1,7 +1,7 @@
 """The table of everything that undercroft changes in vLLM, and the guard around each change.
 
-A name that a version of vLLM lacks, another signature or an exception leaves vLLM as it is. That is logged once, with
-the feature that is lost, and vLLM goes on.
+If vLLM lacks a name, has another signature, or an exception occurs, vLLM is not changed and goes on. One log line names
+the feature that is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from undercroft.log import LogOnce
 
 _P = ParamSpec("_P")
 _MARK = "_undercroft"
-"""Attribute of every function that replaces one of vLLM's."""
+"""Attribute of every function that replaces a function of vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Patch:
     """The processes or objects of vLLM that are changed."""
     why: str
     versions: str
-    """The versions of vLLM that the patch is for, first and last."""
+    """The first and the last version of vLLM to which the patch applies."""
     without: str
-    """The feature that is lost where the patch cannot be applied."""
+    """The feature that is lost if the patch cannot be applied."""
 
 
 HIT_THRESHOLD = Patch(
@@ -189,12 +189,12 @@ _problems: dict[str, str] = {patch.name: "vLLM was not changed in this process" 
 
 
 def problem(patch: Patch) -> str | None:
-    """Why a patch is not in place in this process; None if it was applied."""
+    """The reason why a patch is not applied in this process; None if it is."""
     return _problems.get(patch.name)
 
 
 def guarded(patch: Patch) -> Callable[[Callable[_P, None]], Callable[_P, bool]]:
-    """Decorator of a function that applies ``patch``: it raises nothing, and returns whether vLLM was changed."""
+    """Decorator of a function that applies ``patch``. It then raises nothing and returns whether vLLM was changed."""
 
     def wrap(apply: Callable[_P, None]) -> Callable[_P, bool]:
         @functools.wraps(apply)
@@ -229,7 +229,7 @@ def failed(patch: Patch, error: Exception) -> None:
 def replace(*places: tuple[Any, str, Callable[[Any], Callable[..., Any]]], again: bool = False) -> None:
     """Replace functions of vLLM, each given as (owner, name, wrapper of the original), all of them or none.
 
-    A function that has the same wrapper already stays as it is, unless ``again``.
+    A function with the same wrapper is not wrapped again, unless ``again``.
     """
     ready = []
     for owner, name, wrap in places:

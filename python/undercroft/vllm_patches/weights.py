@@ -1,4 +1,4 @@
-"""The patch that tells undercroft when vLLM's weights stay or may change: its resets depend on that."""
+"""The patch that tells undercroft when vLLM's weights stay or may change: undercroft's resets depend on this."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from undercroft.vllm_patches.table import WEIGHT_CHANGES, failed, guarded, repla
 
 @guarded(WEIGHT_CHANGES)
 def watch_weights(ours_in: Callable[[Any], Iterable[Any]]) -> None:
-    """Tell each of undercroft's connectors (``ours_in`` a scheduler's) of sleep, of calls that may change weights, and
-    of resets that vLLM does not ask it for."""
+    """Tell each of undercroft's connectors of sleep, of calls that may change weights, and of resets without the
+    connector. ``ours_in`` finds undercroft's connectors in a scheduler's connector."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
@@ -42,7 +42,7 @@ def watch_weights(ours_in: Callable[[Any], Iterable[Any]]) -> None:
 
     def wrap_sleep(original: Callable[..., Any]) -> Callable[..., Any]:
         def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-            # In a process of its own: elsewhere a trainer reaches the model without a call that is seen here.
+            # Only for an engine in a process of its own. Elsewhere a trainer can change weights without a call here.
             tell(self.scheduler, "sleeps", level == 1 and isinstance(self, EngineCoreProc))
             return original(self, level, *args, **kwargs)
 
@@ -50,7 +50,7 @@ def watch_weights(ours_in: Callable[[Any], Iterable[Any]]) -> None:
 
     def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         def collective_rpc(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # vLLM calls it for itself before there is a scheduler.
+            # vLLM itself calls this before it has a scheduler.
             if (scheduler := getattr(self, "scheduler", None)) is not None:
                 tell(scheduler, "weights_may_change", self.is_scheduler_paused())
             return original(self, *args, **kwargs)

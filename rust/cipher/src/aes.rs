@@ -6,7 +6,7 @@
 //! | --- | --- | --- |
 //! | 0 | 16 | tag of AES-256-GCM |
 //! | 16 | 12 | nonce, random |
-//! | 28 | 4 | which key: the start of HKDF-SHA-256 of the key for that purpose |
+//! | 28 | 4 | id of the key in the file: the start of HKDF-SHA-256 of that key for this purpose |
 //! | 32 | 16 | salt, random |
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, NONCE_LEN, Nonce, UnboundKey};
@@ -21,7 +21,7 @@ const KEY_ID: usize = NONCE + NONCE_LEN;
 const SALT: usize = KEY_ID + 4;
 const _: () = assert!(SALT + 16 == CIPHER_BYTES);
 
-/// Separates the uses of a key, and versions of the scheme.
+/// Separates the uses of a key and the versions of the scheme.
 const PAYLOAD: &[u8] = b"undercroft 1 payload";
 const ID: &[u8] = b"undercroft 1 key id";
 
@@ -31,7 +31,7 @@ struct FileKey {
     bytes: crate::key_file::Key,
 }
 
-/// Encrypts with the first key, and decrypts with each.
+/// Encrypts with the first key, and decrypts with any of them.
 pub struct AesGcm {
     keys: Vec<FileKey>,
 }
@@ -65,7 +65,7 @@ impl FileKey {
     }
 }
 
-/// Names a key without telling anything about it.
+/// Identifies a key without revealing anything of it.
 fn id_of(key: &[u8]) -> [u8; 4] {
     let mut id = [0; 4];
     let named = Prk::new_less_safe(HKDF_SHA256, key);
@@ -159,7 +159,7 @@ mod tests {
         is_right.then(|| sealed[..PLAIN.len()].to_vec())
     }
 
-    /// Computed by another implementation of HKDF and AES-GCM, from the format in `docs/disk-format.md`.
+    /// Another implementation of HKDF and AES-GCM computed these values from the format in `docs/disk-format.md`.
     #[test]
     fn the_format_is_the_documented_one() {
         let bytes = |hex: &str| -> Vec<u8> {

@@ -9,7 +9,7 @@ use zeroize::Zeroizing;
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;
-/// Keys that a file may have.
+/// Most keys of a file.
 pub const KEYS_MAX: usize = 16;
 /// A file with more bytes is no key file.
 const FILE_BYTES_MAX: u64 = 64 << 10;
@@ -19,7 +19,7 @@ pub(crate) type Key = Zeroizing<[u8; KEY_BYTES]>;
 /// Why a key file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("key_file {path} cannot be read: {source}; name a file that this user can read")]
     Io {
         /// The file.
@@ -27,13 +27,13 @@ pub enum KeyFileError {
         /// The reason.
         source: io::Error,
     },
-    /// It is no file.
+    /// The path is no regular file.
     #[error("key_file {path} is no regular file; name a file with the keys")]
     Kind {
         /// The path.
         path: PathBuf,
     },
-    /// Another user owns it.
+    /// Another user owns the file.
     #[error(
         "key_file {path} belongs to uid {owner}, this process runs as uid {uid}; allowed are a file of this user or of root"
     )]
@@ -45,7 +45,7 @@ pub enum KeyFileError {
         /// This process's user.
         uid: u32,
     },
-    /// Others may read or write it.
+    /// Other users may read or write the file.
     #[error(
         "key_file {path} has mode {mode:04o}, with which others can read or write it; allowed are 0600 and 0400, and 0440 for a \
          file of root: chmod 600 {path}"
@@ -56,7 +56,7 @@ pub enum KeyFileError {
         /// Its mode.
         mode: u32,
     },
-    /// Its contents are not keys.
+    /// The file does not hold keys.
     #[error(
         "key_file {path}: {reason}; allowed are 32 bytes, or lines of 64 hexadecimal digits, as `openssl rand -hex 32` prints"
     )]
@@ -68,7 +68,7 @@ pub enum KeyFileError {
     },
 }
 
-/// Keys, the one for writing first. Their bytes are cleared when they are dropped, and never shown.
+/// Keys, the key for writing first. Their bytes are never shown, and are cleared when the keys are dropped.
 pub struct Keys(Vec<Key>);
 
 impl std::fmt::Debug for Keys {
@@ -82,13 +82,13 @@ impl Keys {
     /// with `#`.
     ///
     /// # Errors
-    /// If it cannot be read, others can read it, or it holds anything else.
+    /// If the file cannot be read, other users can read it, or it holds anything else.
     pub fn read(path: &Path) -> Result<Self, KeyFileError> {
         let failed = |source: io::Error| KeyFileError::Io {
             path: path.to_owned(),
             source,
         };
-        // With `NONBLOCK`, opening a pipe does not block. Links are followed: a mounted secret is one.
+        // With `NONBLOCK`, opening a pipe does not block. Links are followed: a mounted secret is a link.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let opened = rustix::fs::open(path, flags, Mode::empty());
         let file = File::from(opened.map_err(|errno| failed(errno.into()))?);
@@ -126,13 +126,13 @@ impl Keys {
         }
     }
 
-    /// The keys, the one for writing first.
+    /// The keys, the key for writing first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Key> {
         self.0.iter()
     }
 }
 
-/// Whether the keys are this user's alone.
+/// Checks that only this user can read the keys.
 fn check(
     path: &Path,
     file: &File,

@@ -1,5 +1,4 @@
-//! The parameters of an engine: the options of `undercroft.config` that concern it, by the same
-//! names.
+//! The parameters of an engine: the options of `undercroft.config` that the engine uses, by the same names.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,7 +27,7 @@ const UNIX: &str = "unix://";
 pub struct DiskConfig {
     /// Its directory.
     pub path: PathBuf,
-    /// The most that its files may hold together.
+    /// Most bytes of the directory's files together.
     pub capacity: DiskCapacity,
 }
 
@@ -38,18 +37,18 @@ pub struct DiskConfig {
 pub enum DiskCapacity {
     /// In bytes.
     Bytes(u64),
-    /// A part of the space that is free there or the directory's own.
+    /// A part of the space that is free on the filesystem or that the directory uses already.
     Share {
         /// Above 0, at most 1.
         share: f64,
     },
 }
 
-/// The treatment of a directory that cannot be opened, though it is configured well.
+/// The treatment of a directory that cannot be opened although its options are right.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnDiskError {
-    /// The engine starts without it, and tries it again later.
+    /// The engine starts without the directory, and tries to open it again later.
     #[default]
     Degrade,
     /// The engine does not start.
@@ -73,29 +72,29 @@ pub enum DiskAdmission {
 pub struct HostConfig {
     /// `unix:///path` of a running server whose engine is used; empty for an engine of this process.
     pub server: String,
-    /// Size of the arena; rounded down to whole pages.
+    /// Size of the arena, rounded down to whole pages.
     pub host_memory: u64,
     /// Devices of the disk tier.
     pub disks: Vec<DiskConfig>,
-    /// The treatment of a directory that cannot be opened, though it is configured well.
+    /// The treatment of a directory that cannot be opened although its options are right.
     pub on_disk_error: OnDiskError,
     /// The treatment of a store of another format version.
     pub disk_on_other_version: OnOtherVersion,
     /// How disks are read and written.
     pub io_engine: IoEngineChoice,
-    /// Reads, or writes, that each disk has at once; by default 32.
+    /// Reads in flight on each disk, and writes in flight on each disk; by default 32.
     pub io_depth: Option<usize>,
     /// Directory of the engine's socket; empty for [`crate::default_socket_dir`].
     pub socket_dir: PathBuf,
-    /// Path of the socket, instead; empty for a path of its own in `socket_dir`.
+    /// Path of the engine's socket; empty for a path of its own in `socket_dir`.
     pub socket: PathBuf,
-    /// Most bytes of the arena that reads from disk hold at once; by default half of the arena.
+    /// Most bytes of the arena for reads from disk in flight; by default half of the arena.
     pub promotion_memory: Option<u64>,
-    /// Most bytes of the arena that pins take; by default three tenths of the arena.
+    /// Most bytes of the arena for pinned payloads; by default three tenths of the arena.
     pub pin_memory: Option<u64>,
-    /// A hit that gains fewer tokens is not worth a load; by default the planner decides.
+    /// Least tokens of a load; a smaller gain is no hit. By default the planner decides.
     pub min_load_tokens: Option<u32>,
-    /// The part of the time of computing that a planned wait may take although nothing comes; by default 0.25.
+    /// Longest planned wait without progress, as a part of the time of computing; by default 0.25.
     pub load_margin: Option<f64>,
     /// Eviction policy of every tier.
     pub eviction_policy: PolicyKind,
@@ -105,7 +104,7 @@ pub struct HostConfig {
     pub disk_write_rate: u64,
     /// Seconds after which blocks that no request has used are evicted from disk; 0 if they stay.
     pub disk_ttl: u64,
-    /// File with the keys that payloads on disk and in the remote store are encrypted with; empty if they are not.
+    /// File with the keys for the encryption of payloads on disk and in the remote store; empty for no encryption.
     pub key_file: PathBuf,
     /// URL of the remote store; empty for none.
     pub remote: String,
@@ -115,18 +114,18 @@ pub struct HostConfig {
     pub remote_write: RemoteWrite,
     /// Bytes a second that may be written to the remote store; by default 500,000,000, and 0 is unlimited.
     pub remote_write_rate: Option<u64>,
-    /// How long an object is kept after its last use, in seconds; by default three days.
+    /// Seconds for which an object is kept after its last use; by default three days.
     pub remote_ttl: Option<u64>,
     /// Compare the checksums of blocks in host memory before each hit.
     pub verify_host: bool,
-    /// The disks can be made slow, or to hang ([`crate::EngineHost::limit_reads`]): for benchmarks.
+    /// For benchmarks: [`crate::EngineHost::limit_reads`] can make the disks slow, or make them hang.
     pub inject_faults: bool,
-    /// If another engine of this user has the directories open, use that one, and take the directories
-    /// over when it ends.
+    /// If another engine of this user has the directories open, use that engine, and take the directories over
+    /// when it ends.
     pub share: bool,
-    /// A server that has not replied for this many milliseconds is not asked until it replies; by default 5.
+    /// Milliseconds without a reply after which a server is not asked until it replies; by default 5.
     pub server_timeout_ms: Option<f64>,
-    /// Longest wait of a lookup for a server's reply that is on its way, in microseconds; by default 200.
+    /// Longest wait of a lookup for a server's reply, in microseconds; by default 200.
     pub lookup_spin_us: Option<f64>,
 }
 
@@ -139,7 +138,7 @@ impl HostConfig {
         let mut values = serde_json::Deserializer::from_str(json);
         serde_path_to_error::deserialize(&mut values).map_err(|error| {
             let text = error.inner().to_string();
-            // The JSON is never shown.
+            // The message never shows the JSON.
             let reason = text.split(" at line ").next().unwrap_or_default();
             match error.path().to_string().as_str() {
                 "." => HostError::Option(reason.to_owned()),
@@ -148,7 +147,7 @@ impl HostConfig {
         })
     }
 
-    /// The socket of the server that is to be used; `None` for an engine of this process.
+    /// The socket of the configured server; `None` for an engine of this process.
     pub(crate) fn server_socket(&self) -> Result<Option<PathBuf>, HostError> {
         if self.server.is_empty() {
             return Ok(None);
@@ -162,7 +161,7 @@ impl HostConfig {
         }
     }
 
-    /// Where the engine's own server listens, and the option that says so.
+    /// The socket of the engine's own server, and the option that determines it.
     pub(crate) fn socket_location<'a>(
         &'a self,
         default_dir: &'a Path,
@@ -176,7 +175,7 @@ impl HostConfig {
         }
     }
 
-    /// The cipher with the keys of the key file; `None` without one.
+    /// The cipher with the keys of the key file; `None` without a key file.
     pub(crate) fn cipher(&self) -> Result<Option<Arc<dyn PayloadCipher>>, HostError> {
         if self.key_file == Path::new("") {
             return Ok(None);
@@ -191,7 +190,7 @@ impl HostConfig {
         Ok(Some(Arc::new(AesGcm::new(&Keys::read(&self.key_file)?))))
     }
 
-    /// Where the remote store is; `None` without one.
+    /// The location of the remote store; `None` without a remote store.
     pub(crate) fn remote_location(&self) -> Result<Option<Location>, HostError> {
         if self.remote.is_empty() {
             return Ok(None);

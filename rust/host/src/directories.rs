@@ -1,4 +1,4 @@
-//! The directories of the disk tier: those that are open, and those that are tried again.
+//! The directories of the disk tier: open directories, and directories that are tried again.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -41,21 +41,21 @@ pub(crate) enum DirectoryState {
     Unavailable(Unavailable),
 }
 
-/// The directories of the disk tier. Those that are open are locked.
+/// The directories of the disk tier. Open directories are locked.
 #[derive(Debug, Default)]
 pub struct Directories {
     pub(crate) files: Vec<DeviceFiles>,
     pub(crate) images: Vec<DeviceImage>,
     pub(crate) states: Vec<DirectoryState>,
-    /// The cipher of their payloads, if these are encrypted.
+    /// The cipher of the directories' payloads, if these are encrypted.
     pub(crate) cipher: Option<Arc<dyn PayloadCipher>>,
 }
 
 impl Directories {
-    /// Opens all of them; where the options allow it, those that can be opened now.
+    /// Opens all directories. If the options allow it, opens only the directories that can be opened now.
     ///
     /// # Errors
-    /// If one of them, or the key file, cannot be used.
+    /// If a directory or the key file cannot be used.
     pub fn open(config: &HostConfig) -> Result<Self, HostError> {
         let mut all = Self {
             cipher: config.cipher()?,
@@ -86,7 +86,7 @@ impl Directories {
     }
 }
 
-/// The options of each directory's store: directories on one filesystem share its space.
+/// The options of each directory's store. Directories on one filesystem share its space.
 pub(crate) fn store_options(config: &HostConfig) -> Vec<StoreOptions> {
     let devices: Vec<Option<u64>> = config
         .disks
@@ -113,7 +113,7 @@ pub(crate) fn store_options(config: &HostConfig) -> Vec<StoreOptions> {
         .collect()
 }
 
-/// The filesystem that a directory is on or will be made on.
+/// The filesystem of a directory, which may not exist yet.
 fn device_of(path: &Path) -> Option<u64> {
     path.ancestors()
         .find_map(|place| std::fs::metadata(place).ok())
@@ -158,7 +158,7 @@ impl OpenDirectory {
     }
 }
 
-/// How long a directory's reads and writes took.
+/// The latencies of a directory's reads and writes.
 pub(crate) fn latency_json(latencies: &[Latency; 2]) -> Value {
     let [load, save] = latencies.map(
         |latency| json!({"at_most": latency.at_most(), "seconds": latency.total_ns() as f64 / 1e9}),
@@ -184,7 +184,7 @@ impl DirectoryState {
         }
     }
 
-    /// Whether a file of an open directory was deleted, of which the engine knows nothing.
+    /// Whether a file of an open directory was deleted. The engine does not notice this.
     pub(crate) fn lacks_file(&self) -> bool {
         match self {
             Self::Open(directory) => directory.lock.missing_file().is_some(),

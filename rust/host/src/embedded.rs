@@ -1,4 +1,4 @@
-//! An engine of this process, with the server that hands its arena to workers and lets others share it.
+//! An engine of this process, with the server that sends its arena to workers and its answers to other processes.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +19,7 @@ use crate::running::{RunningEngine, random};
 use crate::socket_path::default_socket_dir;
 use crate::{Connection, EngineHost};
 
-/// How long closing waits for writes under way.
+/// Longest wait of a close for writes in flight.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An engine of this process.
@@ -30,9 +30,9 @@ pub struct EmbeddedHost {
     arena_id: u64,
     /// The token of this process's sessions.
     token: SessionToken,
-    /// `None` once it is closed.
+    /// `None` after the close.
     server: Mutex<Option<Server>>,
-    /// Without it pages are populated when they are first used.
+    /// Populates the arena's pages. Without it the first use of a page populates the page.
     _prefault: Option<Prefault>,
 }
 
@@ -47,7 +47,7 @@ impl EmbeddedHost {
         let unix = SystemTime::now().duration_since(UNIX_EPOCH);
         of_engine.unix_at_zero_s = unix.unwrap_or_default().as_secs();
         config.remote_location()?;
-        // Before the memory is taken: they may be in use.
+        // The directories come before the memory: they may be in use.
         let directories = Directories::open(config)?;
         let arena = Arc::new(Arena::create(config.arena_bytes())?);
         let io = (config.io_engine, config.io_depth());
@@ -74,7 +74,7 @@ impl EmbeddedHost {
         })
     }
 
-    /// The socket at which the engine is shared.
+    /// The socket at which other processes share the engine.
     pub(crate) fn socket(&self) -> &PathBuf {
         &self.socket
     }

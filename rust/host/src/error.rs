@@ -12,9 +12,9 @@ use undercroft_ipc::{AttachError, ConnectError, SocketError};
 /// Classes of errors, by their remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorClass {
-    /// The operator changes an option.
+    /// The operator must change an option.
     Config,
-    /// The operator looks at a directory of the disk tier.
+    /// The operator must look at a directory of the disk tier.
     Store,
     /// A server does not answer, or is another user's.
     Server,
@@ -41,9 +41,9 @@ pub enum HostError {
     /// The engine's socket cannot be made.
     #[error("{option}: {source}")]
     Socket {
-        /// The option that says where it is made.
+        /// The option that determines the socket's place.
         option: &'static str,
-        /// Why not.
+        /// The reason.
         source: SocketError,
     },
     /// A directory cannot be used.
@@ -54,7 +54,7 @@ pub enum HostError {
     Owner {
         /// The message that names the directory and the process that uses it.
         in_use: String,
-        /// The outcome of the attempt.
+        /// The failure of the attempt to share it.
         reason: String,
     },
     /// The namespace cannot be registered.
@@ -69,7 +69,7 @@ pub enum HostError {
     /// The client's thread cannot be started.
     #[error("starting the client's thread: {0}")]
     Thread(io::Error),
-    /// There was no session yet, and so no socket to ask at.
+    /// There was no session yet, and so the server's socket is unknown.
     #[error("the engine's server cannot be asked: {0}")]
     NotConnected(String),
     /// No server answers at a socket.
@@ -83,7 +83,7 @@ pub enum HostError {
     Portable {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The reason.
         source: PortableError,
     },
     /// A server's report cannot be read.

@@ -1,4 +1,4 @@
-//! The blocks of a namespace in a file, from directories that an engine may be using.
+//! Writes the blocks of a namespace to a file, from directories that an engine may have open.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -24,7 +24,7 @@ use crate::error::HostError;
 
 /// Blocks between two reports of progress.
 const STEP: u64 = 64;
-/// Fewer digits could name another namespace by mistake.
+/// Least digits of a digest: fewer could match another namespace by mistake.
 const DIGITS_MIN: usize = 8;
 
 /// The contents of a file that was written.
@@ -32,26 +32,28 @@ const DIGITS_MIN: usize = 8;
 pub struct Exported {
     /// Digest of the namespace, hexadecimal.
     pub namespace: String,
-    /// Payloads.
+    /// Number of payloads.
     pub blocks: u64,
-    /// Their bytes.
+    /// Bytes of these payloads.
     pub bytes: u64,
     /// Payloads in the tables that were left out: replaced meanwhile, unreadable, not decrypted, or below such a block.
     pub left_out: u64,
 }
 
-/// One block, and the data file that it lies in.
+/// One block, and the data file that holds it.
 struct Source {
     record: Record,
     directory: usize,
 }
 
 /// Writes the blocks on disk of the one namespace whose digest begins with `digest` to a new file at `path`.
-/// The file has plain bytes; `key_file` has the keys of encrypted directories, and is empty for none. `progress` gets the numbers of blocks that are written and that there are, now and then, and may end it with an error
-/// of its own: nothing is at `path` then.
+/// The file has plain bytes. `key_file` has the keys of encrypted directories, and is empty without encryption.
+///
+/// `progress` is called now and then with the number of written blocks and of all blocks. It may end the export with
+/// an error of its own. Then there is no file at `path`.
 ///
 /// # Errors
-/// If the namespace is not there, a directory cannot be read, or the file cannot be written; or of `progress`.
+/// If the namespace does not exist, a directory cannot be read, or the file cannot be written. Errors of `progress`.
 pub fn export<E: From<HostError>>(
     directories: &[PathBuf],
     digest: &str,
@@ -89,7 +91,7 @@ pub fn export<E: From<HostError>>(
         Ok(exported)
     });
     if written.is_err() {
-        // If that fails, the file's name says that it is a part.
+        // If the removal fails, the file's name still shows that the file is incomplete.
         let _ = std::fs::remove_file(&part);
     }
     written
@@ -126,7 +128,7 @@ fn chosen(summaries: &[Summary], digest: &str) -> Result<NamespaceSummary, HostE
     }
 }
 
-/// The blocks of a namespace, parents before children, those of a node together.
+/// The blocks of a namespace: parents before children, and all blocks of a node together.
 fn connected<'a>(
     space: &NamespaceSummary,
     summaries: &[Summary],
@@ -144,7 +146,7 @@ fn connected<'a>(
             .filter(|record| record.group == PLACEHOLDER && record.instance == space.instance);
         sources.extend(own.map(|record| Source { record, directory }));
     }
-    // The later one of two records of a payload counts.
+    // The later of two records of a payload counts.
     sources.sort_unstable_by_key(|source| {
         let record = &source.record;
         let order = u64::MAX - record.seq;
@@ -155,7 +157,7 @@ fn connected<'a>(
     sources
 }
 
-/// The nodes that are in the file: those whose required payloads and ancestors are.
+/// The nodes in the file. A node is in the file if its required payloads and its ancestors are.
 #[derive(Default)]
 struct Written {
     nodes: HashSet<BlockHash>,
@@ -204,7 +206,7 @@ fn write<E: From<HostError>>(
     })
 }
 
-/// Adds the payloads of a node that are intact, if all that it requires are, and its parent is there.
+/// Adds the intact payloads of a node, if all its required payloads are intact and its parent is in the file.
 fn add_node(
     spec: &NamespaceSpec,
     node: &[Source],
@@ -239,7 +241,7 @@ fn add_node(
     Ok(())
 }
 
-/// The groups whose block every hit at or below a node needs.
+/// The groups whose blocks at a node are required payloads.
 pub(crate) fn required_groups(
     spec: &NamespaceSpec,
     depth: u32,
@@ -250,7 +252,7 @@ pub(crate) fn required_groups(
         .filter(move |&group| spec.ends_block(group, depth))
 }
 
-/// The directories that payloads are read from.
+/// The directories from which payloads are read.
 struct Stores<'a> {
     contents: &'a [Contents],
     cipher: Option<Arc<dyn PayloadCipher>>,
@@ -279,7 +281,7 @@ fn cipher(
 }
 
 impl Stores<'_> {
-    /// A payload, if it is still that of its record, with the record of the plain payload.
+    /// A payload with the record of its plain bytes; `None` if the slot holds another payload by now.
     fn read(&self, source: &Source) -> io::Result<Option<(Record, Vec<u8>)>> {
         let record = source.record;
         let (contents, bytes) = (&self.contents[source.directory], record.payload_bytes);

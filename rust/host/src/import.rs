@@ -1,4 +1,4 @@
-//! The blocks of a file in a running engine: saved through a session, as a vLLM saves its own.
+//! Saves the blocks of a file in a running engine through a session, as a vLLM saves its blocks.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -30,7 +30,7 @@ use crate::{EngineHost, RemoteHost};
 const STEP: u64 = 64;
 /// Bytes of one save: the engine reserves this much of its memory at a time.
 const SAVE_BYTES: u64 = 8 << 20;
-/// How long the engine may have no memory for a save, or not answer.
+/// Longest time for which the engine may have no memory for a save, or not answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Pause before the engine is asked again.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -42,13 +42,13 @@ pub struct Imported {
     pub namespace: String,
     /// Payloads of the file.
     pub blocks: u64,
-    /// Their bytes.
+    /// Bytes of these payloads.
     pub bytes: u64,
-    /// Payloads that the engine has taken; it had the others, or does not admit them.
+    /// Payloads that the engine saved. It had the other payloads already, or does not admit them.
     pub saved_blocks: u64,
 }
 
-/// Where a payload lies in the file.
+/// The place of a payload in the file.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     at: u64,
@@ -63,16 +63,16 @@ struct Index {
     totals: Totals,
     payloads: HashMap<(BlockHash, u8), Place>,
     parents: HashMap<BlockHash, Option<BlockHash>>,
-    /// The ends of the chains, those that were used longest ago first.
+    /// The ends of the chains, the least recently used first.
     ends: Vec<BlockHash>,
 }
 
 /// Saves the blocks of the file at `path` in the engine at `socket`. Every byte is verified before the first block is
-/// saved. `progress` gets how many blocks are verified or saved, of how many bytes or blocks, and may end it with an
-/// error of its own.
+/// saved. `progress` gets the progress of the verification or of the saves, and the total. It may end the import with
+/// an error of its own.
 ///
 /// # Errors
-/// If the file is damaged, or the engine refuses the namespace, does not answer, or has no memory, and the error of
+/// If the file is damaged, or the engine refuses the namespace, does not answer, or has no memory. Errors of
 /// `progress`.
 pub fn import<E: From<HostError>>(
     socket: &Path,
@@ -165,7 +165,7 @@ impl Index {
         Ok(index)
     }
 
-    /// The hashes of a chain, from its root on, as far as it is whole.
+    /// The hashes of a chain, from its root to the first missing node.
     fn chain(&self, end: BlockHash) -> Vec<BlockHash> {
         let above = std::iter::successors(Some(end), |hash| self.parents[hash]);
         let mut chain: Vec<BlockHash> = above.collect();
@@ -179,7 +179,7 @@ impl Index {
         chain
     }
 
-    /// The blocks of windows and states that the file has, of hash blocks after `from` up to `to` of a chain.
+    /// The blocks of windows and states in the file for the hash blocks after `from` up to `to` of a chain.
     fn offers(&self, chain: &[BlockHash], from: u32, to: u32) -> Vec<Offer> {
         let mut offers: Vec<Offer> = Vec::new();
         for (group, of) in self.spec.groups.iter().enumerate() {
@@ -222,7 +222,7 @@ struct Importer<'a> {
     index: &'a Index,
     session: Arc<dyn Session>,
     arena: &'a Arena,
-    /// Nodes that the engine was asked to save.
+    /// Nodes whose save was requested.
     done: HashSet<BlockHash>,
     saved_blocks: u64,
 }
@@ -240,7 +240,7 @@ impl Importer<'_> {
             self.save_chain(&name, &chain, || progress("import", number as u64, total))?;
             self.done.extend(&chain);
         }
-        // The last answer comes after the ends of all saves.
+        // The answer to this last question follows the ends of all saves.
         if let Some(&end) = self.index.ends.last() {
             let chain = self.index.chain(end);
             let deadline = Instant::now() + PATIENCE;
@@ -333,7 +333,7 @@ impl Importer<'_> {
         }
     }
 
-    /// Copies payloads into slots; how many.
+    /// Copies payloads into slots. Returns the number of payloads.
     fn copy(&self, chain: &[BlockHash], extents: &[Extent]) -> Result<u64, HostError> {
         let mut count = 0;
         for extent in extents {

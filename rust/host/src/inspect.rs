@@ -1,4 +1,4 @@
-//! A directory of the disk tier without an engine, for operators.
+//! Reads a directory of the disk tier without an engine, for operators.
 
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,19 +17,19 @@ use crate::error::HostError;
 /// Payloads verified between two reports of progress.
 const STEP: usize = 64;
 
-/// Corrupt payloads that a report lists one by one.
+/// Most corrupt payloads that a report lists one by one.
 const SHOWN_MAX: usize = 20;
 
-/// Within this time the table of a directory in use tells of slots that are used again.
+/// Within this time an engine writes into the table of its directory that a slot has another payload.
 const SETTLES: Duration = Duration::from_secs(5);
 
-/// Fewer digits could name a namespace that was not meant.
+/// Least digits of a digest: fewer could match another namespace by mistake.
 const DIGITS_MIN: usize = 8;
 
 /// The contents of a directory.
 #[derive(Clone, Debug, Serialize)]
 pub struct Inspection {
-    /// Version of its format.
+    /// Version of the directory's format.
     pub format_version: u32,
     /// The process that has the directory open; 0 if the process is unknown.
     pub used_by: Option<u32>,
@@ -37,11 +37,11 @@ pub struct Inspection {
     pub capacity_bytes: u64,
     /// Bytes of all payloads.
     pub used_bytes: u64,
-    /// Payloads.
+    /// Number of payloads.
     pub records: usize,
     /// Records that are torn or damaged.
     pub damaged_records: u64,
-    /// Its namespaces.
+    /// The namespaces in the directory.
     pub namespaces: Vec<NamespaceReport>,
 }
 
@@ -50,17 +50,17 @@ pub struct Inspection {
 pub struct NamespaceReport {
     /// Digest of the description, hexadecimal.
     pub digest: String,
-    /// Its canonical description.
+    /// The namespace's canonical description.
     pub description: String,
-    /// Payloads.
+    /// Number of payloads.
     pub blocks: u64,
-    /// Bytes of these.
+    /// Bytes of these payloads.
     pub bytes: u64,
     /// Age of the oldest payload in seconds; `None` if there is no payload.
     pub oldest_s: Option<u64>,
-    /// Age of the newest.
+    /// Age of the newest payload in seconds; `None` if there is no payload.
     pub newest_s: Option<u64>,
-    /// Seconds since a session of it was opened or closed, or a payload was written; `None` if that is not known.
+    /// Seconds since a session of the namespace was opened or closed, or a payload was written; `None` if unknown.
     pub last_use_s: Option<u64>,
 }
 
@@ -73,20 +73,20 @@ pub struct Verification {
     pub corrupt: u64,
     /// Bytes of all payloads.
     pub bytes: u64,
-    /// The first of the corrupt ones.
+    /// The first corrupt payloads.
     pub corrupt_blocks: Vec<CorruptBlock>,
-    /// The process that has the directory open, if one has; 0 if it is not known which.
+    /// The process that has the directory open, if there is one; 0 if the process is unknown.
     pub used_by: Option<u32>,
 }
 
 /// A payload whose checksum does not match.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CorruptBlock {
-    /// Digest of its namespace, hexadecimal.
+    /// Digest of the payload's namespace, hexadecimal.
     pub namespace: String,
-    /// Where it lies in the data file, in bytes.
+    /// Offset of the payload in the data file, in bytes.
     pub offset: u64,
-    /// Its size.
+    /// Size of the payload.
     pub bytes: u32,
 }
 
@@ -95,11 +95,11 @@ pub struct CorruptBlock {
 pub struct DiskExamination {
     /// The directory.
     pub path: String,
-    /// Why it cannot be opened.
+    /// The reason why the directory cannot be opened.
     pub error: Option<String>,
-    /// Whether an engine starts all the same: without the directory, or as a client of the engine that uses it.
+    /// Whether an engine starts: with the directory, without it, or as a client of the engine that has it open.
     pub starts: bool,
-    /// Size of the data file; 0 if it cannot be opened.
+    /// Size of the data file; 0 if the directory cannot be opened.
     pub capacity: u64,
     /// Whether the directory holds a store, and a start keeps it.
     pub is_kept: bool,
@@ -152,7 +152,7 @@ pub fn examine(config: &HostConfig) -> Result<Vec<DiskExamination>, HostError> {
 /// Reads the contents of a directory. Changes nothing.
 ///
 /// # Errors
-/// If it is no directory of a disk tier, or cannot be read.
+/// If `directory` is no directory of a disk tier, or cannot be read.
 pub fn inspect(directory: &Path) -> Result<Inspection, HostError> {
     let contents = open::read(directory)?;
     let summary = Summary::of(&contents);
@@ -184,13 +184,13 @@ pub fn inspect(directory: &Path) -> Result<Inspection, HostError> {
     })
 }
 
-/// Reads every payload of a directory and compares its checksum. Changes nothing. `progress` gets the numbers of
-/// payloads that were read and that there are, now and then, and may end it with an error of its own.
+/// Reads every payload of a directory and compares its checksum. Changes nothing. `progress` is called now and then
+/// with the number of read payloads and of all payloads. It may end the verification with an error of its own.
 ///
 /// The directory may be in use: a payload that was replaced meanwhile is not counted as corrupt.
 ///
 /// # Errors
-/// As [`inspect`], if a payload cannot be read, or of `progress`.
+/// The errors of [`inspect`], or if a payload cannot be read. Errors of `progress`.
 pub fn verify<E: From<HostError>>(
     directory: &Path,
     mut progress: impl FnMut(usize, usize) -> Result<(), E>,
@@ -242,8 +242,8 @@ fn check(directory: &Path, record: &Record, contents: &Contents) -> Result<bool,
     Ok(intact?)
 }
 
-/// The records that stay in the table, and whose payloads still have another checksum. An engine writes the
-/// new state of a slot into the table soon after the slot is used again.
+/// The records that are still in the table and whose payloads still do not match their checksums. An engine writes
+/// the new state of a slot into the table soon after it uses the slot again.
 fn confirm(directory: &Path, mut suspects: Vec<Record>) -> Result<Vec<Record>, HostError> {
     let end = Instant::now() + SETTLES;
     while !suspects.is_empty() {
@@ -267,10 +267,10 @@ fn confirm(directory: &Path, mut suspects: Vec<Record>) -> Result<Vec<Record>, H
     Ok(suspects)
 }
 
-/// The descriptions of the namespaces that a directory holds, which may be in use. Fast: reads no records.
+/// The descriptions of the namespaces in a directory, which may be in use. Fast, since it reads no records.
 ///
 /// # Errors
-/// As [`inspect`].
+/// The errors of [`inspect`].
 pub fn descriptions(directory: &Path) -> Result<Vec<String>, HostError> {
     Ok(open::read_descriptions(directory)?)
 }
@@ -279,7 +279,7 @@ pub fn descriptions(directory: &Path) -> Result<Vec<String>, HostError> {
 /// that is not in use. Returns how many were removed.
 ///
 /// # Errors
-/// If the digest is too short, or as [`inspect`], or if the directory is in use.
+/// If the digest is too short or the directory is in use, and the errors of [`inspect`].
 pub fn drop_namespace(directory: &Path, digest: &str) -> Result<usize, HostError> {
     if digest.len() < DIGITS_MIN || !digest.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(HostError::Option(format!(
@@ -349,7 +349,7 @@ mod tests {
         });
         let mut block = first;
         while goes_on(block) {
-            // Now this size, now that one: pages change theirs.
+            // The sizes alternate, so that pages change their size class.
             let (session, payload_bytes) = sessions[(block / 500 % 2) as usize];
             let mut hash = [7; 32];
             hash[..8].copy_from_slice(&block.to_le_bytes());

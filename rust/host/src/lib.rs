@@ -1,5 +1,5 @@
-//! An engine for a process: its options, its directories, memory, threads and server, or the way to
-//! the engine of another process.
+//! An engine for a process: its options, directories, memory, threads and server, or the connection to the engine of
+//! another process.
 //!
 //! [`open`] gives an [`EngineHost`]. Its engine runs in this process ([`EmbeddedHost`]), in the process that
 //! has the directories open ([`SharedHost`]), or in `undercroft serve` ([`RemoteHost`]).
@@ -42,7 +42,7 @@ pub use running::RunningEngine;
 pub use shared::SharedHost;
 pub use socket_path::{default_server_socket, default_socket_dir};
 
-/// How long [`EngineHost::status`] waits for an answer.
+/// Longest wait of [`EngineHost::status`] for an answer.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Whether an engine can be used.
@@ -50,7 +50,7 @@ const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct Connection {
     /// "up", "late" (it does not answer in time), "down" or "refused".
     pub state: &'static str,
-    /// Why it is not up.
+    /// The reason why the engine is not up.
     pub reason: String,
 }
 
@@ -61,11 +61,10 @@ impl Connection {
     }
 }
 
-/// An engine that sessions can be opened on, in this process or another.
+/// An engine in this process or another, which opens sessions.
 pub trait EngineHost: Debug + Send + Sync {
-    /// Opens a session, every hit of which ends `dropped_tokens` before the end of the cached
-    /// prefix. An engine
-    /// of another process takes one session, which is opened when its server answers.
+    /// Opens a session. Each of its hits ends `dropped_tokens` before the end of the cached prefix. An engine of
+    /// another process accepts one session, which is opened when the engine's server answers.
     ///
     /// # Errors
     /// If the namespace does not fit the engine, or the engine refuses it.
@@ -75,14 +74,14 @@ pub trait EngineHost: Debug + Send + Sync {
         dropped_tokens: Tokens,
     ) -> Result<Arc<dyn Session>, HostError>;
 
-    /// Where workers get the arena now; `None` before there was a session with a server.
+    /// The address from which workers get the arena now; `None` before the first session with a server.
     fn arena(&self) -> Option<SessionAddress>;
 
-    /// Counters and gauges, one flat object; an empty one before there was a session with a server. The numbers
-    /// of a server are about a second old.
+    /// Counters and gauges as one flat object, which is empty before the first session with a server. The numbers of a
+    /// server are about a second old.
     fn stats(&self) -> Value;
 
-    /// The configuration and findings; an empty object before there was a session with a server.
+    /// The configuration and findings; an empty object before the first session with a server.
     fn info(&self) -> Value;
 
     /// Whether the engine can be used.
@@ -99,18 +98,18 @@ pub trait EngineHost: Debug + Send + Sync {
         }
     }
 
-    /// For benchmarks: from now on reads from the disks end at this rate in bytes a second, not at all if that is
-    /// 0, or as they come. False unless the engine is this process's and was opened with `inject_faults`.
+    /// For benchmarks: from now on, reads from the disks end at this rate in bytes a second. With 0 they never end.
+    /// `None` removes the limit. False unless the engine is in this process and was opened with `inject_faults`.
     fn limit_reads(&self, _bytes_per_s: Option<f64>) -> bool {
         false
     }
 
-    /// Waits at most `timeout` until no block is in flight or waits to be written. Returns whether that is so.
-    /// The engine of another process is not waited for.
+    /// Waits at most `timeout` until no block is in flight or waits to be written. Returns whether this state is
+    /// reached. Does not wait for the engine of another process.
     fn flush(&self, timeout: Duration) -> bool;
 
-    /// Ends the session with a server; finishes writes under way (bounded), stops the threads and releases
-    /// the directories of an engine of this process. Idempotent.
+    /// Ends the session with a server. For an engine of this process: finishes writes in flight (bounded), stops the
+    /// threads and releases the directories. Idempotent.
     fn close(&self);
 
     /// Whether another process runs the engine, or did when it was opened.
@@ -120,7 +119,7 @@ pub trait EngineHost: Debug + Send + Sync {
     fn took_over(&self) -> bool;
 }
 
-/// Opens the engine that `config` asks for.
+/// Opens the engine of `config`.
 ///
 /// # Errors
 /// If an option is not possible, or a directory, the memory or the socket cannot be used.
@@ -132,7 +131,7 @@ pub fn open(config: HostConfig) -> Result<Box<dyn EngineHost>, HostError> {
     }
 }
 
-/// Has the engine at `socket` carry out an operation, and returns its answer; waits at most `timeout`.
+/// Lets the engine at `socket` carry out an operation. Waits at most `timeout` for the answer, and returns it.
 ///
 /// # Errors
 /// If `operation` is not a known operation, or no server answers at `socket`.
@@ -142,7 +141,7 @@ pub fn operate(socket: &Path, operation: Value, timeout: Duration) -> Result<Val
     Ok(serde_json::from_str(&json)?)
 }
 
-/// The status of the server at `socket`; waits at most `timeout`.
+/// The status of the server at `socket`. Waits at most `timeout` for it.
 ///
 /// # Errors
 /// If no server answers at `socket`.

@@ -4,11 +4,10 @@ use undercroft_core::namespace::{GroupKind, GroupSpec};
 
 use crate::error::HostError;
 
-/// A KV cache group. `window_tokens` is the width of a window or chunk, and means nothing for the other
-/// kinds.
+/// A KV cache group. `window_tokens`: tokens of a window or chunk; ignored for other kinds.
 ///
 /// # Errors
-/// If there is no such kind.
+/// If the kind is unknown.
 pub fn group_spec(
     kind: &str,
     block_tokens: u32,

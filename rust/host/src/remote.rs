@@ -13,19 +13,19 @@ use crate::config::HostConfig;
 use crate::error::HostError;
 use crate::{Connection, EngineHost};
 
-/// How long registering waits for a server: it answers at once or is not there.
+/// Longest wait of a registration for a server: a server that runs answers at once.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long it waits for the owner of a directory, which may still be opening it.
+/// Longest wait of a registration for the owner of a directory, which may still be opening the directory.
 pub(crate) const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The engine of another process. Nothing is done before [`EngineHost::register`].
+/// The engine of another process. It does nothing before [`EngineHost::register`].
 pub struct RemoteHost {
-    /// Taken by the client.
+    /// `None` after the client has taken it.
     resolve: Mutex<Option<Resolve>>,
     timeout: Duration,
     spin: Duration,
-    /// The error that a directory is in use: the start fails with it if the directory's owner does not answer.
+    /// The error that a directory is in use. The start fails with this error if the directory's owner does not answer.
     in_use: Option<String>,
     client: OnceLock<Arc<Client>>,
 }
@@ -39,13 +39,13 @@ impl std::fmt::Debug for RemoteHost {
 }
 
 impl RemoteHost {
-    /// The engine of the server at `socket`. If the server is not there, its sessions are opened when it is.
+    /// The engine of the server at `socket`. If the server does not run yet, sessions are opened when it runs.
     pub(crate) fn of_server(config: &HostConfig, socket: PathBuf) -> Self {
         Self::new(config, Box::new(move || Ok(socket.clone())), None)
     }
 
-    /// The engine at the socket that `resolve` finds. `in_use`: the directory that this process needs its
-    /// owner for.
+    /// The engine at the socket that `resolve` finds. `in_use`: the error about a directory whose owner this process
+    /// needs.
     pub(crate) fn new(config: &HostConfig, resolve: Resolve, in_use: Option<String>) -> Self {
         Self {
             resolve: Mutex::new(Some(resolve)),
@@ -74,7 +74,7 @@ impl RemoteHost {
         Ok(self.client.get_or_init(|| client))
     }
 
-    /// A report of the server, which is JSON; an empty object before there is one.
+    /// A report of the server, which is JSON; an empty object before the first report.
     fn report(&self, of: impl FnOnce(&Client) -> String) -> Value {
         let json = self.client.get().map(|client| of(client));
         let report = json.and_then(|json| serde_json::from_str(&json).ok());

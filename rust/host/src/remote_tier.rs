@@ -13,10 +13,10 @@ use undercroft_remote::{Health, LastResult, Objects, Pool, describe};
 use crate::config::HostConfig;
 use crate::error::HostError;
 
-/// How long a start waits until the engine has its store, which takes microseconds.
+/// Longest wait of a start until the engine has its store. This usually takes microseconds.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The remote store, for reports. The engine's IO thread has its operations.
+/// The remote store, for reports. The engine's IO thread carries out the operations.
 #[derive(Debug)]
 pub(crate) struct RemoteTier {
     url: String,
@@ -26,10 +26,10 @@ pub(crate) struct RemoteTier {
 }
 
 impl RemoteTier {
-    /// Gives the engine the store that the options name. A store that cannot be reached now is tried again by itself.
+    /// Attaches the store of the options to the engine. The engine itself retries a store that cannot be reached now.
     ///
     /// # Errors
-    /// If the options, or the credentials in the environment, cannot lead to a store, or the key file cannot be used.
+    /// If the options, the credentials in the environment, or the key file cannot be used.
     pub(crate) fn start(
         config: &HostConfig,
         driver: &Driver,
@@ -45,7 +45,7 @@ impl RemoteTier {
         let pool = pool.map_err(HostError::Thread)?;
         let last = pool.last_result();
         driver.attach_remote(Box::new(pool));
-        // The first lookup should not miss because the IO thread has not come to it.
+        // Otherwise the first lookup could miss because the IO thread has not attached the store yet.
         driver.wait_until(ATTACH_TIMEOUT, |engine| engine.has_remote());
         Ok(Some(Self {
             url: location.to_string(),
@@ -76,7 +76,7 @@ impl RemoteTier {
         matches!(self.last.get(), Health::Failed(_))
     }
 
-    /// Leaves the description of a namespace in the store, for people, some time from now.
+    /// Writes the description of a namespace to the store, for people. Does not wait for the write.
     pub(crate) fn describe(&self, description: &str) {
         if !self.is_written {
             return;
@@ -84,10 +84,10 @@ impl RemoteTier {
         let (objects, description) = (Arc::clone(&self.objects), description.to_owned());
         let work = move || {
             let digest = NamespaceDigest::of(&description);
-            // Without it `undercroft inspect` shows the digest alone.
+            // Without the description `undercroft inspect` shows the digest alone.
             let _ = describe(&*objects, &digest, &description);
         };
-        // Works without a thread, too.
+        // If the thread cannot be started, only the description is missing.
         let _ = std::thread::Builder::new()
             .name("undercroft-about".to_owned())
             .spawn(work);

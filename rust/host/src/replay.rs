@@ -1,5 +1,5 @@
-//! The engine as a cache to replay traces on: its index, slots, job table and policies. Payloads do not
-//! exist, and the disk carries out reads and writes at once.
+//! Replays traces on the engine's index, slots, job table and policies. Payloads do not exist, and the disk carries out
+//! reads and writes at once.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::engine::{Engine, EngineConfig, SessionId};
@@ -13,11 +13,11 @@ use undercroft_core::slots::page_bytes_for;
 use undercroft_core::error::RegisterError;
 use undercroft_core::metrics::Counters;
 
-/// Bytes of a payload. None is ever allocated; its size sets how finely capacities can be given.
+/// Bytes of a payload. No payload is ever allocated. The size determines the granularity of capacities.
 const PAYLOAD_BYTES: u32 = 64 << 10;
-/// Tokens of a block. Any number would do: the engine's answers are turned back into blocks.
+/// Tokens of a block. The number has no effect: the engine's answers are converted back into blocks.
 const TOKENS: u32 = 16;
-/// IO operations that are carried out before the engine is asked again.
+/// IO operations that are carried out between two questions to the engine.
 const DEPTH: usize = 64;
 const REQUEST: &str = "request";
 /// Virtual time between two requests: metadata writes end before their device counts as stalled.
@@ -25,18 +25,18 @@ const REQUEST_NS: u64 = 1_000_000;
 /// Requests between two batches of metadata writes.
 const METADATA_REQUESTS: u64 = 256;
 
-/// The engine to replay on.
+/// The engine's options.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Capacity of the host tier, in blocks.
     pub host_blocks: usize,
     /// Capacity of the disk tier, in blocks; 0: no disk.
     pub disk_blocks: usize,
-    /// Eviction policy of both.
+    /// Eviction policy of both tiers.
     pub policy: PolicyKind,
-    /// Write blocks to disk from their second use on.
+    /// Whether blocks are written to disk only from their second use on.
     pub second_touch: bool,
-    /// Fixes the random choices.
+    /// Seed of the random choices.
     pub seed: u64,
 }
 
@@ -48,17 +48,17 @@ pub struct ReplayEngine {
     hashes: Vec<BlockHash>,
     io: Vec<IoRequest>,
     requests: u64,
-    /// Metadata writes in flight. They end in batches, so that a block of records is encoded once for
-    /// many changes: the index is measured.
+    /// Metadata writes in flight. They end in batches, so that a block of records is encoded once for many changes and
+    /// a measurement shows the time of the index.
     metadata: Vec<u64>,
 }
 
 /// The leading blocks of a prompt that were present, by the tier that held them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Hit {
-    /// In host memory.
+    /// Blocks in host memory.
     pub host: usize,
-    /// Only on disk.
+    /// Blocks only on disk.
     pub disk: usize,
 }
 
@@ -80,7 +80,7 @@ impl ReplayEngine {
             policy,
             second_touch,
             seed,
-            // A replay asks for no explanation.
+            // A replay needs no explanations.
             departures: 0,
             explained_lookups: 1,
             ..EngineConfig::new(bytes(host_blocks))
@@ -148,12 +148,12 @@ impl ReplayEngine {
         self.engine.counters()
     }
 
-    /// Whether it has a disk tier.
+    /// Whether the engine has a disk tier.
     pub fn has_disk(&self) -> bool {
         self.engine.device_count() > 0
     }
 
-    /// Leading blocks that are present; those on disk are read.
+    /// The number of leading blocks that are present. Blocks on disk are read.
     fn look_up(&mut self, blocks: usize) -> usize {
         let request = LookupRequest::new(REQUEST, &self.hashes).max(Tokens(blocks as u32 * TOKENS));
         loop {
@@ -178,7 +178,7 @@ impl ReplayEngine {
     }
 }
 
-/// Carries out all IO that the engine wants.
+/// Carries out all IO that the engine requests.
 fn settle(engine: &mut Engine, io: &mut Vec<IoRequest>, metadata: &mut Vec<u64>) {
     let mut checksums = Vec::new();
     loop {
@@ -208,7 +208,7 @@ fn settle(engine: &mut Engine, io: &mut Vec<IoRequest>, metadata: &mut Vec<u64>)
     }
 }
 
-/// 32 bytes that are as good as the SHA-256 that vLLM uses: blocks spread evenly by any of them.
+/// 32 bytes in place of vLLM's SHA-256. Like there, any of the bytes distributes blocks evenly.
 fn hash(block: u64) -> [u8; 32] {
     let mut hash = [0; 32];
     for (lane, bytes) in (0_u64..).zip(hash.chunks_exact_mut(8)) {

@@ -1,4 +1,4 @@
-//! Directories that could not be opened are tried again, on a thread of their own.
+//! Tries again to open directories that could not be opened, on a thread of its own.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,7 @@ use undercroft_core::driver::Driver;
 use crate::directories::{DirectoryState, OpenDirectory};
 use crate::running::random;
 
-/// Pause before directories are tried again; doubled each time, up to [`PAUSE_MAX`].
+/// Pause before directories are tried again. It doubles each time, up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_secs(30);
 const PAUSE_MAX: Duration = Duration::from_secs(3600);
 
@@ -24,9 +24,9 @@ pub(crate) struct SharedDirectories {
 
 #[derive(Debug, Default)]
 pub(crate) struct State {
-    /// Empty once the engine is stopped.
+    /// Empty after the engine is stopped.
     pub(crate) directories: Vec<DirectoryState>,
-    /// The socket at which the engine is shared.
+    /// The socket at which other processes share the engine.
     pub(crate) socket: Option<PathBuf>,
     pub(crate) stopped: bool,
 }
@@ -44,11 +44,11 @@ impl SharedDirectories {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing is left half done under the lock.
+        // No panic under the lock leaves a change half done.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Unlocks the directories; none is opened any more.
+    /// Unlocks the directories. From now on no directory is opened.
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.stopped = true;
@@ -56,7 +56,7 @@ impl SharedDirectories {
         self.stopping.notify_all();
     }
 
-    /// Waits; false if the directories are closed.
+    /// Waits for the pause. Returns false if the directories are closed.
     fn pause(&self, pause: Duration) -> bool {
         let state = self.lock();
         let waited = self
@@ -66,7 +66,7 @@ impl SharedDirectories {
     }
 }
 
-/// Starts the thread, if there is a directory for it.
+/// Starts the thread, if there is a directory to try again.
 pub(crate) fn start(
     directories: &Arc<SharedDirectories>,
     driver: &Arc<Driver>,
@@ -106,7 +106,7 @@ fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
     let mut all = true;
     for (index, path, options) in waiting {
         let at = usize::from(index);
-        // Not under the lock: a disk that fails may take its time.
+        // This runs without the lock: a failing disk may answer late.
         match open(&path, options, random()).and_then(|directory| directory.empty()) {
             Err(error) => {
                 all = false;
@@ -123,7 +123,7 @@ fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
                     return true;
                 }
                 if let Some(socket) = &state.socket {
-                    // If that fails, other processes do not find the engine, and report that.
+                    // If this fails, other processes do not find the engine, and report it.
                     let _ = directory.lock.publish(socket);
                 }
                 state.directories[at] = DirectoryState::Open(directory);

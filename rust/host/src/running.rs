@@ -1,4 +1,4 @@
-//! An engine over its directories and its arena, with its threads: all but the server.
+//! An engine over its directories and its arena, with all of its threads except the server's.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -27,12 +27,12 @@ pub struct RunningEngine {
     arena: Arc<Arena>,
     io: IoFeatures,
     recovery: Recovery,
-    /// Makes the disks slow, if faults can be injected.
+    /// Makes the disks slow; `None` if faults cannot be injected.
     faults: Option<FaultControl>,
     directories: Arc<SharedDirectories>,
     /// The remote store, if there is one.
     remote: OnceLock<RemoteTier>,
-    /// The thread that tries directories again.
+    /// The thread that tries to open directories again.
     retry: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -57,8 +57,8 @@ impl RunningEngine {
         Self::start_with(config, directories, io, arena, (None, false))
     }
 
-    /// As [`RunningEngine::start`]; `pause` comes before directories that are not open are tried again, and
-    /// disks can be made slow if `inject_faults`.
+    /// Like [`RunningEngine::start`]. `pause`: time until directories that are not open are tried again.
+    /// `inject_faults`: whether the disks can be made slow.
     pub(crate) fn start_with(
         config: EngineConfig,
         directories: Directories,
@@ -66,7 +66,7 @@ impl RunningEngine {
         arena: Arc<Arena>,
         (pause, inject_faults): (Option<Duration>, bool),
     ) -> Result<Self, HostError> {
-        // Without a disk there is nothing for a ring to do.
+        // Without a disk no ring is needed.
         let choice = if directories.states.is_empty() {
             IoEngineChoice::ThreadPool
         } else {
@@ -112,13 +112,13 @@ impl RunningEngine {
         })
     }
 
-    /// Gives the engine the remote store that the options name, if they name one.
+    /// Attaches the remote store to the engine, if the options name one.
     ///
     /// # Errors
-    /// If the options cannot lead to a store.
+    /// If the options of the store cannot be used.
     pub(crate) fn attach_remote(&self, config: &HostConfig) -> Result<(), HostError> {
         if let Some(remote) = RemoteTier::start(config, &self.driver, &self.arena)? {
-            // There is one call for an engine.
+            // This is called once for each engine.
             let _ = self.remote.set(remote);
         }
         Ok(())
@@ -129,7 +129,7 @@ impl RunningEngine {
         self.remote.get()
     }
 
-    /// The way into the engine.
+    /// The driver of the engine.
     pub fn driver(&self) -> &Arc<Driver> {
         &self.driver
     }
@@ -170,20 +170,20 @@ impl RunningEngine {
         }
     }
 
-    /// Writes into the directories at which socket the engine is shared.
+    /// Writes the socket at which other processes share the engine into the directories.
     pub(crate) fn publish(&self, socket: &Path) {
         let mut state = self.directories.lock();
         state.socket = Some(socket.to_owned());
         for directory in &state.directories {
             if let DirectoryState::Open(directory) = directory {
-                // If that fails, other processes do not find the engine, and report that.
+                // If this fails, other processes do not find the engine, and report it.
                 let _ = directory.lock.publish(socket);
             }
         }
     }
 
-    /// Counters and gauges. A directory of which a file was deleted counts as degraded, and so does a remote store whose
-    /// last operation failed.
+    /// Counters and gauges. A directory counts as degraded if one of its files was deleted. A remote store counts as
+    /// degraded if its last operation failed.
     pub(crate) fn stats(&self) -> Value {
         let taken = self.driver.enter(|engine| {
             (
@@ -193,7 +193,7 @@ impl RunningEngine {
                 engine.latencies(),
             )
         });
-        // Without an engine all numbers are zero, capacities included.
+        // Without an engine all numbers are zero, even the capacities.
         let (counters, mut gauges, health, latencies) = taken.unwrap_or_default();
         let state = self.directories.lock();
         let pairs = state.directories.iter().zip(health);

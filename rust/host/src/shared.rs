@@ -19,12 +19,11 @@ use crate::{Connection, EngineHost};
 /// Pause between attempts to open directories whose owner neither ends nor serves yet.
 const OWNER_PAUSE: Duration = Duration::from_millis(20);
 
-/// The engine that this process has opened in place of the owner's, as long as it is open: the client's thread owns
-/// it.
+/// The engine that this process has opened after the owner's end, while it is open. The client's thread owns it.
 type TakenOver = Arc<OnceLock<Weak<EmbeddedHost>>>;
 
-/// The engine of the process that has the directories open. When that process ends, one of those that share the
-/// engine opens the directories, and stays a client: of its own engine.
+/// The engine of the process that has the directories open. When this owner ends, one of its clients opens the
+/// directories, and stays a client: of its own engine.
 #[derive(Debug)]
 pub struct SharedHost {
     remote: RemoteHost,
@@ -34,7 +33,7 @@ pub struct SharedHost {
 /// An engine of this process, or of another process of this user that has the directories open.
 ///
 /// # Errors
-/// As [`EmbeddedHost::open`], but for directories in use by an engine that can be shared.
+/// The errors of [`EmbeddedHost::open`], except for directories in use by an engine that can be shared.
 pub(crate) fn open(config: HostConfig) -> Result<Box<dyn EngineHost>, HostError> {
     match open_or_wait(&config) {
         Ok(host) => Ok(Box::new(host)),
@@ -45,7 +44,7 @@ pub(crate) fn open(config: HostConfig) -> Result<Box<dyn EngineHost>, HostError>
     }
 }
 
-/// Opens the directories, and waits for an owner that is just ending, or that does not serve yet.
+/// Opens the directories. Waits for an owner that is ending, or that does not serve yet.
 fn open_or_wait(config: &HostConfig) -> Result<EmbeddedHost, HostError> {
     let end = Instant::now() + OWNER_TIMEOUT;
     loop {
@@ -77,8 +76,8 @@ impl SharedHost {
     }
 }
 
-/// Finds the socket of the engine of the directories: the owner's, or, when the owner is gone, that of an
-/// engine that it opens.
+/// Finds the socket of the engine that has the directories: the owner's engine or, after the owner's end, an engine
+/// that this function opens.
 fn find_owner(config: HostConfig, taken_over: TakenOver) -> Resolve {
     let mut own: Option<Arc<EmbeddedHost>> = None;
     Box::new(move || {

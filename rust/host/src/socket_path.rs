@@ -1,4 +1,4 @@
-//! Where sockets are by default. The only place that reads the environment.
+//! The default paths of sockets. Only this file reads the environment.
 
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use crate::running::random;
 
-/// Directory of the sockets: `$XDG_RUNTIME_DIR/undercroft`, else `undercroft-<uid>` in the directory for temporary files.
-/// Where another user has taken that name: another private directory beside it, the same one each time.
+/// Directory of the sockets: `$XDG_RUNTIME_DIR/undercroft`, else `undercroft-<uid>` in the directory for temporary
+/// files.
+/// If another user has taken this name: another private directory beside it, with the same name each time.
 pub fn default_socket_dir() -> PathBuf {
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
         Some(dir) => PathBuf::from(dir).join("undercroft"),
@@ -15,12 +16,12 @@ pub fn default_socket_dir() -> PathBuf {
     }
 }
 
-/// The socket at which `undercroft serve` listens, and `undercroft status` asks, unless told otherwise.
+/// The default socket of `undercroft serve` and `undercroft status`.
 pub fn default_server_socket() -> PathBuf {
     default_socket_dir().join("serve.sock")
 }
 
-/// A directory in one that others write to. It may not exist yet.
+/// The path of a private directory in a directory to which all users may write. It may not exist yet.
 fn own_dir(temporary: &Path) -> PathBuf {
     let uid = rustix::process::geteuid().as_raw();
     let name = format!("undercroft-{uid}");
@@ -42,12 +43,12 @@ fn own_dir(temporary: &Path) -> PathBuf {
     let new = temporary.join(format!("{name}-{:016x}", random()));
     match DirBuilder::new().mode(0o700).create(&new) {
         Ok(()) => new,
-        // The usual one says why it cannot be used.
+        // With the usual path, the error names the reason.
         Err(_) => usual,
     }
 }
 
-/// Whether a name is that of something that is not this user's directory.
+/// Whether something other than a directory of this user has the path.
 fn is_taken(path: &Path, uid: u32) -> bool {
     fs::symlink_metadata(path).is_ok_and(|found| !found.is_dir() || found.uid() != uid)
 }
@@ -63,7 +64,7 @@ mod tests {
 
     use super::*;
 
-    /// Takes a path before another can.
+    /// Takes a path before this user.
     type Take<'a> = Box<dyn Fn(&Path) + 'a>;
 
     #[test]
@@ -77,13 +78,13 @@ mod tests {
         let as_file = |path: &Path| fs::write(path, "").unwrap();
         let mut takes: Vec<Take<'_>> = vec![Box::new(as_link), Box::new(as_file)];
         if uid == 0 {
-            // Only root can give a directory away.
+            // Only root can change a directory's owner.
             takes.push(Box::new(|path| {
                 fs::create_dir(path).unwrap();
                 std::os::unix::fs::chown(path, Some(65_534), None).unwrap();
             }));
         }
-        // Neither is one that others may enter.
+        // A directory that other users may enter is not private either.
         let open = temporary.path().join(format!("undercroft-{uid}-0"));
         fs::create_dir(&open).unwrap();
         fs::set_permissions(&open, fs::Permissions::from_mode(0o755)).unwrap();

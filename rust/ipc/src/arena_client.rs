@@ -1,4 +1,4 @@
-//! A worker's side: getting and mapping the arena.
+//! A worker's side: gets the arena and maps it.
 
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -18,7 +18,7 @@ use crate::frame::{
 use crate::peer::peer_uid;
 use crate::socket_dir::connect_at_once;
 
-/// How long the server may take to answer.
+/// Longest wait for the server's answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why a worker did not get the arena.
@@ -47,7 +47,7 @@ pub enum AttachError {
         /// This process's effective uid.
         own: u32,
     },
-    /// The answer is no frame, or an unexpected one.
+    /// The answer is no frame, or an unexpected frame.
     #[error("{path:?}: {source}")]
     Frame {
         /// The socket.
@@ -66,22 +66,22 @@ pub enum AttachError {
     Arena(#[from] ArenaError),
 }
 
-/// The engine's arena, mapped in this process. The server counts the process as a worker that may copy until
-/// [`let_go`], or until the process is gone.
+/// The engine's arena, mapped in this process. The server counts the process as a worker that may copy, until
+/// [`let_go`] or the end of the process.
 #[derive(Debug)]
 pub struct Attachment {
     /// The mapping.
     pub arena: Arena,
-    /// Identity of the arena: another engine start has another one.
+    /// Id of the arena. Each start of an engine has another id.
     pub arena_id: u64,
-    /// Tells the server that the process lives.
+    /// While it is open, the server knows that the process runs.
     pub connection: UnixStream,
 }
 
-/// Tells the server that this process copies no more from or to the arena, and never will: the
-/// slots that the worker's session keeps for it are reused.
+/// Tells the server that this process will not copy from or to the arena any more. The server then reuses the slots
+/// that the session keeps for this worker.
 pub fn let_go(mut connection: UnixStream) {
-    // A server that cannot be told waits until the process is gone.
+    // A server that does not get this message waits until the process has ended.
     if connection.set_nonblocking(true).is_ok() {
         let _ = connection.write_all(&frame::let_go());
     }
@@ -96,7 +96,7 @@ pub fn attach(path: &Path, session: SessionToken) -> Result<Attachment, AttachEr
             source,
         }
     };
-    // Without waiting: the queue of a frozen server may be full.
+    // Connecting must not wait: the queue of a frozen server may be full.
     let socket = connect_at_once(path).map_err(|errno| os("connecting")(errno.into()))?;
     let mut connection = UnixStream::from(socket);
     connection
@@ -148,7 +148,7 @@ fn decode(answer: &ArenaAnswer) -> Result<(u64, u64), FrameError> {
     }
 }
 
-/// A whole answer and the descriptor that came with it; `None` if the connection ended before.
+/// A whole answer and its descriptor; `None` if the connection ended before.
 fn receive(connection: &UnixStream) -> io::Result<Option<(ArenaAnswer, Option<OwnedFd>)>> {
     let mut answer: ArenaAnswer = [0; HEADER_BYTES + ARENA_BODY_BYTES];
     let mut fd = None;

@@ -1,7 +1,7 @@
 //! Shares of a limited resource for all its users: memory of a server, or of its arena.
 
-/// A limited resource. A user may have as much as is left for the others: a single user gets half of the limit
-/// at most, the next one half of the rest. Every user gets the floor.
+/// A limited resource. A user may take at most as much as then remains for the others. So the first user gets at most
+/// half of the limit, and the next user half of the rest. Every user gets at least the floor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Budget {
     limit: u64,
@@ -37,8 +37,8 @@ impl Budget {
     }
 }
 
-/// The amount that a client may take in addition to its `own`, where `used` of `limit` is taken. With that amount the
-/// client has as much as is then left.
+/// The amount that a client may take in addition to its `own`, if `used` of `limit` is taken. After this the client has
+/// as much as remains.
 pub(crate) fn share(limit: u64, used: u64, own: u64) -> u64 {
     // own + more <= limit - used - more
     limit.saturating_sub(used).saturating_sub(own) / 2

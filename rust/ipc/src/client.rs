@@ -1,8 +1,8 @@
 //! A session on a server. A background thread owns the socket; callers only read and change the client's
 //! state, under a lock that is held for microseconds.
 //!
-//! The thread connects and registers, again and again for as long as the client lives: a server that is
-//! killed, frozen or restarted costs misses, never an error.
+//! The thread connects and registers again whenever the connection is lost: a server that is killed, frozen or
+//! restarted costs misses, never an error.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -30,20 +30,20 @@ use crate::protocol::{ClientMessage, ServerMessage};
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 
-/// How long a server may take to open the session before another connection is tried.
+/// Longest wait for a server to open the session, before the client tries another connection.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long the last frames of a client that ends may take.
+/// Longest wait until the last frames of a client that ends are sent.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// How long the thread stays awake after it has sent or received frames: the next lookups of a step and the
-/// replies then need no wake-up. Waking a core that sleeps costs the scheduler 10 us and more.
+/// Time for which the thread stays awake after it has sent or received frames: the next lookups of a step and the
+/// replies then need no wake-up. A wake-up of a sleeping core costs the scheduler 10 us and more.
 const LINGER: Duration = Duration::from_micros(100);
 
 /// Niceness added to the thread that serves a connection.
 const NICENESS: i32 = 5;
 
-/// Finds the socket to connect to; the error says why there is none.
+/// Finds the socket of the server. The error is the reason why there is none.
 pub type Resolve = Box<dyn FnMut() -> Result<PathBuf, String> + Send>;
 
 /// The session that a client opens, and its timeouts.
@@ -53,9 +53,9 @@ pub struct ClientConfig {
     pub namespace: NamespaceSpec,
     /// See [`SessionSpec::dropped_tokens`](undercroft_core::session::SessionSpec::dropped_tokens).
     pub dropped_tokens: Tokens,
-    /// While a reply is due for longer than this, lookups are misses and no save is asked for.
+    /// While a reply is due for longer than this, lookups are misses and no slots for saves are requested.
     pub deadline: Duration,
-    /// Longest wait of a lookup for a reply that is on its way.
+    /// Longest wait of a lookup for a due reply.
     pub spin: Duration,
 }
 
@@ -66,9 +66,9 @@ pub enum ConnectionState {
     Up,
     /// The session is open, but the server does not reply in time.
     Late,
-    /// The session is not open, and why.
+    /// The session is not open, with the reason.
     Down(String),
-    /// The server refuses this client, and why.
+    /// The server refuses this client, with the reason.
     Refused(String),
 }
 
@@ -87,7 +87,7 @@ impl ClientShared {
         self.state.lock().ok()
     }
 
-    /// Changes the state, and has the thread send the frames that the change has queued.
+    /// Changes the state, and lets the thread send the frames that the change has queued.
     fn with<R>(&self, work: impl FnOnce(&mut ClientState) -> R) -> Option<R> {
         contained(|| {
             let mut state = self.lock()?;
@@ -163,12 +163,12 @@ impl Client {
         }
     }
 
-    /// Where workers get the arena: the address of the session, or of the last one that was open.
+    /// The address from which workers get the arena, of the open session or of the last session.
     pub fn address(&self) -> Option<SessionAddress> {
         self.shared.lock()?.last.clone()
     }
 
-    /// `Engine.info()` as of when the session was opened, and the latest `Engine.stats()`, both as JSON.
+    /// `Engine.info()` at the opening of the session, and the latest `Engine.stats()`, both as JSON.
     pub fn reports(&self) -> (String, String) {
         self.read(|state| (state.info.clone(), state.stats.clone()))
     }
@@ -373,8 +373,8 @@ fn open(shared: &ClientShared, socket: PathBuf) -> Result<ServerConnection, Conn
     }
 }
 
-/// Serves from a thread of lower priority. Where cores are few, the scheduler, which wakes the thread, then runs
-/// first. The thread that opens connections keeps its priority, which an engine that it opens inherits.
+/// Serves the connection from a thread of lower priority. On a machine with few cores, the scheduler, which wakes this
+/// thread, then runs first. The thread that opens connections keeps its priority: an engine that it opens inherits it.
 fn serve_nicely(shared: &ClientShared, connection: &mut ServerConnection) -> Option<ConnectError> {
     let thread = std::thread::Builder::new().name("undercroft-client".to_owned());
     std::thread::scope(|scope| {
@@ -393,7 +393,7 @@ fn serve(shared: &ClientShared, connection: &mut ServerConnection) -> Option<Con
     let mut closing: Option<Instant> = None;
     let mut linger_until = Instant::now();
     loop {
-        // Read before the frames are taken, so that all frames from before the end are sent.
+        // This is read before the frames are taken, so that all frames from before the end are sent.
         let stopping = shared.stopping();
         let left = connection.is_blocked();
         let mut pause = {
@@ -407,7 +407,7 @@ fn serve(shared: &ClientShared, connection: &mut ServerConnection) -> Option<Con
                 linger_until = now + LINGER;
             }
             connection.queue(&mut state.outbox);
-            // Under the lock: a caller that queues a frame from now on wakes the thread.
+            // This runs under the lock: a caller that queues a frame from now on wakes the thread.
             shared.parker.taken();
             pause
         };
@@ -415,7 +415,7 @@ fn serve(shared: &ClientShared, connection: &mut ServerConnection) -> Option<Con
             return Some(error);
         }
         if left && !connection.is_blocked() {
-            // Frames from before were sent. The queued ones have not been taken.
+            // All taken frames were sent. More frames are queued that have not been taken.
             continue;
         }
         if stopping {

@@ -1,4 +1,4 @@
-//! Connecting to a server's socket without ever waiting for long, and reading replies from it.
+//! Connects to a server's socket without long waits, and reads replies from it.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -48,7 +48,7 @@ pub enum ConnectError {
         /// The socket.
         path: PathBuf,
     },
-    /// The server sent no reply, or an unexpected one.
+    /// The server sent no reply, or an unexpected reply.
     #[error("{path:?}: {source}")]
     Frame {
         /// The socket.
@@ -95,19 +95,19 @@ impl ServerConnection {
         })
     }
 
-    /// Takes frames to be sent, if all earlier ones were sent, and returns the buffer of those.
+    /// Takes frames to send, if all earlier frames were sent. `frames` is then the empty buffer of the earlier frames.
     pub(crate) fn queue(&mut self, frames: &mut Vec<u8>) {
         if self.outbox.is_empty() {
             std::mem::swap(&mut self.outbox, frames);
         }
     }
 
-    /// Whether frames wait for the server to read.
+    /// Whether frames are unsent because the server does not read.
     pub(crate) fn is_blocked(&self) -> bool {
         !self.outbox.is_empty()
     }
 
-    /// Sends as much as the socket takes.
+    /// Sends as many bytes as the socket accepts.
     pub(crate) fn send(&mut self) -> Result<(), ConnectError> {
         let mut sent = 0;
         let result = loop {
@@ -125,7 +125,7 @@ impl ServerConnection {
         result
     }
 
-    /// Reads all that has come, and hands each reply to `take`, which says whether it was expected.
+    /// Reads all bytes that have arrived, and passes each reply to `take`, which returns whether it was expected.
     pub(crate) fn receive(
         &mut self,
         mut take: impl FnMut(ServerMessage) -> bool,
@@ -161,7 +161,7 @@ impl ServerConnection {
         }
     }
 
-    /// Sends one message and waits for one reply, at most until `deadline` or until `stop` says so.
+    /// Sends one message and waits for one reply, at most until `deadline` or until `stop` returns true.
     pub(crate) fn ask(
         &mut self,
         request: &ClientMessage<'_>,
@@ -191,7 +191,7 @@ impl ServerConnection {
         }
     }
 
-    /// The error of a server that reads no more.
+    /// The error of a server that does not read any more.
     pub(crate) fn unread(&self) -> ConnectError {
         ConnectError::Timeout {
             path: self.path.clone(),
@@ -212,7 +212,7 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration) {
     let _ = poll(fds, Some(&timeout));
 }
 
-/// Whether a server listens at a socket, even a frozen one.
+/// Whether a server listens at a socket, even if the server is frozen.
 pub fn is_served(path: &Path) -> bool {
     ServerConnection::open(path).is_ok()
 }
@@ -232,7 +232,7 @@ pub fn server_status(path: &Path, timeout: Duration) -> Result<String, ConnectEr
     }
 }
 
-/// Has the server at `path` carry out an operation. Returns its answer as JSON; waits at most `timeout`.
+/// Lets the server at `path` carry out an operation. Waits at most `timeout`. Returns the answer as JSON.
 ///
 /// # Errors
 /// If no server answers at `path`.

@@ -1,10 +1,10 @@
-//! Older versions of the protocol that a server speaks, for clients that are upgraded after it.
+//! Older versions of the protocol that a server supports, for clients that are upgraded after the server.
 //!
-//! Server and sessions know [`VERSION`] alone. At the socket, messages of an older client are
-//! translated to this version, and answers to its own.
+//! Server and sessions have messages of [`VERSION`] only. At the socket, an older client's messages are translated to
+//! this version, and the answers to the client's version.
 //!
 //! From the first release on, [`OLDER`] has the version before [`VERSION`]. A change of a message raises
-//! `VERSION` and comes with the two functions that translate it; a version that is two behind is removed.
+//! `VERSION` and needs two functions that translate the message. A version that is two behind is removed.
 
 use crate::frame::{self, FrameError, FrameKind, HEADER_BYTES, Header, VERSION};
 
@@ -12,18 +12,18 @@ use crate::frame::{self, FrameError, FrameKind, HEADER_BYTES, Header, VERSION};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Dialect {
     pub(crate) version: u16,
-    /// The body of a client's message in the words of [`VERSION`]; `None` if it is no message.
+    /// Translates the body of a client's message to [`VERSION`]; `None` if the body is no message.
     pub(crate) request: fn(&[u8]) -> Option<Vec<u8>>,
-    /// The body of a server's message in the words of this dialect; `None` for one that it lacks, which is
+    /// Translates the body of a server's message to this dialect; `None` for a message that the dialect lacks, which is
     /// not sent.
     pub(crate) reply: fn(&[u8]) -> Option<Vec<u8>>,
 }
 
-/// The older versions that a server speaks. There has been no release yet.
+/// The older versions that a server supports. There has been no release yet.
 pub(crate) static OLDER: &[Dialect] = &[];
 
 impl Dialect {
-    /// A client's frame as one of this version.
+    /// Translates a client's frame to this version.
     pub(crate) fn request_frame(&self, frame: &[u8]) -> Result<Vec<u8>, FrameError> {
         let first = frame::first_as(self.version, frame)?;
         let (header, body, _) = first.ok_or(FrameError::Malformed)?;
@@ -34,7 +34,7 @@ impl Dialect {
         Ok(joined(header.kind, &body, VERSION))
     }
 
-    /// Frames of this version as frames of the dialect.
+    /// Translates frames of this version to the dialect.
     pub(crate) fn reply_frames(&self, frames: &[u8]) -> Vec<u8> {
         let (mut all, mut at) = (Vec::with_capacity(frames.len()), 0);
         while let Ok(Some((header, body, len))) = frame::first(&frames[at..]) {

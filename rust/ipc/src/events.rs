@@ -1,5 +1,5 @@
-//! Events of blocks as bytes of a message: for each one byte of flags, the group, and its hashes, each after its
-//! length. A hash of length 0 stands for none.
+//! Events of blocks as bytes of a message. Each event has one byte of flags, the group, and its hashes, each after its
+//! length. Length 0 means that there is no hash.
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serializer};
@@ -49,7 +49,7 @@ pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
     Ok(events)
 }
 
-/// Takes the first event from the bytes; `None` if they do not begin with one.
+/// Takes the first event from the bytes; `None` if the bytes do not begin with an event.
 fn first(bytes: &mut &[u8]) -> Option<BlockEvent> {
     let flags = *bytes.split_off_first()?;
     let group = *bytes.split_off_first()?;

@@ -15,7 +15,7 @@ use undercroft_core::session::SessionToken;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
-/// Version of the protocol. A server speaks those in `dialect.rs`, too.
+/// Version of the protocol. A server also supports the versions in `dialect.rs`.
 pub const VERSION: u16 = 12;
 
 /// Length of a header in bytes.
@@ -42,7 +42,7 @@ pub enum FrameKind {
     Request = 3,
     /// Server to client: a [`crate::protocol::ServerMessage`].
     Reply = 4,
-    /// Worker to server: this process copies no more. Without it, its slots are kept until the process is gone.
+    /// Worker to server: this process copies no more. Without this frame, its slots are kept until the process ends.
     LetGo = 5,
 }
 
@@ -59,23 +59,23 @@ pub struct Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// Another protocol.
+    /// The bytes belong to another protocol.
     #[error("frame starts with {0:02x?}, expected {MAGIC:02x?}: not an undercroft socket")]
     Magic([u8; 4]),
-    /// Another version of undercroft.
+    /// The peer has another version of undercroft.
     #[error(
         "the other process speaks protocol version {0}, this one version {VERSION}: {older}; run the same \
          undercroft in all processes, and upgrade the server first",
         older = which_is_older(*.0)
     )]
     Version(u16),
-    /// An unknown kind, or one that does not belong here.
+    /// The kind is unknown, or is not allowed here.
     #[error("unexpected frame of kind {0}")]
     Kind(u8),
-    /// A body length that its kind does not have.
+    /// The kind does not have bodies of this length.
     #[error("frame body of {0} bytes does not fit its kind")]
     Body(u32),
-    /// A body that is no message.
+    /// The body is no message.
     #[error("the body of a frame cannot be decoded")]
     Malformed,
 }
@@ -104,7 +104,7 @@ impl Header {
         bytes
     }
 
-    /// Checks magic, version, kind, and that the body has a length of its kind.
+    /// Checks magic, version, kind, and whether the body's length is possible for the kind.
     ///
     /// # Errors
     /// Names the field that is wrong.
@@ -147,12 +147,12 @@ pub type Frame<'a> = (Header, &'a [u8], usize);
 /// The first frame in `bytes`; `None` while it is incomplete.
 ///
 /// # Errors
-/// As [`Header::decode`]; as soon as the header is there, whether the body is or not.
+/// The errors of [`Header::decode`], as soon as the header is complete, even if the body is not.
 pub fn first(bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
     first_as(VERSION, bytes)
 }
 
-/// The first frame, of another version.
+/// Like [`first`], for a frame of another version.
 pub(crate) fn first_as(version: u16, bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
     let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
         return Ok(None);
@@ -174,7 +174,7 @@ pub fn attach_request(session: SessionToken) -> [u8; HEADER_BYTES + ATTACH_BODY_
     bytes
 }
 
-/// A worker's last word.
+/// The frame by which a worker releases the arena.
 pub fn let_go() -> [u8; HEADER_BYTES] {
     let header = Header {
         kind: FrameKind::LetGo,

@@ -1,5 +1,5 @@
-//! The Unix socket between undercroft's processes: clients ask for lookups, loads and saves, and workers
-//! get the arena's descriptor.
+//! The Unix socket between undercroft's processes. Clients send lookups, loads and saves. Workers get the arena's
+//! descriptor.
 //!
 //! Only processes of the same user are served: the socket lies in a directory of mode 0700, has mode
 //! 0600, and the server checks the peer's uid as the kernel reports it.
@@ -21,7 +21,7 @@ mod sessions;
 mod socket_dir;
 mod stats;
 
-/// The atomics of `parker`: std's here, loom's in its test.
+/// The atomics of `parker`: std's atomics here, loom's atomics in the test.
 mod atomic {
     pub(crate) use std::sync::atomic::{AtomicU8, Ordering};
 }

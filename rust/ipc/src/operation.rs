@@ -13,37 +13,37 @@ use undercroft_core::session::Tokens;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operation {
-    /// Tells some of the last lookups: `lookups` (each an [`Explained`]), and `before`, with which to ask for more.
+    /// Returns some of the last lookups: `lookups` (each an [`Explained`]), and `before`, for the question for more.
     ///
     /// [`Explained`]: undercroft_core::explain::Explained
     Explain(ExplainQuery),
-    /// Pins a chain of blocks, or ends a pin: `answer`, `tokens` and, of a rejection, `reason`; or `error`, for a hint
-    /// that is impossible.
+    /// Pins a chain of blocks, or ends a pin. Returns `answer`, `tokens` and, for a rejection, `reason`; or `error` for
+    /// an impossible hint.
     Hint(OperatorHint),
-    /// Begins to clear blocks, and tells the progress (a [`Cleared`]); `error` if the order is refused.
+    /// Begins to clear blocks, and returns the progress (a [`Cleared`]); `error` if the order is refused.
     ///
     /// [`Cleared`]: undercroft_core::engine::Cleared
     Clear(ClearOrder),
-    /// Tells the progress of the last order to clear.
+    /// Returns the progress of the last order to clear.
     Cleared {},
-    /// Begins to drain, or with `cancel` ends that, and tells the progress (a [`Drained`]).
+    /// Begins to drain, or with `cancel` ends a drain. Returns the progress (a [`Drained`]).
     ///
     /// [`Drained`]: undercroft_core::engine::Drained
     Drain {
-        /// The engine takes saves and promotions again.
+        /// Whether to end a drain: the engine then accepts saves and promotions again.
         cancel: bool,
     },
-    /// Tells how far the engine has drained.
+    /// Returns the progress of the drain.
     Drained {},
-    /// Begins to set the sizes of the tiers, and tells the progress (a [`Resized`]); `error` if a size is impossible.
+    /// Begins to set the sizes of the tiers, and returns the progress (a [`Resized`]); `error` if a size is impossible.
     ///
     /// [`Resized`]: undercroft_core::engine::Resized
     Resize(ResizeOrder),
-    /// Tells the sizes of the tiers.
+    /// Returns the sizes of the tiers.
     Resized {},
-    /// Tells the `description` of a namespace; null if the engine knows none.
+    /// Returns the `description` of a namespace; null if the engine has none.
     Describe {
-        /// Its digest, hexadecimal.
+        /// The namespace's digest, hexadecimal.
         namespace: String,
     },
 }
@@ -65,7 +65,7 @@ pub struct OperatorHint {
 }
 
 impl Operation {
-    /// Carries it out.
+    /// Carries the operation out.
     pub(crate) fn carry_out(&self, engine: &mut Engine) -> Value {
         match self {
             Self::Explain(query) => {

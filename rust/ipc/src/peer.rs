@@ -8,8 +8,8 @@ use nix::sys::socket::sockopt::PeerCredentials;
 
 /// The peer's uid, as the kernel reports it.
 ///
-/// This does not use rustix, which cannot read the 0 that stands for a process of another PID namespace: containers
-/// could not share a server.
+/// This does not use rustix: for a process of another PID namespace the kernel reports the pid 0, which rustix cannot
+/// read. Containers could then not share a server.
 pub(crate) fn peer_uid(socket: &impl AsFd) -> io::Result<u32> {
     Ok(peer_credentials(socket)?.0)
 }

@@ -2,8 +2,8 @@
 //! Replies come in the order of the messages that expect one. The answer to a pending lookup comes when
 //! its promotion has ended.
 //!
-//! Numbers that name something (request, transfer, reset) are the client's own and mean nothing to other
-//! connections: no client can read or end the lookups, loads and saves of another.
+//! Numbers that name a request, transfer or reset are valid on the client's own connection only: no client can read or
+//! end the lookups, loads and saves of another client.
 
 use serde::{Deserialize, Serialize, Serializer};
 use undercroft_core::explain::Rest;
@@ -17,19 +17,19 @@ use undercroft_core::session::{
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
 use crate::operation::Operation;
 
-/// Most block hashes that a server keeps of one request: as many as the longest frame holds.
+/// Most block hashes that a server keeps of one request. The longest frame holds this number.
 pub const HASHES_MAX: usize = 1 << 19;
 
 /// Most offers of a save.
 pub const OFFERS_MAX: usize = 4096;
 
-/// Bytes of a request's id that a client tells, at most.
+/// Most bytes of a request's id that a client sends.
 pub const LABEL_BYTES_MAX: usize = 80;
 
 /// Most steps of a report.
 pub const STEPS_MAX: usize = 256;
 
-/// A run of a request's block hashes: those after the first `known`, which the server has.
+/// A run of a request's block hashes, after the first `known` hashes, which the server has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HashRun<'a> {
     /// Hashes that the server has already.
@@ -47,15 +47,15 @@ fn in_one<S: Serializer>(bytes: &&[u8], serializer: S) -> Result<S::Ok, S::Error
 }
 
 impl HashRun<'_> {
-    /// Number of the hashes; `None` if they are no whole hashes of a possible length.
+    /// Number of the hashes; `None` if the bytes are no whole hashes of a possible length.
     pub fn count(&self) -> Option<usize> {
         let len = usize::from(self.hash_bytes);
         let is_whole = len > 0 && len <= HASH_BYTES_MAX && self.bytes.len().is_multiple_of(len);
         is_whole.then(|| self.bytes.len() / len)
     }
 
-    /// Appends the hashes to those that are known. False, and nothing is appended, if the hashes do not
-    /// follow on these.
+    /// Appends the hashes to the known hashes. Returns false, and appends nothing, if the hashes do not follow on the
+    /// known hashes.
     pub fn append_to(&self, known: &mut Vec<BlockHash>) -> bool {
         let Some(count) = self.count() else {
             return false;
@@ -83,11 +83,11 @@ pub enum ClientMessage<'a> {
         namespace: NamespaceSpec,
         /// See [`SessionSpec::dropped_tokens`](undercroft_core::session::SessionSpec::dropped_tokens).
         dropped_tokens: Tokens,
-        /// The client has asked for a reset before, perhaps of another server: the session shares with
-        /// no other.
+        /// Whether the client has requested a reset before, perhaps of another server. Then the session shares with no
+        /// other session.
         private: bool,
     },
-    /// Starts a lookup, or another one for the same request. The server replies with `Answer`.
+    /// Starts a lookup, or a further lookup of the same request. The server replies with `Answer`.
     #[serde(borrow)]
     Lookup(LookupMessage<'a>),
     /// The scheduler waits for a prefetch from now on: its priority is
@@ -95,7 +95,7 @@ pub enum ClientMessage<'a> {
     Demand {
         /// The request.
         request: u64,
-        /// [`LookupMessage::queued`] as of now.
+        /// The present value of [`LookupMessage::queued`].
         queued: Tokens,
     },
     /// The lookup is not needed any more. The server keeps the hashes for saves.
@@ -137,20 +137,20 @@ pub enum ClientMessage<'a> {
     },
     /// Steps that the vLLM has run, at most [`STEPS_MAX`].
     ReportSteps {
-        /// Those since the last report.
+        /// The steps since the last report.
         #[serde(deserialize_with = "few_steps")]
         steps: Vec<Step>,
     },
-    /// Asks whether the server is there. The server replies with `Pong`.
+    /// Asks whether the server answers. The server replies with `Pong`.
     Ping,
     /// The server replies with `Status`. Allowed before `Register`.
     Status,
     /// Asks for the changes in the tiers. The server replies with `Events`.
     TakeEvents {
-        /// The client has forgotten all earlier events: the server begins with the blocks that are there now.
+        /// Whether the client has forgotten all earlier events. Then the server begins with all present blocks.
         restart: bool,
     },
-    /// Tells of a prompt's future use. The server replies with `Hinted` when it has done so.
+    /// A hint about a prompt's future use. The server replies with `Hinted`.
     #[serde(borrow)]
     Hint(HintMessage<'a>),
     /// An operator asks. The server replies with `Operated`. Allowed before `Register` only.
@@ -164,7 +164,7 @@ pub struct HintMessage<'a> {
     pub request: u64,
     /// Names the hint.
     pub number: u64,
-    /// The hint is about these first tokens.
+    /// The hint concerns this number of first tokens.
     pub max: Tokens,
     /// The treatment of the blocks.
     pub hint: Hint,
@@ -180,19 +180,19 @@ pub struct LookupMessage<'a> {
     pub request: u64,
     /// Counts the lookups of a request: answers to older lookups are void.
     pub version: u32,
-    /// vLLM's id of the request, for people; empty if it was told before.
+    /// vLLM's id of the request, for people; empty if it was sent before.
     pub label: &'a str,
     /// Tokens that the device holds.
     pub computed: Tokens,
-    /// The deepest boundary of use.
+    /// The deepest boundary that the request can use.
     pub max: Tokens,
-    /// The least boundary of use.
+    /// The least boundary that the request can use.
     pub min: Tokens,
     /// Whether the scheduler waits for the lookup.
     pub priority: Priority,
-    /// Limit on the wait for a promotion, instead of the server's.
+    /// Limit on the wait for a promotion; `None`: the server's limit.
     pub wait: Option<PromotionWait>,
-    /// Tokens of requests that came before and are not computed yet.
+    /// Tokens of earlier requests that are not computed yet.
     pub queued: Tokens,
     /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
     #[serde(borrow)]
@@ -255,16 +255,16 @@ fn few<'de, T: Deserialize<'de>, D: serde::Deserializer<'de>>(
 pub enum ServerMessage {
     /// The session is open.
     Registered {
-        /// Names the session: workers attach with this token.
+        /// The token of the session, with which workers attach.
         session: SessionToken,
-        /// Identity of the arena: another engine start has another one.
+        /// Id of the arena. Each start of an engine has another id.
         arena_id: u64,
         /// `Engine.info()` as JSON.
         info: String,
     },
     /// The namespace cannot be served.
     Refused {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The answer to a lookup.
@@ -277,16 +277,16 @@ pub enum ServerMessage {
         direct: bool,
         /// The answer.
         answer: LookupAnswer,
-        /// Why it has no more tokens.
+        /// The reason why the answer has no more tokens.
         rest: Option<Rest>,
     },
     /// Slots for a save.
     Granted {
         /// The save.
         transfer: u64,
-        /// Blocks were left out because memory was full.
+        /// Whether blocks were left out because memory was full.
         refused: bool,
-        /// Where to copy to. Empty if there is nothing to copy.
+        /// The slots to fill. Empty if there is nothing to copy.
         #[serde(with = "extents")]
         extents: Vec<Extent>,
     },
@@ -321,9 +321,9 @@ pub enum ServerMessage {
     },
     /// The changes in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
     Events {
-        /// Everything that was told before is void.
+        /// Whether all earlier events are void.
         cleared: bool,
-        /// More is to be told at once.
+        /// Whether the server has more events now.
         more: bool,
         /// The changes.
         #[serde(with = "crate::events")]
@@ -331,7 +331,7 @@ pub enum ServerMessage {
     },
 }
 
-/// [`Lookup`](undercroft_core::session::Lookup), and for a hit where its payloads lie.
+/// [`Lookup`](undercroft_core::session::Lookup), and the places of a hit's payloads.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LookupAnswer {
     /// Payloads are being read from disk. Another answer follows.
@@ -349,7 +349,7 @@ pub enum LookupAnswer {
 }
 
 impl LookupAnswer {
-    /// Nothing is known of the prompt.
+    /// The server has no answer about the prompt.
     pub const NOTHING: Self = Self::Miss { shared: Tokens(0) };
 
     /// Whether another answer follows.
@@ -358,8 +358,8 @@ impl LookupAnswer {
     }
 }
 
-/// A hit, and where its payloads lie. The server leases them until the request's next lookup, its load,
-/// or its end.
+/// A hit, and the places of its payloads. The server leases the payloads until the request's next lookup, its load, or
+/// its end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasedHit {
     /// See [`Hit::tokens`](undercroft_core::session::Hit::tokens).
@@ -368,7 +368,7 @@ pub struct LeasedHit {
     pub shared: Tokens,
     /// Tokens (exclusive, inclusive) that promotions brought from disk for this request.
     pub from_disk: Option<(Tokens, Tokens)>,
-    /// Where the payloads after the computed tokens of the question lie.
+    /// The places of the payloads after the question's computed tokens.
     #[serde(with = "extents")]
     pub extents: Vec<Extent>,
 }
@@ -424,10 +424,10 @@ fn append<T: Serialize>(kind: FrameKind, message: &T, out: &mut Vec<u8>) -> bool
     true
 }
 
-/// Appends the frame of a message with the hashes after the first `known`. The hashes are read straight into
-/// the buffer: on the scheduler's thread each copy counts. `message` makes the message of the hashes, which
-/// must be its last field. Returns the number of hashes that were appended; `None`, and nothing is appended,
-/// if the frame is too long.
+/// Appends the frame of a message with the hashes after the first `known`. The hashes are read directly into the
+/// buffer, since copies cost time on the scheduler's thread. `message` makes the message from the hashes, which must
+/// be its last field. Returns the number of appended hashes. If the frame is too long, it appends nothing and returns
+/// `None`.
 pub(crate) fn append_with_hashes<'a>(
     out: &mut Vec<u8>,
     hashes: &dyn HashSource,
@@ -437,7 +437,7 @@ pub(crate) fn append_with_hashes<'a>(
     let start = out.len();
     let from = known as usize;
     let first = (from < hashes.len()).then(|| hashes.get(from)).flatten();
-    // Without a hash the length means nothing, but the server refuses a length of 0.
+    // Without a hash the length has no effect, but the server refuses a length of 0.
     let hash_bytes = first.map_or(1, |hash| hash.as_bytes().len());
     let frame = message(HashRun {
         known,
@@ -461,8 +461,8 @@ pub(crate) fn append_with_hashes<'a>(
         out.truncate(start);
         return None;
     };
-    // A length of a fixed number of bytes, that of the longest one: seven bits in each, and all but the last one
-    // marked.
+    // The length has a fixed number of bytes, enough for the longest body: seven bits in each byte, and a mark in all
+    // bytes but the last.
     for (index, byte) in out[at..at + LENGTH_BYTES].iter_mut().enumerate() {
         let mark = u8::from(index + 1 < LENGTH_BYTES) << 7;
         *byte = (bytes >> (7 * index)) as u8 & 0x7f | mark;
@@ -473,7 +473,7 @@ pub(crate) fn append_with_hashes<'a>(
     Some(u32::try_from(count).expect("a frame holds fewer than 2^24 hashes"))
 }
 
-/// The length of a body as a header has it; `None` if the body is too long for a frame.
+/// The length of a body for a header; `None` if the body is too long for a frame.
 fn body_bytes(len: usize) -> Option<u32> {
     let len = u32::try_from(len).ok()?;
     (len <= BODY_BYTES_MAX).then_some(len)
@@ -482,7 +482,7 @@ fn body_bytes(len: usize) -> Option<u32> {
 /// Bytes of a length up to [`BODY_BYTES_MAX`] in postcard's encoding.
 const LENGTH_BYTES: usize = 4;
 
-/// Extents with their offsets as bytes, which is much faster than number by number.
+/// Extents whose offsets are encoded as bytes, which is much faster than number by number.
 mod extents {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};

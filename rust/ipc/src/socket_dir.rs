@@ -1,4 +1,4 @@
-//! The directory that holds the sockets: private to the user, and kept free of sockets of dead processes.
+//! The directory of the sockets: private to the user, and without sockets of processes that have ended.
 
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -18,7 +18,7 @@ use rustix::process::{Pid, geteuid, test_kill_process};
 /// Longest path of a socket in bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_MAX: usize = 107;
 
-/// How long to wait for others that make a socket in the same directory, which takes them microseconds.
+/// Longest wait for other processes that make a socket in the same directory, which usually takes microseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 const LOCK_PAUSE: Duration = Duration::from_millis(1);
 
@@ -26,7 +26,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(1);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SocketError {
-    /// The path does not fit a socket address.
+    /// The path does not fit into a socket address.
     #[error(
         "path {path:?} has {bytes} bytes, at most {SOCKET_PATH_MAX} are possible; choose a shorter one"
     )]
@@ -48,7 +48,7 @@ pub enum SocketError {
         /// This process's effective uid.
         own: u32,
     },
-    /// Others may enter the directory.
+    /// Other users may enter the directory.
     #[error("{dir:?} has mode {mode:04o}, expected 0700; run: chmod 700 {dir:?}")]
     Mode {
         /// The directory.
@@ -56,7 +56,7 @@ pub enum SocketError {
         /// Its permission bits.
         mode: u32,
     },
-    /// The path is not a directory; a symbolic link to one does not count.
+    /// The path is not a directory. A symbolic link to a directory is none.
     #[error("{dir:?} is not a directory; choose another one")]
     NotADirectory {
         /// The path.
@@ -146,7 +146,7 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
     }
     let is_socket = |found: fs::Metadata| found.file_type().is_socket();
     if fs::symlink_metadata(&path).is_ok_and(is_socket) {
-        // At once: a frozen server whose queue is full is one, too.
+        // Connecting does not wait: a frozen server with a full queue also listens.
         match connect_at_once(&path) {
             Err(Errno::CONNREFUSED) => {
                 fs::remove_file(&path).map_err(os(&path, "removing a dead socket"))?;
@@ -162,8 +162,8 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
     Ok((listener, path))
 }
 
-/// As [`listen_at`]. If many processes call it at once for the socket of a dead process, one succeeds: without the
-/// lock, the others would replace its socket before it listens.
+/// Like [`listen_at`]. If many processes call this at once for the socket of a process that has ended, one succeeds.
+/// Without the lock, the others would replace its socket before it listens.
 pub(crate) fn listen_alone(path: PathBuf) -> Result<(UnixListener, PathBuf), SocketError> {
     let dir = path.parent().unwrap_or(Path::new("/"));
     let file = File::open(dir).map_err(os(dir, "opening"))?;
@@ -177,12 +177,12 @@ pub(crate) fn listen_alone(path: PathBuf) -> Result<(UnixListener, PathBuf), Soc
         }
     }
     let made = listen_at(path);
-    // Unlock explicitly: a child that was forked meanwhile has the file open, too.
+    // Unlock explicitly: a child that was forked meanwhile also has the file open.
     let _ = flock(&file, FlockOperation::Unlock);
     made
 }
 
-/// Connects, or says at once why not.
+/// Connects, or returns the error at once.
 pub(crate) fn connect_at_once(path: &Path) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -190,8 +190,8 @@ pub(crate) fn connect_at_once(path: &Path) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Whether the process in the name is gone and no process listens. Both conditions are needed: the process may live
-/// in another PID namespace, and a live one may be about to listen.
+/// Whether the process in the name has ended and no process listens. Both conditions are needed: the process may run in
+/// another PID namespace, and a running process may be about to listen.
 fn is_stale(path: &Path) -> bool {
     let pid = path
         .file_name()

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use undercroft_core::disk::Latency;
 use undercroft_core::metrics::{Counters, Gauges};
 
-/// Directories whose latencies are counted by themselves.
+/// Most directories whose latencies are counted separately.
 const DISKS_SHOWN: usize = 4;
 
 /// The source of a server's statistics.
@@ -15,7 +15,7 @@ const DISKS_SHOWN: usize = 4;
 pub struct StatsSource(Arc<dyn Fn() -> Value + Send + Sync>);
 
 impl StatsSource {
-    /// `take` makes them, as [`stats_json`] does.
+    /// `take` makes the statistics in the form of [`stats_json`].
     pub fn new(take: impl Fn() -> Value + Send + Sync + 'static) -> Self {
         Self(Arc::new(take))
     }
@@ -31,11 +31,10 @@ impl std::fmt::Debug for StatsSource {
     }
 }
 
-/// A report is reused for this many times the time that it took to make: reports take a hundredth of the time at
-/// most.
+/// A report is reused for this many times the time of making it, so that reports take at most a hundredth of the time.
 const REPORT_SHARE: u32 = 100;
 
-/// A report for all clients, which may be a little old.
+/// A report for all clients, which may be slightly old.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     last: String,
@@ -73,8 +72,8 @@ pub fn stats_json(counters: &Counters, gauges: &Gauges, latencies: &[[Latency; 2
     Value::Object(all)
 }
 
-/// Adds the latencies of [`DISKS_SHOWN`] directories, which are there even if the directories are not: `disk0_load_le_0`
-/// and so on. The last one stands for all further directories, too.
+/// Adds the latencies of [`DISKS_SHOWN`] directories: `disk0_load_le_0` and so on. The keys exist even without the
+/// directories. The last also counts all further directories.
 fn add_latencies(all: &mut Map<String, Value>, latencies: &[[Latency; 2]]) {
     let mut shown = [[Latency::default(); 2]; DISKS_SHOWN];
     for (at, of_disk) in latencies.iter().enumerate() {

@@ -20,7 +20,7 @@ use crate::errors::Result;
 pub(crate) struct PyArena {
     arena: Arc<undercroft_core::arena::Arena>,
     arena_id: u64,
-    /// Tells the engine that this process lives; `None` without an engine, and after `let_go`.
+    /// While it is open, the engine knows that this process runs; `None` without an engine and after `let_go`.
     connection: Mutex<Option<UnixStream>>,
 }
 
@@ -91,13 +91,13 @@ impl PyArena {
         self.arena.address()
     }
 
-    /// Bytes.
+    /// Size in bytes.
     #[getter]
     fn size(&self) -> u64 {
         self.arena.size()
     }
 
-    /// Whether its engine still runs, as far as the socket tells; true without one (`create`).
+    /// Whether the arena's engine still runs, as far as the socket shows it; true without an engine (`create`).
     #[getter]
     fn is_served(&self) -> bool {
         let connection = self.connection.lock();
@@ -110,8 +110,8 @@ impl PyArena {
         })
     }
 
-    /// Tell the engine that this process copies no more from or to the arena, and never will. Without it the engine
-    /// keeps the slots of pending copies until the process is gone.
+    /// Tell the engine that this process will not copy from or to the arena any more. Without this call the engine
+    /// keeps the slots of pending copies until the process ends.
     fn let_go(&self) {
         let connection = self.connection.lock();
         let mut connection = connection.unwrap_or_else(PoisonError::into_inner);
@@ -120,7 +120,7 @@ impl PyArena {
         }
     }
 
-    /// The engine's number of this arena; another arena has another number.
+    /// The engine's id of this arena. Each arena has another id.
     #[getter]
     fn arena_id(&self) -> u64 {
         self.arena_id

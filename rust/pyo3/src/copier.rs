@@ -20,7 +20,7 @@ use crate::errors::UndercroftError;
 #[derive(Debug)]
 pub(crate) struct PyCopier {
     copier: Copier,
-    /// Dropped after the copier: while it lives, the engine knows that copies may be under way.
+    /// Dropped after the copier. Until then the engine knows that copies may be running.
     _arena: Py<PyArena>,
 }
 
@@ -80,7 +80,7 @@ impl PyCopier {
             .map_err(|error| UndercroftError::new_err(format!("a copy job: {error}")))
     }
 
-    /// How bytes are copied: the routine that was the fastest on this processor. Waits for the measurement.
+    /// Name of the routine that copies bytes: the fastest on this processor. Waits for the measurement.
     #[getter]
     fn routine(&self, py: Python<'_>) -> &'static str {
         py.detach(Routine::fastest).name()
@@ -98,7 +98,7 @@ impl PyCopier {
     }
 }
 
-/// Takes three arrays apart. They must have the same length, consist of whole numbers, and hold none below 0.
+/// Makes the pieces from three arrays. The arrays must have the same length and hold no negative number.
 fn pieces(addresses: &[u8], offsets: &[u8], sizes: &[u8]) -> PyResult<Vec<Piece>> {
     let lengths = [addresses.len(), offsets.len(), sizes.len()];
     if lengths != [addresses.len(); 3] || !addresses.len().is_multiple_of(8) {

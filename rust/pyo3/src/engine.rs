@@ -42,7 +42,7 @@ impl PyEngine {
         self.host.took_over()
     }
 
-    /// Where workers get the arena; an empty address before there was a session with a server.
+    /// The address from which workers get the arena; empty before the first session with a server.
     #[getter]
     fn arena(&self) -> PyArenaAddress {
         self.host
@@ -100,13 +100,13 @@ impl PyEngine {
         py.detach(|| self.host.flush(timeout(timeout_s, 1e6)))
     }
 
-    /// For benchmarks: let reads from the disks end at a rate, not at all if that is 0, or as they come.
+    /// For benchmarks: let reads from the disks end at a rate. With 0 they never end. None removes the limit.
     #[pyo3(signature = (bytes_per_s = None))]
     fn limit_reads(&self, bytes_per_s: Option<f64>) -> bool {
         self.host.limit_reads(bytes_per_s)
     }
 
-    /// Finish writes under way (bounded), stop the threads, release the directories. Idempotent.
+    /// Finish writes in flight (bounded), stop the threads, release the directories. Idempotent.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.host.close());
     }
@@ -125,7 +125,7 @@ pub(crate) fn server_status(
     Ok(to_python(py, &status)?)
 }
 
-/// Have the engine at a socket carry out an operation. Raises ServerError.
+/// Let the engine at a socket carry out an operation. Raises ServerError.
 #[pyfunction]
 #[pyo3(signature = (socket, operation, timeout_s = 5.0))]
 pub(crate) fn operate<'py>(
@@ -140,7 +140,7 @@ pub(crate) fn operate<'py>(
     Ok(to_python(py, &said)?)
 }
 
-/// Where `undercroft serve` listens, and `undercroft status` asks, unless told otherwise.
+/// The default socket of `undercroft serve` and `undercroft status`.
 #[pyfunction]
 pub(crate) fn default_server_socket() -> OsString {
     undercroft_host::default_server_socket().into()

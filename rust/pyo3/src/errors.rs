@@ -8,7 +8,7 @@ pyo3::import_exception!(undercroft.errors, ConfigError);
 pyo3::import_exception!(undercroft.errors, StoreError);
 pyo3::import_exception!(undercroft.errors, ServerError);
 
-/// An exception to raise. `?` makes it of the core's errors.
+/// An exception to raise. `?` converts the core's errors to it.
 pub(crate) struct Raised(PyErr);
 
 /// The return type of the binding's functions.

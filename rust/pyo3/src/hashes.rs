@@ -9,12 +9,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 
-/// The hashes as vLLM has them: `bytes` objects in a list.
+/// vLLM's hashes: `bytes` objects in a list.
 pub(crate) struct Hashes<'a, 'py>(pub(crate) &'a Bound<'py, PyList>);
 
 impl Hashes<'_, '_> {
-    /// The hash at `index`, where it lies; `None` if there is none. Always inlined: behind `dyn HashSource` the compiler
-    /// would call it, which makes a prompt of 8,192 hashes a quarter slower to send.
+    /// The hash at `index`, without a copy; `None` if there is none. Always inlined: behind `dyn HashSource` the
+    /// compiler would make a call for each hash, and sending a prompt of 8,192 hashes would take a quarter longer.
     #[inline(always)]
     fn bytes(&self, index: usize) -> Option<&[u8]> {
         let index = ffi::Py_ssize_t::try_from(index).ok()?;

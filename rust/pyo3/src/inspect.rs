@@ -1,5 +1,5 @@
-//! `_core.inspect`, `_core.examine`, `_core.descriptions`, `_core.verify`, `_core.drop_namespace`: a directory without an
-//! engine. `_core.export_namespace`, `_core.import_namespace`: a namespace in a file.
+//! `_core.inspect`, `_core.examine`, `_core.descriptions`, `_core.verify`, `_core.drop_namespace`: a directory without
+//! an engine. `_core.export_namespace`, `_core.import_namespace`: a namespace in a file.
 
 use std::path::PathBuf;
 
@@ -18,9 +18,7 @@ pub(crate) fn inspect_directory(py: Python<'_>, directory: PathBuf) -> Result<Bo
     Ok(to_python(py, &found)?)
 }
 
-/// The effect of opening the directories of these options (as `Engine` takes them). Changes
-/// nothing. Raises
-/// ConfigError.
+/// The effect of opening the directories of these options (those of `Engine`). Changes nothing. Raises ConfigError.
 #[pyfunction]
 pub(crate) fn examine<'py>(
     py: Python<'py>,
@@ -82,7 +80,7 @@ pub(crate) fn export_namespace<'py>(
     Ok(to_python(py, &exported)?)
 }
 
-/// Save the blocks of such a file in the engine at a socket. Raises ConfigError, ServerError, UndercroftError.
+/// Save the blocks of an exported file in the engine at a socket. Raises ConfigError, ServerError, UndercroftError.
 ///
 /// `progress(step, done, total)` is called now and then.
 #[pyfunction]

@@ -1,4 +1,4 @@
-//! Python objects to and from the core's, by way of JSON's values.
+//! Converts Python objects to the core's values and back, through JSON's values.
 
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyValueError;
@@ -17,7 +17,7 @@ pub(crate) fn to_python<'py>(
     object(py, &value)
 }
 
-/// As [`to_python`], of a value of JSON.
+/// Like [`to_python`], for a value of JSON.
 pub(crate) fn object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     match value {
         Value::Null => Ok(py.None().into_bound(py)),

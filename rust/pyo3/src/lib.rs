@@ -1,5 +1,5 @@
-//! `undercroft._core`: the core for Python. It converts: options to the core's, calls to calls, answers to
-//! classes, errors to exceptions.
+//! `undercroft._core`: the core for Python. It converts Python's options and calls to the core's, the core's answers to
+//! classes, and its errors to exceptions.
 
 mod arena;
 mod copier;
@@ -67,8 +67,8 @@ mod _core {
     }
 }
 
-/// How this module was built: profile, platform and commit, for reports of bugs. The commit is known where the build sets
-/// `UNDERCROFT_COMMIT`, as that of a release does.
+/// Profile, platform and commit of this build, for reports of bugs. The commit is known if the build sets
+/// `UNDERCROFT_COMMIT`. The builds of releases set it.
 fn build() -> String {
     let profile = if cfg!(debug_assertions) {
         "debug"

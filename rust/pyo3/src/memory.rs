@@ -6,8 +6,8 @@ use undercroft_core::{io, memory};
 
 use crate::errors::UndercroftError;
 
-/// Bytes of memory that this process may still take, the limit of its control group counted in.
-/// Raises UndercroftError if the kernel does not tell.
+/// Bytes of memory that this process may still allocate, within the limit of its control group. Raises
+/// UndercroftError if the kernel does not report them.
 #[pyfunction]
 pub(crate) fn available_memory() -> PyResult<u64> {
     memory::available().ok_or_else(|| {
@@ -24,7 +24,7 @@ pub(crate) fn probe_io_uring(py: Python<'_>) -> Option<String> {
     py.detach(io::probe_io_uring).err()
 }
 
-/// Payloads of `payload_bytes` that a tier of `capacity` bytes holds if it holds no others: slots are
+/// Number of payloads of `payload_bytes` that a tier of `capacity` bytes holds if it holds no other payloads: slots are
 /// aligned, and lie in pages. 0 if a payload fits no page.
 #[pyfunction]
 pub(crate) fn slots_in(capacity: u64, payload_bytes: u64) -> u64 {

@@ -16,7 +16,7 @@ use undercroft_remote::{
 use crate::errors::{ConfigError, UndercroftError};
 use crate::json::to_python;
 
-/// How often a long call looks for Ctrl-C.
+/// Interval at which a long call checks for Ctrl-C.
 const SIGNALS: Duration = Duration::from_millis(50);
 
 fn refused(error: LocationError) -> PyErr {
@@ -28,18 +28,18 @@ fn opened(url: &str) -> PyResult<Arc<dyn Objects>> {
     open(&location, Options::default()).map_err(refused)
 }
 
-/// For commands that look after a store.
+/// Opens a store for an operator's commands.
 fn opened_existing(url: &str) -> PyResult<Arc<dyn Objects>> {
     let location = Location::parse(url).map_err(refused)?;
     open_existing(&location, Options::default()).map_err(refused)
 }
 
-/// A URL that was opened has no credentials.
+/// The exception for a store's error. The message names the URL, since a URL that was opened has no credentials.
 fn failed(url: &str, error: &StoreError) -> PyErr {
     UndercroftError::new_err(format!("{url}: {error}: {}", error.advice()))
 }
 
-/// Tells Python something now and then. False once Python raises, as after Ctrl-C.
+/// Calls Python's `progress`. Returns false after an exception in Python, for example after Ctrl-C.
 fn tell(progress: &Py<PyAny>, error: &mut Option<PyErr>, value: &impl Serialize) -> bool {
     let told = Python::attach(|py| {
         py.check_signals()?;
@@ -132,7 +132,7 @@ pub(crate) fn remote_measure(
     Ok(to_python(py, &found)?.unbind())
 }
 
-/// Waits for a thread on Python's main thread, which alone gets Ctrl-C: the thread is then told to stop.
+/// Waits for a thread on Python's main thread. Only the main thread gets Ctrl-C, and then sets `stopped` for `work`.
 fn until_finished<T>(work: &ScopedJoinHandle<'_, T>, stopped: &AtomicBool) -> Option<PyErr> {
     let mut interrupted = None;
     while !work.is_finished() {

@@ -9,7 +9,7 @@ use undercroft_host::replay::{Options, ReplayEngine};
 
 use crate::errors::Result;
 
-/// The engine's index, slots and policies, to replay a trace on. Nothing is stored.
+/// The engine's index, slots and policies, for the replay of a trace. It stores nothing.
 #[pyclass(name = "Replay", module = "undercroft._core", frozen)]
 pub(crate) struct PyReplay {
     engine: Mutex<ReplayEngine>,

@@ -1,4 +1,4 @@
-//! `_core.resolve`: where a hit may end, for tests and tools.
+//! `_core.resolve`: the boundary at which a hit ends, for tests and tools.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

@@ -14,7 +14,7 @@ use undercroft_core::session::{
 use crate::hashes::Hashes;
 use crate::values::{PyLoad, PyLookup, PyOffer, PySaveGrant, timeout};
 
-/// One vLLM scheduler's use of one namespace. Calls take microseconds and never wait for IO, but for those with a
+/// One vLLM scheduler's use of one namespace. Calls take microseconds and never wait for IO, except calls with a
 /// timeout.
 #[pyclass(name = "Session", module = "undercroft._core", frozen)]
 pub(crate) struct PySession {
@@ -35,7 +35,7 @@ impl PySession {
         self.session.namespace()
     }
 
-    /// How much of a prompt is cached. Nothing is promoted if no hit can end at `min_tokens` or beyond.
+    /// Look up a prompt. Promotes nothing if no hit can end at `min_tokens` or beyond.
     #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0, planned = false, queued_tokens = 0))]
     #[expect(clippy::too_many_arguments, reason = "Python's keyword arguments")]
     fn lookup(
@@ -63,7 +63,7 @@ impl PySession {
         PyLookup::of(py, self.session.lookup(&request))
     }
 
-    /// A lookup that the scheduler does not wait for: the tokens whose chain is in the index, as far as that is known.
+    /// A lookup that the scheduler does not wait for. Returns the shared tokens, as far as they are known.
     #[pyo3(signature = (request_id, hashes, num_computed_tokens = 0, max_tokens = None, wait_ms = None, min_tokens = 0, planned = false, queued_tokens = 0))]
     #[expect(clippy::too_many_arguments, reason = "Python's keyword arguments")]
     fn prefetch(
@@ -95,18 +95,18 @@ impl PySession {
         py.detach(|| self.session.wait(request_id, timeout(timeout_s, 3600.0)))
     }
 
-    /// Why a request's last answer has no more tokens, and how many seconds before the missing block was evicted.
+    /// The reason why a request's last answer has no more tokens, and the seconds since the missing block's eviction.
     fn rest(&self, request_id: &str) -> Option<(&'static str, Option<u32>)> {
         let rest = self.session.rest(request_id)?;
         Some((rest.reason.name(), rest.ago_s))
     }
 
-    /// The lookup of a request is not needed any more.
+    /// End the lookup of a request, which is not needed any more.
     fn end_lookup(&self, request_id: &str) {
         self.session.end_lookup(request_id);
     }
 
-    /// Begin the load of tokens that the last lookup of the request has hit; None if it has not.
+    /// Begin the load of tokens that the last hit of the request covers; None if it does not cover them.
     fn begin_load(
         &self,
         py: Python<'_>,
@@ -136,7 +136,7 @@ impl PySession {
         PySaveGrant::of(py, &self.session.begin_save(&request))
     }
 
-    /// The grants of pending saves that have come since the last call.
+    /// The grants of pending saves that have arrived since the last call.
     fn poll_saves(&self, py: Python<'_>) -> PyResult<Vec<PySaveGrant>> {
         let grants = self.session.poll_saves();
         grants
@@ -155,7 +155,7 @@ impl PySession {
         self.session.finish_request(request_id);
     }
 
-    /// Tell of a prompt's future use. Returns the outcome, the number of its tokens, and the reason of a refusal.
+    /// Give a hint about a prompt's future use. Returns the outcome, the number of its tokens, and a refusal's reason.
     #[pyo3(signature = (request_id, hashes, verb, max_tokens = None, ttl_s = 300.0, name = ""))]
     fn hint(
         &self,
@@ -197,8 +197,8 @@ impl PySession {
     }
 
     /// The changes in the tiers since the last call: whether all earlier changes are void, the changes (stored,
-    /// tier, group, hash, hash before), and whether more changes can be taken at once. None if there is no change.
-    /// `restart`: the caller has forgotten all earlier changes; every block in the tiers is reported again.
+    /// tier, group, hash, parent's hash), and whether more changes can be taken at once. None if there is no change.
+    /// `restart`: the caller has forgotten all earlier changes, so every block in the tiers is reported again.
     #[pyo3(signature = (restart = false))]
     fn take_events<'py>(
         &self,
@@ -228,7 +228,7 @@ impl PySession {
             .map(Some)
     }
 
-    /// The vLLM has run steps: each as (tokens of prompts, the sum of their positions, decodes, seconds).
+    /// Report the vLLM's steps, each as (tokens of prompts, the sum of their positions, decodes, seconds).
     fn report_steps(&self, steps: Vec<(u32, u64, u32, f64)>) {
         let step = |(tokens, positions, decodes, seconds): (u32, u64, u32, f64)| Step {
             tokens,
@@ -240,7 +240,7 @@ impl PySession {
         self.session.report_steps(&steps);
     }
 
-    /// Drop everything of the namespace. False if that could not be made durable in time.
+    /// Drop everything of the namespace. Returns false if the reset is not durable in time.
     #[pyo3(signature = (timeout_s = 10.0))]
     fn reset(&self, py: Python<'_>, timeout_s: f64) -> bool {
         py.detach(|| self.session.reset(timeout(timeout_s, 1e6)))

@@ -11,7 +11,7 @@ use undercroft_core::session::{Extent, Load, Lookup, Offer, Save, SaveGrant, Tok
 use undercroft_host::{HostError, group_spec};
 use undercroft_ipc::SessionAddress;
 
-/// Where workers get the arena.
+/// The address from which workers get the arena.
 #[pyclass(name = "ArenaAddress", module = "undercroft._core", frozen, get_all)]
 #[derive(Default)]
 pub(crate) struct PyArenaAddress {
@@ -40,7 +40,8 @@ pub(crate) struct PyLookup {
 }
 
 impl PyLookup {
-    /// A pending answer says nothing else, so there is one: a scheduler asks for each pending request at each step.
+    /// A pending answer has no other content, so one object is enough: a scheduler asks for each pending request in
+    /// each step.
     pub(crate) fn of(py: Python<'_>, lookup: Lookup) -> PyResult<Py<Self>> {
         static PENDING: PyOnceLock<Py<PyLookup>> = PyOnceLock::new();
         let (Tokens(shared), pending) = (lookup.shared(), lookup.is_pending());
@@ -65,7 +66,7 @@ impl PyLookup {
     }
 }
 
-/// Blocks of one group and where each lies in the arena.
+/// Blocks of one group, with the arena offset of each.
 #[pyclass(name = "Extent", module = "undercroft._core", frozen, get_all)]
 pub(crate) struct PyExtent {
     group: u8,
@@ -111,7 +112,7 @@ impl PyLoad {
     }
 }
 
-/// The answer to a save, or that it is pending.
+/// The grant of a save, which may be pending.
 #[pyclass(name = "SaveGrant", module = "undercroft._core", frozen, get_all)]
 pub(crate) struct PySaveGrant {
     transfer_id: u64,
@@ -148,7 +149,7 @@ impl PySaveGrant {
     }
 }
 
-/// Blocks that the device holds and that a save takes too.
+/// Blocks that the device holds and that a save may also copy.
 #[derive(FromPyObject)]
 pub(crate) struct PyOffer {
     group: u8,
@@ -175,7 +176,7 @@ pub(crate) struct PyGroup {
     window_tokens: u32,
 }
 
-/// Groups as the core describes them.
+/// Converts the groups to the core's.
 pub(crate) fn group_specs(groups: &[PyGroup]) -> Result<Vec<GroupSpec>, HostError> {
     let spec = |group: &PyGroup| {
         group_spec(
@@ -188,7 +189,7 @@ pub(crate) fn group_specs(groups: &[PyGroup]) -> Result<Vec<GroupSpec>, HostErro
     groups.iter().map(spec).collect()
 }
 
-/// A timeout in seconds; longer ones than `most` are `most`.
+/// A timeout in seconds, at most `most`.
 pub(crate) fn timeout(seconds: f64, most: f64) -> Duration {
     Duration::from_secs_f64(seconds.clamp(0.0, most))
 }

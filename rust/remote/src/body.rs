@@ -1,10 +1,10 @@
-//! The bytes of an object that is written: a header, then payloads in the arena, each filled with zeros.
+//! The bytes of an object that is written: a header, then payloads in the arena, each with zeros up to its alignment.
 
 use undercroft_core::arena::Arena;
 use undercroft_core::remote::RemotePart;
 use undercroft_core::remote::segment::SEGMENT_ALIGN;
 
-/// The zeros behind a payload.
+/// The zeros after a payload.
 const ZEROS: [u8; SEGMENT_ALIGN as usize] = [0; SEGMENT_ALIGN as usize];
 
 /// The bytes of an object.
@@ -23,7 +23,7 @@ pub(crate) enum Chunk<'a> {
 }
 
 impl<'a> Body<'a> {
-    /// A header and the payloads behind it.
+    /// A header, then payloads.
     pub fn segment(header: &'a [u8], arena: &'a Arena, parts: &'a [RemotePart]) -> Self {
         Self {
             header,
@@ -39,7 +39,7 @@ impl<'a> Body<'a> {
         }
     }
 
-    /// Their number.
+    /// Number of the bytes.
     pub fn len(&self) -> u64 {
         let parts = self.payloads.map_or(&[][..], |(_, parts)| parts);
         let padded = parts
@@ -48,7 +48,7 @@ impl<'a> Body<'a> {
         self.header.len() as u64 + padded.sum::<u64>()
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -67,7 +67,7 @@ impl<'a> Body<'a> {
         header.chain(payloads)
     }
 
-    /// A copy of all of them.
+    /// A copy of all bytes.
     #[cfg(any(feature = "s3", feature = "redis"))]
     pub(crate) fn to_vec(self) -> Vec<u8> {
         let mut all = Vec::with_capacity(self.len() as usize);

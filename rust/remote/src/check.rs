@@ -11,21 +11,21 @@ use crate::receiver::Receiver;
 
 /// Bytes that are written and read back.
 const SAMPLE: usize = 64 << 10;
-/// Probes whose middle time is reported.
+/// Number of probes. Their median time is reported.
 const PROBES: usize = 11;
-/// A store further away than this answers lookups late.
+/// A store whose probes take longer than this answers lookups late.
 const SLOW: Duration = Duration::from_millis(100);
-/// S3 refuses requests whose time is off by fifteen minutes; ages are wrong by as much.
+/// Seconds. S3 refuses requests whose time differs by fifteen minutes. Ages of objects are wrong by the difference.
 const SKEW_WARN: f64 = 60.0;
 const SKEW_FAIL: f64 = 900.0;
 
-/// How a check went.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// As it should be.
+    /// There is no problem.
     Ok,
-    /// It costs speed or a feature.
+    /// The finding costs speed or a feature.
     Warn,
     /// The store cannot be used.
     Fail,
@@ -36,7 +36,7 @@ pub enum Status {
 pub struct Finding {
     /// Its subject.
     pub name: &'static str,
-    /// How it went.
+    /// The result.
     pub status: Status,
     /// The finding, for people.
     pub found: String,
@@ -78,7 +78,7 @@ pub fn advice(kind: RemoteError) -> &'static str {
     }
 }
 
-/// Looks at the store: whether it can be reached and written, what it can do, how far away it is.
+/// Checks whether the store can be reached and written, its features, and the time of its probes.
 pub fn check(objects: &dyn Objects) -> Vec<Finding> {
     let mut found = Vec::new();
     let path = sample_path();
@@ -90,7 +90,7 @@ pub fn check(objects: &dyn Objects) -> Vec<Finding> {
             error.to_string(),
             advice,
         ));
-        // In any case nothing should stay.
+        // The sample is removed even after a failure.
         let _ = objects.delete(std::slice::from_ref(&path));
         return found;
     }

@@ -1,7 +1,7 @@
 //! `s3://`, `gs://`, `az://`: object stores, by the crate `object_store`.
 //!
-//! Its requests run on a runtime of two threads; whoever calls waits for them, with limits of its own. Bodies are not
-//! signed: each object has its checksums, and TLS protects them on the way.
+//! Requests run on a runtime of two threads. The caller waits for them, with limits of this module. Bodies are not
+//! signed: each object has checksums, and TLS protects bodies in transit.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -28,35 +28,35 @@ mod client;
 mod endpoint;
 mod profile;
 
-/// Calls at a time: gets of 16 MiB fill a fast network, and a slow one takes no more.
+/// Most calls at a time: this many gets of 16 MiB fill a fast network, and more do not make a slow network faster.
 const PARALLEL: usize = 32;
 /// Requests of one call at a time.
 const REQUESTS: usize = 64;
 /// Threads of the runtime.
 const THREADS: usize = 2;
 
-/// Without a byte for so long, a call is late.
+/// A call is late after this time without a byte.
 const STALL: Duration = Duration::from_secs(1);
 /// A put ends within this time and the time of its bytes at this rate in bytes a second.
 const PUT_LIMIT: Duration = Duration::from_secs(5);
 const PUT_RATE: u64 = 4 << 20;
 /// A list, or the operator's first request, which may have to fetch credentials.
 const PATIENT: Duration = Duration::from_secs(20);
-/// How often the removal of objects is tried.
+/// Attempts to remove objects.
 const REMOVALS: usize = 3;
 
 /// Objects of a bucket or a container.
 #[derive(Debug)]
 pub(crate) struct CloudStore {
     name: &'static str,
-    /// The remedy where the store refuses the credentials, or there are none.
+    /// The remedy if the store refuses the credentials, or if there are none.
     credentials: &'static str,
-    /// The remedy where it cannot be reached.
+    /// The remedy if the store cannot be reached.
     reach: &'static str,
     store: Arc<dyn ObjectStore>,
     prefix: String,
     renew_after: Duration,
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     runtime: Option<Runtime>,
 }
 
@@ -122,7 +122,7 @@ impl CloudStore {
     }
 
     async fn receive(&self, path: &Path, receiver: &mut Receiver<'_>) -> Result<()> {
-        // Bytes that nobody wants would have to be read all the same, or cost the connection.
+        // Without a range, the unwanted bytes would have to be read, or the connection closed.
         let range = Some(GetRange::Bounded(0..receiver.wanted()));
         let options = || GetOptions {
             range: range.clone(),
@@ -191,12 +191,12 @@ impl Objects for CloudStore {
         PARALLEL
     }
 
-    /// A list, since a HEAD has no words: without the bucket, or with wrong credentials, the store says which.
+    /// Sends a list request: unlike the answer to a HEAD, its answer names the error, such as a missing bucket.
     fn greet(&self) -> Result<()> {
         let path = self.path("check");
         let listed = self.list("check", &mut |_| false);
         match listed {
-            // Whoever may only read and write may not list.
+            // The credentials may allow only reads and writes, not lists.
             Err(error) if error.kind == RemoteError::Denied => self
                 .wait(self.head(&path, PATIENT))
                 .map(drop)
@@ -274,7 +274,7 @@ impl Objects for CloudStore {
     fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
         let asked = entries.iter().map(|entry| async move {
             let found = self.head(&self.path(&entry.path), PATIENT).await?;
-            // A HEAD tells whole seconds, a list may tell more.
+            // A HEAD returns whole seconds. A list may return fractions.
             let same = |found: ObjectMeta| {
                 whole_seconds(found.last_modified.into()) == whole_seconds(entry.modified)
                     && found.size == entry.bytes
@@ -293,9 +293,9 @@ impl Objects for CloudStore {
         })
     }
 
-    /// By the time of a new object, which is in seconds.
+    /// From the time of a new object, which has whole seconds.
     fn clock_skew(&self) -> Result<Option<f64>> {
-        // One of its own: another process may ask at the same time.
+        // The object has a unique name: another process may check at the same time.
         let path = self.path(&crate::check::sample_path());
         self.wait(async {
             let before = SystemTime::now();
@@ -319,7 +319,7 @@ impl Objects for CloudStore {
     }
 }
 
-/// The detail of the error that an object of that name exists.
+/// The detail of the error if an object of the name exists.
 const ALREADY_THERE: &str = "an object of that name exists";
 
 fn whole_seconds(time: SystemTime) -> u64 {
@@ -328,7 +328,7 @@ fn whole_seconds(time: SystemTime) -> u64 {
         .as_secs()
 }
 
-/// The result of `work`, or that it is late.
+/// The result of `work`, or the error that it is late.
 async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Result<T> {
     tokio::time::timeout(limit, work).await.map_err(|_| {
         let detail = format!("no answer within {} s", limit.as_secs());
@@ -336,8 +336,8 @@ async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Result<T> 
     })
 }
 
-/// The result of a request. It is repeated at once if the server had closed its connection, or had an error of its
-/// own: Ceph reports one for a read of an object that is being replaced.
+/// The result of a request. The request is repeated once if the server has closed its connection, or has an internal
+/// error: Ceph reports such an error for a read of an object that is being replaced.
 async fn again<T, F>(limit: Duration, request: impl Fn() -> F) -> Result<T>
 where
     F: Future<Output = object_store::Result<T>>,
@@ -366,10 +366,10 @@ fn is_closed_connection(error: &object_store::Error) -> bool {
     matches!(http_kind(error), Some(Request | Interrupted))
 }
 
-/// What stands before the status in an error of the crate.
+/// The text before the status in an error of the crate.
 const STATUS_WORDS: &str = "non-2xx status code: ";
 
-/// The status of a response that is no success. The crate tells it in words only.
+/// The status of a failed response. The crate has it only in the error's text.
 fn status(error: &object_store::Error) -> Option<u16> {
     causes(error).find_map(|cause| {
         let text = cause.to_string();
@@ -396,7 +396,7 @@ fn store_error(error: object_store::Error) -> StoreError {
             (Some(429 | 503), _) => RemoteError::Throttled,
             (Some(401 | 403), _) => RemoteError::Denied,
             (Some(507), _) => RemoteError::Full,
-            // Shorter than the range that was asked for.
+            // The object is shorter than the requested range.
             (Some(416), _) => RemoteError::Corrupt,
             (_, Some(HttpErrorKind::Timeout)) => RemoteError::Late,
             _ if detail().contains("QuotaExceeded") => RemoteError::Full,
@@ -406,7 +406,7 @@ fn store_error(error: object_store::Error) -> StoreError {
     StoreError::new(kind, detail())
 }
 
-/// The last words of a chain of causes, on one line: of an answer in XML its code and message.
+/// The last cause of an error, on one line. Of an answer in XML: its code and message.
 fn detail_of(error: &(dyn std::error::Error + 'static)) -> String {
     let text = error.to_string();
     let text = text.strip_prefix("Server returned ").unwrap_or(&text);

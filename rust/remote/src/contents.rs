@@ -14,36 +14,36 @@ use crate::receiver::Receiver;
 
 /// Digits of a namespace's digest in the names of its objects.
 const DIGITS: usize = 32;
-/// A description is shorter than this.
+/// Most bytes of a description.
 const DESCRIPTION_MAX: u64 = 1 << 20;
 
 /// A namespace in a store.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Space {
-    /// The first digits of its digest.
+    /// The first digits of the namespace's digest.
     pub digest: String,
-    /// Its description; `None` if no engine has left one.
+    /// The namespace's description; `None` if no engine has written it.
     pub description: Option<String>,
-    /// Its objects.
+    /// Number of the namespace's objects.
     pub objects: u64,
-    /// Their bytes.
+    /// Bytes of these objects.
     pub bytes: u64,
-    /// Age of the oldest, in seconds.
+    /// Age of the oldest object in seconds.
     pub oldest_s: f64,
-    /// Age of the newest, in seconds.
+    /// Age of the newest object in seconds.
     pub newest_s: f64,
 }
 
 /// The contents of a store.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Contents {
-    /// Objects of undercroft.
+    /// Number of undercroft's objects.
     pub objects: u64,
-    /// Their bytes.
+    /// Bytes of these objects.
     pub bytes: u64,
-    /// Other objects below the prefix: nobody reads or removes them.
+    /// Other objects below the prefix: undercroft does not read or remove them.
     pub other_objects: u64,
-    /// By digest.
+    /// The namespaces, by digest.
     pub namespaces: Vec<Space>,
 }
 
@@ -52,7 +52,7 @@ pub struct Contents {
 /// # Errors
 /// If the store fails.
 pub fn contents(objects: &dyn Objects) -> Result<Contents> {
-    // Whoever may only read cannot ask for the clock.
+    // With credentials for reads only, the clock cannot be read.
     let skew = objects.clock_skew().unwrap_or(None).unwrap_or(0.0);
     let now = shifted(SystemTime::now(), skew);
     let mut found = Contents::default();
@@ -98,7 +98,7 @@ pub fn contents(objects: &dyn Objects) -> Result<Contents> {
     Ok(found)
 }
 
-/// Leaves a namespace's description in the store, for people: no engine reads it.
+/// Writes a namespace's description to the store, for people. No engine reads it.
 ///
 /// # Errors
 /// If the store fails.

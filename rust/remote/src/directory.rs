@@ -1,7 +1,8 @@
 //! `file://`: a directory, often on a file system that many hosts share.
 //!
-//! An object is a file of mode 0600. It is written under a temporary name beside its own, made durable (a full or failing
-//! file system says so at the latest then) and renamed. No symbolic link below the directory is followed.
+//! An object is a file of mode 0600. It is written under a temporary name in its directory, made durable, and renamed.
+//! A full or failing file system reports an error at the latest when the file is made durable. No symbolic link below
+//! the directory is followed.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,10 +24,10 @@ use crate::location::{Location, LocationError};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::{Receiver, os_error};
 
-/// How temporary names begin, of objects that are being written and that are being removed.
+/// Prefix of the temporary names of objects that are being written or removed.
 const TEMPORARY: &str = ".tmp-";
 
-/// Calls at a time. Each may wait for a server of the file system.
+/// Most calls at a time. Each may wait for a server of the file system.
 const PARALLEL: usize = 16;
 
 const DIRECTORY: OFlags = OFlags::RDONLY
@@ -38,14 +39,14 @@ const DIRECTORY: OFlags = OFlags::RDONLY
 #[derive(Debug)]
 pub(crate) struct DirectoryStore {
     path: PathBuf,
-    /// An object that is older when it is read becomes new again.
+    /// An object of at least this age becomes new again when it is read.
     renew_after: Duration,
-    /// Tells this process's temporary names from each other, and from those of other processes.
+    /// Makes temporary names unique in this process and among processes.
     names: (u64, AtomicU64),
 }
 
 impl DirectoryStore {
-    /// The directory; it is made if its parent is there.
+    /// The directory, which is made if its parent exists.
     pub(crate) fn open(
         location: &Location,
         options: Options,
@@ -58,7 +59,7 @@ impl DirectoryStore {
                     "its parent directory does not exist; mount the file system, or make the directory",
                 ));
             }
-            // The directory may be there all the same; if not, the first operation says so.
+            // The directory may exist all the same. If not, the first operation reports it.
             Err(_) => {}
         }
         if std::fs::metadata(&path).is_ok_and(|found| !found.is_dir()) {
@@ -71,7 +72,7 @@ impl DirectoryStore {
         })
     }
 
-    /// The directory that is to hold the object at `path`, and the object's name there.
+    /// The directory for the object at `path`, and the object's name there.
     fn parent<'p>(&self, path: &'p str, make: bool) -> Result<(OwnedFd, &'p str)> {
         let (parents, name) = path.rsplit_once('/').unwrap_or(("", path));
         assert!(is_plain(name), "the name of an object: {path}");
@@ -79,7 +80,7 @@ impl DirectoryStore {
     }
 
     fn directory(&self, below: &str, make: bool) -> Result<OwnedFd> {
-        // The directory itself may be reached by links: the operator has named it.
+        // The path of the store's directory may contain links: the operator has configured it.
         let top = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = rustix::fs::openat(CWD, &self.path, top, Mode::empty());
         let mut at = opened.map_err(|errno| self.error(errno))?;
@@ -130,7 +131,7 @@ impl DirectoryStore {
         }
     }
 
-    /// Gives the finished file its name. Returns whether it has it.
+    /// Gives the finished file its name. Returns whether the file has it.
     fn publish(
         &self,
         parent: &OwnedFd,
@@ -144,7 +145,7 @@ impl DirectoryStore {
         }
         let flags = RenameFlags::NOREPLACE;
         let named = match rustix::fs::renameat_with(parent, temporary, parent, name, flags) {
-            // File systems without that flag, such as NFS, have links.
+            // File systems without this flag, such as NFS, support links.
             Err(Errno::INVAL | Errno::NOSYS) => {
                 rustix::fs::linkat(parent, temporary, parent, name, AtFlags::empty())
                     .and_then(|()| rustix::fs::unlinkat(parent, temporary, AtFlags::empty()))
@@ -198,7 +199,7 @@ impl DirectoryStore {
         each: &mut dyn FnMut(&OwnedFd, &str, &str, &Stat) -> Result<bool>,
     ) -> Result<bool> {
         let at = match self.directory(below, false) {
-            // It was removed meanwhile.
+            // The directory was removed meanwhile.
             Err(error) if error.kind == RemoteError::NotFound => return Ok(true),
             at => at?,
         };
@@ -229,8 +230,8 @@ impl DirectoryStore {
         Ok(true)
     }
 
-    /// Removes a file that is as old as `entry` says. It gets another name first, so that whoever writes it anew
-    /// meanwhile keeps the new one.
+    /// Removes a file if its age is still that of `entry`. The file gets another name first, so that a file that is
+    /// written anew meanwhile stays.
     fn remove_unchanged(&self, entry: &Entry) -> Result<bool> {
         let (parent, name) = match self.parent(&entry.path, false) {
             Err(error) if error.kind == RemoteError::NotFound => return Ok(false),
@@ -242,7 +243,7 @@ impl DirectoryStore {
             renamed => renamed.map_err(os_error)?,
         }
         let found = match rustix::fs::statat(&parent, &aside, AtFlags::SYMLINK_NOFOLLOW) {
-            // Another has removed it as the file of a writer that was killed.
+            // Another process has removed the file as a leftover of a killed writer.
             Err(Errno::NOENT) => return Ok(false),
             found => found.map_err(os_error)?,
         };
@@ -288,7 +289,7 @@ impl Objects for DirectoryStore {
                 last_access: time(UTIME_OMIT),
                 last_modification: time(UTIME_NOW),
             };
-            // A file of another owner stays as old as it is.
+            // The age of another owner's file cannot be changed.
             let _ = rustix::fs::futimens(&file, &times);
         }
         Ok(())

@@ -1,7 +1,7 @@
-//! Removes objects from a store that does not do it itself: the oldest first, until the rest fits.
+//! Removes objects from a store without automatic removal: the oldest first, until the rest is within the limits.
 //!
-//! It may run at any time beside writers, and twice at once. An object that was written or renewed since it was listed
-//! stays, and so does one that is younger than [`Limits::min_age`].
+//! It may run at any time beside writers, and in several processes at once. It keeps objects that were written or
+//! renewed since they were listed, and objects that are younger than [`Limits::min_age`].
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -9,62 +9,62 @@ use serde::Serialize;
 
 use crate::objects::{Entry, Objects, Result};
 
-/// Objects that are removed in one call.
+/// Most objects that are removed in one call.
 const BATCH: usize = 1000;
 
-/// The files of a writer that was killed are removed after this time.
+/// Age at which the files of a killed writer are removed.
 const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
 
-/// Which objects are removed.
+/// The limits that determine which objects are removed.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// The oldest objects go until the others have at most so many bytes.
+    /// Most bytes that stay: the oldest objects are removed first.
     pub max_bytes: Option<u64>,
-    /// Older objects go.
+    /// Older objects are removed.
     pub max_age: Option<Duration>,
-    /// Younger objects stay in any case.
+    /// Younger objects always stay.
     pub min_age: Duration,
-    /// Only reports the objects that would go.
+    /// Whether to remove nothing, and only report the objects that would be removed.
     pub dry_run: bool,
 }
 
-/// The outcome.
+/// The result of a collection.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Report {
     /// Objects that were listed.
     pub objects: u64,
-    /// Their bytes.
+    /// Bytes of the listed objects.
     pub bytes: u64,
     /// Objects that were removed, or would be.
     pub removed_objects: u64,
-    /// Their bytes.
+    /// Bytes of the removed objects.
     pub removed_bytes: u64,
-    /// Objects that were to be removed, and were written anew or removed by another meanwhile.
+    /// Objects that were selected, but were written anew or removed by another process meanwhile.
     pub skipped_objects: u64,
     /// Files of writers that were killed.
     pub removed_leftovers: u64,
-    /// Bytes by which the rest is too much, since it is too young.
+    /// Bytes above the limit that stay because their objects are too young.
     pub excess_bytes: u64,
-    /// Age of the oldest object that is left, in seconds.
+    /// Age of the oldest remaining object in seconds.
     pub oldest_s: Option<f64>,
-    /// Whether nothing was removed in truth.
+    /// Whether this was a dry run, which removes nothing.
     pub dry_run: bool,
-    /// How long it took, in seconds.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
-/// Removes objects by the limits. `progress` is told how many of how many objects were looked at for removal; nothing more
-/// is removed once it returns false.
+/// Removes objects by the limits. `progress` gets the number of examined objects and of all objects. Once it returns
+/// false, no further object is removed.
 ///
 /// # Errors
-/// If the store fails. Objects that were removed until then are gone.
+/// If the store fails. Some objects may have been removed before.
 pub fn collect(
     objects: &dyn Objects,
     limits: &Limits,
     mut progress: impl FnMut(usize, usize) -> bool,
 ) -> Result<Report> {
     let started = Instant::now();
-    // Ages are by the store's clock, since its times are.
+    // Ages are computed with the store's clock, like the times of its objects.
     let skew = objects.clock_skew()?.unwrap_or(0.0);
     let now = shifted(SystemTime::now(), skew);
     let mut all = Vec::new();
@@ -74,7 +74,7 @@ pub fn collect(
         }
         true
     })?;
-    // Two that run at once choose the same ones.
+    // Two collections at once select the same objects.
     all.sort_by(|a, b| (a.modified, &a.path).cmp(&(b.modified, &b.path)));
     let mut report = Report {
         objects: all.len() as u64,
@@ -111,7 +111,7 @@ pub fn collect(
     Ok(report)
 }
 
-/// How many of the objects go; they are in the order of their age.
+/// The number of objects to remove. `all` is in the order of age.
 fn choose(all: &[Entry], limits: &Limits, now: SystemTime, total: u64) -> usize {
     let mut left = total;
     let goes = |entry: &Entry| {
@@ -137,7 +137,7 @@ fn age(now: SystemTime, entry: &Entry) -> Duration {
     now.duration_since(entry.modified).unwrap_or_default()
 }
 
-/// The time, `seconds` later or earlier.
+/// The time plus `seconds`, which may be negative.
 pub(crate) fn shifted(time: SystemTime, seconds: f64) -> SystemTime {
     let by = Duration::from_secs_f64(seconds.abs().min(1e9));
     if seconds >= 0.0 { time + by } else { time - by }

@@ -37,8 +37,8 @@ pub use receiver::Receiver;
 /// The settings of a store besides its URL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// How long an object is wanted after its last use (`remote_ttl`). Redis removes it then; elsewhere an object of half
-    /// this age that is read becomes new again, so that `undercroft remote gc` removes it late.
+    /// Time to live of an object after its last use (`remote_ttl`). Redis then removes the object. In other stores, an
+    /// object of half this age becomes new again when it is read, so that `undercroft remote gc` removes it later.
     pub ttl: Duration,
 }
 
@@ -50,10 +50,10 @@ impl Default for Options {
     }
 }
 
-/// The store at `location`, for commands that look after one: a directory is not made.
+/// The store at `location`, for an operator's commands. Does not make a directory.
 ///
 /// # Errors
-/// As [`open`], or if there is no such directory.
+/// The errors of [`open`], or if there is no such directory.
 pub fn open_existing(
     location: &Location,
     options: Options,
@@ -65,10 +65,10 @@ pub fn open_existing(
     open(location, options)
 }
 
-/// The store at `location`. Nothing is asked of the store yet, but a directory is made if its parent is there.
+/// The store at `location`. Sends no request to the store yet. A directory is made if its parent exists.
 ///
 /// # Errors
-/// If the configuration, the environment included, cannot lead to a store, or this build leaves it out.
+/// If the configuration or the environment cannot be used, or if this build does not support the kind of store.
 pub fn open(
     location: &Location,
     options: Options,

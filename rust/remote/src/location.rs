@@ -9,7 +9,7 @@ use crate::mooncake::MooncakePlace;
 pub enum Scheme {
     /// A directory, often on a shared file system.
     File,
-    /// Amazon S3 and everything that speaks it.
+    /// Amazon S3, and stores with its protocol.
     S3,
     /// Google Cloud Storage.
     Gs,
@@ -17,7 +17,7 @@ pub enum Scheme {
     Az,
     /// Redis or Valkey: one server, or a cluster.
     Redis,
-    /// The same over TLS.
+    /// Redis or Valkey over TLS.
     Rediss,
     /// A Mooncake store.
     Mooncake,
@@ -34,8 +34,8 @@ const SCHEMES: [(&str, Scheme, &str); 7] = [
     ("mooncake", Scheme::Mooncake, "mooncake://host:50051/prefix"),
 ];
 
-/// A URL that cannot lead to a store, or a store whose configuration cannot. The message names the URL, the allowed forms
-/// and the remedy; it never has a password.
+/// A URL or a store's configuration cannot be used. The message names the URL, the allowed forms and the remedy. It
+/// never has a password.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct LocationError(pub String);
@@ -49,7 +49,7 @@ pub struct Location {
     pub host: String,
     /// The directory, or the prefix of all names, without `/` at its ends.
     pub path: String,
-    /// The parameters of a Mooncake store, as in the URL; empty elsewhere.
+    /// The parameters of a Mooncake store, as in the URL; empty for other stores.
     pub query: String,
 }
 
@@ -58,9 +58,9 @@ pub struct Location {
 pub(crate) struct RedisPlace {
     /// Host and port: one server, or some of a cluster.
     pub(crate) servers: Vec<(String, u16)>,
-    /// Its number; a cluster has number 0 only.
+    /// Number of the database. A cluster has only number 0.
     pub(crate) database: i64,
-    /// How all keys begin, without the `/` behind it.
+    /// Prefix of all keys, without the following `/`.
     pub(crate) prefix: String,
 }
 

@@ -1,4 +1,4 @@
-//! How fast a store is from here: writes, reads as the engine makes them beside bare ones, and probes.
+//! Measures a store's speed from this machine: writes, reads like the engine's, bare reads, and probes.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -20,24 +20,24 @@ use crate::objects::{Objects, Result, StoreError};
 use crate::pool::Pool;
 use crate::receiver::{Receiver, out_of_arena};
 
-/// Probes whose middle time is told, and objects of one probe of many.
+/// Number of probes. Their median time is reported.
 const PROBES: usize = 21;
 const PROBED: usize = 32;
-/// Bytes that reads have in flight, as the engine's have at most.
+/// Bytes of reads in flight: the most of the engine.
 const WINDOW: u64 = 256 << 20;
-/// Reads of all objects, of each kind; the middle one counts.
+/// Number of reads of all objects, for each kind of read. The median counts.
 const ROUNDS: usize = 3;
 /// A size is large enough if reads of it reach this share of the best rate.
 const ENOUGH: f64 = 0.9;
 
-/// The outcome.
+/// The result of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Measured {
-    /// Middle time of a probe of one object, in milliseconds.
+    /// Median time of a probe of one object, in milliseconds.
     pub probe_ms: f64,
-    /// Time of a probe of 32 objects.
+    /// Median time of a probe of 32 objects, in milliseconds.
     pub probe_32_ms: f64,
-    /// By size of the objects.
+    /// The rates by size of the objects.
     pub sizes: Vec<OfSize>,
     /// The smallest size whose reads reach nine tenths of the best rate, in bytes.
     pub advised_bytes: u64,
@@ -58,13 +58,13 @@ pub struct OfSize {
     pub put_cpu_s_per_gb: f64,
     /// Seconds of this process's CPU for each GB read.
     pub get_cpu_s_per_gb: f64,
-    /// The same of the bare reads.
+    /// Seconds of this process's CPU for each GB of bare reads.
     pub bare_get_cpu_s_per_gb: f64,
 }
 
-/// Writes about `total` bytes of objects of each size, reads them, and removes them. `progress` is told each size's
-/// rates; no other size follows once it returns false. `stopped` ends the measurement at the next object, and the
-/// objects are removed.
+/// Writes about `total` bytes of objects of each size, reads them, and removes them. `progress` gets each size's rates.
+/// Once it returns false, no further size follows. `stopped` ends the measurement at the next object, and the objects
+/// are removed.
 ///
 /// # Errors
 /// If the store fails, there is no memory, or `stopped` is true. If the store fails, objects may stay, which
@@ -119,7 +119,7 @@ impl<'a> Samples<'a> {
         total: u64,
         stopped: &'a AtomicBool,
     ) -> Result<Self> {
-        // A bare read has the header, too.
+        // A bare read also reads the header.
         let place = place_of(size);
         let most = (WINDOW / place).clamp(1, objects.parallel() as u64);
         let arena = Arena::create((most * place).next_multiple_of(ARENA_ALIGN));
@@ -217,7 +217,7 @@ impl<'a> Samples<'a> {
         })
     }
 
-    /// Makes a call for each object, as many at a time as reads are in flight, each with a slot of its own.
+    /// Makes a call for each object, at most `slots` at a time, each with a slot of its own.
     fn each(&self, call: impl Fn(usize, &SegmentHeader) -> Result<()> + Sync) -> Result<()> {
         let next = AtomicUsize::new(0);
         let failed: Mutex<Option<StoreError>> = Mutex::new(None);
@@ -307,7 +307,7 @@ fn place_of(size: u64) -> u64 {
     size.next_multiple_of(SEGMENT_ALIGN) + SEGMENT_ALIGN
 }
 
-/// The one of middle time.
+/// The entry with the median time.
 fn middle(mut times: Vec<(f64, f64)>) -> (f64, f64) {
     times.sort_by(|(a, _), (b, _)| a.total_cmp(b));
     times[times.len() / 2]

@@ -1,8 +1,8 @@
-//! `mooncake://`: Mooncake Store, by the client of its own wheel.
+//! `mooncake://`: Mooncake Store, by the client in Mooncake's own wheel.
 //!
-//! The client is an extension of Python whose calls wait half a minute for a peer that hangs, and without end for a master
-//! that does. So it runs in a process of its own, `undercroft.mooncake_helper`, which is ended if it hangs. Objects pass
-//! through memory that both map.
+//! The client is an extension of Python. Its calls wait half a minute for a peer that hangs, and without end for a
+//! master that hangs. So the client runs in a process of its own, `undercroft.mooncake_helper`, which is ended if it
+//! hangs. Objects pass through memory that both processes map.
 
 mod buffer;
 mod helper;
@@ -25,18 +25,18 @@ pub use helper::set_python;
 pub(crate) use place::MooncakePlace;
 use protocol::{Answer, Request, Start};
 
-/// Calls at a time. The helper carries them out one after the other: several at a time are slower over TCP.
+/// Most calls at a time. The helper carries them out one after the other: over TCP, concurrent calls are slower.
 const PARALLEL: usize = 8;
 /// A call without an object's bytes ends within this time.
 const STALL: Duration = Duration::from_secs(1);
-/// One with them, within this time and so many seconds for each byte.
+/// A call with an object's bytes ends within this time plus the time of its bytes at the least rate.
 const TRANSFER: Duration = Duration::from_secs(2);
 const SLOWEST: u64 = 16 << 20;
 /// The client's start, with its own attempts to reach the master.
 const START_LIMIT: Duration = Duration::from_secs(20);
-/// A helper that could not be used is not followed by another one before so long.
+/// Least time between the starts of two helpers, if the first cannot be used.
 const RESTART: Duration = Duration::from_secs(1);
-/// So many bytes are taken before another look whether the store is to end.
+/// Bytes that are copied between two checks whether the store must end.
 const PIECE: u64 = 1 << 20;
 /// Names in one request for sizes.
 const LISTED: usize = 1000;
@@ -48,7 +48,7 @@ pub(crate) struct MooncakeStore {
     helper: Mutex<Running>,
 }
 
-/// The helper that is asked now, and when it was started.
+/// The present helper, and the time of its start.
 type Running = Option<(Arc<Helper>, Instant)>;
 
 impl std::fmt::Debug for MooncakeStore {
@@ -77,7 +77,7 @@ impl MooncakeStore {
         paths.iter().map(|path| self.key(path)).collect()
     }
 
-    /// A helper that has the store; started if there is none, or none that can be used.
+    /// A helper that is connected to the store. Starts one if there is none that can be used.
     fn helper(&self, deadline: Instant) -> Result<Arc<Helper>> {
         let mut running = self.helper.lock().unwrap_or_else(PoisonError::into_inner);
         let helper = match &*running {
@@ -128,7 +128,7 @@ impl MooncakeStore {
         answer.map(|(answer, _)| answer)
     }
 
-    /// The memory that an object's bytes pass through, and when its transfer has to end.
+    /// The memory through which an object's bytes pass, and the deadline of its transfer.
     fn room(&self, bytes: u64) -> Result<(Slot, Instant)> {
         let time = TRANSFER + Duration::from_secs(1) * bytes.div_ceil(SLOWEST) as u32;
         let deadline = Instant::now() + time;
@@ -184,7 +184,7 @@ impl Objects for MooncakeStore {
         let (answer, slot) = self.ask(&request, Some(slot), deadline)?;
         let slot = slot.expect("it comes back with the answer");
         let bytes = u64::try_from(answer.value()?).unwrap_or(0).min(wanted);
-        // The process of the helper can change the bytes: they are verified after they were copied.
+        // The helper's process can change the bytes, so they are verified after the copy.
         let mut done = 0;
         while done < bytes {
             let count = PIECE.min(bytes - done);
@@ -215,7 +215,7 @@ impl Objects for MooncakeStore {
         self.say(&Request::Remove { keys }).map(drop)
     }
 
-    /// Objects have no time here: they count as new.
+    /// Mooncake's objects have no time, so they count as new.
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
         let (prefix, patience) = (self.key(below), Instant::now() + START_LIMIT);
         let (listed, _) = self.ask(&Request::List { prefix }, None, patience)?;

@@ -8,19 +8,19 @@ use crate::body::Body;
 use crate::check::{Finding, advice};
 use crate::receiver::Receiver;
 
-/// Why a store cannot do something: the kind, and its own words for the operator.
+/// The error of an operation: its kind, and the store's own text for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreError {
     /// The kind.
     pub kind: RemoteError,
-    /// The words of the store or the system; never a credential.
+    /// The text from the store or the system; never a credential.
     pub detail: String,
-    /// A remedy of its own; `None` if that of the kind will do.
+    /// A remedy for this error; `None` for the remedy of the kind.
     pub advice: Option<&'static str>,
 }
 
 impl StoreError {
-    /// An error with the store's own words.
+    /// An error with the store's own text.
     pub fn new(kind: RemoteError, detail: impl std::fmt::Display) -> Self {
         Self {
             kind,
@@ -72,25 +72,25 @@ pub struct Entry {
     pub path: String,
     /// Its bytes.
     pub bytes: u64,
-    /// When it was written or last renewed, by the store's clock.
+    /// Time at which the object was written or last renewed, by the store's clock.
     pub modified: SystemTime,
 }
 
-/// A store of objects. Calls block; a call that gets no answer ends with [`RemoteError::Late`], where the system lets go
-/// of it: a file system that hangs does not.
+/// A store of objects. Calls block. A call without an answer ends with [`RemoteError::Late`], if the system can end the
+/// call: a call to a file system that hangs cannot be ended.
 ///
-/// Paths are of lower-case letters, digits, `.`, `-` and `/`; the store puts its own prefix before them.
+/// Paths have lower-case letters, digits, `.`, `-` and `/`. The store adds its own prefix.
 pub trait Objects: Send + Sync + std::fmt::Debug {
     /// `"file"`, `"s3"`, ...
     fn name(&self) -> &'static str;
 
-    /// Calls that make sense at a time.
+    /// Most useful number of calls at a time.
     fn parallel(&self) -> usize;
 
-    /// Looks whether the store answers and accepts the credentials. May take many seconds.
+    /// Checks whether the store answers and accepts the credentials. May take many seconds.
     ///
     /// # Errors
-    /// If not.
+    /// If the store does not answer or refuses the credentials.
     fn greet(&self) -> Result<()> {
         self.probe(&["check/none".to_owned()]).map(drop)
     }
@@ -98,26 +98,26 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     /// Which objects exist: one bit for each path, at most 64.
     ///
     /// # Errors
-    /// If the store does not say so for each.
+    /// If the store does not answer for each path.
     fn probe(&self, paths: &[String]) -> Result<u64>;
 
-    /// Passes an object's bytes to `receiver`, in order, until the receiver has what it wants or they end.
+    /// Passes an object's bytes to `receiver`, in order, until the receiver wants no more or the object ends.
     ///
     /// # Errors
     /// If there is no such object, the receiver refuses it, or the store fails.
     fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()>;
 
-    /// Writes an object; it is never visible in part. Returns whether it was written: with `if_absent`, an object that is
-    /// there already is kept, where the store can tell.
+    /// Writes an object, which is never visible in part. Returns whether it was written: with `if_absent`, an existing
+    /// object is kept, if the store supports this.
     ///
     /// # Errors
-    /// If the object is not there as asked.
+    /// If the object may not have been written.
     fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool>;
 
-    /// Removes objects; one that is not there is no error.
+    /// Removes objects. A missing object is no error.
     ///
     /// # Errors
-    /// If one may still be there.
+    /// If an object may still exist.
     fn delete(&self, paths: &[String]) -> Result<()>;
 
     /// Calls `each` with the objects below a path, in no order, until it returns false.
@@ -126,27 +126,27 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     /// If the list is not complete.
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()>;
 
-    /// Removes the objects that are still as old as the list said; an object that was written since stays. Returns
-    /// which objects this call has removed, in the order of `entries`. S3 names an object in the answers of both of two
-    /// calls at once.
+    /// Removes the objects whose times have not changed since the list. An object that was written since then stays.
+    /// Returns which objects this call has removed, in the order of `entries`. For two simultaneous calls, S3 reports
+    /// an object as removed to both.
     ///
     /// # Errors
-    /// If the store fails; some may be removed.
+    /// If the store fails. Some objects may have been removed.
     fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>>;
 
-    /// The difference of the store's clock and this machine's: positive if the store's is ahead. `None` if the store has
-    /// no clock to ask for.
+    /// Seconds by which the store's clock is ahead of this machine's clock; negative if it is behind. `None` if the
+    /// store has no clock.
     ///
     /// # Errors
     /// If the store fails.
     fn clock_skew(&self) -> Result<Option<f64>>;
 
-    /// Who removes objects: the store itself, by `remote_ttl` or its own policy, or `undercroft remote gc`.
+    /// Whether the store itself removes objects, by `remote_ttl` or its own policy. Else `undercroft remote gc` does.
     fn expires(&self) -> bool {
         false
     }
 
-    /// Whether an object that was modified then is put again when it is read.
+    /// Whether an object with this time of modification is put again when it is read.
     fn renews(&self, _modified: SystemTime) -> bool {
         false
     }

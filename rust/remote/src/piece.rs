@@ -1,4 +1,4 @@
-//! Bytes of an object that have come.
+//! Bytes of an object that have arrived.
 
 use undercroft_core::arena::{Arena, OutOfBounds};
 use undercroft_core::checksum::RunningChecksum;
@@ -6,9 +6,9 @@ use undercroft_core::checksum::RunningChecksum;
 /// A run of bytes.
 #[derive(Clone, Copy)]
 pub(crate) enum Piece<'a> {
-    /// Of this process.
+    /// Bytes of this process.
     Bytes(&'a [u8]),
-    /// A range of memory that another process may write: place and length, which are inside.
+    /// A range of memory that another process may write: offset and length, which have been checked.
     Shared(&'a Arena, u64, u64),
 }
 
@@ -20,7 +20,7 @@ impl Piece<'_> {
         }
     }
 
-    /// The first `count` bytes, or all if there are fewer, and the others.
+    /// The first `count` bytes (or all if there are fewer), and the rest.
     pub(crate) fn split_at(self, count: u64) -> (Self, Self) {
         let count = count.min(self.len());
         match self {
@@ -46,8 +46,8 @@ impl Piece<'_> {
         }
     }
 
-    /// Copies the bytes into an arena, and adds them to a checksum: those of the copy, where another process may change the
-    /// others.
+    /// Copies the bytes into an arena, and adds them to a checksum. If another process may change the source, the bytes
+    /// of the copy are added.
     pub(crate) fn write_to(
         &self,
         arena: &Arena,

@@ -19,13 +19,13 @@ use crate::objects::{Objects, Result, StoreError};
 use crate::receiver::Receiver;
 use crate::sealed::seal_object;
 
-/// How long dropping a pool waits for calls that may still touch the arena.
+/// Longest wait of a pool's drop for calls that may still access the arena.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
-/// Puts take at most one of so many threads: reads have the others at any time.
+/// Puts use at most one in this many threads, so that reads always have the other threads.
 const PUT_SHARE: usize = 4;
 
-/// The requests that wait. Probes go before gets, and gets before puts.
+/// The pending requests. Probes precede gets, and gets precede puts.
 #[derive(Debug, Default)]
 struct Queue {
     probes: VecDeque<RemoteRequest>,
@@ -40,17 +40,17 @@ struct Queue {
 struct Shared {
     objects: Arc<dyn Objects>,
     arena: Arc<Arena>,
-    /// If payloads are encrypted.
+    /// The cipher, if payloads are encrypted.
     cipher: Option<Arc<dyn PayloadCipher>>,
     waker: Waker,
     queue: Mutex<Queue>,
-    /// Told once for each request, and when the pool is dropped. Whoever ends a request looks for the next one itself, so
-    /// that no request wakes more than one thread.
+    /// Notified once for each request, and when the pool is dropped. A thread that ends a request takes the next
+    /// request itself, so that no request wakes more than one thread.
     work: Condvar,
-    /// Told when a request has ended.
+    /// Notified when a request has ended.
     ended: Condvar,
     stop: AtomicBool,
-    /// How the last operation ended, with the store's own words.
+    /// The result of the last operation, with the store's own text.
     last: Mutex<Health>,
 }
 
@@ -63,24 +63,24 @@ pub struct Pool {
     puts_in_flight: usize,
 }
 
-/// How a store's last operation ended.
+/// The result of a store's last operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Health {
-    /// None has ended yet.
+    /// No operation has ended yet.
     #[default]
     Unknown,
-    /// Well, or there was no such object.
+    /// The operation succeeded, or there was no such object.
     Good,
-    /// Badly.
+    /// The operation failed.
     Failed(StoreError),
 }
 
-/// Tells how a pool's last operation ended, for the operator.
+/// Reads the result of a pool's last operation, for the operator.
 #[derive(Clone, Debug)]
 pub struct LastResult(Arc<Shared>);
 
 impl LastResult {
-    /// It.
+    /// The result of the last operation.
     pub fn get(&self) -> Health {
         let last = self.0.last.lock();
         last.unwrap_or_else(PoisonError::into_inner).clone()
@@ -88,7 +88,7 @@ impl LastResult {
 }
 
 impl Pool {
-    /// Starts the threads, and has one of them look for the store. `waker` is woken after each completion.
+    /// Starts the threads, one of which checks the store first. `waker` is woken after each completion.
     ///
     /// # Errors
     /// If a thread cannot be started.
@@ -100,10 +100,11 @@ impl Pool {
         Self::start_with(objects, arena, waker, None)
     }
 
-    /// As [`Pool::start`]. With a cipher, objects are encrypted before they are put, and no others are found.
+    /// Like [`Pool::start`]. With a cipher, objects are encrypted before they are put, and only encrypted objects are
+    /// found.
     ///
     /// # Errors
-    /// Likewise.
+    /// If a thread cannot be started.
     pub fn start_with(
         objects: Arc<dyn Objects>,
         arena: Arc<Arena>,
@@ -117,7 +118,7 @@ impl Pool {
             cipher,
             waker,
             queue: Mutex::new(Queue {
-                // The first look at the store.
+                // The first check of the store.
                 running: 1,
                 ..Queue::default()
             }),
@@ -147,7 +148,7 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Tells how the last operation ended, while the pool lives and afterwards.
+    /// Reads the result of the last operation, even after the pool's end.
     pub fn last_result(&self) -> LastResult {
         LastResult(Arc::clone(&self.shared))
     }
@@ -158,7 +159,7 @@ impl RemoteStore for Pool {
         self.shared.objects.name()
     }
 
-    /// Puts that wait behind others leave the room as it is: they keep no read from its thread.
+    /// Room for further requests. Puts that wait for the puts' share of threads do not count: they delay no read.
     fn room(&self) -> usize {
         let puts = self.puts_in_flight.min(self.shared.puts_max());
         self.threads
@@ -192,7 +193,7 @@ impl RemoteStore for Pool {
 }
 
 impl Drop for Pool {
-    /// A call that does not end in time keeps the arena mapped by its own reference.
+    /// If a call does not end in time, its own reference keeps the arena mapped.
     fn drop(&mut self) {
         let shared = &self.shared;
         shared.stop.store(true, Ordering::Relaxed);
@@ -271,7 +272,7 @@ impl Shared {
         }
     }
 
-    /// `after`: an object to put again.
+    /// Carries out a request. `after` gets an object to put again.
     fn carry_out(
         &self,
         request: RemoteRequest,
@@ -297,7 +298,7 @@ impl Shared {
                 let kept = receiver.take_kept();
                 let sums = got.and_then(|()| receiver.finish());
                 if matches!(&sums, Err(error) if error.kind == RemoteError::Corrupt) {
-                    // It may be that we must not: then it goes when it is old.
+                    // Without the permission to remove it, the object is removed when it is old.
                     let _ = self.objects.delete(std::slice::from_ref(&path));
                 }
                 let sums = sums?;
@@ -340,7 +341,7 @@ impl Shared {
         }
     }
 
-    /// Looks whether the store answers, before there is a request. The first request may have to fetch credentials.
+    /// Checks whether the store answers, before there is a request: credentials may have to be fetched first.
     fn greet(&self) {
         let found = contained(|| Some(self.objects.greet()));
         self.note(&found.unwrap_or(Err(RemoteError::Unreachable.into())));
@@ -352,7 +353,7 @@ impl Shared {
         use RemoteError::Stopped;
         let last = match result {
             Err(error) if error.kind == Stopped => return,
-            // These are of one object.
+            // Errors of one object do not count.
             Err(error) if !error.kind.is_of_object() => Health::Failed(error.clone()),
             _ => Health::Good,
         };

@@ -1,4 +1,4 @@
-//! The bytes of an object that is read: verified, and the payloads that are wanted put into the arena as they come.
+//! Receives the bytes of an object that is read: verifies them, and writes the wanted payloads into the arena.
 
 use std::borrow::Cow;
 use std::os::fd::BorrowedFd;
@@ -21,50 +21,50 @@ use crate::sealed::{Unsealing, sealed};
 /// A file is read in pieces of this size in bytes: its checksum is computed while a piece is in the processor's cache.
 const PIECE: u64 = 512 << 10;
 
-/// Bytes that have come are copied in pieces of this size, for the same reason.
+/// Bytes that have arrived are copied in pieces of this size, for the same reason.
 const COPIED: u64 = 128 << 10;
 
 /// Takes the bytes of one object, in order.
 #[derive(Debug)]
 pub struct Receiver<'a> {
     target: Target<'a>,
-    /// Bytes that have come.
+    /// Number of bytes that have arrived.
     at: u64,
     stop: Option<&'a AtomicBool>,
-    /// All bytes, for an object that is put again.
+    /// A copy of all bytes, for an object that is put again.
     kept: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
 enum Target<'a> {
     Segment(Box<Segment<'a>>),
-    /// The first bytes, at most so many.
+    /// The first bytes, up to a limit.
     Bytes(Vec<u8>, u64),
-    /// So many bytes, of which nobody looks at any. A file is read to this place in the arena.
+    /// Bytes that are dropped: arena, offset and number. A file's bytes are read to this offset of the arena.
     Unseen(&'a Arena, u64, u64),
 }
 
 #[derive(Debug)]
 struct Segment<'a> {
     arena: &'a Arena,
-    /// The object in the store.
+    /// The description of the object in the store.
     expect: Cow<'a, Expected>,
-    /// If its payloads are encrypted.
+    /// The decryption, if payloads are encrypted.
     unsealing: Option<Unsealing<'a>>,
-    /// Each part, and where its bytes begin in the object.
+    /// Each part, and the offset of its bytes in the object.
     parts: Vec<(RemotePart, u64)>,
     header: Vec<u8>,
-    /// By payload, once the header is there.
+    /// The checksum of each payload, once the header has arrived.
     checksums: Vec<u64>,
-    /// Checksum of the part that is coming.
+    /// Checksum of the part that is arriving.
     running: RunningChecksum,
-    /// Checksums of the parts that have come.
+    /// Checksums of the parts that have arrived.
     sums: Vec<u64>,
 }
 
 impl<'a> Receiver<'a> {
-    /// For the segment that `expect` describes. `parts` are in the object's order. Once `stop` is set, nothing is written
-    /// to the arena any more.
+    /// A receiver for the segment that `expect` describes. `parts` are in the object's order. Once `stop` is set,
+    /// nothing is written to the arena any more.
     ///
     /// # Panics
     /// If a part is no payload of the segment.
@@ -77,11 +77,10 @@ impl<'a> Receiver<'a> {
         Self::of(arena, (Cow::Borrowed(expect), None), parts, stop)
     }
 
-    /// The same of an object at `path` whose payloads are encrypted. Nothing is written to the arena that was not
-    /// decrypted.
+    /// A receiver for a segment at `path` whose payloads are encrypted. Only decrypted bytes are written to the arena.
     ///
     /// # Panics
-    /// Likewise.
+    /// If a part is no payload of the segment.
     pub(crate) fn sealed_segment(
         arena: &'a Arena,
         (expect, path): (&'a Expected, &'a str),
@@ -128,13 +127,12 @@ impl<'a> Receiver<'a> {
         )
     }
 
-    /// For the first bytes of any object, at most `limit`.
+    /// A receiver for the first bytes of any object, at most `limit`.
     pub fn bytes(limit: u64) -> Self {
         Self::new(Target::Bytes(Vec::new(), limit), None)
     }
 
-    /// For so many bytes, which are dropped: for benchmarks. Those of a file, which must be read to somewhere, go to a
-    /// place in the arena.
+    /// A receiver for `bytes` bytes, which it drops: for benchmarks. A file's bytes are read to `place` in the arena.
     ///
     /// # Panics
     /// If the place is not in the arena.
@@ -152,7 +150,7 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// How many bytes from the start are wanted.
+    /// Number of wanted bytes from the object's start.
     pub fn wanted(&self) -> u64 {
         match &self.target {
             Target::Segment(segment) => segment.wanted(),
@@ -168,13 +166,13 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// Keeps a copy of the bytes that come.
+    /// Keeps a copy of the bytes that arrive.
     #[cfg(feature = "s3")]
     pub(crate) fn keep(&mut self) {
         self.kept = Some(Vec::with_capacity(self.wanted() as usize));
     }
 
-    /// The copy, if all of the object came.
+    /// The copy, if the whole object has arrived.
     pub(crate) fn take_kept(&mut self) -> Option<Vec<u8>> {
         self.kept.take()
     }
@@ -182,16 +180,15 @@ impl<'a> Receiver<'a> {
     /// Takes the bytes that follow. Returns whether more are wanted.
     ///
     /// # Errors
-    /// If they are not of the object that was asked for, or the store is being shut down.
+    /// If the bytes do not belong to the requested object, or the store is being shut down.
     pub fn take(&mut self, bytes: &[u8]) -> Result<bool> {
         self.take_piece(Piece::Bytes(bytes))
     }
 
-    /// Takes bytes that follow from memory which another process may write meanwhile. The bytes that are verified are
-    /// those of the copy.
+    /// Takes the next bytes from memory that another process may write meanwhile. The bytes of the copy are verified.
     ///
     /// # Errors
-    /// As [`Receiver::take`].
+    /// The errors of [`Receiver::take`].
     pub(crate) fn take_shared(&mut self, from: &Arena, place: u64, len: u64) -> Result<bool> {
         from.check(place, len).map_err(out_of_arena)?;
         self.take_piece(Piece::Shared(from, place, len))
@@ -215,10 +212,10 @@ impl<'a> Receiver<'a> {
         Ok(self.at < self.wanted())
     }
 
-    /// Takes the wanted bytes from a file, straight into the arena.
+    /// Reads the wanted bytes from a file directly into the arena.
     ///
     /// # Errors
-    /// As [`Receiver::take`], or if the file cannot be read.
+    /// The errors of [`Receiver::take`], or if the file cannot be read.
     pub fn take_file(&mut self, file: BorrowedFd<'_>) -> Result<()> {
         let head = match &self.target {
             Target::Segment(segment) => segment.expect.header_bytes(),
@@ -379,7 +376,7 @@ impl Segment<'_> {
         Ok(())
     }
 
-    /// Reads a piece of a part, `done` bytes behind the part's start; how much.
+    /// Reads a piece of a part, `done` bytes after the part's start. Returns the number of bytes.
     fn read_piece(
         &mut self,
         file: BorrowedFd<'_>,
@@ -389,7 +386,7 @@ impl Segment<'_> {
         let Some(unsealing) = &mut self.unsealing else {
             let to = part.arena_offset + done;
             let count = self.arena.pread(file, at, to, len)? as u64;
-            // In range: it was read from a moment ago.
+            // The range is valid: bytes were just read into it.
             let summed = self.arena.sum_running(&mut self.running, to, count);
             return summed.map(|()| count).map_err(|_| Errno::INVAL);
         };

@@ -23,9 +23,9 @@ use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
 use servers::{Address, Keyed, STALL, Servers};
 
-/// Calls at a time. A server carries out one command at a time; more connections only divide its network.
+/// Most calls at a time. A server carries out one command at a time, so more connections only share its network.
 const PARALLEL: usize = 8;
-/// Names in one answer of a list.
+/// Most names in one answer of a list.
 const LISTED: usize = 1000;
 
 /// Values of a server or a cluster.
@@ -69,7 +69,7 @@ impl RedisStore {
         format!("{}/{path}", self.prefix)
     }
 
-    /// A finding on a server's memory; `None` if the server's operator has forbidden to ask.
+    /// A finding on a server's memory; `None` if the server's operator has forbidden the question.
     fn memory(&self, server: &Address) -> Option<Finding> {
         let asked = redis::cmd("INFO").arg("memory").take();
         let answer = self.servers.ask_one(server, &[&asked]).ok()?.pop()?;
@@ -153,7 +153,7 @@ impl Objects for RedisStore {
             .try_fold(0, |all, bit: Result<u64>| Ok(all | bit?))
     }
 
-    /// An object that is read is wanted for `remote_ttl` again.
+    /// A read renews the object's time to live (`remote_ttl`).
     fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
         let key = self.key(path);
         let wanted = isize::try_from(receiver.wanted()).unwrap_or(isize::MAX);
@@ -200,7 +200,7 @@ impl Objects for RedisStore {
         self.servers.ask(&asked.collect::<Vec<_>>()).map(drop)
     }
 
-    /// Objects have no time of their own here: the time of the next renewal stands for it.
+    /// Objects have no time of modification in Redis. It is computed from the remaining time to live.
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
         let pattern = format!("{}*", escaped(&self.key(below)));
         for server in self.servers.all()? {
@@ -233,7 +233,7 @@ impl Objects for RedisStore {
     fn advice(&self) -> Vec<Finding> {
         let servers = self.servers.all().unwrap_or_default();
         let found = servers.iter().filter_map(|server| self.memory(server));
-        // The worst server of a cluster stands for all of them.
+        // Only the finding of the worst server of a cluster is reported.
         found
             .max_by_key(|finding| finding.status == Status::Warn)
             .into_iter()
@@ -260,7 +260,7 @@ fn password(location: &Location) -> std::result::Result<Option<String>, Location
     Ok(Some(text.trim_end_matches(['\r', '\n']).to_owned()))
 }
 
-/// The text as a pattern that matches itself.
+/// The pattern that matches only this text.
 fn escaped(text: &str) -> String {
     let mut pattern = String::with_capacity(text.len());
     for character in text.chars() {
@@ -272,7 +272,7 @@ fn escaped(text: &str) -> String {
     pattern
 }
 
-/// What an answer says.
+/// The value of an answer.
 fn value<T: FromRedisValue>(answer: Value) -> Result<T> {
     let answer = answer.extract_error().map_err(store_error)?;
     redis::from_redis_value(answer).map_err(|error| store_error(error.into()))
@@ -302,7 +302,7 @@ fn store_error(error: RedisError) -> StoreError {
             "set REDIS_PASSWORD or REDIS_PASSWORD_FILE, and REDIS_USERNAME for a user that may read, write and delete the \
              keys of the prefix",
         ),
-        // The system's words are those of a socket that is not ready.
+        // The system's text would describe a socket that is not ready.
         RemoteError::Late => (format!("no answer within {} s", STALL.as_secs()), TLS),
         RemoteError::Unreachable => (text, REACH),
         _ => return StoreError::new(kind, text),

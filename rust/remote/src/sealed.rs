@@ -1,5 +1,5 @@
-//! Objects whose payloads are encrypted. Such an object is built as any other, of payloads that are each followed by a
-//! seal, and has a version and a name of its own: a host without a key finds no such object.
+//! Objects whose payloads are encrypted. Such an object has the usual form, but each payload is followed by a seal. It
+//! has a version and a name of its own, so that a host without a key does not find it.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use crate::objects::{Result, StoreError};
 use crate::piece::Piece;
 use crate::receiver::out_of_arena;
 
-/// Begins the associated data of payloads in a remote store, so that no slot on disk has the same.
+/// Begins the associated data of payloads in a remote store, so that it differs from that of every slot on disk.
 const PLACE: &[u8] = b"remote";
 
-/// The object as it lies in the store: each payload with its seal.
+/// The object in the store: each payload with its seal.
 pub(crate) fn sealed(of: &Expected) -> Expected {
     let with_seal = |payload: &SegmentPayload| SegmentPayload {
         len: payload.len + SEAL_BYTES as u32,
@@ -30,7 +30,7 @@ pub(crate) fn sealed(of: &Expected) -> Expected {
     }
 }
 
-/// Binds a payload to its object, and to its place there.
+/// Binds a payload to its object, and to its place in the object.
 pub(crate) fn binding(of: &Expected, path: &str, payload: &SegmentPayload) -> Binding {
     let hash = &of.hashes[payload.hash_block as usize];
     let mut associated = Vec::with_capacity(PLACE.len() + path.len() + 9 + hash.padded().len());
@@ -39,7 +39,7 @@ pub(crate) fn binding(of: &Expected, path: &str, payload: &SegmentPayload) -> Bi
     associated.extend_from_slice(&payload.hash_block.to_le_bytes());
     associated.push(payload.group);
     associated.extend_from_slice(hash.padded());
-    // Last, since its length differs.
+    // The path comes last, since its length varies.
     associated.extend_from_slice(path.as_bytes());
     Binding {
         namespace: of.namespace.0,
@@ -47,11 +47,11 @@ pub(crate) fn binding(of: &Expected, path: &str, payload: &SegmentPayload) -> Bi
     }
 }
 
-/// The bytes of the encrypted object of a plain one's header and payloads.
+/// The bytes of the encrypted object, from the header and payloads of a plain object.
 ///
 /// # Errors
-/// [`RemoteError::Corrupt`] if the header is none, or a payload in the arena has changed since its checksum was computed:
-/// the seal would say of the wrong bytes that they are right. [`RemoteError::Cipher`] if a payload cannot be encrypted.
+/// [`RemoteError::Corrupt`] if the header is invalid, or if a payload in the arena has changed since its checksum was
+/// computed: the seal would authenticate wrong bytes. [`RemoteError::Cipher`] if a payload cannot be encrypted.
 pub(crate) fn seal_object(
     (path, header): (&str, &[u8]),
     parts: &[RemotePart],
@@ -73,7 +73,7 @@ pub(crate) fn seal_object(
         arena
             .append_to(&mut object, part.arena_offset, u64::from(part.len))
             .expect("parts of a put lie in the arena");
-        // The checksum of the copy: the arena may change meanwhile.
+        // The checksum of the copy is compared, since the arena may change meanwhile.
         if checksum(&object[start..]) != sum {
             return Err(corrupt("a payload in host memory has changed"));
         }
@@ -99,10 +99,10 @@ pub(crate) fn seal_object(
 #[derive(Debug)]
 pub(crate) struct Unsealing<'a> {
     cipher: &'a Arc<dyn PayloadCipher>,
-    /// The object as the engine describes it.
+    /// The engine's description of the object.
     plain: &'a Expected,
     path: &'a str,
-    /// The payload that is coming, encrypted.
+    /// The encrypted payload that is arriving.
     bytes: Vec<u8>,
 }
 
@@ -120,26 +120,26 @@ impl<'a> Unsealing<'a> {
         }
     }
 
-    /// Takes bytes that follow. Returns the copy.
+    /// Takes the next bytes. Returns the copy.
     pub(crate) fn take(&mut self, piece: Piece<'_>) -> &[u8] {
         let start = self.bytes.len();
         piece.append_to(&mut self.bytes);
         &self.bytes[start..]
     }
 
-    /// Room for bytes that follow; all of it is to be filled.
+    /// Room for the next bytes. The caller must fill all of it.
     pub(crate) fn room(&mut self, len: usize) -> &mut [u8] {
         let start = self.bytes.len();
         self.bytes.resize(start + len, 0);
         &mut self.bytes[start..]
     }
 
-    /// Gives back the part of the room behind the first `filled` bytes.
+    /// Frees the part of the room after the first `filled` bytes.
     pub(crate) fn cut(&mut self, room: usize, filled: usize) {
         self.bytes.truncate(self.bytes.len() - room + filled);
     }
 
-    /// All of the payload has come: puts it into the arena. Returns the checksum of the plain bytes.
+    /// The whole payload has arrived: writes it into the arena. Returns the checksum of the plain bytes.
     pub(crate) fn end(&mut self, part: RemotePart, arena: &Arena) -> Result<u64> {
         let payload = &self.plain.payloads[part.payload as usize];
         if !is_intact(&self.bytes) {

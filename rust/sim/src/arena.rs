@@ -1,4 +1,4 @@
-//! The arena: contents, and the users of each slot, as seen from outside the engine.
+//! The arena outside of the engine: its contents, and the users of each slot.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use undercroft_core::io::IO_ALIGN;
 
 use crate::content::{SECTOR, Token, sectors};
 
-/// How a range is used.
+/// The use of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hand {
     /// Its contents change.
@@ -18,9 +18,9 @@ pub(crate) enum Hand {
 #[derive(Debug)]
 pub(crate) struct SimArena {
     tokens: Vec<Token>,
-    /// By 4 KiB: -1 is a writer, above 0 are readers.
+    /// For each 4 KiB: -1 for a writer, or the number of readers.
     hands: Vec<i32>,
-    /// Who holds ranges, for the message.
+    /// The holders of ranges, for messages.
     holders: BTreeMap<u64, String>,
     /// Sectors that have changed since they were written.
     changed: BTreeSet<usize>,
@@ -36,7 +36,7 @@ impl SimArena {
         }
     }
 
-    /// All processes have ended: no range is in use, and the contents mean nothing.
+    /// All processes have ended: no range is in use, and the contents are lost.
     pub(crate) fn abandon(&mut self) {
         self.hands.fill(0);
         self.holders.clear();
@@ -79,7 +79,7 @@ impl SimArena {
         Ok(())
     }
 
-    /// They let it go.
+    /// Ends a use of a slot.
     pub(crate) fn release(&mut self, offset: u64, len: u64, hand: Hand) {
         let (from, to) = units(offset, len);
         for unit in &mut self.hands[from..to] {
@@ -100,7 +100,7 @@ impl SimArena {
         &self.tokens[from..from + sectors(len)]
     }
 
-    /// To be written.
+    /// Sectors to write.
     pub(crate) fn at_mut(&mut self, offset: u64, len: u64) -> &mut [Token] {
         let from = (offset / SECTOR) as usize;
         let range = from..from + sectors(len);

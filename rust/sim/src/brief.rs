@@ -2,7 +2,7 @@
 
 use undercroft_core::io::IoRequest;
 
-/// A request in a few words.
+/// A short text for a request.
 pub(crate) fn brief(request: &IoRequest) -> String {
     match request {
         IoRequest::ReadPayload {

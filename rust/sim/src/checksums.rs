@@ -1,4 +1,4 @@
-//! Checksums of payloads in the arena, which take their time, and bytes there that change.
+//! Checksums of payloads in the arena, whose computing takes time, and bytes in the arena that change.
 
 use undercroft_core::io::{ChecksumRequest, IoCompletion};
 
@@ -7,7 +7,7 @@ use crate::content::{SECTOR, checksum, sectors};
 use crate::world::World;
 
 impl World {
-    /// Checksums are begun, and some are ended.
+    /// Begins checksums, and ends some.
     pub(crate) fn sum(&mut self) -> Result<(), String> {
         let mut started = Vec::new();
         self.engine
@@ -52,7 +52,7 @@ impl World {
         Ok(())
     }
 
-    /// A bit of a payload in the arena flips, if there is one that the engine can tell.
+    /// Flips a bit of a payload in the arena, if there is a payload whose change the engine can detect.
     pub(crate) fn change_a_payload(&mut self) {
         let payloads = self.engine.uncounted(|engine| engine.guarded_payloads());
         if payloads.is_empty() {

@@ -1,4 +1,4 @@
-//! Clients: they use the engine as a scheduler does, in any order that a scheduler may.
+//! Clients: they use the engine like a scheduler, in any order that a scheduler may use.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,7 +70,7 @@ impl World {
         if self.settings.crowded && self.random.chance(40) {
             return self.close_session(session);
         }
-        // Events beside the client's own steps.
+        // Events that are no steps of the client.
         match self.random.below(200) {
             0..=4 => self.take_events(session)?,
             5 => self.check_routers()?,
@@ -151,7 +151,7 @@ impl World {
         }
     }
 
-    /// The tokens that the device holds, and the deepest boundary of use, as of now.
+    /// The tokens that the device holds now, and the deepest boundary that the request can use now.
     pub(crate) fn limits(&mut self, session: usize, request: usize) -> (u32, u32) {
         let tokens = self.sessions[session].requests[request].tokens;
         let most = match self.random.below(10) {
@@ -264,14 +264,14 @@ impl World {
         let pending = self
             .engine
             .with(|engine| engine.still_pending(id, name, Tokens(local), Priority::Demand));
-        // The session does not enter the engine then.
+        // The session does not enter the engine for a pending answer.
         let entered = pending.map(|_| self.engine.with(|engine| engine.lookup(id, &question)));
         let answer = of.session.lookup(&question);
         let name = state.name.clone();
         let awaits_objects = self.engine.with(|engine| engine.awaits_objects(id, &name));
         if let (Some(pending), Some(entered)) = (pending, entered) {
-            // A lookup that waits for the remote store reads the index meanwhile: it is told of blocks that others have
-            // saved since. That does not change whether it is pending.
+            // A lookup that waits for the remote store reads the index again, and so finds blocks that others have
+            // saved since. This does not change whether it is pending.
             let is_told = awaits_objects && pending.is_pending() && answer.is_pending();
             if entered != answer || pending != answer && !is_told {
                 return Err(format!(
@@ -281,7 +281,7 @@ impl World {
         }
         self.note(|| format!("lookup {name} local {local} most {most}: {answer:?}"));
         let state = &mut self.sessions[session].requests[request];
-        // The tiers do not know how long a chain in the remote store is.
+        // The tiers do not have the length of a chain in the remote store.
         if answer.is_pending() && answer.shared() < state.min && !awaits_objects {
             return Err(format!("{name} waits for a hit that is too short"));
         }
@@ -342,8 +342,8 @@ impl World {
             } else {
                 0
             };
-            // A prompt that is asked for again and again is not promoted, or verified, again and again, and a prompt
-            // that exceeds the budget is promoted in part.
+            // The engine limits how often the same prompt is promoted or verified. A prompt above the budget is
+            // promoted in part.
             let config = &self.settings.engine;
             let is_whole = !config.verify_host && config.promotion_bytes == config.host_bytes;
             let exact = is_whole && state.promotions < PROMOTIONS_MAX || tokens > expected;
@@ -397,7 +397,7 @@ impl World {
         Ok(())
     }
 
-    /// Where a hit lies, as a server asks.
+    /// The extents of a hit, collected in steps like a server's.
     fn hit_by_steps(&mut self, session: SessionId, name: &str, computed: u32) -> Vec<Extent> {
         let mut parts = Vec::new();
         let hit = self
@@ -462,8 +462,8 @@ impl World {
             request.looked.clear();
         }
         if self.remote.is_some() && !self.models[namespace].private {
-            // Those who were not reset keep the weights of the description, and the store has blocks of these weights from
-            // before. The session that was reset gets a namespace of its own below, with weights of its own.
+            // Sessions without a reset keep the weights of the description, and the store has earlier blocks of these
+            // weights. The session that was reset gets a namespace of its own below, with weights of its own.
             self.forget(namespace);
             self.history.saved.retain(|&(of, _, _)| of != namespace);
             self.pins.forget(namespace);

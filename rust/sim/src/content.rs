@@ -1,19 +1,19 @@
-//! The contents of payloads, at the granularity of a sector: one word stands for 512 bytes.
+//! The contents of payloads, with one word for each sector of 512 bytes.
 
 use undercroft_core::key::BlockHash;
 
 use crate::random::mix;
 
-/// Bytes that one word stands for: a device writes a sector as a whole.
+/// Bytes of a sector, which one word represents. A device writes a sector as a whole.
 pub(crate) const SECTOR: u64 = 512;
 
 /// Contents of one sector.
 pub(crate) type Token = u64;
 
-/// Identity of a prefix: stands for its tokens.
+/// Id of a prefix, in place of its tokens.
 pub(crate) type PrefixKey = u64;
 
-/// The prefix that `branch` makes of `parent` (0: of nothing).
+/// The prefix that follows `parent` in `branch`. With 0 as `parent` it is the first.
 pub(crate) fn extend(parent: PrefixKey, branch: u64) -> PrefixKey {
     mix(parent, branch + 1)
 }
@@ -27,7 +27,7 @@ pub(crate) fn hash_of(key: PrefixKey, len: usize) -> Option<BlockHash> {
     BlockHash::new(&bytes[..len])
 }
 
-/// The bytes of one payload: of a namespace, of the weights in use, of a prefix, of a group.
+/// Identifies the bytes of one payload: its namespace, weights, prefix and group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct SavedPayload {
     pub(crate) namespace: usize,

@@ -7,7 +7,7 @@ use undercroft_core::io::FileKind;
 use crate::content::{SECTOR, Token, sectors};
 use crate::random::Random;
 
-/// Writes that a device holds back at most.
+/// Most writes of a device that are not synced.
 const UNSYNCED_MAX: usize = 256;
 
 /// Contents of the three files.
@@ -37,7 +37,7 @@ pub(crate) enum Write {
 pub(crate) enum Persisted {
     Whole,
     Nothing,
-    /// Any of its sectors.
+    /// Any subset of its sectors.
     Torn,
 }
 
@@ -59,7 +59,7 @@ impl Clone for Files {
         }
     }
 
-    /// Without new memory, which a derived one would take.
+    /// Reuses the memory. A derived implementation would allocate.
     fn clone_from(&mut self, from: &Self) {
         self.data.clone_from(&from.data);
         self.table.clone_from(&from.table);
@@ -149,7 +149,7 @@ impl SimDevice {
         }
     }
 
-    /// `disk_capacity` has been changed while the store was closed.
+    /// Changes the capacity, as an operator changes `disk_capacity` while the store is closed.
     pub(crate) fn resize(&mut self, capacity: u64) {
         self.capacity = capacity;
         self.now.data.resize(sectors(capacity), 0);
@@ -162,7 +162,7 @@ impl SimDevice {
         &self.now.data[from..from + sectors(len)]
     }
 
-    /// A bit flips durably, somewhere in a payload.
+    /// Flips a bit of a payload durably.
     pub(crate) fn corrupt(&mut self, offset: u64, len: u64, random: &mut Random) {
         let at = (offset / SECTOR) as usize + random.index(sectors(len));
         self.now.data[at] ^= 1 << random.below(64);
@@ -176,7 +176,7 @@ impl SimDevice {
         &mut self.now.table
     }
 
-    /// A bit flips durably, somewhere in the table.
+    /// Flips a bit of the table durably.
     pub(crate) fn corrupt_table(&mut self, random: &mut Random) {
         let len = self.now.table.len();
         if len > 0 {
@@ -184,7 +184,7 @@ impl SimDevice {
         }
     }
 
-    /// A write takes place, as far as `extent` says.
+    /// Carries out the part `extent` of a write.
     pub(crate) fn write(&mut self, write: Write, extent: Persisted, random: &mut Random) {
         self.now.apply(&write, extent, random);
         if extent == Persisted::Nothing {

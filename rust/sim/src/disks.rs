@@ -14,22 +14,22 @@ use crate::sealed::{seal, unseal};
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 
-/// How often something goes wrong, in a thousand operations.
+/// Rates of faults, in a thousand operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct DeviceFaults {
     pub(crate) read_error: u64,
     /// A bit of a payload flips on the medium, before it is read.
     pub(crate) corrupt: u64,
-    /// A bit flips on the way.
+    /// A bit flips in transit.
     pub(crate) transient: u64,
     /// EIO, after which any part may have been written.
     pub(crate) write_error: u64,
     pub(crate) full: u64,
-    /// The device says that it wrote, and did not, or in part.
+    /// The device reports a write as successful, but has written nothing or a part.
     pub(crate) lost: u64,
-    /// It takes 10 seconds.
+    /// The operation takes 10 seconds.
     pub(crate) slow: u64,
-    /// It never ends.
+    /// The operation never ends.
     pub(crate) hang: u64,
 }
 
@@ -61,15 +61,15 @@ pub(crate) struct Disks {
     pub(crate) devices: Vec<SimDevice>,
     /// Devices that the engine has, by its numbers.
     pub(crate) attached: Vec<usize>,
-    /// Those of them that could not be opened yet, by the engine's numbers.
+    /// Attached devices that could not be opened yet, by the engine's numbers.
     pub(crate) absent: BTreeSet<usize>,
-    /// Those that answer nothing now, by the engine's numbers.
+    /// Attached devices that hang now, by the engine's numbers.
     hung: BTreeSet<usize>,
     pub(crate) faults: DeviceFaults,
     /// The key of encrypted stores.
     pub(crate) key: u64,
     flights: Vec<Flight>,
-    /// Operations that a device has at a time.
+    /// Most operations of a device at a time.
     depth: usize,
     latency_ns: u64,
 }
@@ -98,7 +98,7 @@ impl Disks {
         rooms
     }
 
-    /// A device hangs, or, if it hung, answers again. Whether it hangs now.
+    /// Makes a device hang, or ends its hang. Returns whether it hangs now.
     pub(crate) fn toggle(&mut self, device: usize) -> bool {
         !self.hung.remove(&device) && self.hung.insert(device)
     }
@@ -130,14 +130,14 @@ impl Disks {
         !self.hung.contains(&target(&flight.request).0)
     }
 
-    /// When the next operation may end.
+    /// Time at which the next operation may end.
     pub(crate) fn next_due_ns(&self) -> Option<u64> {
         let answering = self.flights.iter().filter(|flight| self.answers(flight));
         let due = answering.map(|flight| flight.due_ns);
         due.min().filter(|&due| due < u64::MAX)
     }
 
-    /// Takes a request, if it makes sense.
+    /// Takes a request. An impossible request is an error.
     pub(crate) fn submit(
         &mut self,
         request: IoRequest,
@@ -320,7 +320,7 @@ impl Disks {
             return Err(IoFault::Os(EIO));
         }
         let sync = matches!(request, IoRequest::WriteMeta { sync: true, .. });
-        // A device that lies about a sync is beyond help.
+        // No engine can handle a device that falsely reports a sync, so syncs are never lost.
         let extent = if !sync && random.chance(lost) {
             random.pick(&[Persisted::Nothing, Persisted::Torn])
         } else {
@@ -333,7 +333,7 @@ impl Disks {
         Ok(result)
     }
 
-    /// The process ends: operations in flight have taken place, or not, or in part.
+    /// The process ends. Each operation in flight has been carried out in full, in part, or not at all.
     pub(crate) fn crash(&mut self, power_loss: bool, arena: &SimArena, random: &mut Random) {
         self.hung.clear();
         while !self.flights.is_empty() {
@@ -360,7 +360,7 @@ impl Disks {
     }
 }
 
-/// The bytes that a write is to write, and their checksum.
+/// The bytes that a write must write, and their checksum.
 fn intended(request: &IoRequest, arena: &SimArena, key: u64) -> (Write, u64) {
     match request {
         IoRequest::Sealed(of) => {
@@ -438,7 +438,7 @@ fn release(request: &IoRequest, arena: &mut SimArena) {
     }
 }
 
-/// The use of a slot of the arena, and who has it.
+/// The use of a slot of the arena, and its holder.
 fn hand_of(of: &SealedTransfer) -> (Hand, &'static str) {
     if of.reads {
         (Hand::Write, "a sealed read")

@@ -7,16 +7,16 @@ use undercroft_core::session::{BlockEvent, BlockEvents};
 
 use crate::world::World;
 
-/// More calls than it takes to tell everything.
+/// More calls than all events need.
 const CALLS_MAX: usize = 200;
 
 /// The index of a router: payloads by hash, group and tier.
 #[derive(Debug, Default)]
 pub(crate) struct RouterIndex {
     payloads: HashSet<(BlockHash, u8, u8)>,
-    /// Everything has been told, as of the last call.
+    /// Whether the last call left no further events.
     is_complete: bool,
-    /// Its client has taken events.
+    /// Whether the router's client has taken events.
     pub(crate) listens: bool,
 }
 
@@ -47,7 +47,7 @@ impl RouterIndex {
 }
 
 impl World {
-    /// A router hears of some changes.
+    /// A router takes some events.
     pub(crate) fn take_events(&mut self, session: usize) -> Result<(), String> {
         let restart = self.random.chance(20);
         let client = &mut self.sessions[session];

@@ -1,4 +1,4 @@
-//! The engine's explanations are true: a prompt that was saved is not called one that was never seen.
+//! Checks that the engine's explanations are true: a saved block is never explained as a block that was never seen.
 
 use undercroft_core::explain::{ExplainQuery, Reason};
 use undercroft_core::session::Tokens;
@@ -20,7 +20,7 @@ impl World {
         let name = &state.name;
         let told = self.engine.with(|engine| engine.explained(of.id, name));
         let Some(told) = told else {
-            // Others have taken its place.
+            // Other entries have replaced it.
             let is_short = self.settings.engine.explained_lookups < DEPARTURES;
             let rest = self.engine.with(|engine| engine.rest(of.id, name));
             return match rest {

@@ -25,14 +25,14 @@ pub(crate) struct SimPin {
     ends_ns: u64,
 }
 
-/// The pins of one life, as long as none has ended before its time.
+/// The pins of one life, unless a pin has ended before its time.
 #[derive(Debug, Default)]
 pub(crate) struct SimPins {
     pins: Vec<SimPin>,
     ended: u64,
 }
 
-/// Pins that have ended before their time, and payloads that devices have lost.
+/// Number of pins that have ended before their time, and of payloads that devices have lost.
 fn ended_early(counters: &Counters) -> u64 {
     counters.pins_over_budget
         + counters.pins_gave_way
@@ -53,7 +53,7 @@ impl SimPins {
 }
 
 impl World {
-    /// A client says something of one of its prompts.
+    /// A client gives a hint about one of its prompts.
     pub(crate) fn hint(&mut self, session: usize) {
         let count = self.sessions[session].requests.len();
         if count == 0 {
@@ -96,7 +96,7 @@ impl World {
         }
     }
 
-    /// Notes the payloads of a pin that are there: they stay.
+    /// Notes the present payloads of a pin, which must stay.
     fn pinned(&mut self, session: usize, request: usize, tokens: Tokens, ttl_ns: u64) {
         self.log.stats.pins += 1;
         let of = &self.sessions[session];

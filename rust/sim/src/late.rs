@@ -4,7 +4,7 @@ use crate::device::SimDevice;
 use crate::world::World;
 
 impl World {
-    /// Some of the directories that the engine has cannot be opened.
+    /// Makes some of the engine's directories impossible to open.
     pub(crate) fn lose_some(&mut self) {
         for device in 0..self.disks.attached.len() {
             if self.random.chance(self.settings.late) {
@@ -34,7 +34,7 @@ impl World {
         let at = self.disks.attached[device];
         let (capacity, page) = self.settings.devices[at];
         self.disks.devices[at] = SimDevice::new((capacity, page), self.settings.encrypted);
-        // Nothing is left of lives that ended while it was out of reach: the operator need not empty it.
+        // It holds no blocks of lives that ended while it was out of reach, so the operator need not empty it.
         self.history.stale.remove(&at);
         self.log.stats.late += 1;
         self.note(|| format!("device {device} is opened late"));
@@ -43,7 +43,7 @@ impl World {
         self.engine.with(|engine| engine.open_disk(number, &image));
     }
 
-    /// Directories that the engine does not reach.
+    /// Directories that the engine cannot reach.
     pub(crate) fn out_of_reach(&self) -> Vec<usize> {
         let disks = &self.disks;
         let there: Vec<usize> = (disks.attached.iter().enumerate())

@@ -4,27 +4,26 @@
 //! clients that look up, load, save, abort, vanish and come back. Everything follows from the seed.
 //! The engine is real; its answers are compared with a plain model at every step ([`run`]):
 //!
-//! - every byte that a load copies is the one that the client's own prefix, namespace and weights produce;
+//! - every byte that a load copies is the byte that the client's own prefix, namespace and weights produce;
 //! - a load gets exactly the blocks that the kinds of its groups need, and an answer can be loaded;
 //! - a payload whose bytes in the arena change after its save is never written to disk, and, where hits are verified,
 //!   never loaded;
 //! - no slot, of the arena or of a device, has two owners; no payload is read twice at once;
-//! - every lookup is answered when those that were answered before have left, for any behaviour of the devices;
+//! - for any behaviour of the devices, every lookup is answered once all requests with earlier answers have finished;
 //! - while devices deliver and there is memory, no lookup is given up, however long it waits for its turn;
 //! - after a reset nothing from before it is found, also after a crash once the reset was durable;
 //! - no entry of the engine does more than a bounded number of units of work;
 //! - with room and without faults, everything that was saved is found, also after a restart;
 //! - a namespace is forgotten only where there are more than places for them, never while a session uses it, and in the
 //!   order of their use; it is never taken for another;
-//! - an index that is built from events alone holds exactly the payloads that the engine has, and no event is told in
-//!   vain;
+//! - an index that is built from events alone holds exactly the engine's payloads, and no event is redundant;
 //! - the blocks of a pin are in some tier until the pin ends, and all pins together take no more than their budget;
 //! - what an operator clears is found by no lookup from then on, and what is pinned or in use outlasts a clear by age;
-//! - memory and space that the system gets back are of no payload, and a tier has the size that an operator set when all
-//!   that was in use has been left;
-//! - an engine that drains begins no save and no promotion, and comes to rest;
-//! - the objects of a remote store, which outlive the engine that wrote them and are late, lost, changed and exchanged, are
-//!   used only where they are what was asked for; no operation of the store outlasts the engine's end;
+//! - memory and space that are freed to the system hold no payload, and a tier has the size that an operator set once
+//!   nothing is in use any more;
+//! - an engine that drains begins no save and no promotion, and completes the drain;
+//! - the objects of a remote store outlive their engine, and may be late, lost, changed or exchanged: they are used
+//!   only if they are the requested objects; no operation of the store lasts longer than the engine;
 //! - when all is over, nothing is left in use; and the engine's own invariants hold throughout.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -73,9 +72,9 @@ pub struct Stats {
     pub moves: u64,
     /// Objects read from the remote store.
     pub remote_gets: u64,
-    /// Tokens of loads that came from there.
+    /// Tokens of loads from the remote store.
     pub remote_tokens: u64,
-    /// Objects that were not what their names say.
+    /// Objects whose content did not match their names.
     pub remote_corrupt: u64,
     /// Objects that no key decrypted.
     pub remote_undecrypted: u64,
@@ -87,7 +86,7 @@ pub struct Stats {
     pub moved_runs: u64,
     /// Evicted payloads that were saved again below others that had stayed.
     pub filled_gaps: u64,
-    /// Answers that were said to end before a block that was never seen.
+    /// Answers whose explanation was a block that was never seen.
     pub explained: u64,
     /// Payloads found on disk by an engine that starts.
     pub recovered: u64,
@@ -105,9 +104,9 @@ pub struct Stats {
     pub away: u64,
     /// Directories that could not be opened at a start.
     pub absent: u64,
-    /// Of these, those that were opened later.
+    /// Absent directories that were opened later.
     pub late: u64,
-    /// Payloads evicted from pages while others stood on them.
+    /// Payloads evicted from pages while nodes below kept payloads.
     pub gaps: u64,
     /// Bits that flipped in payloads in the arena.
     pub changes: u64,
@@ -117,7 +116,7 @@ pub struct Stats {
     pub changes_loaded: u64,
     /// Events that routers took.
     pub events: u64,
-    /// Times that everything was told anew.
+    /// Times at which all events were reported anew.
     pub events_cleared: u64,
     /// Comparisons of a router's index with the engine.
     pub routers_checked: u64,
@@ -125,11 +124,11 @@ pub struct Stats {
     pub clears: u64,
     /// Clears after which nothing of a namespace was there.
     pub clears_checked: u64,
-    /// Sizes that an operator set, and those that were reached when everybody had left.
+    /// Sizes that an operator set. `resizes_checked` counts the sizes that were reached after all clients had left.
     pub resizes: u64,
     /// See `resizes`.
     pub resizes_checked: u64,
-    /// Pages that the system got back.
+    /// Pages that were freed to the system.
     pub released: u64,
     /// Blocks that could not be decrypted.
     pub undecrypted: u64,
@@ -143,7 +142,7 @@ pub struct Stats {
     pub pins: u64,
     /// Pins whose blocks were looked for.
     pub pins_checked: u64,
-    /// Units of work of the entry that did most.
+    /// Units of work of the entry with the most work.
     pub most_units: u64,
 }
 

@@ -24,16 +24,16 @@ pub(crate) struct Model {
     newest: u64,
     /// The weights whose payloads a restart finds, or none.
     pub(crate) entered: u64,
-    /// A reset was not durable when the engine ended: it is repeated before anything else, or the
-    /// earlier weights come back.
+    /// A reset was not durable when the engine ended. Unless it is repeated before anything else, the earlier weights
+    /// are found again.
     pub(crate) must_reset: bool,
-    /// It belongs to one session, that had its namespace reset: nothing survives its end.
+    /// Whether it belongs to one session, after a reset. Then nothing survives the session's end.
     pub(crate) private: bool,
     /// Payloads saved under the present weights.
     pub(crate) stored: HashSet<SavedPayload>,
-    /// How often the engine has lost all of them by an order.
+    /// Number of orders by which the engine has lost all of these payloads.
     pub(crate) losses: u64,
-    /// When a session of it was opened or closed last in this life of the engine: a number of such an event.
+    /// Number of the last opening or closing of its sessions in this life of the engine.
     pub(crate) used: Option<u64>,
 }
 
@@ -170,7 +170,7 @@ impl Model {
             .rev()
             .filter(|boundary| boundary % align == 0);
         let usable = |boundary: u32| {
-            // A prefix is findable only if all of its full attention is there, also where the device has it.
+            // A prefix is found only if all of its full attention is present, even for tokens that the device holds.
             let whole = needs(&self.spec, 0, boundary)?;
             let full = |group: u8| self.spec.groups[usize::from(group)].kind == GroupKind::Full;
             let is_whole = whole

@@ -1,4 +1,4 @@
-//! Namespaces that make room for others: which of them an engine may forget, and when.
+//! Checks which namespaces an engine forgets to make room for others, and when.
 
 use std::collections::HashMap;
 
@@ -122,7 +122,7 @@ impl World {
             self.history.kept_namespaces = kept.map(|(digest, _)| *digest).collect();
         }
         if known.values().any(|kept| !kept) {
-            // Its payloads are on disk, and no restart finds them.
+            // Payloads of this namespace are on disk, but no restart finds them.
             self.history.left_on_disk = None;
         }
     }

@@ -35,7 +35,7 @@ impl World {
         self.clear(&ClearOrder { what, erase })
     }
 
-    /// Sizes between the smallest and the largest, or just those.
+    /// Sets sizes between the smallest and the largest, or exactly these.
     fn resize_tiers(&mut self) -> Result<(), String> {
         let now = self.engine.with(|engine| engine.resized());
         let part = self.random.pick(&[300, 600, 700, 800, 900, 1000, 1000]);
@@ -59,7 +59,7 @@ impl World {
         Ok(())
     }
 
-    /// The system gets a part of the arena back, or a process has pinned it.
+    /// Frees a part of the arena to the system, unless a process has pinned it.
     pub(crate) fn release_memory(&mut self) -> Result<(), String> {
         let part = self.engine.with(Engine::next_arena_release);
         let Some((offset, len)) = part else {
@@ -77,7 +77,7 @@ impl World {
         Ok(())
     }
 
-    /// Nothing is in use any more: the tiers come to their sizes.
+    /// When nothing is in use any more, the tiers must reach their sizes.
     pub(crate) fn check_resized(&mut self) -> Result<(), String> {
         let mut resized = Resized::default();
         for _ in 0..TURNS_MAX {
@@ -117,7 +117,7 @@ impl World {
         }
     }
 
-    /// Nothing of these namespaces is found any more.
+    /// Checks that nothing of these namespaces is found any more.
     fn cleared_namespaces(&mut self, is_cleared: impl Fn(&str) -> bool) -> Result<(), String> {
         for namespace in 0..self.models.len() {
             if !is_cleared(&self.digest(namespace).to_hex()) {
@@ -166,12 +166,12 @@ impl World {
         }
         match self.disks.is_well() {
             true => Err("a clear never ends".to_owned()),
-            // It waits for a device that hangs.
+            // The pass waits for a device that hangs.
             false => Ok(()),
         }
     }
 
-    /// An engine that says it is clean has nothing left to write.
+    /// An engine that reports that it has drained has no pending writes.
     pub(crate) fn check_drained(&mut self) -> Result<(), String> {
         let drained = self.engine.with(|engine| engine.drained());
         let writes = self.engine.with(|engine| engine.has_operations());

@@ -1,4 +1,4 @@
-//! Who takes part in a life: clients with their requests, and the copies that their workers carry out.
+//! The participants of a life: clients with their requests, and the copies of their workers.
 
 use undercroft_core::engine::SessionId;
 use undercroft_core::key::BlockHash;
@@ -14,29 +14,29 @@ pub(crate) struct ClientRequest {
     pub(crate) keys: Vec<PrefixKey>,
     pub(crate) hashes: Vec<BlockHash>,
     pub(crate) tokens: u32,
-    /// Since when it waits for an answer.
+    /// Time since which the request waits for an answer.
     pub(crate) asked_ns: Option<u64>,
     /// Times that a promotion may have started: there is a limit.
     pub(crate) promotions: u32,
     pub(crate) ready: Option<ClientHit>,
-    /// Where the payloads of `ready` lie: they stay there as long as the request keeps its hit.
+    /// The places of the payloads of `ready`, which stay while the request keeps its hit.
     pub(crate) promise: Option<Vec<ClientBlock>>,
     /// The weights of its namespace at its lookups, each once.
     pub(crate) looked: Vec<u64>,
-    /// The least boundary of use to it.
+    /// The least boundary that the request can use.
     pub(crate) min: Tokens,
-    /// Tokens that it has asked to be saved.
+    /// Tokens whose save the request has requested.
     pub(crate) saved_tokens: u32,
-    /// A load of it failed: there is nothing for it any more.
+    /// Whether a load of the request failed: its later lookups are misses.
     pub(crate) failed: bool,
 }
 
-/// An answer that promised something.
+/// An answer that promised a hit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ClientHit {
     pub(crate) local: u32,
     pub(crate) tokens: u32,
-    /// The weights that its bytes are of, also if another session has reset the namespace since.
+    /// The weights of the hit's bytes, even if another session has reset the namespace since.
     pub(crate) epoch: u64,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct SimClient {
     pub(crate) id: SessionId,
     pub(crate) session: Box<dyn Session>,
     pub(crate) namespace: usize,
-    /// It relies on the hits of its prefetches.
+    /// Whether the client loads the hits of its prefetches.
     pub(crate) served: bool,
     pub(crate) requests: Vec<ClientRequest>,
     pub(crate) loads: Vec<ClientLoad>,
@@ -63,7 +63,7 @@ pub(crate) struct ClientBlock {
     pub(crate) offset: u64,
 }
 
-/// A load under way.
+/// A load in progress.
 #[derive(Debug)]
 pub(crate) struct ClientLoad {
     pub(crate) id: TransferId,
@@ -72,12 +72,12 @@ pub(crate) struct ClientLoad {
     pub(crate) copied: usize,
 }
 
-/// A save under way.
+/// A save in progress.
 #[derive(Debug)]
 pub(crate) struct ClientSave {
     pub(crate) id: TransferId,
     pub(crate) blocks: Vec<ClientBlock>,
     pub(crate) filled: usize,
-    /// Its namespace has made room for another since.
+    /// Whether the engine has forgotten its namespace since.
     pub(crate) lost: bool,
 }

@@ -1,4 +1,4 @@
-//! A remote store: objects that outlive the engines that wrote them, answers late, in any order, wrong, or never.
+//! A remote store: its objects outlive the engines, and its answers come late, in any order, wrong, or never.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::world::World;
 
 const MILLISECOND: u64 = 1_000_000;
 
-/// How often something goes wrong, in a thousand operations.
+/// Rates of faults, in a thousand operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Faults {
     failed: u64,
@@ -29,7 +29,7 @@ pub(crate) struct Faults {
     corrupt: u64,
     /// An object takes the place of another.
     swapped: u64,
-    /// An object goes.
+    /// An object is removed.
     evicted: u64,
     /// No key of the host decrypts an object.
     sealed: u64,
@@ -39,7 +39,7 @@ pub(crate) struct Faults {
 struct Object {
     header: SegmentHeader,
     payloads: Vec<Vec<Token>>,
-    /// The key of its payloads; `None` if they are plain.
+    /// The key of the object's payloads; `None` if they are plain.
     key: Option<u64>,
 }
 
@@ -47,7 +47,7 @@ struct Object {
 struct Flight {
     request: RemoteRequest,
     due_ns: u64,
-    /// It neither hangs nor is slow.
+    /// Whether the operation neither hangs nor is slow.
     is_prompt: bool,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct SimRemote {
     pub(crate) faults: Faults,
     room: usize,
     latency_ns: u64,
-    /// It answers nothing.
+    /// Whether the store answers nothing.
     is_frozen: bool,
     /// The key of the host that is connected; `None` without encryption.
     pub(crate) key: Option<u64>,
@@ -115,7 +115,7 @@ impl SimRemote {
         }
     }
 
-    /// Changes of objects that no engine asks for, and the store stops or goes on.
+    /// Changes or removes objects, and lets the store hang or answer again.
     fn decay(&mut self, random: &mut Random) {
         let any = |objects: &BTreeMap<ObjectKey, Object>, random: &mut Random| {
             let at = random.index(objects.len() + 1);
@@ -274,7 +274,7 @@ impl SimRemote {
         }
     }
 
-    /// The engine ends without warning. Objects that it was writing are there or not.
+    /// The engine ends without warning. Objects that it was writing may exist or not.
     pub(crate) fn crash(&mut self, arena: &SimArena, random: &mut Random) {
         for flight in std::mem::take(&mut self.flights) {
             if let RemoteRequest::Put {
@@ -298,7 +298,7 @@ impl SimRemote {
         faults
     }
 
-    /// When the next operation ends, unless it is one that hangs or is slow.
+    /// Time at which the next operation ends that neither hangs nor is slow.
     fn next_due_ns(&self) -> Option<u64> {
         let flights = self.flights.iter().filter(|flight| flight.is_prompt);
         flights
@@ -359,7 +359,7 @@ fn brief(request: &RemoteRequest) -> String {
 }
 
 impl World {
-    /// What the threads of the store do: operations end, and others begin.
+    /// The work of the store's threads: some operations end, and others begin.
     pub(crate) fn remote_turn(&mut self) -> Result<(), String> {
         let due_ns = self.remote.as_ref().and_then(SimRemote::next_due_ns);
         if let Some(due_ns) = due_ns.filter(|_| self.random.chance(400)) {
@@ -393,7 +393,7 @@ impl World {
         Ok(())
     }
 
-    /// Nothing of the engine is with the store any more.
+    /// Checks that the store has no operation of the engine any more.
     pub(crate) fn check_remote(&mut self) -> Result<(), String> {
         let Some(remote) = &self.remote else {
             return Ok(());

@@ -27,7 +27,7 @@ pub(crate) fn seal(plain: &[Token], sectors: usize, key: u64, binding: &Binding)
     stored
 }
 
-/// The payload of `sectors` of an encrypted slot.
+/// Decrypts the payload of `sectors` in an encrypted slot.
 pub(crate) fn unseal(
     stored: &[Token],
     sectors: usize,

@@ -9,7 +9,7 @@ use crate::model::Model;
 use crate::random::Random;
 
 const PAGE: u64 = 256 << 10;
-/// With so many, no block of a life is forgotten.
+/// Departures that the engine keeps. With this number it forgets no block of a life.
 pub(crate) const DEPARTURES: usize = 4096;
 const MILLISECOND: u64 = 1_000_000;
 
@@ -19,7 +19,7 @@ pub(crate) struct Settings {
     /// Capacity and page size of each directory.
     pub(crate) devices: Vec<(u64, u64)>,
     pub(crate) faults: DeviceFaults,
-    /// There is room and time for everything, and nothing fails: saved blocks must be found.
+    /// Whether there is room and time for everything and nothing fails. Then saved blocks must be found.
     pub(crate) roomy: bool,
     /// Clients give hints.
     pub(crate) hints: bool,
@@ -29,13 +29,13 @@ pub(crate) struct Settings {
     pub(crate) encrypted: bool,
     /// Bits flip in the arena.
     pub(crate) changes: bool,
-    /// There are more namespaces than places for them, and sessions come and go.
+    /// There are more namespaces than entries for them, and sessions open and close.
     pub(crate) crowded: bool,
     pub(crate) lives: u64,
     pub(crate) steps: u64,
-    /// Operations that a device has at a time.
+    /// Most operations of a device at a time.
     pub(crate) depth: usize,
-    /// The engine is told that depth.
+    /// Whether the engine gets this depth.
     pub(crate) tells_depth: bool,
     /// How often a device hangs or answers again, in a thousand steps.
     pub(crate) hangs: u64,
@@ -117,7 +117,7 @@ impl Settings {
                 .iter_mut()
                 .for_each(|device| device.0 = random.range(8, 40) * device.1);
             if random.chance(400) {
-                // The arena's payloads are the only ones: those that go for another size leave gaps.
+                // Only the arena has payloads: payloads that are evicted for another size class leave gaps.
                 devices.clear();
             }
         }
@@ -130,7 +130,7 @@ impl Settings {
         let mut faults = DeviceFaults::default();
         if roomy {
             engine.host_bytes = 24 * PAGE;
-            // Nodes that have not been told are not found.
+            // Nodes that wait for a later entry to be notified are not found.
             engine.tells = usize::MAX;
             if random.chance(500) {
                 engine.promotion_bytes = engine.host_bytes;

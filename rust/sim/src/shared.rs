@@ -16,7 +16,7 @@ pub(crate) const UNITS_MAX: u64 = 3_200 + 3 * 500;
 #[derive(Debug)]
 pub(crate) struct SharedEngine {
     engine: Mutex<Engine>,
-    /// The entry that did most.
+    /// The entry with the most work.
     most: Mutex<Work>,
 }
 
@@ -46,7 +46,7 @@ impl SharedEngine {
         work(&mut self.engine.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The work of the entry that did most.
+    /// The work of the entry with the most work.
     pub(crate) fn most_work(&self) -> Work {
         *self.most.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,4 @@
-//! The workers' copies between device and arena, which take their time.
+//! The workers' copies between device and arena, which take time.
 
 use undercroft_core::engine::{SaveLimit, SaveProgress};
 use undercroft_core::namespace::GroupKind;
@@ -13,7 +13,7 @@ use crate::participants::{ClientBlock, ClientHit, ClientLoad, ClientSave};
 use crate::world::World;
 
 impl World {
-    /// Asks for a load; `promised`: it was answered just now that this can be had.
+    /// Begins a load. `promised`: whether an answer has just promised it.
     pub(crate) fn begin_load(
         &mut self,
         session: usize,
@@ -105,7 +105,7 @@ impl World {
         Ok(())
     }
 
-    /// Begins a load as a server does for a hit whose extents its client knows.
+    /// Begins a load like a server does for a hit whose extents the client has.
     fn begin_known_load(
         &self,
         session: usize,
@@ -163,7 +163,7 @@ impl World {
         Ok(())
     }
 
-    /// As an engine of this process is asked.
+    /// Saves in one entry, like a client of an engine in its own process.
     fn save_at_once(
         &mut self,
         session: usize,
@@ -185,7 +185,7 @@ impl World {
         Ok(Some((grant.id, blocks)))
     }
 
-    /// Carries a save out as a server does: others enter the engine between two steps.
+    /// Saves in steps, like a server: others enter the engine between two steps.
     fn save_by_steps(
         &mut self,
         session: usize,
@@ -245,7 +245,7 @@ impl World {
         }
     }
 
-    /// The blocks of extents to be filled, with wrong bytes in their slots.
+    /// The blocks of the extents that a save fills. Writes wrong bytes into their slots first.
     fn take_slots(
         &mut self,
         session: usize,
@@ -264,7 +264,7 @@ impl World {
         Ok(blocks)
     }
 
-    /// Whether a block that a save asks for is one that the device holds, and that is not stored yet.
+    /// Checks that the device holds a block that a save wants, and that the block is not stored yet.
     fn check_saved(
         &self,
         session: usize,
@@ -304,7 +304,7 @@ impl World {
         Ok(())
     }
 
-    /// Blocks that the device holds of groups that are not full attention.
+    /// Blocks on the device of groups without full attention.
     fn offers(&mut self, session: usize, tokens: u32) -> Vec<Offer> {
         let spec = &self.models[self.sessions[session].namespace].spec;
         let mut offers = Vec::new();
@@ -352,7 +352,7 @@ impl World {
         self.models[self.sessions[session].namespace].epoch
     }
 
-    /// The blocks that extents name, of the weights of `epoch`.
+    /// The blocks of extents, with the weights of `epoch`.
     pub(crate) fn blocks(
         &self,
         session: usize,
@@ -503,7 +503,7 @@ impl World {
         Ok(())
     }
 
-    /// Ends a transfer as a server does: others enter the engine between two steps.
+    /// Ends a transfer in steps, like a server: others enter the engine between two steps.
     fn end_transfer_by_steps(&mut self, id: TransferId, ok: bool) -> Result<(), String> {
         loop {
             let blocks = self.random.range(1, 4) as usize;
@@ -522,7 +522,7 @@ impl World {
         }
     }
 
-    /// An acknowledgement comes again.
+    /// Repeats an acknowledgement.
     pub(crate) fn repeat_acknowledgement(&mut self) -> Result<(), String> {
         if !self.history.ended.is_empty() {
             let id = self.history.ended[self.random.index(self.history.ended.len())];

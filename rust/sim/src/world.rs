@@ -1,4 +1,4 @@
-//! A world: an engine, its machine and its clients, from first start to last stop.
+//! A world: an engine, its machine and its clients, from the first start to the last stop.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ const CHECK_EVERY: u64 = 24;
 const ANSWER_ROUNDS: usize = 2_000;
 /// More rounds of IO than any drain needs.
 const DRAIN_ROUNDS: usize = 20_000;
-/// Turns for work that entries have left, for one of these.
+/// Turns for the remaining work of entries, for each such round.
 const REST_ROUNDS: usize = 100;
 const SECOND: u64 = 1_000_000_000;
 
@@ -38,18 +38,18 @@ pub(crate) struct VirtualClock {
     pub(crate) now_ns: u64,
 }
 
-/// What has happened that later checks depend on.
+/// The events on which later checks depend.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     /// Transfers that have ended.
     pub(crate) ended: Vec<TransferId>,
     /// Namespaces with a reset that is not durable yet.
     pub(crate) undurable: Vec<usize>,
-    /// Something did not fit after all, or a crash took it: not everything saved is there.
+    /// Whether something did not fit after all or was lost in a crash, so that saved blocks may be missing.
     pub(crate) roomy_broken: bool,
-    /// Requests so far: numbers them.
+    /// Number of requests so far.
     pub(crate) names: u64,
-    /// Directories that were out of reach during a reset, and hold what they held then.
+    /// Directories that were out of reach during a reset, and still hold their earlier contents.
     pub(crate) stale: BTreeSet<usize>,
     /// Bits that have flipped in the arena in this life.
     pub(crate) changes: u64,
@@ -63,7 +63,7 @@ pub(crate) struct History {
     pub(crate) kept_namespaces: HashSet<NamespaceDigest>,
 }
 
-/// What is told of a run.
+/// The report of a run.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
     pub(crate) stats: Stats,
@@ -168,7 +168,7 @@ impl World {
         Ok(())
     }
 
-    /// Starts an engine on what the devices hold.
+    /// Starts an engine on the contents of the devices.
     fn start(&mut self) -> Result<(), String> {
         let mut config = self.settings.engine.clone();
         // The engine cannot know the instances on a directory that is away: real seeds differ.
@@ -230,8 +230,8 @@ impl World {
         Ok(())
     }
 
-    /// Directories are away for a life, and others are back. One that was away during a reset was emptied by
-    /// the operator, as the documents say.
+    /// Takes some directories away for a life, and brings others back. The operator has emptied a directory that was
+    /// away during a reset, as the documents require.
     fn leave_and_come_back(&mut self) {
         let before = std::mem::take(&mut self.disks.attached);
         for at in 0..self.disks.devices.len() {
@@ -246,7 +246,7 @@ impl World {
             }
         }
         if before != self.disks.attached || before.is_empty() {
-            // What stands on blocks of a directory that is away is dropped.
+            // Blocks whose ancestors are on an absent directory are dropped.
             self.history.roomy_broken = true;
             self.history.left_on_disk = None;
             self.history.kept_namespaces.clear();
@@ -256,7 +256,7 @@ impl World {
         }
     }
 
-    /// The next engine runs on another host: it shares the remote store with the last one, and nothing else.
+    /// The next engine runs on another host: it shares only the remote store with the last engine.
     fn move_to_another_host(&mut self) {
         let is_encrypted = self.settings.encrypted;
         for (device, &size) in self.disks.devices.iter_mut().zip(&self.settings.devices) {
@@ -331,7 +331,7 @@ impl World {
         self.engine.with(|engine| engine.set_now(now_ns));
     }
 
-    /// A record rots.
+    /// Damages a record.
     fn rot(&mut self) {
         if !self.disks.devices.is_empty() && self.random.chance(100) {
             let at = self.random.index(self.disks.devices.len());
@@ -339,7 +339,7 @@ impl World {
         }
     }
 
-    /// What the IO thread does: takes what has ended, and starts what the engine asks for.
+    /// The work of the IO thread: takes ended operations, and starts the operations that the engine requests.
     pub(crate) fn start_io(&mut self) -> Result<(), String> {
         if self.settings.is_punctual() {
             while self.complete_one() {}
@@ -454,7 +454,7 @@ impl World {
         }
     }
 
-    /// The end in good order: everybody gets an answer, leaves, and all is written.
+    /// The orderly stop: all requests are answered and finish, and all payloads are written.
     fn stop(&mut self) -> Result<(), String> {
         self.log.stats.restarts += 1;
         self.answer_everybody()?;
@@ -482,7 +482,7 @@ impl World {
             }
             self.end_io()?;
             self.sum()?;
-            // Work that entries have left may take any number of turns that bring no IO, but ends.
+            // The remaining work of entries may take any number of turns without IO, but it ends.
             rounds += if self.engine.with(|engine| engine.has_rest()) {
                 1
             } else {
@@ -509,7 +509,7 @@ impl World {
         self.count_stored()
     }
 
-    /// Every request is answered when those that were answered leave, even if a device answers no more.
+    /// Every request is answered once answered requests finish, even if a device does not answer any more.
     fn answer_everybody(&mut self) -> Result<(), String> {
         for session in 0..self.sessions.len() {
             self.finish_transfers(session)?;
@@ -534,7 +534,7 @@ impl World {
         Err("a request waits although everybody else has left".to_owned())
     }
 
-    /// Asks for each request of a session, and finishes those that are answered. Returns how many are not.
+    /// Looks up each request of a session, and finishes the answered requests. Returns the number of the others.
     fn answer_session(&mut self, session: usize) -> Result<usize, String> {
         let mut at = 0;
         while at < self.sessions[session].requests.len() {
@@ -571,7 +571,7 @@ impl World {
         Ok(())
     }
 
-    /// Compares what is on disk with what was saved, where nothing may be missing.
+    /// Compares the payloads on disk with the saved payloads, if nothing may be missing.
     fn count_stored(&mut self) -> Result<(), String> {
         let sound = self.settings.faults.is_none() && self.settings.engine.disk_ttl_s == 0;
         let on_disk = self.engine.with(|engine| engine.gauges().disk_blocks);

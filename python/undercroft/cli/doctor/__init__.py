@@ -12,7 +12,7 @@ from undercroft.cli.doctor.check import Check
 from undercroft.config import OPTIONS, UndercroftConfig
 
 _TAKEN = {"host_memory": "SIZE", "disk_path": "DIR", "disk_capacity": "SIZE", "key_file": "FILE"}
-"""Options that the command takes, and how its help calls their values."""
+"""Options that the command takes, each with the name of its value in the help."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checks(config: UndercroftConfig, role: str, remote: str | None) -> Iterator[Check]:
-    """The longest check comes last: torch takes seconds to load."""
+    """The checks in order. The longest check comes last: torch takes seconds to load."""
     from undercroft.cli.doctor import plans, system
 
     yield from system.checks(config, role)

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. ``warn`` costs speed or a feature; ``fail`` keeps undercroft from working."""
+    """The finding of one check. A ``warn`` costs speed or a feature. With a ``fail`` undercroft does not work."""
 
     name: str
     status: Literal["ok", "warn", "fail"]

@@ -1,4 +1,4 @@
-"""Checks of ``undercroft doctor`` that compare the tiers with the model, as running engines have measured both."""
+"""Checks of ``undercroft doctor`` that compare measurements of the tiers and of the model in running engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMEDY = {
 
 
 def checks() -> Iterator[Check]:
-    """For each engine of this user that has measured a tier and its model, from which length on it reads prompts."""
+    """For each engine of this user that has measured a tier and its model: the least length of prompts it reads."""
     for engine in engines.all_of_user():
         tiers = planning.of_tiers(engine["stats"])
         name = f"plan of {engine['pid']}"

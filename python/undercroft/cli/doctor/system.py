@@ -22,12 +22,12 @@ from undercroft.errors import ConfigError, UndercroftError
 from undercroft.sizing import resolve_sizes
 from undercroft.units import format_size
 
-# Smallest transfer that O_DIRECT takes on every common device.
+# Smallest transfer with O_DIRECT that every common device supports.
 DIRECT_BYTES = 4096
 LOW_MEMORY_BYTES = 4 << 30
-# A block of a small model: the more of them, the larger the index.
+# Bytes of a small model's block. The index grows with the number of blocks.
 INDEX_EXAMPLE_BYTES = 128 << 10
-# The first with MADV_COLLAPSE for shared memory.
+# The first version with MADV_COLLAPSE for shared memory.
 LINUX_COLLAPSE = (6, 1)
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 LAYERED_FILESYSTEMS = ("overlay", "aufs", "fuse-overlayfs")
@@ -39,7 +39,7 @@ def checks(config: UndercroftConfig, role: str) -> Iterator[Check]:
     yield memlock()
     yield huge_pages()
     yield socket_dir()
-    with contextlib.suppress(ImportError):  # the software checks report a core that cannot be loaded
+    with contextlib.suppress(ImportError):  # the software checks report a core that does not load
         yield io_uring()
         yield memory()
         yield host_memory(config)
@@ -52,7 +52,7 @@ def checks(config: UndercroftConfig, role: str) -> Iterator[Check]:
 
 
 def io_uring() -> Check:
-    """Whether this process may create a ring: the core tries, as the engine does."""
+    """Whether this process may create a ring. The core tries it in the same way as the engine."""
     from undercroft import _core
 
     kernel = f"kernel {platform.release()}"
@@ -84,7 +84,7 @@ def memlock() -> Check:
 
 
 def huge_pages() -> Check:
-    """Huge pages for the arena: reserved ones, or transparent ones (since Linux 6.1 on request)."""
+    """Huge pages for the arena: reserved pages, or transparent pages (on request since Linux 6.1)."""
     meminfo = _meminfo()
     free = meminfo.get("HugePages_Free", 0) * meminfo.get("Hugepagesize", 0)
     shmem = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -102,7 +102,7 @@ def huge_pages() -> Check:
 
 
 def memory() -> Check:
-    """Memory that host_memory can be taken from, as the engine itself counts it."""
+    """The memory that is available for host_memory, by the engine's own count."""
     from undercroft import _core
 
     try:
@@ -163,7 +163,7 @@ def direct_io(path: Path) -> Check:
 
 
 def host_memory(config: UndercroftConfig) -> Check:
-    """Whether the host tier has room, as a start decides it."""
+    """Whether the host tier has room, by the rule of an engine's start."""
     try:
         sizes = resolve_sizes(config)
     except UndercroftError as error:
@@ -217,7 +217,7 @@ def _refused_advice(path: str, error: str) -> str:
 
 
 def device(path: Path) -> Iterator[Check]:
-    """The device below the directory's filesystem, where that is not a local disk of its own."""
+    """The device below the directory's filesystem, if it is not a local disk of its own."""
     place = _existing(path)
     mount, kind = _mount(place)
     if kind in MEMORY_FILESYSTEMS:
@@ -234,7 +234,7 @@ def device(path: Path) -> Iterator[Check]:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest one above it that exists."""
+    """The path, or its nearest parent that exists."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
 
@@ -245,7 +245,7 @@ def _no_direct_io(where: str, error: OSError) -> Check:
 
 
 def _mount(directory: Path) -> tuple[str, str]:
-    """Where the directory's filesystem is mounted, and its type: the mount with the longest matching path."""
+    """Mount point and type of the directory's filesystem: the mount with the longest matching path."""
     best, kind = "", "unknown filesystem"
     for line in _read("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
@@ -256,7 +256,7 @@ def _mount(directory: Path) -> tuple[str, str]:
 
 
 def _meminfo() -> dict[str, int]:
-    """/proc/meminfo, sizes in bytes and counts as they are."""
+    """The values of /proc/meminfo: sizes in bytes, and counts."""
     found = {}
     for line in _read("/proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
@@ -266,7 +266,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _read(path: str) -> str:
-    """A small file of the kernel's; empty where it does not exist."""
+    """The content of a small file of the kernel; empty if it does not exist."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError:

@@ -14,13 +14,13 @@ use crate::directories::Directories;
 use crate::running::RunningEngine;
 
 const PATIENCE: Duration = Duration::from_secs(30);
-/// A call that waits for a store that hangs takes a second at least; the machine may be busy.
+/// Least time of a call that waits for a hanging store is a second. Other calls take less, even on a busy machine.
 const NEVER: Duration = Duration::from_millis(900);
 const BLOCK: u32 = 16;
 const BLOCKS: u32 = 256;
 const BYTES: usize = 20_000;
 
-// Stores that are programs, and a network that can be bad.
+// Stores that are programs, behind a proxy with network faults.
 #[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
 mod bad_stores;
 #[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
@@ -57,7 +57,7 @@ impl Host {
         host
     }
 
-    /// A host that is given its store later.
+    /// A host that gets its store later.
     fn without_store(config: &HostConfig) -> Self {
         let arena = Arc::new(Arena::create(config.arena_bytes()).unwrap());
         let directories = Directories::open(config).unwrap();
@@ -90,12 +90,12 @@ impl Host {
         }
     }
 
-    /// Saves a prompt as a worker that has computed it.
+    /// Saves a prompt, like a worker that has computed it.
     fn compute(&self, prompt: u32) {
         self.compute_blocks(prompt, BLOCKS);
     }
 
-    /// Saves the first blocks of a prompt. Returns how many of them there was room for.
+    /// Saves the first blocks of a prompt. Returns the number of blocks that got slots.
     fn compute_blocks(&self, prompt: u32, blocks: u32) -> usize {
         let hashes = hashes(prompt, blocks);
         let save = SaveRequest::new("save", &hashes, Tokens(blocks * BLOCK));
@@ -118,7 +118,7 @@ impl Host {
         saved.sum()
     }
 
-    /// The tokens of a prompt that a hit brings; all of their bytes are right.
+    /// The tokens of a prompt that a hit brings. Asserts that all of their bytes are right.
     fn hit(&self, prompt: u32) -> u32 {
         self.hit_blocks(prompt, BLOCKS)
     }
@@ -222,7 +222,7 @@ fn a_host_hits_what_another_has_computed() {
     );
     assert_eq!(other.hit(2), 0);
     assert_eq!(other.engine.info()["remote"]["health"], "good");
-    // It is in the other's own tiers now.
+    // The prompt is in the other host's own tiers now.
     one.engine.stop(PATIENCE);
     std::fs::remove_dir_all(root.path().join("remote")).unwrap();
     assert_eq!(other.hit(1), BLOCKS * BLOCK);

@@ -7,27 +7,27 @@ use undercroft_core::session::BlockEvents;
 use super::ClientState;
 use crate::protocol::ClientMessage;
 
-/// Interval at which a server is asked that had no more events.
+/// Interval between two questions to a server that had no more events.
 const ASK: Duration = Duration::from_millis(5);
 
-/// Events that have come and were not taken yet, and the question for more.
+/// Events that have arrived and were not taken yet, and the question for more.
 #[derive(Debug, Default)]
 pub(super) struct EventState {
     taken: BlockEvents,
-    /// The caller takes events.
+    /// Whether the caller takes events.
     is_used: bool,
-    /// When the server was asked last, on this connection.
+    /// Time of the last question to the server on this connection.
     asked: Option<Instant>,
-    /// The reply has not come.
+    /// Whether the reply has not arrived yet.
     is_due: bool,
-    /// The server has more than it has told.
+    /// Whether the server has more events.
     more: bool,
-    /// The caller has forgotten all events: the server is to begin again, and a reply that is on its way is void.
+    /// Whether the caller has forgotten all events: the server must begin again, and a due reply is void.
     restart: bool,
 }
 
 impl EventState {
-    /// There is a session: nothing has been told of it.
+    /// A session is open. Its events have not been requested yet.
     pub(super) fn opened(&mut self) {
         self.more = true;
     }
@@ -43,7 +43,7 @@ impl EventState {
         self.taken.cleared = self.is_used && !restart;
     }
 
-    /// The server has sent events. False if it was not asked.
+    /// The server has sent events. Returns false if the client has not asked for events.
     pub(super) fn take(&mut self, told: BlockEvents) -> bool {
         if self.restart {
             return std::mem::take(&mut self.is_due);
@@ -59,8 +59,8 @@ impl EventState {
 }
 
 impl ClientState {
-    /// The events that have come since the last call; asks the server for more. `restart`: asks for all of them again,
-    /// since the caller has forgotten the earlier ones.
+    /// The events since the last call. Asks the server for more. `restart`: asks for all events again, since the caller
+    /// has forgotten the earlier events.
     pub(crate) fn take_events(&mut self, restart: bool, now: Instant) -> BlockEvents {
         self.events.is_used = true;
         if restart {

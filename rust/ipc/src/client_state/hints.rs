@@ -1,21 +1,21 @@
-//! Hints: told to the server once, with the hashes that it lacks.
+//! Hints: sent to the server once, with the hashes that the server lacks.
 
 use undercroft_core::hint::{HintAnswer, HintRefusal, HintRequest};
 
 use super::ClientState;
 use crate::protocol::{ClientMessage, HintMessage, append_with_hashes};
 
-/// Hints whose answers have not come at most.
+/// Most hints without an answer.
 const HINTS_MAX: usize = 256;
 
 impl ClientState {
-    /// Tells the server. Returns the number of the hint; `None` if the server cannot be told now.
+    /// Sends a hint to the server. Returns the number of the hint; `None` if no message can be sent now.
     pub(crate) fn send_hint(&mut self, hint: &HintRequest<'_>) -> Option<u64> {
         if self.open.is_none() || self.is_filling() {
             return None;
         }
         if self.hints.len() >= HINTS_MAX {
-            // The caller has long stopped waiting for their answers.
+            // The caller does not wait for these answers any more.
             self.hints.clear();
         }
         let (request, known) = self.request(hint.request, hint.hashes)?;
@@ -42,12 +42,12 @@ impl ClientState {
         }
     }
 
-    /// Whether a hint has an answer, or gets none.
+    /// Whether a hint has an answer, or will get none.
     pub(crate) fn is_hinted(&self, number: u64) -> bool {
         self.hints.get(&number).is_none_or(Option::is_some)
     }
 
-    /// Forgets a hint. Returns its answer, if that is known.
+    /// Forgets a hint. Returns its answer, if the answer is known.
     pub(crate) fn end_hint(&mut self, number: u64) -> HintAnswer {
         match self.hints.remove(&number) {
             Some(answer) => answer.unwrap_or(HintAnswer::Pending),

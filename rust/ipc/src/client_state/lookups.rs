@@ -1,4 +1,4 @@
-//! Lookups: asked for once, answered from memory, and asked for again when the answer no longer fits.
+//! Lookups: sent once, answered from memory, and sent again when the answer does not fit any more.
 
 use std::time::{Duration, Instant};
 
@@ -11,14 +11,14 @@ use crate::protocol::{
     ClientMessage, LABEL_BYTES_MAX, LookupMessage, REQUESTS_MAX, STEPS_MAX, append_with_hashes,
 };
 
-/// A miss is asked for again when it is older than this: other sessions save all the time.
+/// A lookup whose answer is a miss is sent again after this time, since other sessions save blocks.
 const MISS_FRESH: Duration = Duration::from_millis(5);
 
-/// How late a server may be for requests that wait for the disk anyway.
+/// Longest delay of a server's reply for requests that wait for the disk anyway.
 const PENDING_DEADLINE: Duration = Duration::from_millis(100);
 
 impl ClientState {
-    /// The answer to a lookup, as far as the client knows it. Asks the server if necessary.
+    /// The answer to a lookup, as far as the client has it. Asks the server if necessary.
     pub(crate) fn lookup(&mut self, question: &LookupRequest<'_>, now: Instant) -> Polled {
         if self.open.is_none() {
             return Polled::NOTHING;
@@ -76,7 +76,7 @@ impl ClientState {
         }
     }
 
-    /// Why a request's last answer has no more tokens. The server, where the answer did not come from it.
+    /// The reason why a request's last answer has no more tokens: "no server" if no server gave this answer.
     pub(crate) fn rest(&self, name: &str, now: Instant) -> Option<Rest> {
         let of_server = self.requests.get(name);
         let is_answered = |request: &&ClientRequest| matches!(request.stage, Stage::Answered(..));
@@ -106,7 +106,7 @@ impl ClientState {
         };
         if !matches!(state.stage, Stage::Idle) {
             state.stage = Stage::Idle;
-            // The answer that may be on its way is void.
+            // An answer that is still due is void.
             state.version += 1;
             let request = state.id;
             self.send(&ClientMessage::EndLookup { request });
@@ -132,7 +132,7 @@ impl ClientState {
         }
     }
 
-    /// Tells the server which steps the vLLM has run. Nothing is lost if they are not sent.
+    /// Reports the vLLM's steps to the server. A report that cannot be sent is dropped.
     pub(crate) fn report_steps(&mut self, steps: &[Step]) {
         if self.is_filling() {
             return;
@@ -143,7 +143,7 @@ impl ClientState {
         }
     }
 
-    /// A request's id, and how many of its hashes the server has. `None` if there are too many requests.
+    /// A request's id, and the number of its hashes that the server has. `None` if there are too many requests.
     pub(super) fn request(&mut self, name: &str, hashes: &dyn HashSource) -> Option<(u64, u32)> {
         if let Some(request) = self.requests.get(name) {
             // Each hash covers all hashes before it.
@@ -151,7 +151,7 @@ impl ClientState {
             if last.and_then(|at| hashes.get(at)) == request.last {
                 return Some((request.id, request.known));
             }
-            // Another prompt under the same name.
+            // This is another prompt under the same name.
             self.finish_request(name);
         }
         if self.requests.len() >= REQUESTS_MAX {
@@ -188,7 +188,7 @@ impl ClientState {
         }
     }
 
-    /// Asks the server. False if it cannot be asked now.
+    /// Sends a lookup to the server. Returns false if no message can be sent now.
     fn send_lookup(&mut self, question: &LookupRequest<'_>, is_retry: bool, now: Instant) -> bool {
         let (name, hashes) = (question.request, question.hashes);
         let Some((id, known)) = self.request(name, hashes) else {
@@ -229,14 +229,14 @@ impl ClientState {
     }
 }
 
-/// The part of a request's id that a server is told.
+/// The part of a request's id that is sent to a server.
 fn label_of(name: &str) -> &str {
     let end = name.len().min(LABEL_BYTES_MAX);
     let end = (0..=end).rev().find(|&end| name.is_char_boundary(end));
     &name[..end.unwrap_or(0)]
 }
 
-/// The server's reply is on its way: the scheduler waits for it once, a prefetch does not.
+/// The answer while the server's reply is due: the scheduler waits once for the reply, a prefetch does not wait.
 fn on_its_way(priority: Priority, waited: bool, shared: Tokens) -> Polled {
     if waited || priority == Priority::Prefetch {
         Polled::Answer(Lookup::Pending { shared })

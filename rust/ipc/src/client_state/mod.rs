@@ -22,38 +22,38 @@ mod lookups;
 mod tests;
 mod transfers;
 
-/// How often the server is asked whether it is there: while a lookup is pending, and otherwise.
+/// Interval between two pings to the server: while a lookup is pending, and otherwise.
 const PING_PENDING: Duration = Duration::from_millis(50);
 const PING: Duration = Duration::from_secs(1);
 
-/// With more bytes of frames queued than this, the connection to a server that does not read is closed.
+/// Most bytes of queued frames. With more, the connection to a server that does not read is closed.
 const OUTBOX_MAX: usize = 64 << 20;
 
-/// Where the workers of a session get the arena.
+/// The address from which the workers of a session get the arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionAddress {
     /// The server's socket.
     pub socket: PathBuf,
-    /// Identity of the arena: another engine start has another one.
+    /// Id of the arena. Each start of an engine has another id.
     pub arena_id: u64,
-    /// The token that workers attach with.
+    /// The token with which workers attach.
     pub session: SessionToken,
 }
 
-/// The answer to a lookup as far as the client knows it.
+/// The answer to a lookup, as far as the client has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Polled {
     /// The answer.
     Answer(Lookup),
-    /// The server's answer is on its way, which is worth one short wait.
+    /// The server's answer is due. One short wait for it is worthwhile.
     Soon {
-        /// As [`Lookup::Pending`] has it.
+        /// See [`Lookup::Pending`].
         shared: Tokens,
     },
 }
 
 impl Polled {
-    /// Nothing is known of the prompt.
+    /// The client has no answer about the prompt.
     pub(crate) const NOTHING: Self = Self::Answer(Lookup::NOTHING);
 }
 
@@ -66,7 +66,7 @@ enum Stage {
     Sent,
     /// The server has replied that the lookup is pending.
     Pending,
-    /// Answered by a hit, which the server leases for this client, or by a miss.
+    /// The answer is a hit, which the server leases for this client, or a miss.
     Answered(Option<LeasedHit>, Instant),
 }
 
@@ -74,7 +74,7 @@ enum Stage {
 #[derive(Debug)]
 struct ClientRequest {
     id: u64,
-    /// Counts its lookups.
+    /// Number of the request's lookups.
     version: u32,
     /// Hashes that the server has, and the last of these.
     known: u32,
@@ -84,14 +84,14 @@ struct ClientRequest {
     max: Tokens,
     min: Tokens,
     wait: Option<PromotionWait>,
-    /// The server knows that the scheduler waits.
+    /// Whether the server knows that the scheduler waits.
     demanded: bool,
     stage: Stage,
-    /// The scheduler has waited for the reply once.
+    /// Whether the scheduler has waited for the reply once.
     waited: bool,
-    /// The lookup repeats one that was a miss: not worth a wait.
+    /// Whether the lookup repeats a lookup that was a miss, so that no wait is worthwhile.
     is_retry: bool,
-    /// The last answer's shared tokens, and why it has no more.
+    /// The last answer's shared tokens, and the reason why it has no more tokens.
     shared: Tokens,
     rest: Option<Rest>,
 }
@@ -100,7 +100,7 @@ struct ClientRequest {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TransferStage {
     Load,
-    /// A save whose grant has not come.
+    /// A save whose grant has not arrived.
     PendingSave,
     GrantedSave,
 }
@@ -111,7 +111,7 @@ pub(crate) struct ClientState {
     deadline: Duration,
     /// The session, while there is a connection.
     pub(crate) open: Option<SessionAddress>,
-    /// The last session that there was.
+    /// The last session that was open.
     pub(crate) last: Option<SessionAddress>,
     /// Why the server refused the session.
     pub(crate) refused: Option<String>,
@@ -125,9 +125,9 @@ pub(crate) struct ClientState {
     requests: HashMap<Box<str>, ClientRequest>,
     /// Names of the requests, by id.
     names: HashMap<u64, Box<str>>,
-    /// The last number that was given to a request, transfer or reset.
+    /// The last number of a request, transfer or reset.
     last_number: u64,
-    /// When the messages were sent whose direct replies are due, in order.
+    /// Times of sending of the messages whose direct replies are due, in order.
     replies_due: VecDeque<Instant>,
     pinged: Option<Instant>,
     transfers: HashMap<TransferId, TransferStage>,
@@ -137,9 +137,9 @@ pub(crate) struct ClientState {
     grants: Vec<SaveGrant>,
     /// Hints that were sent, with the answers that have come.
     hints: HashMap<u64, Option<HintAnswer>>,
-    /// Resets under way, with the result of those that have ended.
+    /// Resets, with the results of the resets that have ended.
     resets: HashMap<u64, Option<bool>>,
-    /// The caller has asked for a reset: the weights may be others than the namespace says, on any server.
+    /// Whether the caller has requested a reset. Then the weights may differ from the namespace's, on any server.
     pub(crate) private: bool,
 }
 
@@ -178,14 +178,14 @@ impl ClientState {
         self.last = Some(address);
         self.events.opened();
         if self.private && !private {
-            // The reset was asked for while the session was being opened.
+            // The caller requested the reset while the session was being opened.
             let reset = self.next_number();
             self.send(&ClientMessage::Reset { reset });
         }
     }
 
-    /// The connection is lost, and the session with it: lookups stay without answers, and the server ends
-    /// the loads and saves once the workers are gone.
+    /// The connection and the session are lost. Lookups get no answers. The server ends the loads and saves when the
+    /// workers have ended.
     pub(crate) fn lost(&mut self, why: String) {
         self.down = why;
         let Some(SessionAddress { session, .. }) = self.open.take() else {
@@ -215,7 +215,7 @@ impl ClientState {
         }
     }
 
-    /// Takes a message of the server. False if the client did not expect it.
+    /// Takes a message of the server. Returns false if the client did not expect the message.
     pub(crate) fn take(&mut self, message: ServerMessage, now: Instant) -> bool {
         let direct = match &message {
             ServerMessage::Answer { direct, .. } => *direct,
@@ -304,7 +304,7 @@ impl ClientState {
             Some(_) => return false,
             None if extents.is_empty() => return true,
             None => {
-                // The caller has ended the save before its grant came.
+                // The caller has ended the save before its grant arrived.
                 self.send_end_of(id, false);
                 return true;
             }
@@ -321,7 +321,7 @@ impl ClientState {
         true
     }
 
-    /// Asks the server from time to time whether it is there. Returns the time until the next call.
+    /// Pings the server at intervals. Returns the time until the next call.
     pub(crate) fn tick(&mut self, now: Instant) -> Duration {
         if self.open.is_none() {
             return PING;
@@ -342,19 +342,19 @@ impl ClientState {
         interval
     }
 
-    /// Whether frames pile up for a server that does not read them.
+    /// Whether too many bytes are queued for a server that does not read them.
     pub(crate) fn is_overfull(&self) -> bool {
         self.outbox.len() > OUTBOX_MAX
     }
 
-    /// Whether the queue of frames is so long that the client asks for no further lookup or save: messages that
-    /// follow from earlier ones must still fit.
+    /// Whether the queue of frames is so long that the client sends no further lookups and saves. Messages that end
+    /// earlier lookups and saves must still fit.
     fn is_filling(&self) -> bool {
         self.outbox.len() > OUTBOX_MAX / 2
     }
 
-    /// Whether a direct reply is due for longer than the server's deadline: no lookup or save is asked for
-    /// until it comes.
+    /// Whether a direct reply is due for longer than the server's deadline. The client sends no lookup or save until
+    /// this reply arrives.
     pub(crate) fn is_late(&self, now: Instant) -> bool {
         self.is_later(now, self.deadline)
     }

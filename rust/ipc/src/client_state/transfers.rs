@@ -11,8 +11,8 @@ use super::{ClientState, Stage, TransferStage};
 use crate::protocol::{ClientMessage, LeasedHit, OFFERS_MAX, SaveMessage, append_with_hashes};
 
 impl ClientState {
-    /// Begins the load of `external` tokens after `computed`. `None` if the request's last hit does not
-    /// cover it.
+    /// Begins the load of `external` tokens after `computed`. `None` if the request's last hit does not cover these
+    /// tokens.
     pub(crate) fn begin_load(
         &mut self,
         name: &str,
@@ -89,7 +89,7 @@ impl ClientState {
         Some(extents)
     }
 
-    /// Asks for slots. The grant comes later.
+    /// Asks for slots. The grant arrives later.
     pub(crate) fn begin_save(&mut self, save: &SaveRequest<'_>, now: Instant) -> Save {
         self.try_begin_save(save, now)
             .map_or(Save::Unavailable, Save::Pending)
@@ -118,7 +118,7 @@ impl ClientState {
         Some(id)
     }
 
-    /// The grants that have come since the last call.
+    /// The grants that have arrived since the last call.
     pub(crate) fn take_grants(&mut self) -> Vec<SaveGrant> {
         std::mem::take(&mut self.grants)
     }
@@ -126,7 +126,7 @@ impl ClientState {
     pub(crate) fn end_transfer(&mut self, id: TransferId, ok: bool) {
         match self.transfers.remove(&id) {
             Some(TransferStage::Load | TransferStage::GrantedSave) => self.send_end_of(id, ok),
-            // The slots are returned when they come.
+            // When the grant arrives, its slots are returned.
             Some(TransferStage::PendingSave) | None => {}
         }
     }
@@ -135,8 +135,8 @@ impl ClientState {
         self.send(&ClientMessage::EndTransfer { transfer: id.0, ok });
     }
 
-    /// Asks to drop everything of the namespace. Returns the reset's id; `None` without a server. In both
-    /// cases no earlier block is found from now on.
+    /// Requests that the server drop everything of the namespace. Returns the reset's id; `None` without a server. In
+    /// both cases no lookup finds an earlier block from now on.
     pub(crate) fn begin_reset(&mut self) -> Option<u64> {
         self.private = true;
         self.open.as_ref()?;

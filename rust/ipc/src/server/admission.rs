@@ -17,10 +17,11 @@ use crate::frame::arena_answer;
 use crate::peer::peer_credentials;
 use crate::sessions::ServedSessions;
 
-/// Connections of one process, with those of its workers that are leaving. A vLLM has one of its scheduler, and one of each worker.
+/// Most connections of one process, with its workers that are leaving. A vLLM has one connection for its scheduler and
+/// one for each worker.
 const CONNECTIONS_OF_PROCESS: usize = 32;
 
-/// Connections accepted in a turn.
+/// Most connections that are accepted in a turn.
 const ACCEPTS: usize = 8;
 
 impl Service {
@@ -70,7 +71,7 @@ impl Service {
         self.queue.push(id, &mut self.connections[id]);
     }
 
-    /// Descriptors that connections take, and the processes of workers.
+    /// Number of descriptors of connections and of workers' processes.
     pub(super) fn descriptors(&self) -> usize {
         let attached = self.control.attached.load(Ordering::Relaxed) as usize;
         self.connections.len() + attached + self.leaving.len()
@@ -111,7 +112,7 @@ pub(super) fn describe(
     })
 }
 
-/// Sends the arena's descriptor. Returns whether the whole answer was sent: a new connection has room for it.
+/// Sends the arena's descriptor. Returns whether the whole answer was sent. A new connection has room for the answer.
 pub(super) fn hand_over(stream: &UnixStream, served: &Served, version: u16) -> bool {
     let mut answer = arena_answer(served.arena.size(), served.arena_id);
     answer[4..6].copy_from_slice(&version.to_le_bytes());

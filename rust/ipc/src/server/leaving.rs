@@ -1,5 +1,5 @@
-//! Workers whose connection has ended without a word. A process that is killed closes its descriptors one by
-//! one, the highest first, while its device may still copy. So such a worker counts until its process is gone.
+//! Workers whose connection has ended without a release of the arena. A killed process closes its descriptors one by
+//! one, the highest first, while its device may still copy. So such a worker counts until its process has ended.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -11,10 +11,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use undercroft_core::session::SessionToken;
 
-/// How long a worker counts whose process cannot be watched: one of another PID namespace, before Linux 6.5.
+/// Time for which a worker counts if its process cannot be watched: in another PID namespace, before Linux 6.5.
 const UNWATCHED: Duration = Duration::from_secs(10);
 
-/// The process of a worker, as a descriptor that is readable once all of the process is gone; `None` if it
+/// A descriptor of a worker's process, which is readable once the whole process has ended; `None` if the process
 /// cannot be watched.
 pub(super) fn process_of(worker: &UnixStream) -> Option<OwnedFd> {
     if let Ok(process) = getsockopt(worker, PeerPidfd) {
@@ -22,7 +22,7 @@ pub(super) fn process_of(worker: &UnixStream) -> Option<OwnedFd> {
     }
     let credentials = getsockopt(worker, PeerCredentials).ok()?;
     let process = pidfd_open(Pid::from_raw(credentials.pid())?, PidfdFlags::empty()).ok()?;
-    // The number may be another process's by now, unless the worker was there still after it was looked up.
+    // The pid may belong to another process by now, unless the worker is still connected after the lookup of the pid.
     is_connected(worker).then_some(process)
 }
 
@@ -66,7 +66,7 @@ impl LeavingWorkers {
         });
     }
 
-    /// Descriptors to wait for: readable once a worker is gone.
+    /// Descriptors to wait for. Each is readable once its worker has ended.
     pub(super) fn fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         let processes = self.0.iter().filter_map(|worker| worker.process.as_ref());
         processes.map(|process| PollFd::new(process, PollFlags::IN))
@@ -81,7 +81,7 @@ impl LeavingWorkers {
         self.0.iter().filter(|worker| worker.pid == pid).count()
     }
 
-    /// The sessions of the workers that are gone, each as often as it had such a worker.
+    /// The sessions of the workers that have ended, one entry for each worker.
     pub(super) fn take_gone(&mut self) -> Vec<SessionToken> {
         let gone = self.0.extract_if(.., |worker| worker.is_gone());
         gone.map(|worker| worker.session).collect()

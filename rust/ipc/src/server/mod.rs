@@ -1,6 +1,5 @@
 //! The engine's side of the socket: one thread with one event loop serves clients (lookups, loads, saves)
-//! and hands the arena's descriptor to workers. A worker is gone when it releases the arena, or when its
-//! process has ended.
+//! and sends the arena's descriptor to workers. A worker counts until it releases the arena or its process has ended.
 //!
 //! The thread never waits for the disk: a pending lookup is answered when its promotion has ended. A
 //! malformed or misplaced frame ends its own connection and no other.
@@ -29,7 +28,7 @@ mod service;
 #[cfg(test)]
 mod tests;
 
-/// Where a server listens.
+/// The path at which a server listens.
 #[derive(Clone, Copy, Debug)]
 pub enum SocketLocation<'a> {
     /// At a new path in this directory.
@@ -44,10 +43,10 @@ pub struct Served {
     pub driver: Arc<Driver>,
     /// The engine's arena.
     pub arena: Arc<Arena>,
-    /// Identity of the arena: another engine start has another one. Workers compare it with that of the
-    /// arena that they have mapped.
+    /// Id of the arena. Each start of an engine has another id. Workers compare it with the id of the arena that they
+    /// have mapped.
     pub arena_id: u64,
-    /// The workers of the engine's own process attach with this token; others with the token of their session.
+    /// The token for the workers of vLLM in the engine's own process. Other workers attach with their session's token.
     pub own_token: SessionToken,
     /// The engine's configuration and the machine's features, for clients and for `undercroft status`.
     pub info: Box<dyn Fn() -> Value + Send>,
@@ -76,16 +75,16 @@ pub struct Server {
 pub struct ServerCounters {
     /// Workers that have the arena and are connected now.
     pub attached: u64,
-    /// Connections closed for another uid, an unknown session, or because there are too many.
+    /// Connections closed because of another uid, an unknown session, or too many connections.
     pub refused: u64,
-    /// Connections closed for a malformed or misplaced frame.
+    /// Connections closed because of a malformed or misplaced frame.
     pub malformed: u64,
 }
 
 #[derive(Debug)]
 struct ServerControl {
     wake: OwnedFd,
-    /// A wake-up is on its way.
+    /// Whether a wake-up is pending.
     woken: AtomicBool,
     stop: AtomicBool,
     alive: AtomicBool,
@@ -160,7 +159,7 @@ impl Server {
         let thread = std::thread::Builder::new()
             .name("undercroft-server".into())
             .spawn(move || {
-                // Dropped when the thread ends, by a panic, too.
+                // Dropped when the thread ends, even by a panic.
                 let _alive = Alive(of_thread);
                 service.run();
             })
@@ -172,12 +171,12 @@ impl Server {
         })
     }
 
-    /// Whether it serves: false once its thread has ended by a panic, which the panic hook has reported.
+    /// Whether the server serves: false once its thread has ended by a panic, which the panic hook has reported.
     pub fn is_alive(&self) -> bool {
         self.control.alive.load(Ordering::Acquire)
     }
 
-    /// Where clients and workers connect.
+    /// The path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -198,7 +197,7 @@ impl Drop for Server {
         self.control.stop.store(true, Ordering::Release);
         self.control.woken.store(false, Ordering::Release);
         self.control.wake();
-        // Before the listener is closed: after that, another server may have made the socket anew.
+        // Removed before the listener is closed: after that, another server may have made the socket anew.
         let _ = std::fs::remove_file(&self.path);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();

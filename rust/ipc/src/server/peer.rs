@@ -1,4 +1,4 @@
-//! One connection of a server: bytes that have come from the peer, and bytes that the peer has not read yet.
+//! One connection of a server: bytes that have arrived from the peer, and bytes that the peer has not read yet.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
@@ -15,19 +15,19 @@ use crate::frame::{self, HEADER_BYTES, Header, VERSION};
 /// Bytes read at a time.
 pub(super) const READ_BYTES: usize = 256 << 10;
 
-/// Bytes sent before the others' turn.
+/// Most bytes that are sent before the other connections' turn.
 const SEND_MAX: usize = 512 << 10;
 
-/// Bytes of a body that a peer without a session may send.
+/// Most bytes of a body from a peer without a session.
 const FIRST_BODY_MAX: u32 = 256 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
-    /// No session, and no arena.
+    /// The peer has no session and no arena.
     New,
-    /// Has the arena, for the session with this token.
+    /// The peer has the arena, for the session with this token.
     Worker(SessionToken),
-    /// Has a session.
+    /// The peer has the session with this token.
     Client(SessionToken),
 }
 
@@ -36,9 +36,9 @@ pub(super) enum Role {
 pub(super) enum Filled {
     /// There may be more to read.
     More,
-    /// All that had come was read.
+    /// All bytes that had arrived were read.
     All,
-    /// The frame is too long for the memory that is left.
+    /// The frame is too long for the remaining memory.
     NoRoom,
 }
 
@@ -46,7 +46,7 @@ pub(super) enum Filled {
 pub(super) struct Peer {
     pub(super) stream: UnixStream,
     pub(super) role: Role,
-    /// The peer's process, as the kernel reports it; 0 for one of another PID namespace.
+    /// The peer's pid, as the kernel reports it; 0 for a process of another PID namespace.
     pub(super) pid: i32,
     /// The process of a worker, see [`process_of`](super::leaving::process_of).
     pub(super) process: Option<OwnedFd>,
@@ -56,21 +56,21 @@ pub(super) struct Peer {
     pub(super) outbox: Vec<u8>,
     /// Bytes of the outbox that were sent.
     sent: usize,
-    /// Bytes of the outbox that are in the peer's version.
+    /// Bytes of the outbox that are translated to the peer's version.
     translated: usize,
-    /// The version that the peer speaks, if it is an older one.
+    /// The peer's version of the protocol, if it is an older version.
     pub(super) dialect: Option<&'static Dialect>,
     /// Bytes charged to the budget of inboxes.
     charged: u64,
-    /// When it connected, or was answered last.
+    /// Time of the connection or of the last answer.
     pub(super) since: Instant,
-    /// Since when the rest of a frame is missing.
+    /// Time since which the rest of a frame is missing.
     half_since: Option<Instant>,
-    /// Time that was spent on it, as the fair queue counts it.
+    /// Time that was spent on the connection, by the count of the fair queue.
     pub(super) spent: Duration,
-    /// It waits for its turn.
+    /// Whether the connection waits for its turn.
     pub(super) is_queued: bool,
-    /// Its frame waits for memory.
+    /// Whether the peer's frame waits for memory.
     pub(super) lacks_room: bool,
 }
 
@@ -139,7 +139,7 @@ impl Peer {
         self.dialect.map_or(VERSION, |dialect| dialect.version)
     }
 
-    /// Learns from the first header which version the peer speaks.
+    /// Reads the peer's version of the protocol from the first header.
     fn learn_version(&mut self, dialects: &'static [Dialect]) {
         if let (Role::New, Some(head)) = (self.role, self.inbox.first_chunk::<HEADER_BYTES>()) {
             let version = u16::from_le_bytes([head[4], head[5]]);
@@ -181,7 +181,7 @@ impl Peer {
         }
     }
 
-    /// Makes room for the frame whose header has come, and for one more read. Returns whether there is room.
+    /// Makes room for the frame whose header has arrived, and for one more read. Returns whether there is room.
     fn make_room(&mut self, budget: &mut Budget) -> Result<bool, End> {
         let mut needed = self.inbox.len() + READ_BYTES;
         if let Some(head) = self.inbox.first_chunk::<HEADER_BYTES>() {
@@ -211,7 +211,7 @@ impl Peer {
         budget.take(self.charged);
     }
 
-    /// Gives the memory back that the last frames took.
+    /// Frees the memory that the last frames used.
     pub(super) fn shrink(&mut self, budget: &mut Budget) {
         if self.done == self.inbox.len() {
             self.inbox.clear();
@@ -221,7 +221,7 @@ impl Peer {
         }
     }
 
-    /// The length of the first frame that has come as a whole.
+    /// The length of the first frame, if it has arrived completely.
     pub(super) fn frame(&mut self, dialects: &'static [Dialect]) -> Result<Option<usize>, End> {
         if self.done == 0 {
             self.learn_version(dialects);
@@ -237,14 +237,14 @@ impl Peer {
         Ok(len)
     }
 
-    /// The bytes of the first frame, of length `len`, and where its answer goes.
+    /// The bytes of the first frame, of length `len`, and the buffer for its answer.
     pub(super) fn first(&mut self, len: usize) -> (&[u8], &mut Vec<u8>) {
         let from = self.done;
         self.done += len;
         (&self.inbox[from..from + len], &mut self.outbox)
     }
 
-    /// Takes the first frame, of length `len`, out of the inbox.
+    /// Removes the first frame, of length `len`, from the inbox.
     pub(super) fn take_frame(&mut self, len: usize) -> Vec<u8> {
         self.inbox.drain(..self.done);
         self.done = 0;

@@ -1,4 +1,4 @@
-//! A fair queue: of the connections that have something to do, the one that has had the least time is next.
+//! A fair queue: the next connection is the one with work that has had the least time.
 
 use std::time::Duration;
 
@@ -7,14 +7,14 @@ use slotmap::SlotMap;
 use super::peer::Peer;
 use super::service::ConnectionId;
 
-/// Largest advantage, in time, of a connection that has done nothing for long.
+/// Largest advantage, in time, of a connection without work for a long time.
 const CREDIT: Duration = Duration::from_millis(1);
 
-/// Connections with something to do.
+/// Connections with work.
 #[derive(Debug, Default)]
 pub(super) struct FairQueue {
     waiting: Vec<ConnectionId>,
-    /// The time that was spent on the connection whose turn was last.
+    /// The time that was spent on the connection of the last turn.
     clock: Duration,
 }
 
@@ -23,7 +23,7 @@ impl FairQueue {
         self.waiting.is_empty()
     }
 
-    /// A connection has something to do.
+    /// A connection has work.
     pub(super) fn push(&mut self, id: ConnectionId, peer: &mut Peer) {
         if !std::mem::replace(&mut peer.is_queued, true) {
             peer.spent = peer.spent.max(self.clock.saturating_sub(CREDIT));
@@ -31,7 +31,7 @@ impl FairQueue {
         }
     }
 
-    /// Takes the connection out whose turn it is.
+    /// Removes and returns the connection whose turn it is.
     pub(super) fn pop(&mut self, peers: &mut SlotMap<ConnectionId, Peer>) -> Option<ConnectionId> {
         self.waiting.retain(|&id| peers.contains_key(id));
         let waiting = self.waiting.iter().enumerate();

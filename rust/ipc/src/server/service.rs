@@ -1,7 +1,7 @@
 //! The event loop of a server.
 //!
-//! Each turn has a limit: the connections that have something to do get slices of it, those first that have
-//! had the least time. Work that is longer than a slice is carried out in steps.
+//! Each turn has a limit of time. The connections with work get slices of the turn, first the connections that have had
+//! the least time. Work that is longer than a slice is carried out in steps.
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixListener;
@@ -27,25 +27,25 @@ use crate::protocol::{ClientMessage, ServerMessage};
 use crate::sessions::{ANSWERS_MAX, ServedSessions, Violation};
 use crate::stats::Report;
 
-/// Connections kept at a time, as far as the process may have descriptors; further ones are closed at once.
+/// Most connections, if the process may have enough descriptors. Further connections are closed at once.
 const CONNECTIONS_MAX: usize = 1024;
 
-/// Connections kept free of sessions, for `undercroft status` and workers.
+/// Connections that sessions cannot use, for `undercroft status` and workers.
 const RESERVED: usize = 256;
 
-/// Longest work for all connections before the sockets are looked at again.
+/// Longest work for all connections before the sockets are polled again.
 const TURN: Duration = Duration::from_micros(200);
 
-/// Longest work for one connection before the others' turn.
+/// Longest work for one connection before the other connections' turn.
 const SLICE: Duration = Duration::from_micros(100);
 
-/// A frame that is longer is carried out in steps.
+/// A longer frame is carried out in steps.
 const LONG_FRAME: usize = 32 << 10;
 
 /// See [`Terms::silence_max`].
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 
-/// Bytes of all connections' inboxes, and those that each may have.
+/// Most bytes of all connections' inboxes, and of each inbox.
 const INBOX_LIMIT: u64 = 64 << 20;
 const INBOX_FLOOR: u64 = 768 << 10;
 
@@ -56,7 +56,7 @@ pub(super) const PAUSE: Duration = Duration::from_secs(1);
 /// How often the deadlines of pending lookups are checked.
 const TICK: Duration = Duration::from_millis(5);
 
-/// With more pending lookups than this, the engine is asked about them every [`CROWD_INTERVAL`] at most.
+/// With more pending lookups than this, the engine is asked about them at most once in [`CROWD_INTERVAL`].
 const CROWD: usize = 64;
 const CROWD_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -67,7 +67,7 @@ slotmap::new_key_type! {
 /// The terms on which connections are served.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Terms {
-    /// Older versions of the protocol that are spoken, too.
+    /// Older versions of the protocol that the server supports.
     pub(super) dialects: &'static [Dialect],
     /// Longest silence of a connection without a session, and longest wait for the rest of a frame.
     pub(super) silence_max: Duration,
@@ -97,14 +97,14 @@ pub(super) struct Service {
     inboxes: Budget,
     scratch: Vec<u8>,
     status: Report,
-    /// Accepting failed (out of descriptors, say): until then the listener is left alone, since it stays
-    /// readable.
+    /// End of a pause after accepting has failed (for example without free descriptors). The listener is not polled in
+    /// this pause, since it stays readable.
     pub(super) paused_until: Option<Instant>,
     /// Time of the next search for silent connections.
     sweep_at: Instant,
     /// When the engine was last asked for the answers of pending lookups.
     answered_at: Instant,
-    /// The engine is to be asked again soon.
+    /// Whether the engine must be asked again soon.
     answers_due: bool,
 }
 
@@ -116,7 +116,7 @@ pub(super) enum End {
     LetGo,
     Refused,
     Malformed,
-    /// The peer speaks another version of the protocol.
+    /// The peer has another version of the protocol.
     Version(u16),
 }
 
@@ -195,7 +195,7 @@ impl Service {
         }
     }
 
-    /// How long the loop may sleep; `None` without end.
+    /// Longest sleep of the loop; `None` without a limit.
     fn timeout(&self) -> Option<Duration> {
         let lacks_room = |peer: &Peer| peer.lacks_room;
         if !self.queue.is_empty() || self.sessions.is_ending() {
@@ -211,8 +211,7 @@ impl Service {
         }
     }
 
-    /// Waits for something to do. Returns whether there are connections to be accepted, `None` when it is time to
-    /// stop.
+    /// Waits for work. Returns whether there are connections to accept; `None` when the server must stop.
     fn poll(&mut self) -> Option<bool> {
         let listening = if self.paused_until.is_some() {
             PollFlags::empty()
@@ -252,7 +251,7 @@ impl Service {
         let flags = fds[2..].iter().map(PollFd::revents);
         let ready: Vec<(ConnectionId, PollFlags)> = ids.into_iter().zip(flags).collect();
         if woken {
-            // The flag first: progress from now on wakes the thread again.
+            // The flag is cleared first: progress from now on wakes the thread again.
             self.control.woken.store(false, Ordering::Release);
             let _ = rustix::io::read(&self.control.wake, &mut [0; 8]);
         }
@@ -368,9 +367,9 @@ impl Service {
         }
     }
 
-    /// Hands the arena to a worker of the session with this token.
+    /// Sends the arena to a worker of the session with this token.
     fn attach(&mut self, id: ConnectionId, token: SessionToken) -> Result<(), End> {
-        // The process takes a descriptor, too.
+        // The worker's process also needs a descriptor.
         if self.descriptors() >= self.connections_max {
             return Err(End::Refused);
         }
@@ -435,8 +434,8 @@ impl Service {
         Ok(())
     }
 
-    /// Appends the answers of pending lookups that have come. With many lookups this asks the engine about
-    /// each of them, so it does not happen at every frame.
+    /// Appends the answers of lookups that are no longer pending. This asks the engine about each pending lookup, so
+    /// with many lookups it does not happen at every frame.
     fn answer_in_time(&mut self) {
         let crowded = self.sessions.pending() > CROWD;
         self.answers_due = crowded && self.answered_at.elapsed() < CROWD_INTERVAL;
@@ -465,14 +464,14 @@ impl Service {
         }
     }
 
-    /// Ends the sessions' workers whose processes are gone.
+    /// Ends the sessions' workers whose processes have ended.
     fn end_workers(&mut self) {
         for session in self.leaving.take_gone() {
             self.sessions.worker_went(session);
         }
     }
 
-    /// Closes connections that say nothing, and ends workers whose processes cannot be watched.
+    /// Closes silent connections, and ends workers whose processes cannot be watched.
     fn sweep(&mut self) {
         let now = Instant::now();
         if now < self.sweep_at {

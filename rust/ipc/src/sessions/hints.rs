@@ -27,7 +27,7 @@ impl ServedSession {
         Ok(())
     }
 
-    /// As [`ServedSession::take_hint`], with many hashes, which lie in `frame` at `left`.
+    /// Like [`ServedSession::take_hint`], with many hashes, which are in `frame` at `left`.
     pub(super) fn take_hint_later(
         &mut self,
         message: HintMessage<'_>,
@@ -38,7 +38,7 @@ impl ServedSession {
         self.take_hashes_later((request, hashes), frame, left, budgets, Then::Hint(asked))
     }
 
-    /// Carries out a hint about a request whose hashes are here.
+    /// Carries out a hint about a request whose hashes the server has.
     pub(super) fn hint(
         &mut self,
         driver: &Driver,
@@ -69,7 +69,7 @@ impl ServedSession {
     }
 }
 
-/// The parts of a message whose hint may be asked for.
+/// The parts of a message with an allowed hint.
 fn asked(message: HintMessage<'_>) -> Result<(u64, HashRun<'_>, HintAsked), Violation> {
     if let Hint::Pin { name, .. } | Hint::Release { name } = &message.hint
         && name.len() > PIN_NAME_MAX

@@ -1,4 +1,4 @@
-//! Work of one message that is carried out in steps, so that others are served in between.
+//! Work of one message that is carried out in steps, so that other clients are served in between.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,23 +8,23 @@ use undercroft_core::explain::Rest;
 use undercroft_core::hint::Hint;
 use undercroft_core::session::{Extent, Offer, Tokens, TransferId, append_extents};
 
-/// Hashes that one step takes over.
+/// Most hashes that one step copies.
 pub(super) const HASH_STEP: usize = 4096;
 
-/// Blocks of a save that one step looks at, or that one step ends.
+/// Most blocks of a save that one step examines or ends.
 pub(super) const SAVE_STEP: u32 = 128;
 
-/// Nodes of a hit whose payloads one step tells.
+/// Most nodes of a hit whose extents one step collects.
 pub(super) const HIT_STEP: u32 = 512;
 
-/// Work that is left of a message.
+/// The remaining work of a message.
 #[derive(Debug)]
 pub(super) enum Job {
-    /// Hashes of a request that are in a frame and have not been taken over.
+    /// Hashes of a request that are in a frame and have not been copied.
     Hashes(HashJob),
     /// A save whose slots are being reserved.
     Save(SaveJob),
-    /// A hit whose extents are being told.
+    /// A hit whose extents are being collected.
     Hit(HitJob),
     /// A load or a save that is being ended.
     End { transfer: TransferId, ok: bool },
@@ -36,7 +36,7 @@ pub(super) struct HashJob {
     pub(super) frame: Arc<Vec<u8>>,
     /// The hashes in the frame.
     pub(super) left: Range<usize>,
-    /// Length of each.
+    /// Length of each hash in bytes.
     pub(super) hash_bytes: usize,
     /// The request for which the hashes are read.
     pub(super) then: Then,
@@ -50,19 +50,19 @@ pub(super) enum Then {
     Hint(HintAsked),
 }
 
-/// A hint that is given.
+/// A hint of a message.
 #[derive(Debug)]
 pub(super) struct HintAsked {
-    /// The client's number.
+    /// The client's number of the hint.
     pub(super) number: u64,
     pub(super) max: Tokens,
     pub(super) hint: Hint,
 }
 
-/// A save that is asked for.
+/// A requested save.
 #[derive(Debug)]
 pub(super) struct SaveAsked {
-    /// The client's number.
+    /// The client's number of the save.
     pub(super) transfer: u64,
     pub(super) tokens: Tokens,
     pub(super) offers: Vec<Offer>,
@@ -71,7 +71,7 @@ pub(super) struct SaveAsked {
 #[derive(Debug)]
 pub(super) struct SaveJob {
     pub(super) request: u64,
-    /// The client's number, and the engine's.
+    /// The client's number of the save, and the engine's id.
     pub(super) transfer: (u64, TransferId),
     pub(super) tokens: Tokens,
     pub(super) extents: Vec<Extent>,
@@ -85,7 +85,7 @@ pub(super) struct HitJob {
     pub(super) hit: FoundHit,
 }
 
-/// A hit, and the part of its extents that is known.
+/// A hit, and the extents that have been collected.
 #[derive(Debug)]
 pub(super) struct FoundHit {
     pub(super) tokens: Tokens,
@@ -93,12 +93,12 @@ pub(super) struct FoundHit {
     pub(super) rest: Option<Rest>,
     pub(super) from_disk: Option<(Tokens, Tokens)>,
     pub(super) left: HitExtents,
-    /// From the end to the beginning.
+    /// Parts of the extents, from the end of the hit to its begin.
     pub(super) parts: Vec<Vec<Extent>>,
 }
 
 impl FoundHit {
-    /// The extents, front to back.
+    /// The extents, from the begin of the hit to its end.
     pub(super) fn extents(&mut self) -> Vec<Extent> {
         let mut all = Vec::new();
         for part in self.parts.drain(..).rev() {

@@ -1,8 +1,8 @@
 //! The server's sessions: carries out the messages of clients with the engine.
 //!
-//! A session outlives a lost connection as long as a worker of its vLLM has the arena mapped: the worker
-//! may still copy from extents that the client has received, also for a load that has not been reported to the
-//! server. The client opens another session.
+//! A session outlives a lost connection while a worker of its vLLM has the arena mapped. The worker may still copy from
+//! extents that the client has received, even for a load that the server does not know of. The client opens another
+//! session.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -25,15 +25,15 @@ mod request;
 mod session;
 mod transfers;
 
-/// Bytes of hashes that all clients together may leave here, and those that each may.
+/// Most bytes of all clients' hashes, and of each client's hashes.
 const HASHES_LIMIT: u64 = 96 << 20;
 const HASHES_FLOOR: u64 = 1 << 20;
 
-/// Bytes of extents of all hits that are being told, and those that each session may have told.
+/// Most bytes of the extents that are being collected for all sessions, and for each session.
 const ANSWERS_LIMIT: u64 = 32 << 20;
 const ANSWERS_FLOOR: u64 = 256 << 10;
 
-/// A message that its client may not send now.
+/// A message that the client may not send now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Violation;
 
@@ -47,7 +47,7 @@ pub(crate) struct ServedSessions {
     report: Report,
     sessions: HashMap<SessionToken, ServedSession>,
     budgets: Budgets,
-    /// Sessions whose lookups are being ended, because their client has gone.
+    /// Sessions whose lookups are being ended, because their clients' connections have ended.
     ending: VecDeque<SessionToken>,
     lookups: u64,
 }
@@ -102,15 +102,15 @@ impl ServedSessions {
         (Some(token), reply)
     }
 
-    /// A worker has mapped the arena for a session. False if there is no such session.
+    /// A worker has mapped the arena for a session. Returns false if there is no such session.
     pub(crate) fn worker_came(&mut self, token: SessionToken) -> bool {
-        // A session whose client has gone, and that no worker has mapped, is being ended.
+        // A session without a client and without workers is being ended.
         let is_open = |session: &&mut ServedSession| session.connected || session.workers > 0;
         let session = self.sessions.get_mut(&token).filter(is_open);
         session.map(|session| session.workers += 1).is_some()
     }
 
-    /// A worker has released the arena, or its process is gone: it copies no more.
+    /// A worker has released the arena, or its process has ended: the worker copies no more.
     pub(crate) fn worker_went(&mut self, token: SessionToken) {
         if let Some(session) = self.sessions.get_mut(&token) {
             session.workers -= 1;
@@ -139,8 +139,8 @@ impl ServedSessions {
         !self.ending.is_empty()
     }
 
-    /// Continues to end a session whose client has gone: its lookups at once, then the rest, and the session itself
-    /// when no worker copies any more.
+    /// Continues to end a session whose client's connection has ended: its lookups at once, the rest and the session
+    /// itself when no worker copies any more.
     pub(crate) fn step_end(&mut self) {
         let Some(token) = self.ending.pop_front() else {
             return;
@@ -206,7 +206,7 @@ impl ServedSessions {
         Ok(())
     }
 
-    /// As [`ServedSessions::handle`], of a long frame: its hashes are taken over in steps.
+    /// Like [`ServedSessions::handle`], for a long frame, whose hashes are copied in steps.
     pub(crate) fn handle_long(
         &mut self,
         token: SessionToken,
@@ -251,12 +251,12 @@ impl ServedSessions {
         session.step(&self.driver, &mut self.budgets, out)
     }
 
-    /// Number of lookups and resets that are pending: the engine is to be asked about them again soon.
+    /// Number of pending lookups and resets. The engine must be asked about them again soon.
     pub(crate) fn pending(&self) -> usize {
         self.sessions.values().map(ServedSession::pending).sum()
     }
 
-    /// Tokens of the sessions with lookups or resets that are pending.
+    /// Tokens of the sessions with pending lookups or resets.
     pub(crate) fn with_pending(&self) -> Vec<SessionToken> {
         let sessions = self.sessions.iter();
         let sessions = sessions.filter(|(_, session)| session.pending() > 0);
@@ -276,7 +276,7 @@ impl ServedSessions {
         self.lookups
     }
 
-    /// Every session, for `undercroft status`: those of clients, and those of this process. `attached`: workers of all.
+    /// Every session, of clients and of this process, for `undercroft status`. `attached`: workers of all sessions.
     pub(crate) fn describe(&self, attached: u64) -> Value {
         let served = self.sessions.values().map(|session| {
             let report = SessionReport {
@@ -312,12 +312,12 @@ impl ServedSessions {
     }
 }
 
-/// A session as the status tells it, beside its usage.
+/// The fields of a session in the status, without its usage.
 struct SessionReport {
     namespace: String,
     connected: bool,
     workers: u64,
-    /// Bytes that the server keeps of its requests.
+    /// Bytes of the session's requests in the server.
     request_bytes: u64,
 }
 

@@ -9,7 +9,7 @@ use undercroft_core::session::{Lookup, LookupRequest, Priority, PromotionWait, T
 use super::job::{FoundHit, HIT_STEP};
 use crate::protocol::LookupAnswer;
 
-/// Bytes of a server's memory for a request, beside its hashes.
+/// Bytes of a server's memory for a request, without its hashes.
 pub(super) const REQUEST_BYTES: u64 = 512;
 
 const HASH_BYTES: u64 = size_of::<BlockHash>() as u64;
@@ -19,21 +19,21 @@ const HASH_BYTES: u64 = size_of::<BlockHash>() as u64;
 pub(super) struct ServedRequest {
     /// The engine's name for the request.
     pub(super) name: String,
-    /// vLLM's.
+    /// vLLM's name for the request.
     pub(super) label: String,
     pub(super) hashes: Vec<BlockHash>,
-    /// Its hashes were too many for the server: it gets neither hits nor slots.
+    /// Whether the request had too many hashes for the server. Then it gets neither hits nor slots.
     pub(super) over: bool,
-    /// Its lookup is pending.
+    /// Whether the request's lookup is pending.
     pub(super) pending: bool,
-    /// Version of the last lookup; the fields below belong to that lookup too.
+    /// Version of the last lookup. The fields below also belong to this lookup.
     pub(super) version: u32,
     pub(super) computed: Tokens,
     pub(super) max: Tokens,
     pub(super) min: Tokens,
-    /// Instead of the engine's `promotion_wait`.
+    /// Limit on the wait for a promotion; `None`: the engine's `promotion_wait`.
     pub(super) wait: Option<PromotionWait>,
-    /// Tokens that the vLLM computes before.
+    /// Tokens that the vLLM computes before this request.
     pub(super) queued: Tokens,
     pub(super) priority: Priority,
 }
@@ -52,8 +52,8 @@ impl ServedRequest {
             .is_some()
     }
 
-    /// The engine's answer, with the extents at the end of a hit. The engine is entered as often as that takes, and
-    /// others in between. `None`: the engine is broken.
+    /// The engine's answer, with the extents at the end of a hit. This enters the engine as often as necessary, so that
+    /// other callers can enter in between. `None`: the engine is broken.
     pub(super) fn lookup(&self, driver: &Driver, id: SessionId) -> Option<Looked> {
         let mut cursor = LookupCursor::default();
         loop {
@@ -109,7 +109,7 @@ impl ServedRequest {
     }
 }
 
-/// Bytes that a vector of hashes takes more when `count` are added; `None` if they fit.
+/// Bytes by which a vector of hashes grows when `count` hashes are added; `None` if they fit.
 pub(super) fn growth(hashes: &Vec<BlockHash>, count: usize) -> Option<u64> {
     let (capacity, needed) = (hashes.capacity(), hashes.len() + count);
     let grown = needed.max(2 * capacity) - capacity;

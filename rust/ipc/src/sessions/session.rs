@@ -1,7 +1,7 @@
 //! One session of a server: its requests, its pending lookups, its loads and saves.
 //!
-//! A message whose work grows with a prompt leaves a [`Job`], which goes on step by step. The next message
-//! of the session is carried out when its jobs are done.
+//! A message whose work grows with a prompt makes a [`Job`], which is carried out step by step. The session's next
+//! message is carried out when its jobs are done.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -23,10 +23,10 @@ use crate::protocol::{
     ServerMessage,
 };
 
-/// With more bytes of answers queued than this, a client gets no further ones until it has read these.
+/// With more bytes of queued answers than this, a client gets no further answers until it has read these.
 pub(crate) const ANSWERS_MAX: usize = 1 << 20;
 
-/// Pending lookups that are looked at in one step.
+/// Most pending lookups that one step examines.
 const PENDING_STEP: usize = 64;
 
 /// Memory of all sessions.
@@ -34,7 +34,7 @@ const PENDING_STEP: usize = 64;
 pub(super) struct Budgets {
     /// Hashes of requests.
     pub(super) hashes: Budget,
-    /// Extents of hits that are being told.
+    /// Extents of hits that are being collected.
     pub(super) answers: Budget,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct ServedSession {
     pub(super) requests: HashMap<u64, ServedRequest>,
     /// Bytes of the requests.
     request_bytes: u64,
-    /// Bytes of the extents that are being told.
+    /// Bytes of the extents that are being collected.
     answer_bytes: u64,
     /// Requests whose lookup is pending.
     pending: VecDeque<u64>,
@@ -58,7 +58,7 @@ pub(super) struct ServedSession {
     /// Resets that have not been answered.
     resets: Vec<u64>,
     pub(super) jobs: VecDeque<Job>,
-    /// Names of requests that a client has left behind.
+    /// Names of the requests of a client whose connection has ended.
     left_behind: Vec<String>,
 }
 
@@ -91,8 +91,8 @@ impl ServedSession {
             .give_back(std::mem::take(&mut self.answer_bytes));
     }
 
-    /// Ends some of the lookups of a client that has gone; those that were answered with a hit only if
-    /// `all`. True if there is nothing left to end.
+    /// Ends some lookups of a client whose connection has ended. Lookups whose answer was a hit are ended only if
+    /// `all`. Returns true if there is nothing more to end.
     pub(super) fn step_end_of_client(
         &mut self,
         driver: &Driver,
@@ -136,7 +136,7 @@ impl ServedSession {
         !self.jobs.is_empty()
     }
 
-    /// Bytes of memory that its requests and answers take.
+    /// Bytes of memory of the session's requests and answers.
     pub(super) fn bytes(&self) -> u64 {
         self.request_bytes + self.answer_bytes
     }
@@ -205,7 +205,7 @@ impl ServedSession {
         Ok(state)
     }
 
-    /// Takes over the hashes of a message.
+    /// Copies the hashes of a message.
     pub(super) fn take_hashes(
         &mut self,
         request: u64,
@@ -220,8 +220,7 @@ impl ServedSession {
         }
     }
 
-    /// Takes over the hashes of a message step by step, from the frame that it came in, and then
-    /// carries it out.
+    /// Copies the hashes of a message step by step from the message's frame, and then carries the message out.
     pub(super) fn take_hashes_later(
         &mut self,
         (request, hashes): (u64, HashRun<'_>),
@@ -270,7 +269,7 @@ impl ServedSession {
         Ok(())
     }
 
-    /// As [`ServedSession::lookup`], with many hashes, which lie in `frame` at `left`.
+    /// Like [`ServedSession::lookup`], with many hashes, which are in `frame` at `left`.
     pub(super) fn lookup_later(
         &mut self,
         message: &LookupMessage<'_>,
@@ -295,7 +294,7 @@ impl ServedSession {
         }
     }
 
-    /// Looks a request up whose hashes are here.
+    /// Carries out the lookup of a request whose hashes the server has.
     fn look_up(&mut self, driver: &Driver, budgets: &mut Budgets, request: u64, out: &mut Vec<u8>) {
         self.forget_pending(request);
         let id = self.id;
@@ -307,7 +306,7 @@ impl ServedSession {
         self.answer(driver, budgets, request, true, looked, out);
     }
 
-    /// Appends the answer to a lookup, or leaves a job that does.
+    /// Appends the answer to a lookup, or makes a job that appends it.
     fn answer(
         &mut self,
         driver: &Driver,
@@ -353,7 +352,7 @@ impl ServedSession {
         }
     }
 
-    /// Tells some more of a hit's extents; appends the answer with the last of them.
+    /// Collects some more of a hit's extents. Appends the answer when all are collected.
     fn tell_hit(
         &mut self,
         driver: &Driver,
@@ -472,7 +471,7 @@ impl ServedSession {
 
     /// Appends the changes in the tiers since the last message of this kind.
     pub(super) fn take_events(&self, driver: &Driver, restart: bool, out: &mut Vec<u8>) {
-        // Entering the engine would make the IO thread retry the operations that wait for memory.
+        // An entry would make the IO thread retry the operations that wait for memory.
         let taken = driver.read_or_enter(
             |engine| (!restart && !engine.has_events(self.id)).then(BlockEvents::default),
             |engine| engine.take_events(self.id, restart),
@@ -495,7 +494,7 @@ impl ServedSession {
         self.resets.push(reset);
     }
 
-    /// Appends the answers of some pending lookups that have come.
+    /// Appends the answers of some lookups that are no longer pending.
     pub(super) fn answer_lookups(
         &mut self,
         driver: &Driver,
@@ -508,8 +507,7 @@ impl ServedSession {
             let state = requests.get(request);
             state.is_some_and(|state| state.still_pending(engine, id))
         };
-        // Reading is enough here. An entry would make the IO thread retry the promotions and writes that
-        // wait for memory.
+        // A read is enough here. An entry would make the IO thread retry the operations that wait for memory.
         let ended: Option<Vec<bool>> = driver.read(|engine| {
             let requests = some.iter();
             requests.map(|of| !still_pending(engine, of)).collect()
@@ -517,7 +515,7 @@ impl ServedSession {
         let ended = ended.unwrap_or_else(|| vec![true; some.len()]);
         self.pending.drain(..some.len());
         for (request, ended) in some.into_iter().zip(ended) {
-            // The others are answered when the client has read the answers that are queued.
+            // The other lookups are answered when the client has read the queued answers.
             if !ended || out.len() > ANSWERS_MAX || self.is_busy() {
                 self.pending.push_back(request);
                 continue;

@@ -13,7 +13,7 @@ use super::session::{Budgets, ServedSession};
 use crate::budget::share;
 use crate::protocol::{SaveMessage, ServerMessage};
 
-/// Loads and saves that a session may have at a time.
+/// Most loads and saves of a session at a time.
 const TRANSFERS_MAX: usize = 1 << 16;
 
 impl ServedSession {
@@ -33,17 +33,17 @@ impl ServedSession {
                 self.transfers.insert(transfer, load);
                 Ok(())
             }
-            // The client has begun a load whose payloads no lease keeps: its workers must not copy them. A client
-            // that keeps to the protocol is never refused.
+            // No lease keeps the payloads of this load, so the client's workers must not copy them. The server never
+            // refuses a client that follows the protocol.
             Some(None) => Err(Violation),
-            // The engine is broken: it writes into the arena no more.
+            // The engine is broken, so it does not write into the arena any more.
             None => Ok(()),
         }
     }
 
     /// Whether a load or a save may have this number.
     fn check_transfer(&self, transfer: u64) -> Result<(), Violation> {
-        // With two transfers of one number, the first could not be ended any more.
+        // If two transfers had one number, the first could not be ended any more.
         let is_free = !self.transfers.contains_key(&transfer);
         if is_free && self.transfers.len() < TRANSFERS_MAX {
             Ok(())
@@ -65,7 +65,7 @@ impl ServedSession {
         self.save(driver, request, asked, out)
     }
 
-    /// As [`ServedSession::begin_save`], with many hashes, which lie in `frame` at `left`.
+    /// Like [`ServedSession::begin_save`], with many hashes, which are in `frame` at `left`.
     pub(super) fn begin_save_later(
         &mut self,
         message: SaveMessage<'_>,
@@ -78,7 +78,7 @@ impl ServedSession {
         self.take_hashes_later((request, hashes), frame, left, budgets, Then::Save(asked))
     }
 
-    /// Starts the save of a request whose hashes are here.
+    /// Starts the save of a request whose hashes the server has.
     pub(super) fn save(
         &mut self,
         driver: &Driver,
@@ -108,14 +108,14 @@ impl ServedSession {
         Ok(())
     }
 
-    /// Reserves some more of a save's slots; appends the grant with the last of them.
+    /// Reserves some more of a save's slots. Appends the grant when all are reserved.
     pub(super) fn go_on_saving(&mut self, driver: &Driver, mut job: SaveJob, out: &mut Vec<u8>) {
         let (transfer, id) = job.transfer;
         let step = self.requests.get(&job.request).and_then(|state| {
             let save = SaveRequest::new(&state.name, &state.hashes, job.tokens);
             driver.enter(|engine| {
                 let (own, all) = engine.save_bytes(self.id);
-                // A client that stops in the middle of its saves must not hold the whole arena.
+                // A client that hangs in the middle of its saves must not hold the whole arena.
                 let limit = SaveLimit {
                     blocks: SAVE_STEP,
                     bytes: share(engine.host_capacity(), all, own),
@@ -168,7 +168,7 @@ pub(super) fn end_some(driver: &Driver, transfer: TransferId, ok: bool) -> bool 
     ended.unwrap_or(true)
 }
 
-/// False if there are too many extents for one frame.
+/// Appends a grant. Returns false if there are too many extents for one frame.
 fn append_grant(transfer: u64, refused: bool, extents: Vec<Extent>, out: &mut Vec<u8>) -> bool {
     let reply = ServerMessage::Granted {
         transfer,

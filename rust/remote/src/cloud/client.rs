@@ -10,14 +10,14 @@ use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 use super::profile;
 use crate::location::{Location, LocationError, Scheme};
 
-/// Where a machine asks for the credentials of its role.
+/// Hosts from which a machine gets the credentials of its role.
 pub(super) const ROLES: [&str; 3] = [
     "metadata.google.internal",
     "169.254.169.254",
     "169.254.170.2",
 ];
 
-/// How the credentials of a kind of store are given.
+/// The remedy for missing or wrong credentials of a kind of store.
 pub(super) fn credentials(scheme: Scheme) -> &'static str {
     match scheme {
         Scheme::Gs => {
@@ -35,7 +35,7 @@ pub(super) fn credentials(scheme: Scheme) -> &'static str {
     }
 }
 
-/// The remedy where a store cannot be reached.
+/// The remedy if a store cannot be reached.
 pub(super) fn reach(scheme: Scheme) -> &'static str {
     match scheme {
         Scheme::Gs => "check the bucket in the URL, and the way to storage.googleapis.com",
@@ -48,16 +48,16 @@ pub(super) fn reach(scheme: Scheme) -> &'static str {
     }
 }
 
-/// Codes of a store that takes a request for too old or too new, and the remedy.
+/// Codes of a store that considers a request's time too old or too new, and the remedy.
 pub(super) const CLOCK_WORDS: [&str; 2] = ["RequestTimeTooSkewed", "RequestExpired"];
 pub(super) const CLOCK: &str =
     "set this machine's clock by NTP: the store refuses requests of another time";
 
-/// The client of a store. Everything but the bucket comes from the environment, from files, or from the machine's role.
+/// The client of a store. All settings but the bucket come from the environment, files, or the machine's role.
 pub(super) fn client(
     location: &Location,
 ) -> std::result::Result<(&'static str, Arc<dyn ObjectStore>), LocationError> {
-    // The limits are this module's own.
+    // This module has its own limits.
     let options = [
         (ClientConfigKey::ConnectTimeout, "1 second"),
         (ClientConfigKey::Timeout, "120 seconds"),

@@ -1,9 +1,9 @@
-//! The address of a store, where the environment names one. The client accepts any text, and panics at its first request.
+//! Checks the address of a store in the environment: the client would accept any text, and panic at its first request.
 
-/// What is as good as "true" for the client.
+/// Values that the client accepts as true.
 const TRUE: [&str; 5] = ["1", "true", "on", "yes", "y"];
 
-/// Looks at the address that a variable has. `allowing` is the variable that allows HTTP, `allowed` its value.
+/// Checks the address in a variable. `allowing` is the variable that allows HTTP, `allowed` its value.
 ///
 /// # Errors
 /// Names the variable, its value and what is allowed.

@@ -1,10 +1,10 @@
-//! The files that AWS's own tools keep credentials and settings in. The environment goes before them.
+//! Reads the files in which AWS's own tools keep credentials and settings. The environment takes precedence.
 
 use std::path::PathBuf;
 
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 
-/// Fills in what the environment leaves open.
+/// Adds the settings that the environment does not have.
 pub(super) fn complete(mut builder: AmazonS3Builder) -> AmazonS3Builder {
     let profile = std::env::var("AWS_PROFILE").unwrap_or_else(|_| "default".to_owned());
     let mut fill = |text: &str, section: &str, names: &[(&str, AmazonS3ConfigKey)]| {
@@ -27,7 +27,7 @@ pub(super) fn complete(mut builder: AmazonS3Builder) -> AmazonS3Builder {
         fill(&config, &section, &[("region", Region)]);
     }
     fill(&config, &section, &[("endpoint_url", Endpoint)]);
-    // A key and its secret belong together; a role that the environment names goes before the files.
+    // A key and its secret belong together. A role in the environment takes precedence over the files.
     let named = [
         "AWS_ACCESS_KEY_ID",
         "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -50,14 +50,14 @@ pub(super) fn complete(mut builder: AmazonS3Builder) -> AmazonS3Builder {
     builder
 }
 
-/// The region of the environment has two names.
+/// Whether the environment has no region, which has two names there.
 fn builder_region_is_open() -> bool {
     ["AWS_REGION", "AWS_DEFAULT_REGION"]
         .iter()
         .all(|name| std::env::var_os(name).is_none())
 }
 
-/// The text of a file that a variable names, or that lies in `~/.aws`; empty without one.
+/// The text of a file that a variable names, or that is in `~/.aws`; empty if there is none.
 fn file(variable: &str, name: &str) -> String {
     let home = || {
         Some(

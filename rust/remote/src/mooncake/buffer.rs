@@ -1,4 +1,4 @@
-//! Memory that the helper's process maps too: objects pass through it.
+//! Memory that this process and the helper's process map. Objects pass through it.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
@@ -8,7 +8,7 @@ use undercroft_core::remote::RemoteError;
 
 use crate::objects::{Result, StoreError};
 
-/// Its bytes. Pages that no object has used take no memory.
+/// Size of the memory in bytes. Pages that no object has used are not allocated.
 pub(super) const BUFFER_BYTES: u64 = 256 << 20;
 
 /// The memory, and which ranges of it are in use.
@@ -20,7 +20,7 @@ pub(super) struct Buffer {
     freed: Condvar,
 }
 
-/// A range that one operation has to itself, until it is dropped.
+/// A range that belongs to one operation until the range is dropped.
 #[derive(Debug)]
 pub(super) struct Slot {
     buffer: Arc<Buffer>,
@@ -39,7 +39,7 @@ impl Buffer {
         }))
     }
 
-    /// A range of `len` bytes, once there is one.
+    /// Waits for a free range of `len` bytes.
     pub(super) fn take(self: &Arc<Self>, len: u64, deadline: Instant) -> Result<Slot> {
         let len = len.next_multiple_of(ARENA_ALIGN);
         if len > self.arena.size() {

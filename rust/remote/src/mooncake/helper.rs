@@ -1,7 +1,7 @@
-//! The process that has Mooncake's client, which can hang or crash there without harm to this one.
+//! The process of Mooncake's client. The client can hang or crash there without harm to this process.
 //!
-//! A range of the shared memory stays taken until its operation has been answered or the process is gone: whatever is
-//! late finds no other object there.
+//! A range of the shared memory stays in use until its operation has been answered or the process has ended. So a late
+//! transfer never writes into another object's range.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, IoSlice, Read, Write};
@@ -23,22 +23,23 @@ use super::buffer::Slot;
 use super::protocol::{Answer, Numbered, Request, Start};
 use crate::objects::{Result, StoreError};
 
-/// A process that has left a request unanswered for so long is ended.
+/// A process that has not answered a request for this time is ended.
 const HUNG: Duration = Duration::from_secs(10);
-/// As is one whose failed transfers hold so many bytes of the shared memory: they may still come.
+/// A process whose failed transfers hold this many bytes of the shared memory is ended: they may still be written.
 const HELD_MAX: u64 = super::buffer::BUFFER_BYTES / 2;
-/// How long it may take to leave the store.
+/// Longest time in which the process may disconnect from the store.
 const CLOSE_LIMIT: Duration = Duration::from_secs(3);
-/// The socket takes a request at once, unless the process hangs.
+/// Longest write of a request: unless the process hangs, the socket accepts a request at once.
 const WRITE_LIMIT: Duration = Duration::from_secs(1);
 /// Characters of the process's last message that a failure shows.
 const WORDS_MAX: usize = 300;
 
 static PYTHON: OnceLock<PathBuf> = OnceLock::new();
 
-/// The Python that has Mooncake's wheel and undercroft: that of this process, which only its embedder knows.
+/// Sets the Python that has Mooncake's wheel and undercroft. It is this process's Python, whose path only the caller
+/// knows.
 pub fn set_python(path: PathBuf) {
-    // The first one stays: it is the same.
+    // The first path stays: later paths are the same.
     let _ = PYTHON.set(path);
 }
 
@@ -55,9 +56,9 @@ struct State {
     pending: HashMap<u64, Pending>,
     /// Slots of transfers that failed.
     held: Vec<Slot>,
-    /// The number of the last request; that of the settings is 0.
+    /// The number of the last request. The settings have number 0.
     last: u64,
-    /// Whether it has the store; `None` until it has said so.
+    /// Whether the process is connected to the store; `None` before it has reported.
     ready: Option<Result<()>>,
     has_ended: bool,
 }
@@ -67,9 +68,9 @@ struct State {
 pub(super) struct Helper {
     socket: Mutex<UnixStream>,
     state: Mutex<State>,
-    /// Told when it is ready, or not, and when it has ended.
+    /// Notified when the process is ready or has failed, and when it has ended.
     change: Condvar,
-    /// Taken by the thread that waits for the end of the process.
+    /// The process. The thread that waits for its end locks it.
     child: Mutex<Child>,
     /// The last line of the process's messages.
     words: Mutex<String>,
@@ -95,7 +96,7 @@ impl Helper {
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         ours.set_write_timeout(Some(WRITE_LIMIT)).map_err(failed)?;
         let python = PYTHON.get().map_or("python3".into(), Clone::clone);
-        // -P: nothing of the working directory is imported. A group of its own: no Ctrl-C of a terminal ends it.
+        // -P: no import from the working directory. A process group of its own: Ctrl-C in a terminal does not end it.
         let mut child = Command::new(&python)
             .args(["-P", "-m", "undercroft.mooncake_helper"])
             .stdin(Stdio::from(OwnedFd::from(theirs)))
@@ -122,7 +123,7 @@ impl Helper {
         Ok(helper)
     }
 
-    /// Waits until it has the store.
+    /// Waits until the process is connected to the store.
     pub(super) fn ready(&self, deadline: Instant) -> Result<()> {
         let mut state = locked(&self.state);
         loop {
@@ -155,7 +156,7 @@ impl Helper {
         }
     }
 
-    /// Whether it can be asked: it has not ended, and does not hang.
+    /// Whether the process can get requests: it has not ended, and does not hang.
     pub(super) fn is_usable(&self) -> bool {
         let state = locked(&self.state);
         let held: u64 = state.held.iter().map(|slot| slot.len).sum();
@@ -186,7 +187,7 @@ impl Helper {
         let line = serde_json::to_string(&Numbered { id, request }).expect("texts and numbers");
         let sent = locked(&self.socket).write_all((line + "\n").as_bytes());
         if sent.is_err() {
-            // A part of the line may be there.
+            // A part of the line may have been written.
             self.end();
         }
         Ok(Waiting { received })
@@ -194,13 +195,13 @@ impl Helper {
 
     /// Ends the process. Operations that it has not answered fail.
     pub(super) fn end(&self) {
-        // One that has ended already is as good.
+        // An error means that the process has ended already.
         let _ = locked(&self.child).kill();
     }
 
-    /// Lets the process leave the store, and ends it if that takes long.
+    /// Lets the process disconnect from the store, and ends the process if this takes long.
     pub(super) fn close(&self) {
-        // One that has ended already is as good.
+        // An error means that the process has ended already.
         let _ = locked(&self.socket).shutdown(Shutdown::Write);
         let state = locked(&self.state);
         let waited = (self.change).wait_timeout_while(state, CLOSE_LIMIT, |state| !state.has_ended);
@@ -235,18 +236,18 @@ impl Helper {
             let Some(mut pending) = state.pending.remove(&answer.id) else {
                 break;
             };
-            // Without an object, or without room for one, no transfer was begun.
+            // If the object or room for it is missing, no transfer was begun.
             let may_come = answer
                 .error()
                 .is_some_and(|error| !matches!(error.kind, NotFound | Full));
             if may_come {
                 state.held.extend(pending.slot.take());
             }
-            // Who asked may have gone.
+            // The caller may not wait any more.
             let _ = pending.answer.send((answer, pending.slot));
         }
         self.end();
-        // Nothing of it touches the memory after this.
+        // After this the process does not write to the memory any more.
         let _ = locked(&self.child).wait();
         let mut state = locked(&self.state);
         state.has_ended = true;

@@ -1,11 +1,11 @@
-//! What a URL of a Mooncake store says.
+//! The parts of a Mooncake store's URL.
 
 use crate::location::{Location, host_and_port};
 
-/// The ports where mooncake_master serves, and where it tells about itself.
+/// The ports of mooncake_master: its service, and its administration.
 const MASTER_PORT: u16 = 50_051;
 const ADMIN_PORT: u16 = 9003;
-/// No metadata server: the processes ask each other.
+/// Value for no metadata server: the processes ask each other.
 const PEER_TO_PEER: &str = "P2PHANDSHAKE";
 
 /// The parameters, with examples.
@@ -24,18 +24,18 @@ const UNITS: [(&str, u64); 4] = [
 pub(crate) struct MooncakePlace {
     /// Host and port of mooncake_master.
     pub(crate) master: String,
-    /// Host and port where it tells its keys.
+    /// Host and port of its administration, which lists keys.
     pub(crate) admin: String,
-    /// The metadata server's URL, or the word for none.
+    /// The metadata server's URL, or [`PEER_TO_PEER`].
     pub(crate) metadata: String,
     /// Bytes of memory that this process lends to the store.
     pub(crate) segment: u64,
     pub(crate) protocol: String,
     /// The network cards; empty for all.
     pub(crate) device: String,
-    /// This machine's address for the others; empty for the one that leads to the master.
+    /// This machine's address for the other machines; empty for the address on the route to the master.
     pub(crate) host: String,
-    /// How all keys begin, without the `/` behind it.
+    /// Prefix of all keys, without the following `/`.
     pub(crate) prefix: String,
 }
 

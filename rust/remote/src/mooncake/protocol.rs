@@ -1,4 +1,4 @@
-//! What is said between the core and its helper: lines of JSON, each request with a number that its answer repeats.
+//! The protocol of the core and its helper: lines of JSON. Each request has a number, which its answer repeats.
 
 use serde::{Deserialize, Serialize};
 use undercroft_core::remote::RemoteError;
@@ -11,7 +11,7 @@ const NO_LIBRARY: &str = "install the libraries of Mooncake's client; on Debian 
 const NO_SETUP: &str = "check that mooncake_master runs and answers at the address in the URL, and the URL's parameters \
     metadata, protocol, device and host";
 
-/// The first line to a helper; the descriptor of the shared memory comes with it. The helper answers as to request 0.
+/// The first line to a helper, sent with the descriptor of the shared memory. The helper's answer has number 0.
 #[derive(Debug, Serialize)]
 pub(super) struct Start<'a> {
     /// Bytes of the shared memory.
@@ -25,28 +25,28 @@ pub(super) struct Start<'a> {
     pub(super) admin: &'a str,
 }
 
-/// A request. `at` is a place in the shared memory.
+/// A request. `at` is an offset in the shared memory.
 #[derive(Debug, Serialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub(super) enum Request {
-    /// Which of these exist: a 1 or a 0 for each.
+    /// Asks which keys exist. The answer has a 1 or a 0 for each.
     Exist { keys: Vec<String> },
-    /// The first `bytes` of an object into the memory: the number of those that came.
+    /// Reads the first `bytes` of an object into the memory. The answer has the number of bytes that were read.
     Get { key: String, at: u64, bytes: u64 },
-    /// An object from the memory: 1 if it was written, 0 if it was there and `if_absent`.
+    /// Writes an object from the memory. The answer is 1 if it was written, 0 if it existed and `if_absent` is set.
     Put {
         key: String,
         at: u64,
         bytes: u64,
         if_absent: bool,
     },
-    /// Removes these, where they are.
+    /// Removes the keys that exist.
     Remove { keys: Vec<String> },
-    /// Bytes of each of these; -1 where there is no such object.
+    /// Asks for the bytes of each key's object; -1 if there is no such object.
     Sizes { keys: Vec<String> },
-    /// The names of all objects that begin so.
+    /// Asks for the names of all objects with the prefix.
     List { prefix: String },
-    /// Bytes of the store's memory that are in use, and all of them.
+    /// Asks for the bytes of the store's memory: in use, and in all.
     Memory,
 }
 
@@ -64,13 +64,13 @@ pub(super) struct Answer {
     pub(super) id: u64,
     pub(super) values: Vec<i64>,
     pub(super) names: Vec<String>,
-    /// Its kind; empty for none.
+    /// The kind of the error; empty if there is none.
     error: String,
     detail: String,
 }
 
 impl Answer {
-    /// The failure that the answer tells of.
+    /// The error in the answer.
     pub(super) fn error(&self) -> Option<StoreError> {
         let kind = match self.error.as_str() {
             "" => return None,

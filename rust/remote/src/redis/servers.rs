@@ -1,7 +1,7 @@
-//! The servers of a Redis: one, or those of a cluster. Each has connections that are kept between calls.
+//! The servers of a Redis: one server, or the servers of a cluster. Each has connections that are kept between calls.
 //!
-//! Any server of a cluster tells which keys each of them has. The answer is learned at the first call, and again after a
-//! server has sent a caller to another one or has failed. A server outside of a cluster has all keys.
+//! Any server of a cluster returns the map of keys to servers. The map is read at the first call, and again after a
+//! server has redirected a caller or has failed. A server outside of a cluster has all keys.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,15 +18,15 @@ use super::slots::{Range, ranges, slot};
 use super::store_error;
 use crate::objects::{Result, StoreError};
 
-/// A connection that is not there after so long, or a byte.
+/// Longest wait for a connection or for the next byte.
 pub(super) const STALL: Duration = Duration::from_secs(1);
-/// Servers that a command is sent to, one after the other, while a cluster moves its key.
+/// Most servers to which a command is sent, one after the other, while a cluster moves its key.
 const REDIRECTS: usize = 4;
 
 /// Host and port.
 pub(super) type Address = (String, u16);
 
-/// A command, and the key that it is about.
+/// A command and its key.
 pub(super) struct Keyed {
     key: String,
     command: Cmd,
@@ -42,7 +42,7 @@ impl Keyed {
 /// The commands for one server.
 struct Part<'a> {
     address: &'a Address,
-    /// Their places among all commands.
+    /// The positions of these commands among all commands.
     indices: Vec<usize>,
     commands: Vec<&'a Cmd>,
 }
@@ -50,31 +50,31 @@ struct Part<'a> {
 /// One server.
 struct Server {
     client: Client,
-    /// Connections that nobody uses.
+    /// Unused connections.
     idle: Mutex<Vec<Connection>>,
 }
 
-/// Which server has which keys.
+/// The map of keys to servers.
 type Map = Arc<Vec<Range>>;
 
 #[derive(Default)]
 struct State {
     map: Option<Map>,
-    /// The map may be wrong.
+    /// Whether the map may be outdated.
     is_stale: bool,
     servers: HashMap<Address, Arc<Server>>,
 }
 
 /// All servers.
 pub(super) struct Servers {
-    /// Those of the URL.
+    /// The servers of the URL.
     named: Vec<Address>,
     is_tls: bool,
     settings: RedisConnectionInfo,
     state: Mutex<State>,
-    /// Held by whoever learns the map anew: the others use the old one meanwhile.
+    /// Locked by the caller that reads the map anew. Other callers use the old map meanwhile.
     learning: Mutex<()>,
-    /// Whom to ask for the map first: not the one that did not answer.
+    /// Index of the server to ask first for the map. A server that did not answer is not asked first.
     first_asked: AtomicUsize,
 }
 
@@ -152,14 +152,14 @@ impl Servers {
             command.write_packed_command(&mut packed);
         }
         server.exchange(&packed, commands.len()).map_err(|error| {
-            // In a cluster another may have taken its place.
+            // In a cluster another server may have taken over its keys.
             let mut state = self.lock();
             state.is_stale |= state.map.as_ref().is_some_and(|map| map.len() > 1);
             store_error(error)
         })
     }
 
-    /// The answer, from the server that the first one, at `from`, sends us to.
+    /// The answer, after the redirects that begin with the answer of the server at `from`.
     fn followed(&self, command: &Cmd, mut answer: Value, from: &Address) -> Result<Value> {
         let mut from = from.clone();
         for _ in 0..REDIRECTS {
@@ -190,7 +190,7 @@ impl Servers {
         ))
     }
 
-    /// The addresses of all servers that have keys, as the cluster says now.
+    /// The addresses of all servers that have keys, by the cluster's present map.
     pub(super) fn all(&self) -> Result<Vec<Address>> {
         let map = self.learn()?;
         let mut all: Vec<Address> = map.iter().map(|range| range.address.clone()).collect();
@@ -207,13 +207,13 @@ impl Servers {
             return self.learn();
         };
         if is_stale && let Ok(_one) = self.learning.try_lock() {
-            // If nobody answers, the next call says so.
+            // If no server answers, the next call reports the error.
             return Ok(self.learn().unwrap_or(map));
         }
         Ok(map)
     }
 
-    /// Asks for the map: those servers that are known from the last one, then those of the URL.
+    /// Reads the map: first from the servers of the last map, then from the servers of the URL.
     fn learn(&self) -> Result<Map> {
         let started = Instant::now();
         let state = self.lock();
@@ -245,7 +245,7 @@ impl Servers {
         Err(last.unwrap_or_else(|| failed("no server is named")))
     }
 
-    /// The map as one server tells it. Without a cluster that server has all keys.
+    /// The map of one server. Outside of a cluster, that server has all keys.
     fn map_of(&self, address: &Address) -> Result<Vec<Range>> {
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");
@@ -293,8 +293,8 @@ impl Servers {
 }
 
 impl Server {
-    /// Sends commands and reads their answers, on a connection of its own. A connection that was kept may have been closed
-    /// by the server: then the commands are sent again on a new one.
+    /// Sends commands and reads their answers on an unused connection. The server may have closed a kept connection:
+    /// then the commands are sent again on a new connection.
     fn exchange(&self, packed: &[u8], count: usize) -> RedisResult<Vec<Value>> {
         let kept = self.lock().pop();
         if let Some(connection) = kept {
@@ -306,8 +306,8 @@ impl Server {
         self.exchange_on(self.connect()?, packed, count)
     }
 
-    /// A connection is kept only after all answers: what follows a part of an answer has no meaning. The first answer that
-    /// is late ends the call.
+    /// A connection is kept only after all answers: bytes after a part of an answer cannot be read. The first late
+    /// answer ends the call.
     fn exchange_on(
         &self,
         mut connection: Connection,
@@ -328,7 +328,7 @@ impl Server {
         let mut connection = self.client.get_connection_with_timeout(STALL)?;
         connection.set_read_timeout(Some(STALL))?;
         connection.set_write_timeout(Some(STALL))?;
-        // A server that wants a password closes the connection at a large value, and does not say why.
+        // A server that requires a password closes the connection at a large value without an error. PING returns it.
         redis::cmd("PING").exec(&mut connection)?;
         Ok(connection)
     }
@@ -338,13 +338,13 @@ impl Server {
     }
 }
 
-/// Whether a server is in no cluster, or does not tell.
+/// Whether the error shows that a server is in no cluster, or does not report its cluster.
 fn tells_nothing(error: &ServerError) -> bool {
     use ServerErrorKind::{NoPerm, ResponseError};
     matches!(error.kind(), Some(NoPerm | ResponseError))
 }
 
-/// The address in the words `<slot> <host>:<port>` of a redirect; without a host it is that of the server that said so.
+/// The address in the text `<slot> <host>:<port>` of a redirect. Without a host: the host of the answering server.
 fn redirect(details: &str, from: &str) -> Option<Address> {
     let (_, address) = details.split_once(' ')?;
     let (host, port) = address.trim().rsplit_once(':')?;

@@ -1,4 +1,4 @@
-//! The hash slots of a Redis cluster: which key is in which, and which server has it.
+//! The hash slots of a Redis cluster: the slot of a key, and the server of a slot.
 
 use redis::Value;
 
@@ -7,7 +7,7 @@ use super::servers::Address;
 /// Slots of a cluster.
 const SLOTS: u16 = 16_384;
 
-/// A run of slots, and the server that has them.
+/// A run of slots, and their server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Range {
     pub(super) first: u16,
@@ -30,7 +30,7 @@ impl Range {
     }
 }
 
-/// The slot of a key: of the text between its first braces, if there is any.
+/// The slot of a key. If there is text between its first braces, only this text counts.
 pub(super) fn slot(key: &[u8]) -> u16 {
     let tagged = key.iter().position(|byte| *byte == b'{').and_then(|open| {
         let rest = &key[open + 1..];
@@ -40,7 +40,7 @@ pub(super) fn slot(key: &[u8]) -> u16 {
     crc16(tagged.unwrap_or(key)) % SLOTS
 }
 
-/// CRC-16/XMODEM, as Redis has it.
+/// CRC-16/XMODEM, which Redis uses.
 fn crc16(bytes: &[u8]) -> u16 {
     bytes.iter().fold(0, |sum, byte| {
         let sum = sum ^ (u16::from(*byte) << 8);
@@ -55,7 +55,7 @@ fn crc16(bytes: &[u8]) -> u16 {
     })
 }
 
-/// The ranges in an answer to `CLUSTER SLOTS`. A server without an address is the one that was asked, at `host`.
+/// The ranges in an answer to `CLUSTER SLOTS`. A server without an address is the answering server, at `host`.
 pub(super) fn ranges(answer: Value, host: &str) -> Option<Vec<Range>> {
     let Value::Array(all) = answer else {
         return None;
@@ -97,7 +97,7 @@ fn number(value: &Value) -> Option<u16> {
 mod tests {
     use super::*;
 
-    /// The values are those of `CLUSTER KEYSLOT`.
+    /// A server returned these values for `CLUSTER KEYSLOT`.
     #[test]
     fn a_key_is_in_the_slot_that_redis_says() {
         assert_eq!(slot(b"123456789"), 0x31c3);

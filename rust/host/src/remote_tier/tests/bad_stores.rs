@@ -1,4 +1,4 @@
-//! Engines over real stores behind a proxy that makes the network bad.
+//! Engines with real stores behind a proxy with network faults.
 
 use super::proxy::{Fault, Proxy};
 use super::server::Redis;
@@ -29,8 +29,8 @@ fn write(host: &Host, prompt: u32) {
     host.wait_for("a prompt is in the store", |host| is_done(host) >= goal);
 }
 
-/// One engine's prompt is read by another one, which computes another prompt meanwhile. The store fails after so many
-/// bytes of its answers, and is well some time later.
+/// One engine writes a prompt. Another engine reads it and computes another prompt meanwhile. The store fails after
+/// `after` bytes of its answers, and works again some time later.
 fn recovers(url: &str, proxy: &Proxy, fault: Fault, after: u64) {
     let root = tempfile::tempdir().unwrap();
     let writer = host(root.path(), "writer", url);
@@ -47,11 +47,11 @@ fn recovers(url: &str, proxy: &Proxy, fault: Fault, after: u64) {
     reader.hit(1);
     proxy.set(Fault::None);
     if reader.hit(1) < WHOLE && fault == Fault::Flip {
-        // What was damaged has been removed.
+        // Damaged objects have been removed.
         reader.compute(1);
     }
     reader.wait_for("reads recover", |host| host.hit(1) == WHOLE);
-    // A hit offers what is not known to be there.
+    // A hit offers segments that are not known to be in the store.
     let other = host(root.path(), "other", url);
     reader.wait_for("writes recover", |reader| {
         reader.hit(2);
@@ -60,7 +60,7 @@ fn recovers(url: &str, proxy: &Proxy, fault: Fault, after: u64) {
     assert_eq!(other.hit(1), WHOLE);
 }
 
-/// A fault that begins at each of [`BEGINS`], each over a proxy and a prefix of its own.
+/// Tests a fault that begins at each of [`BEGINS`], each with a proxy and a prefix of its own.
 fn recovers_from(fault: Fault) {
     let Some(server) = redis() else { return };
     std::thread::scope(|scope| {
@@ -104,7 +104,7 @@ fn a_store_that_throttles_costs_hits_and_is_used_again() {
     ));
 }
 
-/// A server that is killed has lost all objects when it is back.
+/// A server that was killed has lost all objects when it runs again.
 #[test]
 fn a_store_that_is_killed_is_used_again_once_it_is_back() {
     let Some(server) = redis() else { return };
@@ -121,7 +121,7 @@ fn a_store_that_is_killed_is_used_again_once_it_is_back() {
     });
     let server = Redis::start(&["--port", &port]).unwrap();
     assert_eq!(server.say("EXISTS any"), ":0\r\n");
-    // The server has lost what the first host has written; a hit there does not offer it again.
+    // The server has lost the objects of the first host. A hit on the first host does not offer them again.
     other.wait_for("writes recover", |other| {
         other.hit(2);
         let there = other.stat("remote_puts") + other.stat("remote_puts_known");
@@ -130,7 +130,7 @@ fn a_store_that_is_killed_is_used_again_once_it_is_back() {
     one.wait_for("reads recover", |one| one.hit(2) == WHOLE);
 }
 
-/// The same over S3, whose endpoint the environment names for a whole process.
+/// The same test with S3. The environment of a whole process names its endpoint.
 #[test]
 fn an_object_store_that_fails_costs_hits_and_is_used_again() {
     let (Ok(url), Ok(endpoint)) = (
@@ -162,7 +162,7 @@ fn an_object_store_that_fails_costs_hits_and_is_used_again() {
     );
 }
 
-/// Run by the test above.
+/// The test above runs this in a process of its own.
 #[test]
 #[ignore = "a part of another test"]
 fn before_an_object_store() {

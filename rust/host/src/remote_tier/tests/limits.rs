@@ -1,4 +1,4 @@
-//! How much an engine asks of a store, and how much a slow store holds it up.
+//! The number of requests from an engine to a store, and the delay that a slow store causes.
 
 use std::sync::Mutex;
 
@@ -8,7 +8,7 @@ use super::bad_stores::redis;
 use super::proxy::{Fault, Proxy};
 use super::*;
 
-/// A store whose probes are noted.
+/// A store that notes its probes.
 #[derive(Debug)]
 struct Watched {
     store: Arc<dyn Objects>,
@@ -63,8 +63,8 @@ fn of_single_blocks(url: &str) -> HostConfig {
     }
 }
 
-/// The first half of a prompt of 1,024 segments is in a store 20 ms away: the requests until the engine knows that, and the
-/// time. The time is the least of several prompts, since the machine may be busy.
+/// The first half of a prompt of 1,024 segments is in a store that answers after 20 ms. Checks the number of requests
+/// and the time until the engine knows this. The time is the least of several prompts, since the machine may be busy.
 #[test]
 fn a_thousand_segments_are_looked_up_with_seventy_requests_in_two_round_trips() {
     const LATENCY: Duration = Duration::from_millis(20);
@@ -112,7 +112,7 @@ fn a_thousand_segments_are_looked_up_with_seventy_requests_in_two_round_trips() 
     assert!(least <= goal, "{least:?} until the length is known");
 }
 
-/// Saves prompts for so long, and more than the queue of writes has room for. Returns how many, and the seconds.
+/// Saves prompts for at least `time`, and more than fit into the write queue. Returns their number and the seconds.
 fn compute_for(host: &Host, time: Duration, next: &mut u32) -> (f64, f64) {
     const LEAST: u32 = 20;
     let (began, first) = (Instant::now(), *next);
@@ -124,7 +124,7 @@ fn compute_for(host: &Host, time: Duration, next: &mut u32) -> (f64, f64) {
     (f64::from(*next - first), began.elapsed().as_secs_f64())
 }
 
-/// The segments of prompts that a host has saved: those that were written, and those that were not.
+/// The number of segments of saved prompts that a host has written, and the number that it has not written.
 fn segments(host: &Host) -> (u64, u64) {
     let written = host.stat("remote_puts") + host.stat("remote_puts_known");
     let dropped = ["failed", "dropped_queue", "dropped_gone"];
@@ -132,8 +132,8 @@ fn segments(host: &Host) -> (u64, u64) {
     (written, dropped.iter().sum())
 }
 
-/// Prompts come ten times faster than a slow store takes them. In turns with a host without a store; of
-/// `UNDERCROFT_SECONDS` altogether, if that is set.
+/// Prompts arrive ten times faster than a slow store writes them. Measures in turns with a host without a store, for
+/// `UNDERCROFT_SECONDS` altogether if this is set.
 #[test]
 fn computing_does_not_wait_for_a_slow_store_and_what_is_dropped_is_counted() {
     const TURNS: u32 = 5;
@@ -150,7 +150,7 @@ fn computing_does_not_wait_for_a_slow_store_and_what_is_dropped_is_counted() {
     for _ in 0..TURNS {
         let (count, seconds) = compute_for(&without, turn, &mut next);
         let bytes = count * f64::from(BLOCKS) * BYTES as f64;
-        // Two connections write.
+        // The rate is divided by two, since two connections write.
         proxy.set(Fault::Slow(1 + (bytes / seconds / 10.0 / 2.0) as u64));
         (counts[0], times[0]) = (counts[0] + count, times[0] + seconds);
         let (count, seconds) = compute_for(&with, turn, &mut next);
