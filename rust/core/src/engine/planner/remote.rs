@@ -22,7 +22,7 @@ const MEASURED: u32 = 4;
 /// are sent together shows when all have arrived. A probe takes as long as a get without its bytes.
 #[derive(Debug)]
 pub(in crate::engine) struct RemoteRates {
-    /// Times of gets that were sent last in their flights, less a probe, by the bytes in flight at the send.
+    /// Times of the last gets of those that were sent together, less a probe, by the bytes in flight at the send.
     last: Line,
     /// Times of the first gets of flights, less a probe, by the bytes in flight at the end.
     first: Line,
