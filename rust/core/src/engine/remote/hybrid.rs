@@ -132,7 +132,7 @@ impl Remote {
         }
     }
 
-    /// The deepest possible end of the chain: it ends before the first segment that is remembered as absent.
+    /// The deepest possible end of the chain: it ends before the end of the first segment that is remembered as absent.
     fn before_hole(&self, flight: &Flight, limit: u32, now_ns: u64) -> u32 {
         let size = flight.space.hash_blocks;
         let is_absent = |&segment: &u32| {
