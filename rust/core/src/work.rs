@@ -8,7 +8,7 @@
 //! The counts are kept for each thread, and only with the feature `check`. Without the feature, counting
 //! costs nothing.
 
-/// Units of work since the last [`take`](Work::take).
+/// Units of work since the last call of `Work::take`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
     /// Nodes visited.
