@@ -26,7 +26,7 @@ pub(super) struct Flight {
     pub(super) found: u32,
     /// Segments of the chain before the first segment of the flight.
     pub(super) skipped: u32,
-    /// Depth before the first of `hashes`. The block hash there is kept, too.
+    /// The depth before the first of `hashes`; `before` is the block hash there.
     pub(super) base: u32,
     pub(super) hashes: Box<[BlockHash]>,
     pub(super) before: Option<BlockHash>,
